@@ -188,6 +188,19 @@ def read_changes(store: Store, root: str, first: int = 1) -> list[Change]:
     return found
 
 
+def older_entries(store: Store) -> list[bytes]:
+    """Return the index entries of all shards that the versions of a dataset have, or had, beside those in index.json.
+
+    NotFoundError if there is no dataset, FormatError if it is damaged.
+    """
+    base, changes = read_log(store)
+    found = [bytes(text) for change in changes for text in change.shards]
+    if base.number:
+        first = msgspec.json.decode(store.read(version_name(base.root)), type=_Contents)
+        found += map(bytes, first.shards)
+    return found
+
+
 def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retries: bool = True) -> Version:
     """Put a change after the newest version, and return the version that it makes. It is published by `publish`.
 

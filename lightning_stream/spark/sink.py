@@ -176,7 +176,7 @@ class SinkJob(SparkJob):
         """Put the index or a change; return whether the rows are in the dataset by this write."""
         entries = [json.dumps(entry, sort_keys=True).encode() for receipt in receipts for entry in receipt.shards]
         lengths = _joined([receipt.lengths for receipt in receipts])
-        place.begin("overwrite")
+        place.begin("overwrite" if self.overwrite else "merge")
         newest = _newest(place.store)
         if self.overwrite:
             if self.base != ("" if newest is None else newest.digest):

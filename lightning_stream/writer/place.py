@@ -25,7 +25,7 @@ from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.drafts import sweep_drafts
-from lightning_stream.version_log import CHANGES, Edit, Version, commit, publish, read_newest
+from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
 from lightning_stream.writer.local_file import write_file
 
 Place: TypeAlias = "str | os.PathLike[str]"
@@ -89,6 +89,7 @@ class DatasetPlace:
         self._version: Version | None = None
         self._message = self._key = ""
         self._begun_with: dict[str, list[Seen]] = {}
+        self._former: list[set[str]] = []
 
     @property
     def is_local(self) -> bool:
@@ -125,6 +126,7 @@ class DatasetPlace:
                 )
         for name in (INDEX_NAME, *also):
             self._begun_with[name] = [Seen() if mode == "new" else Seen.of(store, name) for store in self.stores]
+        self._former = [_former_files(store) for store in self.stores] if mode == "overwrite" else []
         if mode not in ("append", "edit"):
             return
         base, *others = (seen.data for seen in self._begun_with[INDEX_NAME])
@@ -301,14 +303,13 @@ class DatasetPlace:
     def sweep(
         self, before: Sequence[Collection[str]], ours: re.Pattern[str], keep: Collection[str], *, former: bool = True
     ) -> None:
-        """Delete files after a swap: those that match `ours`, and those of the dataset that was there at `begin`.
+        """Delete files after a swap: those that match `ours`, and those of all versions that were there at `begin`.
 
-        `before` has the names before the swap, one collection per store. The names in `keep` stay, and the dataset that
-        was there at `begin` if `former` is False. Folders with an index of their own are other datasets, and stay. A
-        file that cannot be deleted is logged.
+        `before` has the names before the swap, one collection per store. The names in `keep` stay, and the versions
+        that were there at `begin` if `former` is False. Folders with an index of their own are other datasets, and
+        stay. A file that cannot be deleted is logged.
         """
-        for store, names, seen in zip(self.stores, before, self._begun_with[INDEX_NAME], strict=True):
-            listed = listed_files(seen.data)
+        for store, names, listed in zip(self.stores, before, self._former, strict=True):
             kept = keep if former else listed.union(keep)
             indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
             others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
@@ -337,6 +338,14 @@ def _listed(store: Store) -> Iterator[ObjectEntry]:
         index = Seen.of(store, INDEX_NAME).data
         if index is not None:
             yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
+
+
+def _former_files(store: Store) -> set[str]:
+    """The files that any version of the dataset lists; none if there is no dataset."""
+    with contextlib.suppress(errors.NotFoundError, errors.FormatError):
+        older = b'{"shards": [' + b", ".join(older_entries(store)) + b'], "version": 2}'
+        return listed_files(read_newest(store).index.data) | listed_files(older)
+    return listed_files(Seen.of(store, INDEX_NAME).data)
 
 
 def _is_manifest(data: bytes | None, names: Collection[str]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lightning_stream import MDSWriter, StreamingDataset, versions
+from lightning_stream.errors import ConflictError
 from lightning_stream.stores import open_store
 from lightning_stream.version_log import read_newest
 from lightning_stream.writer.place import listed_files
@@ -142,9 +143,9 @@ def failing(name: str, folder: str) -> type:
         def write(self, iterator: Iterator[Any]) -> Any:
             context = TaskContext.get()
             assert context is not None
-            rows = list(iterator)
+            batches = list(iterator)
             if context.attemptNumber() == 0 and context.partitionId() == 1:
-                super().write(batch.slice(1) for batch in rows)
+                super().write(batch.slice(1) for batch in batches)
                 Path(folder, "lost").touch()
                 if name == "mds-killed":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -152,7 +153,7 @@ def failing(name: str, folder: str) -> type:
                     raise RuntimeError("this attempt was made to fail")
             if name == "mds-hopeless" and context.partitionId() == 1:
                 raise RuntimeError("all attempts were made to fail")
-            return super().write(iter(rows))
+            return super().write(iter(batches))
 
     class Failing(MDSDataSource):
         @classmethod
@@ -207,34 +208,64 @@ def test_appends_at_the_same_time_all_count(session: Any, tmp_path: Path) -> Non
     assert len(versions.log(str(out))) == 4
 
 
-def test_a_replace_does_not_lose_a_later_append(session: Any, tmp_path: Path) -> None:
+def sink_of(out: Path, overwrite: bool = False) -> Any:
     from pyspark.sql.datasource import CaseInsensitiveDict
+    from pyspark.sql.types import StructType
 
-    from lightning_stream.errors import ConflictError
     from lightning_stream.spark.datasource import MDSDataSource
 
+    source = MDSDataSource(options=CaseInsensitiveDict({"path": str(out), "size_limit": "100"}))
+    return source.writer(StructType().add("id", "long", nullable=False), overwrite=overwrite)
+
+
+def rows(begin: int, end: int) -> Iterator[Any]:
+    pa = pytest.importorskip("pyarrow")
+    yield pa.RecordBatch.from_pydict({"id": list(range(begin, end))})
+
+
+def test_a_replace_does_not_lose_a_later_append(tmp_path: Path) -> None:
     out = tmp_path / "out"
     with MDSWriter(out=out, columns={"id": "int64"}) as writer:
         writer.write({"id": 1})
-    source = MDSDataSource(options=CaseInsensitiveDict({"path": str(out)}))
-    import pyarrow as pa
-
-    sinks = [source.writer(session.range(1).schema, overwrite=True) for _ in range(2)]
-    messages = [[sink.write(iter([pa.RecordBatch.from_pydict({"id": [k]})]))] for k, sink in enumerate(sinks)]
-    save(session.range(2, 3), out)
+    sinks = [sink_of(out, overwrite=True), sink_of(out, overwrite=True), sink_of(out)]
+    messages = [[sink.write(rows(k, k + 9))] for k, sink in enumerate(sinks)]
+    sinks[2].commit(messages[2])
     with pytest.raises(ConflictError, match="was changed while this write was going to replace it"):
         sinks[0].commit(messages[0])
-    assert ids_of(out) == [1, 2]
+    assert ids_of(out) == [1, *range(2, 11)]
     sinks[1].abort([None, *messages[1]])
     assert not strays(out)
+
+
+def test_overwriting_deletes_the_files_of_all_versions(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for begin in (0, 50):
+        sink = sink_of(out)
+        sink.commit([sink.write(rows(begin, begin + 50))])
+    versions.delete_rows(out, range(10, 90))
+    versions.compact(out)
+    assert strays(out)  # shards of the versions before
+    with MDSWriter(out=out, columns={"id": "int64"}, overwrite=True) as writer:
+        writer.write({"id": 1})
+    assert not strays(out)
+    assert len([path for path in out.rglob("*") if path.is_file()]) == 2
+
+
+def test_a_failed_commit_that_may_have_succeeded_keeps_its_files(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    sink = sink_of(out)
+    messages = [sink.write(rows(0, 50))]
+    sink.commit(messages)
+    sink.abort(messages)  # as Spark does if the answer to the commit was lost
+    assert ids_of(out) == list(range(50))
 
 
 def test_a_batch_that_is_replayed_three_times_counts_once(session: Any, tmp_path: Path) -> None:
     out, checkpoint = tmp_path / "out", tmp_path / "checkpoint"
 
     def run() -> None:
-        rows = session.readStream.schema("id long").parquet(str(tmp_path / "in"))
-        sink = rows.writeStream.format("mds").option("checkpointLocation", str(checkpoint))
+        read = session.readStream.schema("id long").parquet(str(tmp_path / "in"))
+        sink = read.writeStream.format("mds").option("checkpointLocation", str(checkpoint))
         query = sink.trigger(availableNow=True).start(str(out))
         assert query.awaitTermination(120)
 
@@ -249,8 +280,8 @@ def test_a_batch_that_is_replayed_three_times_counts_once(session: Any, tmp_path
     assert sorted(ids_of(out)) == list(range(200))
     assert not strays(out)
     assert [entry.key.rpartition("-")[2] for entry in versions.log(str(out))] == ["", "1"]
-    rows = session.readStream.schema("id long").parquet(str(tmp_path / "in"))
-    own = rows.writeStream.option("checkpointLocation", str(tmp_path / "own"))
+    read = session.readStream.schema("id long").parquet(str(tmp_path / "in"))
+    own = read.writeStream.option("checkpointLocation", str(tmp_path / "own"))
     query = own.trigger(availableNow=True).foreachBatch(
         lambda batch, number: [save(batch, tmp_path / "each", key=f"in-{number}") for _ in range(3)]
     )
