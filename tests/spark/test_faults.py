@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from lightning_stream import LocalDataset
 from lightning_stream import spark as room
+from lightning_stream.writer.place import listed_files
 
 COLUMNS = {"id": "int64", "twice": "int64"}
 
@@ -161,3 +163,9 @@ def test_killed_executors_and_speculation_change_nothing(
     assert len(list(tmp_path.glob("lagging-*"))) >= 2  # the slow partition was run twice at once
     assert files_of(tmp_path / "out-kill") == undisturbed
     assert files_of(tmp_path / "out-lag") == undisturbed
+    verbs = tmp_path / "verbs"
+    assert (verbs / "killed").exists()
+    assert len(list(verbs.glob("lagging-*"))) >= 2
+    for out in (verbs / "out-kill", verbs / "out-lag"):
+        assert [sample["id"] for sample in LocalDataset(out)] == list(range(1000))
+        assert files_of(out).keys() <= {"index.json", *listed_files((out / "index.json").read_bytes())}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pyspark
 
-from lightning_stream.spark import dataframe_to_mds, local_session
+from lightning_stream.spark import dataframe_to_mds, local_session, register
 
 COLUMNS = {"id": "int64", "twice": "int64"}
 
@@ -108,7 +108,20 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def convert(master: str, root: str, name: str, udf: Any) -> None:
+def append(session: Any, out: str, udf: Any) -> None:
+    """The same rows by Spark's own verbs."""
+    import pandas as pd
+
+    def samples(frames: Iterator[Any]) -> Iterator[Any]:
+        for frame in frames:
+            yield pd.DataFrame(list(udf(frame)))
+
+    register(session)
+    rows = session.range(0, 1000, 1, 2).mapInPandas(samples, "id long, twice long")
+    rows.write.format("mds").mode("append").option("size_limit", "2kb").save(out)
+
+
+def convert(master: str, root: str, name: str, make: Any) -> None:
     conf = {
         "spark.speculation": "true",
         "spark.speculation.interval": "200ms",
@@ -122,15 +135,17 @@ def convert(master: str, root: str, name: str, udf: Any) -> None:
     session = local_session(master, conf=conf)
     try:
         out = {"out": f"{root}/{name}", "compression": None, "columns": COLUMNS, "size_limit": "2kb"}
-        dataframe_to_mds(session.range(0, 1000, 1, 2), mds_kwargs=out, udf_iterable=udf)
+        dataframe_to_mds(session.range(0, 1000, 1, 2), mds_kwargs=out, udf_iterable=make(root))
+        append(session, f"{root}/verbs/{name}", make(f"{root}/verbs"))
     finally:
         session.stop()
 
 
 def main(root: str) -> None:
-    convert("local-cluster[2,1,1024]", root, "out-kill", make_killing(root))
+    Path(root, "verbs").mkdir()
+    convert("local-cluster[2,1,1024]", root, "out-kill", make_killing)
     with standalone() as master:
-        convert(master, root, "out-lag", make_lagging(root))
+        convert(master, root, "out-lag", make_lagging)
 
 
 if __name__ == "__main__":
