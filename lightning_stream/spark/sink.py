@@ -24,7 +24,7 @@ import pyspark.sql.datasource as api
 from pyspark import TaskContext
 
 from lightning_stream.convert.partition import Receipt, check
-from lightning_stream.errors import AccessError, ConflictError, NotFoundError, StoreError
+from lightning_stream.errors import AccessError, ConflictError, FormatError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.spark.partition import SparkJob, written
@@ -34,7 +34,7 @@ from lightning_stream.stores.drafts import sweep_drafts
 from lightning_stream.version_log import read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
 from lightning_stream.writer.lengths import check_measurable
-from lightning_stream.writer.place import DatasetPlace, digest_of
+from lightning_stream.writer.place import DatasetPlace, digest_of, listed_files
 
 _LOG = logging.getLogger(__name__)
 _JOB = re.compile(r"job-[0-9a-f]{16}-[0-9a-f]{8}/.*")
@@ -53,8 +53,8 @@ class SinkJob(SparkJob):
         overwrite: Whether the dataset is replaced; else the rows are appended, or make a new dataset.
         key: A name that no other append has, or "".
         message: A note about the append.
-        only_new: Whether an existing dataset is an error.
-        skip: Whether nothing is written, since there is a dataset.
+        if_exists: What happens where there is a dataset: ``"append"``, ``"error"`` or ``"ignore"``.
+        skip: Whether nothing is written, since there is a dataset that ``"ignore"`` is about.
         base: The digest of the version that was there when the write was planned; "" if there was none.
         job: The name of its folder.
     """
@@ -62,7 +62,7 @@ class SinkJob(SparkJob):
     overwrite: bool = False
     key: str = ""
     message: str = ""
-    only_new: bool = False
+    if_exists: str = "append"
     skip: bool = False
     base: str = ""
     job: str = ""
@@ -104,7 +104,7 @@ class SinkJob(SparkJob):
             "",
             overwrite=overwrite,
             message=message,
-            only_new=if_exists != "append",
+            if_exists=if_exists,
             skip=skip,
             base="" if newest is None else newest.digest,
         ).keyed(key)
@@ -150,16 +150,18 @@ class SinkJob(SparkJob):
                 check(receipts, "the DataFrame", _FILL)
             self._check_files(place.store, receipts)
             is_in = self._change(place, receipts)
-        except (ValueError, FileExistsError, ConflictError):  # nothing was committed
-            _clean(place.store, self.job, ())
+        except (ValueError, FileExistsError, ConflictError):
+            _clean(place.store, self.job)
             raise
-        # Writes that are repeated under one key differ in the last digits: none but this one has a commit.
-        _clean(place.store, self.job[:-8] if is_in else self.job, place.put_names if is_in else ())
+        if is_in:  # writes that are repeated under one key differ in the last digits, and the others are not in it
+            _clean(place.store, self.job[:-8], place.put_names)
+        else:
+            _clean(place.store, self.job)
 
     def abort(self, messages: Sequence[SinkMessage | None]) -> None:
         """Delete what a failed write left. If `commit` had begun, it may have succeeded: then files stay."""
         if any(message is None or not message.receipt.is_good for message in messages):
-            _clean(DatasetPlace(self.out, False, self.store_options).store, self.job, ())
+            _clean(DatasetPlace(self.out, False, self.store_options).store, self.job)
 
     def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
         with suppress(AccessError):  # a store that refuses to list
@@ -192,13 +194,14 @@ class SinkJob(SparkJob):
             try:
                 place.swap(INDEX_NAME, with_first_key(text, self.key) if self.key else text)
                 return True
-            except FileExistsError:
-                if self.only_new:
-                    raise
+            except FileExistsError:  # another writer made a dataset meanwhile
+                pass
             finally:
                 place.put_names = names
-        elif self.only_new:
+        if self.if_exists == "error":
             raise _exists(place.store)
+        if self.if_exists == "ignore":
+            return False
         place.note(self.message, self.key)
         place.begin("append")
         assert place.base is not None
@@ -312,14 +315,18 @@ def _joined(parts: Sequence[Mapping[str, Sequence[FileEntry]]]) -> dict[str, lis
     return found
 
 
-def _clean(store: Store, prefix: str, keep: Collection[str]) -> None:
-    """Delete the files of attempts that do not count. What cannot be deleted is logged: no index lists it."""
-    kept = set(keep)
+def _clean(store: Store, prefix: str, keep: Collection[str] | None = None) -> None:
+    """Delete the files that begin with `prefix`, except those to keep: None for those that the newest version lists.
+
+    What cannot be deleted is logged: no index lists it.
+    """
     try:
+        newest = _newest(store) if keep is None else None
+        kept = set(keep or ()) | (set() if newest is None else listed_files(newest.data))
         for entry in list(store.list(prefix)):
             if entry.name not in kept:
                 store.delete(entry.name)
-    except StoreError as error:
+    except (StoreError, FormatError) as error:
         _LOG.warning("files of attempts that do not count may remain below %s/%s: %s", store.url, prefix, error)
     if isinstance(store, LocalStore):
         for folder in sorted(store.folder.glob(f"{prefix}*/**/"), reverse=True):

@@ -7,14 +7,15 @@ import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_stream import MDSWriter, StreamingDataset, versions
-from lightning_stream.errors import ConflictError
-from lightning_stream.stores import open_store
+from lightning_stream.errors import AlreadyExistsError, ConflictError
+from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.version_log import read_newest
 from lightning_stream.writer.place import listed_files
 
@@ -251,12 +252,24 @@ def test_overwriting_deletes_the_files_of_all_versions(tmp_path: Path) -> None:
     assert len([path for path in out.rglob("*") if path.is_file()]) == 2
 
 
-def test_a_failed_commit_that_may_have_succeeded_keeps_its_files(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    sink = sink_of(out)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_whose_answer_was_lost_keeps_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
+) -> None:
+    out, put = tmp_path / "out", LocalStore.put
+
+    def lost(store: LocalStore, name: str, data: Any, **conditions: Any) -> None:
+        put(store, name, data, **conditions)
+        if name == "index.json":
+            raise AlreadyExistsError("the put was repeated, since its answer was lost")
+
+    sink = sink_of(out, overwrite=overwrite)
     messages = [sink.write(rows(0, 50))]
-    sink.commit(messages)
-    sink.abort(messages)  # as Spark does if the answer to the commit was lost
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put", lost)
+        with suppress(AlreadyExistsError):
+            sink.commit(messages)
+    sink.abort(messages)  # as Spark does after an error of the commit
     assert ids_of(out) == list(range(50))
 
 
