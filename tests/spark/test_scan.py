@@ -14,7 +14,7 @@ import pytest
 from lightning_stream import CSVWriter, JSONWriter, MDSWriter, versions
 from lightning_stream.errors import FormatError, NotFoundError
 
-pytest.importorskip("pyspark", minversion="4", reason="needs pyspark 4.1: pip install 'pyspark>=4.1'")
+pytest.importorskip("pyspark", minversion="4.1", reason="needs pyspark 4.1: pip install 'pyspark>=4.1'")
 pa = pytest.importorskip("pyarrow")
 
 from pyspark.sql import datasource as api  # noqa: E402
