@@ -95,9 +95,10 @@ def arrow_array(name: str, encoding: str, values: Any, target: pa.DataType) -> p
         array = _natural(encoding, values)
         return array if array.type.equals(target) else array.cast(target)
     except (ValueError, TypeError, ArithmeticError, NotImplementedError) as error:  # pyarrow's errors are among them
+        why = str(error).rstrip(".")
         raise FormatError(
-            f"column {name!r}, stored as {encoding!r}, cannot be read as {target!s:.60}: {error!s:.200} Read it as its "
-            "own type, without a schema, and convert it in the query."
+            f"column {name!r}, stored as {encoding!r}, cannot be read as {target!s:.60}: {why:.200}. "
+            "Read it as its own type, without a schema, and convert it in the query."
         ) from error
 
 
