@@ -77,8 +77,8 @@ class SampleReader:
     def _in_shards(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
         indexes, names = self.indexes, list(map(name_of, self.streams))
-        digests = [one.digest for one in indexes], [one.source_digest for one in indexes]
-        return Snapshot.of([one.shard_sizes for one in indexes], names, *digests, [one.table_version for one in indexes])
+        marks = [[one.digest for one in indexes], [one.source_digest for one in indexes]]
+        return Snapshot.of([one.shard_sizes for one in indexes], names, *marks, [one.table_version for one in indexes])
 
     @cached_property
     def shards(self) -> StreamShards:
