@@ -76,9 +76,11 @@ class SampleReader:
     @cached_property
     def _in_shards(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
-        indexes, names = self.indexes, list(map(name_of, self.streams))
-        marks = [[one.digest for one in indexes], [one.source_digest for one in indexes]]
-        return Snapshot.of([one.shard_sizes for one in indexes], names, *marks, [one.table_version for one in indexes])
+        about = [(one.digest, one.source_digest, one.table_version) for one in self.indexes]
+        own, source, tables = zip(*about, strict=True)
+        return Snapshot.of(
+            [one.shard_sizes for one in self.indexes], [*map(name_of, self.streams)], own, source, tables
+        )
 
     @cached_property
     def shards(self) -> StreamShards:
