@@ -77,10 +77,8 @@ class SampleReader:
     def _in_shards(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
         about = [(one.digest, one.source_digest, one.table_version) for one in self.indexes]
-        own, source, tables = zip(*about, strict=True)
-        return Snapshot.of(
-            [one.shard_sizes for one in self.indexes], [*map(name_of, self.streams)], own, source, tables
-        )
+        sizes, names = [one.shard_sizes for one in self.indexes], list(map(name_of, self.streams))
+        return Snapshot.of(sizes, names, *zip(*about, strict=True))
 
     @cached_property
     def shards(self) -> StreamShards:
