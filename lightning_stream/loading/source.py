@@ -36,6 +36,7 @@ from lightning_stream.order import (
     where,
 )
 from lightning_stream.order.balance import Balance, Cost
+from lightning_stream.order.batching import METHODS
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
@@ -188,7 +189,7 @@ class SampleSource:
         given, weights = self.order_arguments, [vars(weights_of(stream)).values() for stream in self.reader.streams]
         refused = {
             "shuffle_algo": given["mosaic"] is not None,
-            "batching_method": given["batching_method"] != "random",
+            "batching_method": not METHODS[given["batching_method"]].can_switch,
             "schedule": given["schedule"] is not None,
             "epoch_size": given["epoch_size"] is not None,
             "proportion, repeat or choose": any(one is not None for each in weights for one in each),

@@ -131,7 +131,6 @@ class Stream:
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
-        columns = [columns] if isinstance(columns, str) else columns
         number = self.version if isinstance(self.version, int) else None
         self._in_place = InPlace(format, columns, number, _place_of(self)[1])
 

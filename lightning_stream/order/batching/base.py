@@ -241,6 +241,7 @@ class EpochOrder(ABC):
     # Whether global batches of B samples are grouped by canonical node and split over the replicas one by one.
     splits_samples: ClassVar[bool] = True
     can_be_packed: ClassVar[bool] = True  # whether its samples can be packed into rows
+    can_switch: ClassVar[bool] = False  # whether a run may switch versions of its data
     can_be_balanced: ClassVar[bool] = True  # whether costs may decide which replica gets which sample
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
     samples_per_position: int = 1  # about so many, where samples are packed into rows or batches differ in size
@@ -348,6 +349,8 @@ class EpochOrder(ABC):
 
 class RandomOrder(EpochOrder):
     """``random``: one order over the shards of all streams, cut anywhere."""
+
+    can_switch: ClassVar[bool] = True
 
     def __init__(self, run: RunOrder, epoch: int) -> None:
         super().__init__(run, epoch)
