@@ -77,7 +77,7 @@ class Evictor:
         return True
 
     def prune(self, target_bytes: int, unused_since: float | None = None) -> tuple[int, int]:
-        """Delete shards, the least recently used first, until at most so many bytes are left; none that is in use.
+        """Delete shards, the least recently used first, until at most so many bytes are left. Those in use stay.
 
         With `unused_since`, in seconds since the epoch, only shards that were last read before.
 

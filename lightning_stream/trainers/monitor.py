@@ -13,7 +13,7 @@ from lightning_stream.loading.watch import Watch
 from lightning_stream.trainers.agreement import gathered
 
 _SHOWN_S = 5.0  # how much time the text in the progress bar is about
-_CHECKED_S = 60.0  # how often the user may be told, while training, that it is input-bound
+_CHECKED_S = 60.0  # the pause between two messages, while training, that it is input-bound
 _WORTH_S = 5.0  # of waiting in that time
 _WORTH_AT_END_S = 1.0
 _LONG_RUN_S = 60.0  # from here on, the end of training has a verdict also where all is well
