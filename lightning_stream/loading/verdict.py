@@ -202,7 +202,8 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
             return _held_up(stats)
         if not undisturbed and settings.num_workers > settings.num_cores:
             return _crowded(stats)
-        if stats.cpu_s < _RATHER * computing_s and stage != "transforming":  # which may wait for what it calls
+        waits = stage in ("transforming", "collating")  # functions of the user, which may wait for what they call
+        if stats.cpu_s < _RATHER * computing_s and not waits:
             return _idle(stats, stage)
         each_ms = 1000 * work[stage] / stats.num_batches
         step_ms = 1000 * stats.compute_s / stats.num_batches

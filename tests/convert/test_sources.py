@@ -162,5 +162,5 @@ def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.delitem(sys.modules, "lightning_stream.sources.tables", raising=False)
     (tmp_path / "in.parquet").write_bytes(b"PAR1")
-    with pytest.raises(MissingExtraError, match=r"lightning-stream\[convert\]"):
+    with pytest.raises(MissingExtraError, match=r"lightning-stream\[parquet\]"):
         convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)

@@ -45,7 +45,7 @@ CAUSES: dict[str, tuple[str, Loop]] = {
     "a slow collate function": ("collate", Loop(collating=0.6, settings=TWO)),
     "slow planning": ("planning", Loop(planning=0.6, settings=TWO)),
     "a slow disk": ("disk", Loop(reading=0.5, cpu=0.1, settings=TWO)),
-    "other programs": ("cores", Loop(collating=0.5, cpu=0.2, settings=TWO)),
+    "other programs": ("cores", Loop(planning=0.5, cpu=0.2, settings=TWO)),
     "large batches": ("transport", Loop(sending=0.05, settings=TWO)),
     "threads that hold the GIL": ("gil", Loop(reading=0.3, cpu=0.5, others_cpu=0.5, settings=NONE)),
     "more workers than cores": ("cores", Loop(reading=3.0, cpu=0.4, settings=CROWDED)),
