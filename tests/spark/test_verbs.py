@@ -292,6 +292,11 @@ def test_a_batch_that_is_replayed_three_times_counts_once(session: Any, tmp_path
     assert sorted(ids_of(out)) == list(range(200))
     assert not strays(out)
     assert [entry.key.rpartition("-")[2] for entry in versions.log(str(out))] == ["", "1"]
+
+
+@pytest.mark.nightly  # once, Spark's callback hung for two minutes on a busy machine
+def test_a_batch_that_a_function_writes_three_times_under_a_key_counts_once(session: Any, tmp_path: Path) -> None:
+    session.range(200).repartition(2).write.parquet(str(tmp_path / "in"))
     read = session.readStream.schema("id long").parquet(str(tmp_path / "in"))
     own = read.writeStream.option("checkpointLocation", str(tmp_path / "own"))
     query = own.trigger(availableNow=True).foreachBatch(
