@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -25,6 +26,18 @@ from lightning_stream.errors import LightningStreamError
 _PARENT = "LIGHTNING_STREAM_PARENT"
 _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Whole shards that a process works on at a time: those of numbers [begin, end)."""
+
+    number: int
+    begin: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"shards [{self.begin}, {self.end})"
 
 
 def run_partitions(

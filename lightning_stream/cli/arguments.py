@@ -285,6 +285,15 @@ def _reader(
     return Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader)
 
 
+def one_dataset_at(remote: str, options: argparse.Namespace, rule: str) -> FoundDataset:
+    """Find the dataset in a folder; ValueError, which begins with the rule, for a folder of splits."""
+    found = datasets_at(remote, options.store_options, Reading.of(options))
+    if len(found) > 1:
+        splits = " or ".join(dataset.store.url for dataset in found)
+        raise ValueError(f"{rule}; {remote} is a folder of splits. Pass {splits}")
+    return found[0]
+
+
 def imported(text: str, flag: str) -> Callable[[Any], Any]:
     """The function that ``MODULE:FUNCTION`` names. ValueError if there is none."""
     module, colon, name = text.partition(":")

@@ -85,10 +85,8 @@ def _path(options: argparse.Namespace, out: Output) -> int:
 def _ls(options: argparse.Namespace, out: Output) -> int:
     found: list[dict[str, Any]] = []
     for cache in _caches(options):
-        entries = cache.evictor.log.entries()
-        used = max(map(cache.evictor.last_used, entries), default=0.0)
-        held = sum(entry.num_bytes for entry in entries)
-        found.append({"url": cache.url, "folder": str(cache.path), "shards": len(entries), "bytes": held, "used": used})
+        count, held, used = _held(cache)
+        found.append({"url": cache.url, "folder": str(cache.path), "shards": count, "bytes": held, "used": used})
     out.data = {"caches": found, "bytes": sum(one["bytes"] for one in found)}
     out.line(f"{'size':>10}  {'shards':>8}  {'last read':16}  dataset")
     for one in sorted(found, key=lambda one: -one["bytes"]):
@@ -134,10 +132,10 @@ def _prune(options: argparse.Namespace, out: Output) -> int:
     since = None if options.unused is None else time.time() - _seconds(options.unused)
     target = 0 if options.to is None else parse_bytes(options.to, "--to")
     caches = _caches(options)
-    held = {cache.path: sum(entry.num_bytes for entry in cache.evictor.log.entries()) for cache in caches}
-    deleted, total = 0, sum(held.values())
-    for cache in sorted(caches, key=lambda cache: _last_used(cache.evictor)):
-        others = total - held[cache.path]
+    held = {cache: _held(cache) for cache in caches}
+    deleted, total = 0, sum(num_bytes for _, num_bytes, _ in held.values())
+    for cache in sorted(caches, key=lambda cache: held[cache][2]):
+        others = total - held[cache][1]
         freed, left = cache.evictor.prune(max(0, target - others), since)
         deleted, total = deleted + freed, others + left
     out.data = {"deleted_bytes": deleted, "left_bytes": total}
@@ -146,8 +144,11 @@ def _prune(options: argparse.Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _last_used(evictor: Evictor) -> float:
-    return max(map(evictor.last_used, evictor.log.entries()), default=0.0)
+def _held(cache: _Cache) -> tuple[int, int, float]:
+    """The shards of a cache, their bytes, and when one was last read: 0.0 for never."""
+    entries = cache.evictor.log.entries()
+    last_used = max(map(cache.evictor.last_used, entries), default=0.0)
+    return len(entries), sum(entry.num_bytes for entry in entries), last_used
 
 
 def _seconds(text: str) -> float:

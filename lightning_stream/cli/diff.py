@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, Reading, add_reading, add_store_options, datasets_at
+from lightning_stream.cli.arguments import add_reading, add_store_options, one_dataset_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import is_image, plain, reader_of
 
@@ -32,7 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Compare columns and counts, then sample by sample."""
-    pair = [_dataset(url, options) for url in (options.first, options.second)]
+    urls = (options.first, options.second)
+    pair = [one_dataset_at(url, options, "diff compares two datasets") for url in urls]
     with reader_of(pair[0], options.store_options) as one, reader_of(pair[1], options.store_options) as other:
         columns = [dict(dataset.index.columns) for dataset in pair]
         counts = [reader.snapshot.num_samples for reader in (one, other)]
@@ -68,14 +69,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
     for each in different[:_SHOWN]:
         out.line(f"  sample {each['id']:,}, {each['column']}: {each['values'][0]} and {each['values'][1]}")
     return ExitCode.OK if is_same else ExitCode.NO
-
-
-def _dataset(url: str, options: argparse.Namespace) -> FoundDataset:
-    found = datasets_at(url, options.store_options, Reading.of(options))
-    if len(found) > 1:
-        splits = " or ".join(dataset.store.url for dataset in found)
-        raise ValueError(f"diff compares two datasets; {url} is a folder of splits. Pass {splits}")
-    return found[0]
 
 
 def _verdict(about: dict[str, Any]) -> str:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from lightning_stream.cli.arguments import (
 )
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.processes import num_processes, run_partitions
+from lightning_stream.processes import ShardRange, num_processes, run_partitions
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
@@ -67,9 +66,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 def _lint(dataset: FoundDataset, options: argparse.Namespace, workers: int, out: Output) -> list[dict[str, Any]]:
     index = dataset.index
-    groups = (np.cumsum(index.raw_bytes) - index.raw_bytes) // _PARTITION_BYTES
-    firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
-    parts = [_Shards(number, *pair) for number, pair in enumerate(pairwise([*firsts, index.num_shards]))]
+    parts = [ShardRange(number, *pair) for number, pair in enumerate(index.cut(_PARTITION_BYTES))]
     notes = _Notes(options.resume, index.digest)
     left = [part for part in parts if part.begin not in notes.found]
     bad = [each for part in parts for each in notes.found.get(part.begin, ())]
@@ -115,18 +112,6 @@ class _Notes:
 
 
 @dataclass(frozen=True)
-class _Shards:
-    """The shards ``[begin, end)``, which one process decodes."""
-
-    number: int
-    begin: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"the shards {self.begin} to {self.end - 1}"
-
-
-@dataclass(frozen=True)
 class _Decoding:
     """Decodes the samples of some shards. Picklable."""
 
@@ -135,7 +120,7 @@ class _Decoding:
     local: str | None
     store_options: dict[str, Any] | None
 
-    def run(self, shards: _Shards) -> tuple[int, list[dict[str, Any]]]:
+    def run(self, shards: ShardRange) -> tuple[int, list[dict[str, Any]]]:
         """Return the first shard, and what cannot be read: its shard, its sample id (None for all) and the error."""
         stream = Stream(self.remote, local=self.local, options=self.store_options, **vars(self.how))
         reader = SampleReader([stream], CacheDefaults(), ReaderConfig(load_images=True))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import Reading, add_dataset, add_reading, add_store_options, datasets_at
+from lightning_stream.cli.arguments import add_dataset, add_reading, add_store_options, one_dataset_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_image, plain, reader_of, with_class_names
 from lightning_stream.formats.encodings.images import pillow
@@ -61,16 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, out: Output) -> int:
     """Write the samples of a dataset into one file."""
     path = preview_path(options.out, "--out")
-    datasets = datasets_at(options.remote, options.store_options, Reading.of(options))
-    if len(datasets) > 1:
-        splits = " or ".join(dataset.store.url for dataset in datasets)
-        raise ValueError(f"preview shows one dataset; {options.remote} is a folder of splits. Pass {splits}")
-    with reader_of(datasets[0], options.store_options) as reader:
+    dataset = one_dataset_at(options.remote, options, "preview shows one dataset")
+    with reader_of(dataset, options.store_options) as reader:
         num_samples = reader.snapshot.num_samples
         ids = chosen_ids(options.ids, options.count, num_samples)
-        classes = classes_of(datasets[0])
+        classes = classes_of(dataset)
         samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
-        url, columns = datasets[0].store.url, dict(datasets[0].index.columns)
+        url, columns = dataset.store.url, dict(dataset.index.columns)
         about = f"{len(ids):,} of {num_samples:,} samples · " + ", ".join(f"{k}: {v}" for k, v in columns.items())
         write_preview(path, url, about, samples)
     out.data = {"url": url, "path": str(path), "ids": ids}

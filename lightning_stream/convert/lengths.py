@@ -6,7 +6,6 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +122,7 @@ class _Shards:
 
 
 def _partitions(index: Index) -> list[_Shards]:
-    groups = (np.cumsum(index.raw_bytes) - index.raw_bytes) // _PARTITION_BYTES
-    firsts = np.flatnonzero(np.diff(groups, prepend=-1)).tolist()
-    parts = enumerate(pairwise([*firsts, len(index)]))
+    parts = enumerate(index.cut(_PARTITION_BYTES))
     return [_Shards(k, tuple(map(index.entries, range(begin, end)))) for k, (begin, end) in parts]
 
 

@@ -22,7 +22,7 @@ from lightning_stream.cache.results import Results
 from lightning_stream.fingerprint import function_text
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.rules import AMOUNT
-from lightning_stream.processes import Progress, num_processes, pickled, refuse_in_worker, run_partitions
+from lightning_stream.processes import Progress, ShardRange, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.subset import SubsetReader
@@ -165,18 +165,6 @@ def _passed(reader: SampleReader, names: str | tuple[str, ...], rule: LengthRule
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Whole shards that a process evaluates at a time: those of numbers [begin, end)."""
-
-    number: int
-    begin: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"shards [{self.begin}, {self.end})"
-
-
-@dataclass(frozen=True)
 class Evaluation:
     """A function's answers for samples of a reader, computed once per machine and kept in its first cache folder.
 
@@ -210,7 +198,7 @@ class Evaluation:
         texts += [f"{column} {function_text(decode)}" for column, decode in decoders]
         return f"filter-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:32]}"
 
-    def __call__(self, part: _Part) -> NDArray[np.bool_]:
+    def __call__(self, part: ShardRange) -> NDArray[np.bool_]:
         """Evaluate a part, in any process, and keep the answers."""
         kept = np.concatenate([self._of_shard(shard) for shard in range(part.begin, part.end)])
         self._results.keep(self._result_of(part), np.packbits(kept).tobytes())
@@ -253,7 +241,7 @@ class Evaluation:
         results, offsets = self._results, self.reader.snapshot.shard_offsets
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
-        parts = [_Part(number, *pair) for number, pair in enumerate(pairwise(bounds))]
+        parts = [ShardRange(number, *pair) for number, pair in enumerate(pairwise(bounds))]
         known = {}
         for part in parts:
             if (packed := results.read(self._result_of(part))) is not None:
@@ -280,7 +268,7 @@ class Evaluation:
             return 1
         return num_processes(None)
 
-    def _result_of(self, part: _Part) -> str:
+    def _result_of(self, part: ShardRange) -> str:
         return f"{self.name}.{part.begin}-{part.end}"
 
 

@@ -83,7 +83,7 @@ class SourceFile:
     def open(self, buffering: int = -1) -> BinaryIO:
         """Its bytes, seekable, as stored. A file of this machine must be as it was when it was listed."""
         if self.path is None:
-            return cast(BinaryIO, io.BufferedReader(_Ranges(self), _BUFFER_BYTES if buffering < 1 else buffering))
+            return cast(BinaryIO, io.BufferedReader(RangedFile(self), _BUFFER_BYTES if buffering < 1 else buffering))
         try:
             file = self.path.open("rb", buffering)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -168,43 +168,48 @@ _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
 }
 
 
-class _Ranges(io.RawIOBase):
+class RangedFile(io.RawIOBase):
     """An object of a store as a file."""
 
     def __init__(self, file: SourceFile) -> None:
         self._file, self._at = file, 0
 
     def readable(self) -> bool:
+        """True: it is read only."""
         return True
 
     def seekable(self) -> bool:
+        """True: any part can be read."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move to a position, and return it."""
         self._at = offset + (0, self._at, self._file.num_bytes)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
+        """Copy the next bytes."""
         data = self._bytes(len(buffer))
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)
 
-    def _bytes(self, most: int) -> bytes:
+    def _bytes(self, most: int) -> bytes | memoryview:
         """The next bytes, at most so many."""
         end = min(self._at + most, self._file.num_bytes)
         return self._file.read(self._at, end) if end > self._at else b""
 
 
-class _Hops(_Ranges):
+class _Hops(RangedFile):
     """An object whose headers are read: a small window at each. Where they lie close, requests cost more than bytes, so
     the windows grow until they hold all bytes."""
 
     def __init__(self, file: SourceFile) -> None:
         super().__init__(file)
-        self._begin, self._held, self._window = 0, b"", _WINDOW_BYTES
+        self._held: bytes | memoryview = b""
+        self._begin, self._window = 0, _WINDOW_BYTES
 
-    def _bytes(self, most: int) -> bytes:
+    def _bytes(self, most: int) -> bytes | memoryview:
         past = self._at - self._begin - len(self._held)
         if past >= 0 or self._at < self._begin:
             is_close = self._held and 0 <= past < _CLOSE_BYTES

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.files import RangedFile, SourceFile
 from lightning_stream.threads import DaemonPool
 
 T = TypeVar("T")
@@ -79,42 +78,21 @@ def _joined(file: SourceFile, wanted: Sequence[tuple[int, int]]) -> dict[tuple[i
         return {one: fetch.result() for one, fetch in fetches.items()}
 
 
-class FetchedFile(io.RawIOBase):
+class FetchedFile(RangedFile):
     """An object of a store as a file, whose parts are fetched before they are read."""
 
     def __init__(self, file: SourceFile) -> None:
-        self._file, self._at = file, 0
+        super().__init__(file)
         self._parts: dict[tuple[int, int], memoryview] = {}
 
     def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fetch what is read next, and forget what was fetched before."""
         self._parts = _joined(self._file, sorted(spans))
 
-    def readable(self) -> bool:
-        """True: it is read only."""
-        return True
-
-    def seekable(self) -> bool:
-        """True: any part can be read."""
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position, and return it."""
-        self._at = offset + (0, self._at, self._file.num_bytes)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Return the position."""
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        """Copy the next bytes, from what was fetched or by a range of their own."""
-        begin, end = self._at, min(self._at + len(buffer), self._file.num_bytes)
+    def _bytes(self, most: int) -> memoryview:
+        begin, end = self._at, min(self._at + most, self._file.num_bytes)
         held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
-        data = stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
+        return stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
 
 
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Sequence
 from functools import cached_property
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -155,6 +156,11 @@ class Index:
     def entries(self, shard: int) -> tuple[ShardEntry, ...]:
         """Parse the entries of one shard and of those joined to it."""
         return self.entry(shard), *(other.entry(shard) for other in self.joined if shard < len(other))
+
+    def cut(self, num_bytes: int) -> list[tuple[int, int]]:
+        """Return the bounds [begin, end) of groups of neighbouring shards, each of about so many raw bytes."""
+        groups = (np.cumsum(self.raw_bytes) - self.raw_bytes) // num_bytes
+        return list(pairwise([*np.flatnonzero(np.diff(groups, prepend=-1)).tolist(), self.num_shards]))
 
     def choose(self, names: Collection[str]) -> Index:
         """Return this index with some columns alone; joined shards that have none of them are not read then.
