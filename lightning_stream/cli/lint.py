@@ -67,7 +67,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
 def _lint(dataset: FoundDataset, options: argparse.Namespace, workers: int, out: Output) -> list[dict[str, Any]]:
     index = dataset.index
     parts = [ShardRange(number, *pair) for number, pair in enumerate(index.cut(_PARTITION_BYTES))]
-    notes = _Notes(options.resume, index.digest)
+    # Of data in another format, the digest is the same whatever columns are read.
+    notes = _Notes(options.resume, f"{index.digest} {json.dumps(dataset.how.columns)}")
     left = [part for part in parts if part.begin not in notes.found]
     bad = [each for part in parts for each in notes.found.get(part.begin, ())]
     for each in bad:

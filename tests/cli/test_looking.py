@@ -166,6 +166,15 @@ def test_lint_does_not_decode_again_what_its_file_notes(damaged: Path, tmp_path:
     assert answer("lint", str(damaged), "--num-workers", "1", "--resume", str(notes)) == first
 
 
+def test_lint_decodes_again_what_its_file_notes_of_other_columns(tmp_path: Path, answer: Answer) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text('{"x": 1, "y": 1}\n' * 4 + '{"x": 1, "y": "?"}\n')
+    given = [str(tmp_path / "rows"), "--num-workers", "1", "--resume", str(tmp_path / "lint.jsonl")]
+    assert answer("lint", *given, "--columns", "x")[0] == 0
+    code, found = answer("lint", *given, "--columns", "y=int64")
+    assert (code, [each["shard"] for each in found["datasets"][0]["bad"]]) == (1, [0])
+
+
 def test_lint_names_a_shard_that_is_missing(damaged: Path, answer: Answer) -> None:
     (damaged / "shard.00000.mds").unlink()
     code, found = answer("lint", str(damaged), "--num-workers", "1")
