@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -19,8 +18,8 @@ except ImportError as error:
     if error.name == "pyspark":
         raise
     raise MissingExtraError(
-        "format('mds') needs Spark's Python Data Source API: pyspark 4.0 for batches, 4.1 for streams and pushed "
-        f"filters; found {version('pyspark')}. pip install 'pyspark>=4.1', or use dataframe_to_mds, "
+        "format('mds') needs Spark's Python Data Source API: pyspark 4.0 for batches, 4.1 for streams; "
+        f"found {version('pyspark')}. pip install 'pyspark>=4.1', or use dataframe_to_mds, "
         "StreamToTorchDataset and dataset_from_spark, which run on 3.5."
     ) from error
 
@@ -33,7 +32,6 @@ _STORE = "store."
 _IF_EXISTS = ("append", "error", "ignore")
 _SECRETS = re.compile("key|secret|token|password")
 _MAX_NUMBER = 5  # digits of a version's number; more are those of a digest
-_PUSHDOWN = "spark.sql.python.filterPushdown.enabled"
 
 
 class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
@@ -132,24 +130,10 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
         )
 
 
-class FilteringMDSDataSource(MDSDataSource):
-    """The same, for sessions in which Spark hands over filters."""
-
-    def reader(self, schema: Any) -> Any:
-        """Return what reads the columns of a schema, and evaluates filters."""
-        from lightning_stream.spark.scan import FilteringMDSReader
-
-        return FilteringMDSReader(self._dataset(), schema)
-
-
 def register(spark: Any) -> None:
     """Let a Spark session, also one of Spark Connect, read and write ``format("mds")``.
 
     Spark looks formats up in the session that is active in a thread: call this in each thread that writes.
-
-    If ``spark.sql.python.filterPushdown.enabled`` is true in the session, filters are evaluated before the other
-    columns are decoded. Then load a DataFrame again for each query: Spark, up to 4.3, keeps the filters of one query in
-    the DataFrame that was loaded, and applies them to others.
 
     Example::
 
@@ -160,10 +144,7 @@ def register(spark: Any) -> None:
     Raises:
         MissingExtraError: pyspark is older than 4.0.
     """
-    pushes = False
-    with suppress(Exception):  # Spark 4.0 has no such setting
-        pushes = spark.conf.get(_PUSHDOWN) == "true"
-    spark.dataSource.register(FilteringMDSDataSource if pushes else MDSDataSource)
+    spark.dataSource.register(MDSDataSource)
     spark.createDataFrame([], "id long")  # makes the session the active one of this thread
 
 

@@ -7,17 +7,15 @@ whatever is appended or deleted meanwhile.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyspark.sql.datasource import DataSourceReader, InputPartition
 from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
@@ -29,7 +27,7 @@ from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
 from lightning_stream.spark.values import arrow_array, arrow_type_of, decoders_of
-from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.stores import LocalStore, Store, open_store
 
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 1 << 24  # of samples, decompressed
@@ -86,8 +84,8 @@ class Dataset:
         for shard in range(len(index)):
             entries = index.entries(shard)
             if index.shard_sizes[shard] and any(name in entry.schema.names for entry in entries):
-                with contextlib.closing(_OpenShard(cache.store, entries)) as opened:
-                    return opened.columns(np.zeros(1, np.int64), [name])[name][0]
+                with _opened(cache.store, entries, [name]) as shards:
+                    return _values(shards, np.zeros(1, np.int64))[name][0]
         raise ValueError(f"{index.where} has no sample that shows the dimensions of {name!r}. Pass .schema('...').")
 
 
@@ -109,45 +107,30 @@ def _has_nulls(column_sets: Sequence[Mapping[str, str]], name: str) -> bool:
     return any(columns.get(name, "json") == "json" for columns in column_sets)
 
 
-class _OpenShard:
-    """A shard and those joined to it, in place if they are local files, else in a temporary folder.
+@contextlib.contextmanager
+def _opened(store: Store, entries: Sequence[ShardEntry], names: Sequence[str]) -> Iterator[list[Shard]]:
+    """Open those of a shard and the shards joined to it that have some of these columns, which alone are decoded.
 
-    Each file is mapped once for each choice of columns, so that no other column is decoded.
+    They are read in place if they are local files, else in a temporary folder.
     """
-
-    def __init__(self, store: Any, entries: Sequence[ShardEntry]) -> None:
-        self.encodings = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
-        self._store, self._entries = store, entries
-        self._held, self._folders = contextlib.ExitStack(), dict[int, Path]()
-        self._open = dict[tuple[int, tuple[str, ...]], Shard]()
-
-    def columns(self, rows: Rows, names: Sequence[str]) -> dict[str, Any]:
-        """The values of these columns in some rows."""
-        found: dict[str, Any] = {}
-        for number, entry in enumerate(self._entries):
-            if here := tuple(name for name in names if name in entry.schema.names):
-                if (number, here) not in self._open:
-                    self._open[number, here] = self._opened(number, here)
-                values = self._open[number, here].columns(rows)
-                found |= {name: values[name] for name in here}
-        return found
-
-    def close(self) -> None:
-        """Unmap the files, and delete what was downloaded."""
-        self._held.close()
-
-    def _opened(self, number: int, names: tuple[str, ...]) -> Shard:
-        entry = self._entries[number]
-        if number not in self._folders:
+    with contextlib.ExitStack() as held:
+        shards = []
+        for entry in entries:
+            if not (own := [name for name in names if name in entry.schema.names]):
+                continue
             is_packed = any(packed is not None for _, packed in entry.files)
-            is_here = isinstance(self._store, LocalStore) and not is_packed
-            folder = None if is_here else self._held.enter_context(TemporaryDirectory(prefix="mds-"))
-            self._folders[number] = self._held.enter_context(ShardCache(self._store, folder).lease(entry)).folder
-        decoders = {name: one for name, one in decoders_of(entry.schema.columns).items() if name in names}
-        chosen: dict[str, Any] = {"decoders": decoders, "columns": names} if entry.format == "mds" else {}
-        shard = open_shard(entry, self._folders[number], **chosen)
-        self._held.callback(shard.close)
-        return shard
+            is_here = isinstance(store, LocalStore) and not is_packed
+            home = None if is_here else held.enter_context(TemporaryDirectory(prefix="mds-"))
+            folder = held.enter_context(ShardCache(store, home).lease(entry)).folder
+            decoders = {name: one for name, one in decoders_of(entry.schema.columns).items() if name in own}
+            chosen: dict[str, Any] = {"decoders": decoders, "columns": own} if entry.format == "mds" else {}
+            shards.append(held.enter_context(contextlib.closing(open_shard(entry, folder, **chosen))))
+        yield shards
+
+
+def _values(shards: Sequence[Shard], rows: Rows) -> dict[str, Any]:
+    """The columns of some rows of a shard and those joined to it."""
+    return {name: values for shard in shards for name, values in shard.columns(rows).items()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -178,7 +161,6 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
         self._dataset = dataset
         has_zone = "timezone" in signature(to_arrow_schema).parameters
         self._arrow = to_arrow_schema(schema, **({"timezone": "UTC"} if has_zone else {}))
-        self._filters: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != "_opened"}
@@ -226,114 +208,20 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
             rows = np.setdiff1d(np.arange(size), partition.deleted - begin)
             begin += size
             if len(rows):
-                with contextlib.closing(_OpenShard(store, entries)) as opened:
-                    yield from self._batches(opened, entries[0], rows)
+                with _opened(store, entries, self._arrow.names) as shards:
+                    yield from self._batches(shards, entries, rows)
 
-    def _batches(self, shard: _OpenShard, entry: ShardEntry, rows: Rows) -> Iterator[pa.RecordBatch]:
-        step = max(1, min(_BATCH_ROWS, _BATCH_BYTES * entry.num_samples // max(1, entry.raw.num_bytes)))
-        first = {name for each in self._filters for name in columns_of(each)}
+    def _batches(self, shards: Sequence[Shard], entries: Sequence[ShardEntry], rows: Rows) -> Iterator[pa.RecordBatch]:
+        encodings = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
+        most = _BATCH_BYTES * entries[0].num_samples // max(1, entries[0].raw.num_bytes)
+        step = max(1, min(_BATCH_ROWS, most))
         for at in range(0, len(rows), step):
             chosen = rows[at : at + step]
-            held = self._columns(shard, chosen, first)
-            mask = np.ones(len(chosen), np.bool_)
-            for each in self._filters:
-                mask &= evaluated(each, held)
-            if not mask.any():
-                continue
-            if not mask.all():
-                held = {name: array.filter(pa.array(mask)) for name, array in held.items()}
-            held |= self._columns(shard, chosen[mask], {*self._arrow.names} - first)
-            yield pa.RecordBatch.from_arrays([held[name] for name in self._arrow.names], schema=self._arrow)
-
-    def _columns(self, shard: _OpenShard, rows: Rows, names: Iterable[str]) -> dict[str, pa.Array]:
-        """These columns of a shard. No other column is decoded."""
-        encodings, wanted = shard.encodings, [name for name in self._arrow.names if name in names]
-        here = [name for name in wanted if name in encodings]
-        values = shard.columns(rows, here)
-        types = {name: self._arrow.field(name).type for name in wanted}
-        held = {name: arrow_array(name, encodings[name], values[name], types[name]) for name in here}
-        return held | {name: pa.nulls(len(rows), types[name]) for name in wanted if name not in held}
-
-
-class FilteringMDSReader(MDSReader):
-    """A reader that evaluates the filters of a query, before the other columns are decoded.
-
-    Spark has a setting for it, and refuses a reader with this method if the setting is off.
-    """
-
-    def pushFilters(self, filters: list[Any]) -> Iterable[Any]:  # noqa: N802 - Spark's name
-        """Take the filters that mean the same here as in Spark, and return the others."""
-        sets, types = self._opened[1].column_sets, {each.name: each.type for each in self._arrow}
-        known = {name: kind for name, kind in types.items() if not _has_nulls(sets, name)}
-        self._filters = [each for each in filters if can_evaluate(each, known)]
-        return [each for each in filters if not can_evaluate(each, known)]
-
-
-def _equal(values: Any, wanted: Any) -> NDArray[np.bool_]:
-    if isinstance(wanted, str):
-        return np.asarray(pc.equal(values, wanted))
-    return np.asarray((values == wanted) | ((values != values) & (wanted != wanted)))
-
-
-def _greater(values: Any, wanted: Any) -> NDArray[np.bool_]:
-    if isinstance(wanted, str):
-        return np.asarray(pc.greater(values, wanted))
-    return np.asarray(((values > wanted) | (values != values)) & (wanted == wanted))
-
-
-# By the names of Spark's filters, which Spark 4.0 does not have. Of two floats, NaN is the larger, and equal to NaN.
-_COMPARED: dict[str, Callable[[Any, Any], Any]] = {
-    "EqualTo": _equal,
-    "EqualNullSafe": _equal,
-    "GreaterThan": _greater,
-    "GreaterThanOrEqual": lambda x, v: _greater(x, v) | _equal(x, v),
-    "LessThan": lambda x, v: ~(_greater(x, v) | _equal(x, v)),
-    "LessThanOrEqual": lambda x, v: ~_greater(x, v),
-    "In": lambda x, values: np.logical_or.reduce([_equal(x, v) for v in values]),
-}
-_TEXTS: dict[str, Callable[[Any, str], Any]] = {
-    "StringStartsWith": pc.starts_with,
-    "StringEndsWith": pc.ends_with,
-    "StringContains": pc.match_substring,
-}
-_NULLS = {"IsNull": False, "IsNotNull": True}  # of columns without nulls
-
-
-def columns_of(each: Any) -> tuple[str, ...]:
-    """The path of the column that a filter is about."""
-    return columns_of(each.child) if type(each).__name__ == "Not" else tuple(each.attribute)
-
-
-def can_evaluate(each: Any, types: Mapping[str, pa.DataType]) -> bool:
-    """Whether a filter is about a column of these, which have no nulls, and has the same meaning here as in Spark."""
-    name, path = type(each).__name__, columns_of(each)
-    if name == "Not":
-        return can_evaluate(each.child, types)
-    kind = types.get(path[0]) if len(path) == 1 else None
-    if kind is None or name in _NULLS:
-        return kind is not None
-    values = each.value if name == "In" else (each.value,)
-    wanted = next((one for one, fits in _PYTHON.items() if fits(kind)), None)
-    known = name in _COMPARED or (name in _TEXTS and wanted is str)
-    return known and wanted is not None and len(values) > 0 and all(type(value) is wanted for value in values)
-
-
-_PYTHON: dict[type, Callable[[pa.DataType], bool]] = {
-    int: pa.types.is_integer,
-    float: pa.types.is_floating,
-    str: lambda kind: pa.types.is_string(kind) or pa.types.is_large_string(kind),
-}
-
-
-def evaluated(each: Any, held: Mapping[str, pa.Array]) -> NDArray[np.bool_]:
-    """For which rows a filter is true: bool[n]."""
-    name = type(each).__name__
-    if name == "Not":
-        return ~evaluated(each.child, held)
-    column = held[columns_of(each)[0]]
-    if name in _NULLS:
-        return np.full(len(column), _NULLS[name])
-    if name in _TEXTS:
-        return np.asarray(_TEXTS[name](column, each.value))
-    values = column if pa.types.is_string(column.type) or pa.types.is_large_string(column.type) else column.to_numpy()
-    return np.asarray(_COMPARED[name](values, each.value))
+            values = _values(shards, chosen)
+            columns = [
+                arrow_array(field.name, encodings[field.name], values[field.name], field.type)
+                if field.name in values
+                else pa.nulls(len(chosen), field.type)
+                for field in self._arrow
+            ]
+            yield pa.RecordBatch.from_arrays(columns, schema=self._arrow)

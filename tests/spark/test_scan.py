@@ -1,4 +1,4 @@
-"""What `spark.read.format("mds")` reads, in this process: types, columns, filters, versions. No session is started."""
+"""What `spark.read.format("mds")` reads, in this process: types, columns, versions. No session is started."""
 
 from __future__ import annotations
 
@@ -20,23 +20,20 @@ pa = pytest.importorskip("pyarrow")
 from pyspark.sql import datasource as api  # noqa: E402
 from pyspark.sql.types import _parse_datatype_json_string  # noqa: E402
 
-from lightning_stream.spark.datasource import FilteringMDSDataSource, MDSDataSource  # noqa: E402
+from lightning_stream.spark.datasource import MDSDataSource  # noqa: E402
 
 
 def source_of(place: Path, **options: str) -> MDSDataSource:
     given = {name.replace("__", "."): value for name, value in options.items()}
-    return FilteringMDSDataSource(options=api.CaseInsensitiveDict({"path": str(place), **given}))
+    return MDSDataSource(options=api.CaseInsensitiveDict({"path": str(place), **given}))
 
 
 def schema_of(source: MDSDataSource) -> Any:
     return _parse_datatype_json_string(source.schema().json())  # as Spark sends it back
 
 
-def rows_of(source: MDSDataSource, schema: Any = None, filters: list[Any] | None = None) -> list[dict[str, Any]]:
-    reader = source.reader(schema or schema_of(source))
-    if filters is not None:
-        assert not list(reader.pushFilters(filters))
-    reader = pickle.loads(pickle.dumps(reader))
+def rows_of(source: MDSDataSource, schema: Any = None) -> list[dict[str, Any]]:
+    reader = pickle.loads(pickle.dumps(source.reader(schema or schema_of(source))))
     spans = [pickle.loads(pickle.dumps(span)) for span in reader.partitions()]
     return [row for span in spans for batch in reader.read(span) for row in batch.to_pylist()]
 
@@ -90,41 +87,8 @@ def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path) -> None:
 
     chosen = rows_of(source_of(tmp_path), StructType().add("id", "string"))
     assert chosen == [{"id": str(number)} for number in range(10)]
-    assert rows_of(source_of(tmp_path), filters=[api.GreaterThan(("id",), 99)]) == []
     with pytest.raises(FormatError, match="column 'text'"):
         rows_of(source_of(tmp_path))
-
-
-def test_filters_mean_the_same_as_in_spark(tmp_path: Path) -> None:
-    floats = [float("nan"), float("-inf"), -0.0, 0.0, 1.5, float("inf")]
-    texts = ["", "a", "ab", "b", "\u00e9", "\U0001f600"]
-    with MDSWriter(out=tmp_path, columns={"x": "float64", "n": "int16", "s": "str", "j": "json"}) as writer:
-        for k in range(6):
-            writer.write({"x": floats[k], "n": k, "s": texts[k], "j": None if k == 2 else k})
-
-    def chosen(*filters: Any) -> list[int]:
-        return [row["n"] for row in rows_of(source_of(tmp_path), filters=list(filters))]
-
-    nan = float("nan")
-    assert chosen(api.EqualTo(("x",), nan)) == [0]
-    assert chosen(api.EqualTo(("x",), 0.0)) == [2, 3]
-    assert chosen(api.GreaterThan(("x",), 1.0)) == [0, 4, 5]  # NaN is larger than all numbers
-    assert chosen(api.GreaterThanOrEqual(("x",), nan)) == [0]
-    assert chosen(api.LessThan(("x",), nan)) == [1, 2, 3, 4, 5]
-    assert chosen(api.LessThanOrEqual(("x",), 0.0)) == [1, 2, 3]
-    assert chosen(api.Not(api.LessThan(("x",), 1.0))) == [0, 4, 5]
-    assert chosen(api.In(("n",), (1, 3, 77)), api.IsNotNull(("n",))) == [1, 3]
-    assert chosen(api.IsNull(("n",))) == []
-    assert chosen(api.StringStartsWith(("s",), "a"), api.Not(api.EqualTo(("s",), "a"))) == [2]
-    assert chosen(api.GreaterThan(("s",), "b")) == [4, 5]  # by the bytes of UTF-8
-    assert chosen(api.StringContains(("s",), "\u00e9")) == [4]
-    source = source_of(tmp_path)
-    left = [
-        api.IsNull(("j",)), api.EqualTo(("j",), "1"), api.In(("n",), (1, None)), api.EqualTo(("s", "t"), "x"),
-        api.EqualTo(("n",), 1.5), api.EqualTo(("N",), 1),
-    ]  # fmt: skip
-    assert list(source.reader(schema_of(source)).pushFilters(left)) == left
-    assert [row["j"] for row in rows_of(source)] == ["0", "1", None, "3", "4", "5"]
 
 
 def test_a_query_reads_one_version_without_deleted_rows(tmp_path: Path) -> None:
@@ -234,7 +198,7 @@ def test_an_older_pyspark_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         room.register  # noqa: B018
 
 
-def test_columns_that_were_added_are_read_and_filtered(tmp_path: Path) -> None:
+def test_columns_that_were_added_are_read(tmp_path: Path) -> None:
     with MDSWriter(out=str(tmp_path), columns={"id": "int64"}, size_limit=400) as writer:
         for number in range(100):
             writer.write({"id": number})
@@ -245,6 +209,5 @@ def test_columns_that_were_added_are_read_and_filtered(tmp_path: Path) -> None:
     source = source_of(tmp_path, partition_size="1kb")
     every = [{"id": number, "score": number / 2} for number in range(101) if number != 99]
     assert rows_of(source) == every
-    assert rows_of(source, filters=[api.GreaterThan(("score",), 40.0)]) == every[81:]
     assert rows_of(source_of(tmp_path, columns="score")) == [{"score": row["score"]} for row in every]
     assert rows_of(source_of(tmp_path, version="0"))[-1] == {"id": 99}
