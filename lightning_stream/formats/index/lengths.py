@@ -9,27 +9,28 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import FileEntry, check_basename
+from lightning_stream.formats.index.schema import Count, FileEntry, check_basename
 
 _KEY = "lengths"
 _REMEDY = "Replace them: lightning-stream lengths PATH --column NAME --overwrite."
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
-class _File(msgspec.Struct, gc=False):
+class CountedFile(msgspec.Struct, gc=False):
+    """A file of numbers in the text of an index, and of how many samples they are."""
+
     basename: str
-    bytes: _Count
+    bytes: Count
     hashes: dict[str, str]
-    samples: _Count
+    samples: Count
 
 
 class _Top(msgspec.Struct, gc=False):
-    lengths: dict[str, list[_File]] = {}
+    lengths: dict[str, list[CountedFile]] = {}
 
 
 def parse_lengths(data: bytes, num_samples: int, where: str) -> dict[str, tuple[FileEntry, ...]]:

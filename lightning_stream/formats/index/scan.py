@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.encodings import encoding_of_column
+from lightning_stream.formats.index.lengths import CountedFile
 from lightning_stream.formats.index.schema import (
     ROW_TYPES,
     SEPARATORS,
+    Count,
     FileEntry,
     Origin,
     Schema,
@@ -28,25 +30,14 @@ from lightning_stream.formats.index.schema import (
 )
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
-_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 _MAX_SHARD_BYTES = 1 << 32  # offsets have 32 bits
-
-
-class _Origin(msgspec.Struct, gc=False):
-    kind: str
-    name: str
-    num_bytes: _Count
-    stamp: str
-    begin: _Count
-    end: _Count
-    settings: str = ""
 
 
 class _File(msgspec.Struct, gc=False):
     basename: str
-    bytes: _Count
+    bytes: Count
     hashes: dict[str, str]
-    origin: _Origin | None = None
+    origin: Origin | None = None
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -54,7 +45,7 @@ class _Entry(msgspec.Struct, gc=False):
 
     format: Literal["mds", "json", "csv", "tsv", "xsv"]
     version: Literal[2]
-    samples: _Count
+    samples: Count
     hashes: tuple[str, ...]
     compression: str | None
     raw_data: _File
@@ -63,11 +54,11 @@ class _Entry(msgspec.Struct, gc=False):
     zip_meta: _File | None = None
     column_names: tuple[str, ...] = ()
     column_encodings: tuple[str, ...] = ()
-    column_sizes: tuple[_Count | None, ...] = ()
+    column_sizes: tuple[Count | None, ...] = ()
     columns: dict[str, str] = {}
     newline: Annotated[str, msgspec.Meta(min_length=1)] | None = None
     separator: Annotated[str, msgspec.Meta(min_length=1)] | None = None
-    size_limit: _Count | None = None
+    size_limit: Count | None = None
 
     def schema_key(self) -> tuple[Any, ...]:
         """Return what differs between two schemas. The first four items are about the samples, not their packing."""
@@ -79,13 +70,6 @@ class _Entry(msgspec.Struct, gc=False):
         return (self.format, names, encodings, sizes, self.compression, about)
 
 
-class _Deleted(msgspec.Struct, gc=False):
-    basename: str
-    bytes: _Count
-    hashes: dict[str, str]
-    samples: _Count
-
-
 class _ConvertedFrom(msgspec.Struct, gc=False):
     digest: str
     source: str
@@ -94,7 +78,7 @@ class _ConvertedFrom(msgspec.Struct, gc=False):
 class _Top(msgspec.Struct, gc=False):
     shards: list[msgspec.Raw]
     version: Literal[2]
-    deleted: _Deleted | None = None
+    deleted: CountedFile | None = None
     converted_from: _ConvertedFrom | None = None
     joined: list[msgspec.Raw] = []
 
@@ -180,13 +164,8 @@ def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
     except _DECODE_ERRORS as error:
         raise _bad_entry(where, error) from error
     found = (entry.raw_data, entry.zip_data, entry.raw_meta, entry.zip_meta)[: 2 if schema.format == "mds" else 4]
-    files = [None if file is None else _file_entry(file) for file in found]
+    files = [file and FileEntry(file.basename, file.bytes, file.hashes, file.origin) for file in found]
     return ShardEntry(schema, entry.samples, *files)  # type: ignore[arg-type]  # there is always raw_data
-
-
-def _file_entry(file: _File) -> FileEntry:
-    origin = None if file.origin is None else Origin(**msgspec.structs.asdict(file.origin))
-    return FileEntry(file.basename, file.bytes, file.hashes, origin)
 
 
 def _place(data: bytes, text: msgspec.Raw) -> int:

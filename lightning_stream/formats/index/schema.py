@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+import msgspec
 
 from lightning_stream.errors import FormatError
 
 ROW_TYPES = ("str", "int", "float")  # the column types of row formats
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 MAX_FILE_BYTES = (1 << 32) - 1  # offsets are uint32: a larger file cannot be described
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # checked where an index is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +51,7 @@ class Schema:
         return replace(self, names=names, encodings=encodings, sizes=sizes)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(msgspec.Struct, frozen=True, gc=False):
     """The part of a file in another format that a shard is made from.
 
     Attributes:
@@ -61,10 +63,10 @@ class Origin:
 
     kind: str
     name: str
-    num_bytes: int
+    num_bytes: Count
     stamp: str
-    begin: int
-    end: int
+    begin: Count
+    end: Count
     settings: str = ""
 
 
@@ -145,4 +147,4 @@ def file_object(file: FileEntry | None) -> dict[str, Any] | None:
     if file is None:
         return None
     about: dict[str, Any] = {"basename": file.basename, "bytes": file.num_bytes, "hashes": dict(file.hashes)}
-    return about if file.origin is None else {**about, "origin": asdict(file.origin)}
+    return about if file.origin is None else {**about, "origin": msgspec.structs.asdict(file.origin)}
