@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import numpy as np
 import zstandard
 
@@ -55,9 +57,7 @@ class Receipt:
     @classmethod
     def from_bytes(cls, data: bytes) -> Receipt:
         """Read it back."""
-        held = json.loads(zstandard.ZstdDecompressor().decompress(data))
-        lengths = {name: [FileEntry(**file) for file in files] for name, files in held.get("lengths", {}).items()}
-        return cls(**{**held, "shards": tuple(held["shards"]), "lengths": lengths})
+        return msgspec.json.decode(zstandard.ZstdDecompressor().decompress(data), type=cls)
 
     def files(self) -> dict[str, int]:
         """Bytes by name of every file that is stored."""
@@ -123,6 +123,15 @@ class OutputSpec:
 
 class RefusedError(Exception):
     """A value that its encoding does not take: another attempt would not help."""
+
+
+@contextmanager
+def refusing(where: str = "") -> Iterator[None]:
+    """Raise errors about a value as `RefusedError`, with where the value is."""
+    try:
+        yield
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RefusedError(f"{where}{error}") from error
 
 
 class PartitionWriter(MDSWriter):
@@ -194,12 +203,18 @@ def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
         raise ValueError(f"{source} is empty: there is nothing to write.")
 
 
+def joined_lengths(parts: Iterable[Mapping[str, Sequence[FileEntry]]]) -> dict[str, list[FileEntry]]:
+    """The files of the lengths of all parts, one part after another."""
+    found: dict[str, list[FileEntry]] = {}
+    for lengths in parts:
+        for name, files in lengths.items():
+            found.setdefault(name, []).extend(files)
+    return found
+
+
 def index_bytes(receipts: Sequence[Receipt], folder: str = "") -> bytes:
     """The index over all shards of these partitions, in their order; with file names relative to ``folder``."""
     entries = [json.dumps(entry, sort_keys=True) for receipt in receipts for entry in receipt.shards]
-    lengths: dict[str, list[FileEntry]] = {}
-    for receipt in receipts:
-        for name, files in receipt.lengths.items():
-            lengths.setdefault(name, []).extend(files)
+    lengths = joined_lengths(receipt.lengths for receipt in receipts)
     index = with_lengths(f'{{"version": 2, "shards": [{", ".join(entries)}]}}'.encode(), lengths)
     return index.replace(f'"basename": "{folder}/'.encode(), b'"basename": "') if folder else index

@@ -105,7 +105,7 @@ class Publication:
             "num_shards": sum(len(receipt.shards) for receipt in receipts),
             "index": digest_of(with_lengths(index, {})),
             "keeps_order": bool(source_digest),
-            "partitions": {_folder(receipt): receipt.num_samples for receipt in receipts},
+            "partitions": {self.spec.folder_of(one.partition): one.num_samples for one in receipts},
             **about,
         }
         manifest = json.dumps(about, indent=1, sort_keys=True).encode()
@@ -113,8 +113,8 @@ class Publication:
         if merge_index:
             place.swap(INDEX_NAME, index)
         else:
-            parts = [receipt for receipt in receipts if receipt.shards]
-            indexes = {f"{_folder(one)}/{INDEX_NAME}": index_bytes([one], _folder(one)) for one in parts}
+            parts = [(self.spec.folder_of(one.partition), one) for one in receipts if one.shards]
+            indexes = {f"{folder}/{INDEX_NAME}": index_bytes([one], folder) for folder, one in parts}
             for store in place.stores:
                 for name, data in indexes.items():
                     store.put(name, data)
@@ -133,10 +133,6 @@ def alone(uri: str) -> AbstractContextManager[Any]:
     folder = LocalStore.from_url(uri, {}).folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)
-
-
-def _folder(receipt: Receipt) -> str:
-    return f"part-{receipt.partition:05}"
 
 
 @dataclass(frozen=True)

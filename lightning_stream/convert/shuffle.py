@@ -33,6 +33,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard_encoder import EncodedBatch
+from lightning_stream.order.permutation import MIX_STEP, mix64
 from lightning_stream.sources.base import Partition, Source
 from lightning_stream.writer.lengths import Lengths
 from lightning_stream.writer.place import is_remote
@@ -131,13 +132,9 @@ def _first(run: MdsShard, edge: int) -> int:
 
 
 def row_keys(seed: int, partition: int, begin: int, end: int) -> NDArray[np.uint64]:
-    """A random-looking number for each of these rows of a partition (the finalizer of splitmix64)."""
-    start = xxhash.xxh3_64_intdigest(f"{seed}:{partition}".encode())
-    with np.errstate(over="ignore"):
-        z = np.uint64(start) + np.arange(begin + 1, end + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))  # type: ignore[no-any-return]
+    """A random-looking number for each of these rows of a partition."""
+    start = np.uint64(xxhash.xxh3_64_intdigest(f"{seed}:{partition}".encode()))
+    return mix64(start + np.arange(begin + 1, end + 1, dtype=np.uint64) * MIX_STEP)
 
 
 def shuffled_listing(source: Source, seed: int) -> Source:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from lightning_stream.convert.partition import (
     Receipt,
     RefusedError,
     encoded_rows,
+    refusing,
     row_bytes,
 )
 from lightning_stream.formats.mds.encode import MdsEncoder
@@ -160,7 +161,7 @@ class PartitionTask:
         ends = []
         for splits in [(one,) for one in partition.splits] if self.by_piece else [partition.splits]:
             for batch in self._batches(splits, str(partition)):
-                with _refused_at(batch.where):
+                with refusing(f"{batch.where}: "):
                     self._write(batch.rows, writers, nulls)
             for writer in writers.values() if self.by_piece else ():
                 writer.flush_shard()
@@ -197,17 +198,8 @@ class PartitionTask:
                 writers[split].write_encoded(encoded_rows([found[k] for k in kept.tolist()]), chosen)
 
 
-@contextmanager
-def _refused_at(where: str) -> Iterator[None]:
-    """Raise errors about a value as `RefusedError`, with where the value is."""
-    try:
-        yield
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RefusedError(f"{where}: {error}") from error
-
-
 def _refusing(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same; a ValueError of a reader is about a value, so another attempt would not help."""
+    """Yield the batches; a ValueError of a reader is about a value, so another attempt would not help."""
     try:
         yield from batches
     except ValueError as error:

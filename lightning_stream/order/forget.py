@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.bitmap import as_ids
-from lightning_stream.order.permutation import RngStream, mix64, random_u64
+from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.position import Position
 
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 _CHUNK = 1 << 18
 _WORTH_A_SCAN = 1000  # reading the order costs 0.1 us a position, and finding one sample about 100 us
 
@@ -99,7 +98,7 @@ class Forgotten:
         before, behind = np.searchsorted(self.ids, first), np.searchsorted(self.ids, first + count)
         kept = (count - (behind - before)).astype(np.uint64)
         salt = random_u64(RngStream.FORGOTTEN, seed, epoch, size=1)
-        number = (mix64(salt + ids.astype(np.uint64) * _STEP) % kept).astype(np.int64) + first - before
+        number = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % kept).astype(np.int64) + first - before
         found: NDArray[np.int64] = number + np.searchsorted(self._skipped, number, side="right")
         return found
 

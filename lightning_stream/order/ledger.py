@@ -13,19 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-from lightning_stream.order.permutation import RngStream, mix64, random_u64
+from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 
 MODULUS = 2**64
 _CHUNK = 1 << 20
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 _ATTEMPTS = 16
 
 
 def total(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> int:
     """The sum, modulo 2**64, of one well-mixed number per (epoch, position, sample id)."""
-    start = mix64(np.full(1, epoch, dtype=np.uint64) + _STEP)
-    hashes = mix64(mix64(start + positions.astype(np.uint64) * _STEP) + ids.astype(np.uint64) * _STEP)
+    start = mix64(np.full(1, epoch, dtype=np.uint64) + MIX_STEP)
+    hashes = mix64(mix64(start + positions.astype(np.uint64) * MIX_STEP) + ids.astype(np.uint64) * MIX_STEP)
     return int(hashes.sum(dtype=np.uint64))
 
 

@@ -22,14 +22,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.permutation import mix64
+from lightning_stream.order.permutation import MIX_STEP, mix64
 from lightning_stream.order.rules import TEXT, Rule, broken, one_of
 from lightning_stream.order.rules import count as whole_number
 
 LongDocuments = Literal["split", "truncate", "drop"]
 LONG_DOCUMENTS: tuple[LongDocuments, ...] = ("split", "truncate", "drop")
 _MOST_TOKENS = 2**31 - 1
-_STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class RowSpans:
         place = np.arange(len(self.ids)) - np.repeat(self.edges[:-1], np.diff(self.edges))
         mixed = mix64(place.astype(np.uint64))
         for column in (self.ids, self.first, self.num_tokens):
-            mixed = mix64(mixed + column.astype(np.uint64) * _STEP)
+            mixed = mix64(mixed + column.astype(np.uint64) * MIX_STEP)
         sums = np.add.reduceat(mixed, self.edges[:-1]) if len(self) else np.empty(0, dtype=np.uint64)
         found: NDArray[np.int64] = (sums >> np.uint64(1)).astype(np.int64)
         return found

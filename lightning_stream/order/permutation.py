@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _WORTH_PACKING = 512
+MIX_STEP = np.uint64(0x9E3779B97F4A7C15)  # between numbers for `mix64`, as in splitmix64
 
 
 class RngStream(IntEnum):

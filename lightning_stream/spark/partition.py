@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError, refusing
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.sources.nulls import NullRule
@@ -77,7 +77,7 @@ def written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Record
 def _write_rows(
     writer: PartitionWriter, batch: pa.RecordBatch, columns: Mapping[str, str], nulls: dict[str, int]
 ) -> None:
-    with _refused():
+    with refusing():
         values, _ = NullRule().settle(_with_images(batch, columns), columns, nulls)
         writer.write_batch(values)
 
@@ -86,16 +86,8 @@ def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]
     if not isinstance(samples, Iterable):
         raise TypeError(f"udf_iterable must return an iterable of samples (dicts); got {type(samples).__name__}.")
     for sample in samples:  # Spark repeats the task if the function itself raises
-        with _refused():
+        with refusing():
             writer.write(sample)
-
-
-@contextmanager
-def _refused() -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError, OverflowError) as error:
-        raise RefusedError(str(error)) from error
 
 
 def _as_pandas(batch: pa.RecordBatch) -> Any:

@@ -23,9 +23,9 @@ from typing import Any
 import pyspark.sql.datasource as api
 from pyspark import TaskContext
 
-from lightning_stream.convert.partition import Receipt, check
+from lightning_stream.convert.partition import Receipt, check, joined_lengths
 from lightning_stream.errors import AccessError, ConflictError, FormatError, NotFoundError, StoreError
-from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
+from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
@@ -177,7 +177,7 @@ class SinkJob(SparkJob):
     def _change(self, place: DatasetPlace, receipts: Sequence[Receipt]) -> bool:
         """Put the index or a change; return whether the rows are in the dataset by this write."""
         entries = [json.dumps(entry, sort_keys=True).encode() for receipt in receipts for entry in receipt.shards]
-        lengths = _joined([receipt.lengths for receipt in receipts])
+        lengths = joined_lengths(receipt.lengths for receipt in receipts)
         place.begin("overwrite" if self.overwrite else "merge")
         newest = _newest(place.store)
         if self.overwrite:
@@ -206,7 +206,7 @@ class SinkJob(SparkJob):
         place.begin("append")
         assert place.base is not None
         check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)
-        return place.commit(entries, _joined([place.base.lengths, lengths]))
+        return place.commit(entries, joined_lengths([place.base.lengths, lengths]))
 
 
 @dataclass(frozen=True)
@@ -305,14 +305,6 @@ def _same_columns(schema: Any, index: Index) -> Mapping[str, str]:
             "the columns (df.select), or write another dataset."
         )
     return columns
-
-
-def _joined(parts: Sequence[Mapping[str, Sequence[FileEntry]]]) -> dict[str, list[FileEntry]]:
-    found: dict[str, list[FileEntry]] = {}
-    for lengths in parts:
-        for name, files in lengths.items():
-            found.setdefault(name, []).extend(files)
-    return found
 
 
 def _clean(store: Store, prefix: str, keep: Collection[str] | None = None) -> None:

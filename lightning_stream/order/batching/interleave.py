@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.mixture import Mixture
-from lightning_stream.order.permutation import RngStream, mix64, random_u64
+from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 from lightning_stream.order.window import SampleOrder
 
@@ -358,7 +358,7 @@ class Interleave:
         if self._salt is None:
             jitter: NDArray[np.float64] | float = 0.5
         else:
-            scattered = mix64(self._salt[sequence] + index.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+            scattered = mix64(self._salt[sequence] + index.astype(np.uint64) * MIX_STEP)
             jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
         keys: NDArray[np.float64] = (index + jitter) / self._lengths[sequence]
         return keys
