@@ -26,11 +26,7 @@ if TYPE_CHECKING:
     from lightning_stream.convert.publish import ConversionResult, read_manifest
     from lightning_stream.sources.inputs import Inputs
 
-_NAMES = {
-    "api": "convert Inputs",
-    "lengths": "add_lengths",
-    "publish": "ConversionResult read_manifest",
-}
+_NAMES = {"api": "convert Inputs", "lengths": "add_lengths", "publish": "ConversionResult read_manifest"}
 __getattr__, __dir__ = lazy_names(__name__, _NAMES, {"pyarrow": "convert"})
 
 __all__ = ["ConversionResult", "Inputs", "add_lengths", "convert", "read_manifest"]

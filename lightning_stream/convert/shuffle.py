@@ -73,7 +73,6 @@ class RunWriter(PartitionWriter):
         self._rows, self._row_bytes = [], 0
 
     def finish(self) -> None:
-        """Write the last run."""
         if self._rows:
             self._write_run()
         super().finish()
@@ -86,7 +85,6 @@ class ScatterTask(PartitionTask):
     seed: int
 
     def writer(self, spec: OutputSpec, number: int) -> RunWriter:
-        """Take the rows of a partition that belong to a split."""
         return RunWriter(spec, number, self.seed)
 
 

@@ -62,7 +62,6 @@ class RowEncoder:
         self.header_bytes = len(self._header)
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
-        """Return the sample's row; see `ShardEncoder.encode`."""
         values: dict[str, Any] = {}
         name = kind = ""
         try:
@@ -75,14 +74,12 @@ class RowEncoder:
         return [(self._row(values) + self._newline).encode()]
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
-        """Encode row by row; see `ShardEncoder.encode_batch`."""
         names = list(columns)
         values = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
         rows = [self.encode(dict(zip(names, row, strict=True)))[0] for row in zip(*values, strict=True)]
         return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), parts=rows)
 
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
-        """Return the shard's data and meta files; see `ShardEncoder.files`."""
         return ("data", [self._header, *parts]), ("meta", [offset_table(sizes, len(self._header)), self._config])
 
     def _separated_row(self, values: dict[str, Any]) -> str:
@@ -124,7 +121,6 @@ class RowShard:
         self._open: tuple[MappedFile, NDArray[np.uint32]] | None = (file, offsets)
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Return a sample as values by column name; see `Shard.sample`."""
         file, offsets = self._files()
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
@@ -174,5 +170,4 @@ class RowShard:
         return value
 
     def close(self) -> None:
-        """Release the files; see `Shard.close`."""
         self._open = None

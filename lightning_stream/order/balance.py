@@ -196,12 +196,7 @@ def imbalance(plan: BatchPlan, balance: Balance) -> tuple[float, float]:
 
 
 def balanced_split(
-    canonical: NDArray[np.int64],
-    costs: NDArray[np.int64],
-    world: World,
-    *,
-    equal: bool,
-    num_micro_batches: int,
+    canonical: NDArray[np.int64], costs: NDArray[np.int64], world: World, *, equal: bool, num_micro_batches: int
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_], tuple[int, ...]]:
     """As `rank_split.split`, for the replica of ``world``; and where its micro-batches end.
 

@@ -65,7 +65,6 @@ class SwitchedRun(RunOrder):
 
     @property
     def origin(self) -> Snapshot:
-        """The data that the run began with."""
         return self._versions[0].snapshot
 
     @property
@@ -143,7 +142,6 @@ class PiecedOrder(EpochOrder):
         self.num_samples = self.full_end = pieces[0].order.num_samples if num_samples is None else num_samples
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See `EpochOrder.ids`."""
         parts = []
         for piece, first, last in self._within(begin, end):
             found = piece.order.ids(first, last)
@@ -153,11 +151,9 @@ class PiecedOrder(EpochOrder):
         return np.concatenate([np.zeros(0, np.int64), *parts])
 
     def version_at(self, position: int) -> int:
-        """See `EpochOrder.version_at`."""
         return [piece.version for piece in self.pieces if piece.begin <= position][-1]
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """See `EpochOrder.canonical`."""
         parts = [piece.order.canonical(first, last) for piece, first, last in self._within(begin, end)]
         return np.concatenate([np.zeros(0, np.int64), *parts])
 

@@ -81,7 +81,6 @@ class NumpyReader(TableReader):
         return file.ending == ".npy" and not file.is_packed
 
     def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
-        """Yield some rows of a block."""
         arrays = self._rows_of(split.file) or self._loaded(split.file)
         first = split.begin * arrays.block_rows
         yield Batch(_record_batch(arrays.read([first + row for row in rows]), columns), split.file.uri)

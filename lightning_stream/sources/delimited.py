@@ -13,16 +13,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.base import (
-    SAMPLED_ROWS,
-    Asked,
-    Batch,
-    Found,
-    InputSplit,
-    Reader,
-    present,
-    spread,
-)
+from lightning_stream.sources.base import SAMPLED_ROWS, Asked, Batch, Found, InputSplit, Reader, present, spread
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.lines import line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of

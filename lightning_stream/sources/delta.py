@@ -88,11 +88,9 @@ class DeltaReader(ParquetReader):
         }
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
-        """Return the columns of the table's schema."""
         return Found(arrow_columns(self._schema, asked))
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
-        """Return a piece for each row group, with what reading it takes."""
         action = self._actions[file.name]
         names = [key.removeprefix("partition.") for key in action if key.startswith("partition.")]
         types = {name: str(self._schema.field(name).type).replace("_view", "") for name in names}

@@ -175,20 +175,16 @@ class RangedFile(io.RawIOBase):
         self._file, self._at = file, 0
 
     def readable(self) -> bool:
-        """True: it is read only."""
         return True
 
     def seekable(self) -> bool:
-        """True: any part can be read."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position, and return it."""
         self._at = offset + (0, self._at, self._file.num_bytes)[whence]
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Copy the next bytes."""
         data = self._bytes(len(buffer))
         buffer[: len(data)] = data
         self._at += len(data)

@@ -78,7 +78,6 @@ class FileFolderReader(Reader):
         columns: Mapping[str, str],  # noqa: ARG002
         pool: DaemonPool,  # noqa: ARG002
     ) -> Iterator[tuple[SourceFile, Piece]]:
-        """Yield pieces of about 32 MiB of files."""
         labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
         for file, after in zip_longest(files, files[1:]):
             held.append(file)
@@ -90,15 +89,12 @@ class FileFolderReader(Reader):
                 held, num_bytes = [], 0
 
     def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
-        """Return True: each row is a file."""
         return True
 
     def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
-        """Yield the images of some rows."""
         return replace(self, listed=[self.listed[row] for row in rows]).read([split], columns)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield about a MiB of files at a time."""
         labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
             first = splits[0].file

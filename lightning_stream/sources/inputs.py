@@ -48,7 +48,6 @@ class FunctionReader(Reader):
         return {"kind": self.kind, "function": function_text(self.function)}
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
-        """Look at the first sample."""
         if asked is not None:
             return Found({name: encoding for name, encoding in asked.items() if encoding is not None})
         for file in files:
@@ -57,7 +56,6 @@ class FunctionReader(Reader):
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
-        """Yield the samples of the inputs."""
         files = [split.file for split in splits]
         return batched((sample, file.uri) for file in files for sample in self.function(file.value))
 

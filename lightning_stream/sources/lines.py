@@ -120,7 +120,6 @@ class JsonlReader(Reader):
                 yield one.file, Piece(one.begin, one.end or one.file.num_bytes, rows, one.num_bytes)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
-        """Yield a few MiB of lines at a time."""
         for split in splits:
             yield from _json_rows(split)
 
@@ -219,15 +218,12 @@ class TextReader(Reader):
     lines: bool = False
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
-        """Return ``text``, and ``name`` for whole files."""
         return Found({"text": "str"} if self.lines else {"text": "str", "name": "str"})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
-        """Cut between lines, if those are the samples."""
         return line_splits(file, partition_bytes) if self.lines else super().input_splits(file, partition_bytes)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield a few MiB of lines or files at a time."""
         if not self.lines:
             return batched((self._whole(split.file, columns), split.file.uri) for split in splits)
         return (batch for split in splits for batch in self._by_line(split))

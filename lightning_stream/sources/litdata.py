@@ -57,7 +57,6 @@ class LitDataReader(Reader):
     has_sizes: bool = True
 
     def begin(self, files: Sequence[SourceFile]) -> None:
-        """Read the index of the chunks."""
         index = replace(files[0], name=INDEX_NAME, stamp="")
         try:
             about = json.loads(index.read())
@@ -87,7 +86,6 @@ class LitDataReader(Reader):
         columns: Mapping[str, str],
         pool: DaemonPool,  # noqa: ARG002
     ) -> Iterator[tuple[SourceFile, Piece]]:
-        """Yield a piece for each chunk of the index, in its order."""
         by_name, settings = {file.name: file for file in files}, self.settings
         del settings["kind"]
         for name, num_items in self._chunks.items():
@@ -97,7 +95,6 @@ class LitDataReader(Reader):
             yield by_name[name], Piece(0, num_items, num_items, by_name[name].num_bytes, settings)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield some MiB of items at a time."""
         for split in splits:
             values = self._columns(split.file, columns)
             rows = (
@@ -107,15 +104,12 @@ class LitDataReader(Reader):
             yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
 
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield the values of all items by column."""
         yield Batch(self._columns(split.file, columns), split.file.uri)
 
     def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
-        """Return whether the chunks are not compressed."""
         return self.compression is None
 
     def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
-        """Yield some items: the table of offsets is read, and their bytes."""
         file = split.file
         head = stretch(file, 0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
         offsets = self._offsets(file, head, file.num_bytes)

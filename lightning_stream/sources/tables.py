@@ -63,7 +63,6 @@ class TableReader(Reader):
         return replace(found, columns=columns)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield batches of about 8 MiB."""
         for split in _joined(splits):
             done, after = 0, f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
@@ -78,7 +77,6 @@ class TableReader(Reader):
                         done += piece.num_rows
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
-        """Return a piece for each row group or record batch that has rows."""
         with self._opened(file, headers=True) as table:
             try:
                 stored, _ = self._stored(table, columns, file)

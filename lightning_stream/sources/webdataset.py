@@ -47,7 +47,6 @@ class TarReader(Reader):
     kind = "webdataset"
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
-        """Return ``__key__`` and the endings of the first samples."""
         known = {KEY: "str"}
         for ending, data in _first(files[0]):
             if ending not in known:
@@ -58,7 +57,6 @@ class TarReader(Reader):
         return Found(known, media=media)
 
     def has_pieces(self, files: Sequence[SourceFile]) -> bool:
-        """Whether no tar is compressed."""
         return not any(file.is_packed or file.ending == ".tgz" for file in files)
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
@@ -83,7 +81,6 @@ class TarReader(Reader):
         return found
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield some MiB of samples at a time."""
         return batched(_row(sample, columns, split.file) for split in splits for sample in _streamed(split.file))
 
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:

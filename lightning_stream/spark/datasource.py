@@ -43,21 +43,17 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
 
     @classmethod
     def name(cls) -> str:
-        """Return the name in ``format(...)``."""
         return "mds"
 
     def schema(self) -> Any:
-        """Return the columns of the dataset with Spark's types."""
         return self._dataset().schema()
 
     def reader(self, schema: Any) -> Any:
-        """Return what reads the columns of a schema."""
         from lightning_stream.spark.scan import MDSReader
 
         return MDSReader(self._dataset(), schema)
 
     def writer(self, schema: Any, overwrite: bool) -> Any:
-        """Return what writes a DataFrame of this schema."""
         from lightning_stream.spark.sink import MDSSink, SinkJob
 
         given = self._given(_WRITE + (() if overwrite else _APPEND), "mode('overwrite')" if overwrite else "writing")
@@ -71,7 +67,6 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
         return MDSSink(job)
 
     def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
-        """Return what writes the micro-batches of a query."""
         import pyspark.sql.datasource as api
 
         from lightning_stream.spark.sink import MDSStreamSink, SinkJob

@@ -177,7 +177,6 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
         return cache, index
 
     def partitions(self) -> list[ShardSpan]:
-        """Return the spans of shards, in their order."""
         cache, index = self._opened
         deleted, ends = deleted_samples(cache, index), np.cumsum(index.shard_sizes)
         spans, first = [], 0
@@ -197,7 +196,6 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
         return spans
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
-        """Yield the rows of a partition as Arrow batches."""
         if not isinstance(partition, ShardSpan):  # Spark's own, for a dataset without shards
             return
         index = Index.from_bytes(partition.index, self._dataset.url)

@@ -115,7 +115,6 @@ class SinkJob(SparkJob):
         return replace(self, key=key, job=f"job-{begin}-{secrets.token_hex(4)}")
 
     def folder_of(self, number: int) -> str:
-        """The folder of a partition's files."""
         return f"{self.job}/part-{number:05}"
 
     def write(self, batches: Iterator[Any]) -> SinkMessage:
@@ -224,15 +223,12 @@ class MDSSink(api.DataSourceArrowWriter):  # type: ignore[misc,unused-ignore]
         self._job = job
 
     def write(self, iterator: Iterator[Any]) -> SinkMessage:
-        """Write the rows of a task."""
         return self._job.write(iterator)
 
     def commit(self, messages: list[Any]) -> None:
-        """Commit the rows of all tasks, in the order of the partitions."""
         self._job.commit([message.receipt for message in messages])
 
     def abort(self, messages: list[Any]) -> None:
-        """Delete what the tasks wrote."""
         self._job.abort(messages)
 
 
@@ -243,7 +239,6 @@ class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # typ
         self._job = job
 
     def write(self, iterator: Iterator[Any]) -> SinkMessage:
-        """Write the rows of a task."""
         context = TaskContext.get()
         query, batch = [None if context is None else context.getLocalProperty(name) for name in (_QUERY, _BATCH)]
         begin = digest_of(f"{query} {batch}".encode())
@@ -258,7 +253,6 @@ class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # typ
             replace(job, key="" if job.overwrite else f"{job.key}-{batchId}").commit(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # noqa: ARG002, N803 - Spark's name
-        """Delete what the tasks wrote."""
         for message in messages:
             if message is not None:
                 message.job.abort(messages)

@@ -53,7 +53,6 @@ class MdsEncoder:
         self._pack_head = struct.Struct(f"<{num_variable}I").pack if num_variable else None
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
-        """Return the sample's head, if it has one, and a value per column; see `ShardEncoder.encode`."""
         parts: list[bytes] = []
         sizes: list[int] = []
         name = encoding = ""
@@ -86,7 +85,6 @@ class MdsEncoder:
         return head + [stored[name] for name in self.schema.names]
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
-        """Encode column by column; see `ShardEncoder.encode_batch`."""
         encoded: list[_Column] = []
         for name, kind, encoding in zip(self.schema.names, self.schema.encodings, self._encodings, strict=True):
             if name not in columns:

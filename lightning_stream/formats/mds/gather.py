@@ -96,13 +96,7 @@ def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: 
 
 
 def gather_rows(
-    layout: RecordLayout,
-    window: AddressWindow,
-    spans: Int64s,
-    which: Int64s,
-    indices: Int64s,
-    where: _Where,
-    out: _Out,
+    layout: RecordLayout, window: AddressWindow, spans: Int64s, which: Int64s, indices: Int64s, where: _Where, out: _Out
 ) -> Batch:
     """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
 

@@ -58,7 +58,6 @@ class MdsShard:
         return self._mapped
 
     def sample(self, index: int) -> dict[str, Any]:
-        """Return a sample as values by column name; see `Shard.sample`."""
         if not 0 <= index < self.num_samples:
             raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
         view = self.mapped.file.view
@@ -99,9 +98,7 @@ class MdsShard:
         return values
 
     def columns(self, indices: NDArray[np.int64]) -> Batch:
-        """Return samples as columns; see `Shard.columns`."""
         return gather([self], np.zeros(len(indices), np.int64), indices)
 
     def close(self) -> None:
-        """Release the file; it is unmapped when no read of it is running."""
         self._mapped = None
