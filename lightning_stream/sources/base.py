@@ -20,7 +20,7 @@ _MIN_BYTES, _MAX_BYTES, _PARTITIONS = 32 << 20, 512 << 20, 32
 _BATCH_BYTES, _BATCH_ROWS = 8 << 20, 256
 _UNKNOWN_BYTES = 1 << 20  # of a value such as an opened image
 _LISTED_FILES = 10_000
-_FOOTERS_AT_ONCE = 32
+_FOOTERS_AT_ONCE = 32  # a footer costs two requests, and little else
 
 
 @dataclass(frozen=True)
@@ -176,10 +176,7 @@ class Source:
     @property
     def identity(self) -> dict[str, Any]:
         """What distinguishes this source from others: part of a conversion's fingerprint."""
-        stamps = xxhash.xxh3_128()  # of all names, sizes and times of change
-        for file in self.files:
-            stamps.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
-        sizes = {"num_files": len(self.files), "num_bytes": self.num_bytes, "stamps": stamps.hexdigest()}
+        sizes = {"num_files": len(self.files), "num_bytes": self.num_bytes, "stamps": stamps_of(self.files)}
         return {"reader": self.reader.settings, **sizes}
 
     @property
@@ -189,32 +186,45 @@ class Source:
         files = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in listed]
         return {**self.identity, "name": self.name, "files": files}
 
-    def find_columns(self, asked: Mapping[str, str] | None) -> Found:
-        """Return the columns that are read: those asked for, or all."""
+    def find_columns(self, asked: Asked | None) -> Found:
+        """Return the columns that are read: those asked for, or all; ValueError for one that there is not."""
         found = self.reader.find_columns(self.files, asked)
         missing = [name for name in asked or () if name not in found.columns]
         if missing:
             raise ValueError(f"{self.name} has no column {', '.join(missing)}; it has {', '.join(found.columns)}.")
-        for encoding in (asked or {}).values():
+        for encoding in filter(None, (asked or {}).values()):
             get_encoding(encoding)
-        return replace(found, columns=dict(asked or found.columns))
+        wanted = asked or dict.fromkeys(found.columns)
+        return replace(found, columns={name: encoding or found.columns[name] for name, encoding in wanted.items()})
 
     @property
     def has_pieces(self) -> bool:
         """Whether its pieces are known, so that it can be read in place."""
         return bool(self.files) and self.reader.has_pieces(self.files)
 
+    def pieces(self, columns: Mapping[str, str]) -> list[tuple[SourceFile, Piece]]:
+        """Return the pieces of all files that become shards where it is read in place, in order."""
+        with DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
+            return list(self.reader.all_pieces(self.files, columns, pool))
+
     def cut(self, columns: Mapping[str, str], partition_bytes: int, *, by_piece: bool = False) -> list[InputSplit]:
         """Cut the source, in order: into pieces that become shards where it is read in place, or into larger parts."""
         reader = self.reader
         if reader.piece_bytes is None and (by_piece or reader.is_cut_by_piece):
-            with DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
-                pieces = list(reader.all_pieces(self.files, columns, pool))
             return [
-                InputSplit(file, one.begin, one.end, one.num_bytes, one.settings, one.nulls) for file, one in pieces
+                InputSplit(file, one.begin, one.end, one.num_bytes, one.settings, one.nulls)
+                for file, one in self.pieces(columns)
             ]
         limit = reader.piece_bytes if by_piece and reader.piece_bytes else partition_bytes
         return [split for file in self.files for split in reader.input_splits(file, limit)]
+
+
+def stamps_of(files: Iterable[SourceFile]) -> str:
+    """A digest of the names, sizes and times of change of files."""
+    digest = xxhash.xxh3_128()
+    for file in files:
+        digest.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
+    return digest.hexdigest()
 
 
 def partitions_of(splits: Sequence[InputSplit], partition_bytes: int) -> list[Partition]:

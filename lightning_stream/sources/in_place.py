@@ -21,15 +21,13 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, ShardEntry, file_object, schema_object
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
-from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader
+from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader, Source, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of, is_table
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
-from lightning_stream.threads import DaemonPool
 
 _log = logging.getLogger(__name__)
-_THREADS = 32  # a footer costs two requests, and little else
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,13 @@ class InPlace:
         found, log = files_of(store, self.names)
         if not found:
             raise NotFoundError(f"{store.url} holds no files{f' named {self.names}' if self.names else ''}.")
-        listing = json.dumps({"listing": _listing([*found, *log])})[:-1].encode()
+        listing = json.dumps({"listing": stamps_of([*found, *log])})[:-1].encode()
         if before is not None and before.startswith(listing):
             return before
         files, reader = self._reader(store, found, log)
-        columns = self._columns(reader, files)
-        with DaemonPool(_THREADS, "index") as pool:
-            shards = list(reader.all_pieces(files, columns, pool))
+        source = Source(files[0].uri, tuple(files), reader)
+        columns = self._columns(source)
+        shards = source.pieces(columns)
         if self.columns is None:
             _warn_of_others(shards, columns)
         if not isinstance(self.columns, Mapping):  # MDS has no null but in json
@@ -161,19 +159,14 @@ class InPlace:
         names = f" {self.names}" if self.names else ""
         return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)} {self.version}{names}"
 
-    def _columns(self, reader: Reader, files: Sequence[SourceFile]) -> dict[str, str]:
+    def _columns(self, source: Source) -> dict[str, str]:
         wanted = self.columns
         asked = wanted if isinstance(wanted, Mapping) else None if wanted is None else dict.fromkeys(wanted)
         try:
-            found = reader.find_columns(files, asked).columns
+            return source.find_columns(asked).columns
         except ValueError as error:
-            where = "" if redact(files[0].root) in str(error) else f"{files[0].uri}: "
+            where = "" if redact(source.files[0].root) in str(error) else f"{source.name}: "
             raise ValueError(f"{where}{error}") from error
-        if asked is None:
-            return found
-        if missing := [name for name in asked if name not in found]:
-            raise ValueError(f"{files[0].uri} has no column {', '.join(missing)}; it has {', '.join(found)}.")
-        return {name: encoding or found[name] for name, encoding in asked.items()}
 
 
 def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[tuple[SourceFile, Piece]]) -> bytes:
@@ -261,14 +254,6 @@ def _settled(
             "the encoding 'json' for them."
         )
     return where
-
-
-def _listing(files: Sequence[SourceFile]) -> str:
-    """A digest of the names, sizes and stamps of all files."""
-    digest = xxhash.xxh3_128()
-    for file in files:
-        digest.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
-    return digest.hexdigest()
 
 
 def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:
