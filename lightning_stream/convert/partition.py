@@ -29,7 +29,7 @@ from lightning_stream.writer.lengths import Lengths
 from lightning_stream.writer.place import DatasetPlace, digest_of
 
 CONTROL = "_conversion"
-_SUFFIX = ".json.zst"
+RECEIPT = ".json.zst"
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,7 @@ class Receipt:
 
 def receipt_name(fingerprint: str, partition: int) -> str:
     """Where a receipt lies while the conversion is under way."""
-    return f"{CONTROL}/{fingerprint}/{partition:05}{_SUFFIX}"
-
-
-def is_receipt(name: str, fingerprint: str) -> bool:
-    """Whether a receipt of this conversion lies there."""
-    return name.startswith(f"{CONTROL}/{fingerprint}/") and name.endswith(_SUFFIX)
+    return f"{CONTROL}/{fingerprint}/{partition:05}{RECEIPT}"
 
 
 @dataclass(frozen=True)

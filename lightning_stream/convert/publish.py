@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_stream.convert.partition import CONTROL, OutputSpec, Receipt, index_bytes, is_receipt
+from lightning_stream.convert.partition import CONTROL, RECEIPT, OutputSpec, Receipt, index_bytes
 from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.lengths import with_keys, with_lengths
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, Store, open_store
-from lightning_stream.stores.drafts import sweep_drafts
+from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.writer.place import LENGTHS, OURS, DatasetPlace, digest_of, is_remote
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 
@@ -60,7 +60,9 @@ class Publication:
             )
         # The note says whose shards there are without a receipt, if this run is cut short before any.
         store.put(f"{CONTROL}/{spec.fingerprint}/begun", b"")
-        found = [Receipt.from_bytes(store.read(name)) for name in sorted(names) if is_receipt(name, spec.fingerprint)]
+        own = f"{CONTROL}/{spec.fingerprint}/"
+        kept = sorted(name for name in names if name.startswith(own) and name.endswith(RECEIPT))
+        found = [Receipt.from_bytes(store.read(name)) for name in kept]
         whole = (one for one in found if all(names.get(file) == size for file, size in one.files().items()))
         return cls(spec, place, frozenset(one.partition for one in whole))
 

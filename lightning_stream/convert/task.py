@@ -47,7 +47,8 @@ class Transform:
 
     def samples(self, batches: Iterable[Batch], partition: str) -> Iterator[tuple[Row, str]]:
         """Yield the samples made from a partition's rows, each with where its row was, as far as that is known."""
-        rows = ((row, batch.where) for batch in batches for row in _dicts(batch))
+        dicts = ((one.rows if isinstance(one.rows, list) else one.rows.to_pylist(), one.where) for one in batches)
+        rows = ((row, where) for some, where in dicts for row in some)
         if self.of_row is None:
             assert self.of_partition is not None
             made = self.of_partition(row for row, _ in rows)
@@ -58,10 +59,6 @@ class Transform:
             if made is not None:
                 found = [made] if isinstance(made, Mapping) else _checked(made, "transform")
                 yield from ((sample, where) for sample in found)
-
-
-def _dicts(batch: Batch) -> Iterable[Any]:
-    return batch.rows if isinstance(batch.rows, list) else batch.rows.to_pylist()
 
 
 def _checked(made: Any, name: str) -> Iterator[Row]:

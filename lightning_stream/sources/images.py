@@ -145,7 +145,8 @@ class ImageFolderReader(FileFolderReader):
         there. Else ``bytes``. Of a source in a store, where looking at a file costs a request, only some are looked at.
         """
         local = [file for file in files if file.path is not None]
-        kinds = {_encoding_of(file) for file in local or spread(files, _SAMPLED_REMOTE)}
+        looked_at = local or spread(files, _SAMPLED_REMOTE)
+        kinds = {image_encoding(file.read(0, min(16, file.num_bytes))) for file in looked_at}
         return "bytes" if "bytes" in kinds else min(kinds)
 
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
@@ -162,10 +163,6 @@ class ImageFolderReader(FileFolderReader):
             )
         _LOG.warning("skipped %s: the image is truncated", file.uri)
         return False
-
-
-def _encoding_of(file: SourceFile) -> str:
-    return image_encoding(file.read(0, min(16, file.num_bytes)))
 
 
 def _class_of(file: SourceFile) -> str:

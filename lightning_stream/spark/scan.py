@@ -26,7 +26,7 @@ from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
-from lightning_stream.spark.values import arrow_array, arrow_type_of, decoders_of
+from lightning_stream.spark.values import arrow_array, arrow_type_of, decoder_of
 from lightning_stream.stores import LocalStore, Store, open_store
 
 _BATCH_ROWS = 4096
@@ -122,7 +122,8 @@ def _opened(store: Store, entries: Sequence[ShardEntry], names: Sequence[str]) -
             is_here = isinstance(store, LocalStore) and not is_packed
             home = None if is_here else held.enter_context(TemporaryDirectory(prefix="mds-"))
             folder = held.enter_context(ShardCache(store, home).lease(entry)).folder
-            decoders = {name: one for name, one in decoders_of(entry.schema.columns).items() if name in own}
+            encodings = entry.schema.columns
+            decoders = {name: found for name in own if (found := decoder_of(encodings[name])) is not None}
             chosen: dict[str, Any] = {"decoders": decoders, "columns": own} if entry.format == "mds" else {}
             shards.append(held.enter_context(contextlib.closing(open_shard(entry, folder, **chosen))))
         yield shards

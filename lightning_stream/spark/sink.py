@@ -30,7 +30,7 @@ from lightning_stream.formats.index.lengths import with_lengths
 from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
 from lightning_stream.stores import LocalStore, Store
-from lightning_stream.stores.drafts import sweep_drafts
+from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.version_log import read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
 from lightning_stream.writer.lengths import check_measurable

@@ -6,7 +6,7 @@ pickles are the bytes that are stored.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from decimal import Decimal
 from io import BytesIO
 from typing import Any
@@ -51,12 +51,8 @@ def arrow_type_of(encoding: str, first: Callable[[], Any]) -> pa.DataType:
     return _NUMBERS.get(base) or _OTHERS.get(base) or pa.binary()
 
 
-def decoders_of(columns: Mapping[str, str]) -> dict[str, Decoder]:
-    """Return the functions that decode the columns whose encodings have no type of Spark, by name."""
-    return {name: found for name, encoding in columns.items() if (found := _decoder(encoding)) is not None}
-
-
-def _decoder(encoding: str) -> Decoder | None:
+def decoder_of(encoding: str) -> Decoder | None:
+    """Return what decodes an encoding that has no type of Spark; None for one that has."""
     if encoding.startswith("ndarray") or encoding in _NUMBERS or encoding in ("str", "str_int", "str_float"):
         return None
     if encoding in _TEXTS:

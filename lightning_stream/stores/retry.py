@@ -226,17 +226,12 @@ class RetryBudget:
         self._begun = time.monotonic()
         self._in_a_row = 0
         self.failures = 0
-        self._pid = os.getpid()
+        self.pid = os.getpid()  # a forked process has copies of its parent's
         _in_flight[id(self)] = self
 
     def __str__(self) -> str:
         failed = f", {self.failures} failures" if self.failures else ""
         return f"{self._where} for {time.monotonic() - self._begun:.1f} s{failed}"
-
-    @property
-    def is_of_this_process(self) -> bool:
-        """Whether it was begun here; a forked process has copies of its parent's."""
-        return self._pid == os.getpid()
 
     def call(self, call: Callable[[], T]) -> T:
         """Call until it succeeds, or until there were too many failures."""
@@ -279,7 +274,7 @@ class RetryBudget:
 def requests_in_flight() -> list[str]:
     """The operations of this process that have not ended: the object, for how long, and the failures so far."""
     found = [budget for ref in _in_flight.valuerefs() if (budget := ref()) is not None]
-    return [str(budget) for budget in found if budget.is_of_this_process]
+    return [str(budget) for budget in found if budget.pid == os.getpid()]
 
 
 class ResumingStream:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.shared_files import file_system
-from lightning_stream.stores.drafts import locked_draft, publish_new
+from lightning_stream.stores.local import locked_draft, publish_new
 
 _MAX_VECTORS = 1000  # the system takes 1,024 at once
 _O_DIRECT = getattr(os, "O_DIRECT", 0)

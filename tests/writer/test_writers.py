@@ -15,7 +15,7 @@ import pytest
 from lightning_stream.formats.index import Index, version_name
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.stores import local
-from lightning_stream.stores.drafts import publish_new
+from lightning_stream.stores.local import publish_new
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, base, local_file
 from lightning_stream.writer.base import ShardWriter
 
