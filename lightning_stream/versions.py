@@ -293,7 +293,7 @@ def _written_again(
     with ExitStack() as leases:
         for entry in entries:
             folder = leases.enter_context(cache.lease(entry)).folder
-            shard = open_shard(entry, folder, allow_unsafe_types=True)  # no value is decoded
+            shard = open_shard(entry, folder, decoders=dict.fromkeys(entry.schema.names, bytes))  # as it is stored
             if not isinstance(shard, MdsShard):
                 raise ValueError(
                     f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}."
@@ -301,7 +301,7 @@ def _written_again(
             leases.callback(shard.close)
             shards.append(shard)
         for number in kept.tolist():
-            stored = {name: value for shard in shards for name, value in shard.stored_values(number).items()}
+            stored = {name: value for shard in shards for name, value in shard.sample(number).items()}
             if not buffer.add_sample(encoder.join(stored), encoder.per_sample_overhead, MAX_FILE_BYTES):
                 raise ValueError(f"{name} would have more than 4 GiB; write the dataset again with a size_limit.")
     return finalize_shard(name, encoder, buffer, place)

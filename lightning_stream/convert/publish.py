@@ -91,13 +91,7 @@ class Publication:
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
         before = place.listing()
         for store, seen in zip(place.stores, before, strict=True):
-            missing = sorted(name for name, size in wanted.items() if seen.get(name) != size)
-            if missing:
-                raise StoreError(
-                    f"{store.url} must hold the {len(wanted)} files that were written there; from here, "
-                    f"{len(missing)} of them are not seen, the first {missing[0]}. Write to a place that all machines "
-                    "share: a URL, or a mounted folder such as a volume."
-                )
+            check_seen(store, seen, wanted)
         about = {
             "version": 1,
             "fingerprint": self.spec.fingerprint,
@@ -126,6 +120,17 @@ class Publication:
             if isinstance(store, LocalStore):  # a killed worker may have left the draft of a receipt
                 sweep_drafts(store.folder / CONTROL / self.spec.fingerprint)
         place.sweep(before, _ALL, wanted)
+
+
+def check_seen(store: Store, seen: Mapping[str, int], wanted: Mapping[str, int]) -> None:
+    """Raise StoreError unless all files that were written are there, as this process sees it: bytes by name."""
+    missing = sorted(name for name, size in wanted.items() if seen.get(name) != size)
+    if missing:
+        raise StoreError(
+            f"{store.url} must hold the {len(wanted)} files that were written there; from here, {len(missing)} of them "
+            f"are not seen, the first {missing[0]}. Write to a place that all machines share: a URL, or a mounted "
+            "folder such as a volume."
+        )
 
 
 def alone(uri: str) -> AbstractContextManager[Any]:

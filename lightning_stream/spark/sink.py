@@ -24,6 +24,7 @@ import pyspark.sql.datasource as api
 from pyspark import TaskContext
 
 from lightning_stream.convert.partition import Receipt, check, joined_lengths
+from lightning_stream.convert.publish import check_seen
 from lightning_stream.errors import AccessError, ConflictError, FormatError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.lengths import with_lengths
@@ -165,13 +166,7 @@ class SinkJob(SparkJob):
     def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
         with suppress(AccessError):  # a store that refuses to list
             seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
-            wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
-            if missing := sorted(name for name, size in wanted.items() if seen.get(name) != size):
-                raise StoreError(
-                    f"{store.url} must hold the {len(wanted)} files that the tasks wrote; the driver does not see "
-                    f"{len(missing)} of them, the first {missing[0]}. Write to a place that all machines share: a "
-                    "URL, or a mounted folder such as a volume."
-                )
+            check_seen(store, seen, {name: size for one in receipts for name, size in one.files().items()})
 
     def _change(self, place: DatasetPlace, receipts: Sequence[Receipt]) -> bool:
         """Put the index or a change; return whether the rows are in the dataset by this write."""

@@ -85,18 +85,6 @@ class MdsShard:
         begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
         return view[begin:end]
 
-    def stored_values(self, index: int) -> dict[str, bytes]:
-        """Return the bytes of each column of the sample at ``index``; FormatError if they do not fill it."""
-        stored, layout, values = self.stored(index), self._layout, dict[str, bytes]()
-        sizes, at = iter(layout.head.unpack_from(stored)), layout.head.size
-        for column in layout.columns:
-            size = next(sizes) if column.size is None else column.size
-            values[column.name] = bytes(stored[at : at + size])
-            at += size
-        if at != len(stored):
-            raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
-        return values
-
     def columns(self, indices: NDArray[np.int64]) -> Batch:
         return gather([self], np.zeros(len(indices), np.int64), indices)
 
