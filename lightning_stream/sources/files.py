@@ -26,7 +26,7 @@ from lightning_stream.writer.place import is_remote
 
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
-_BUFFER_BYTES = 1 << 22
+_BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
 WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
 _WINDOW_BYTES, _CLOSE_BYTES = 1 << 11, 1 << 18
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -83,7 +83,7 @@ class SourceFile:
     def open(self, buffering: int = -1) -> BinaryIO:
         """Its bytes, seekable, as stored. A file of this machine must be as it was when it was listed."""
         if self.path is None:
-            return cast(BinaryIO, io.BufferedReader(RangedFile(self), _BUFFER_BYTES if buffering < 1 else buffering))
+            return cast(BinaryIO, io.BufferedReader(RangedFile(self), _COPIED_BYTES))
         try:
             file = self.path.open("rb", buffering)
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -98,7 +98,9 @@ class SourceFile:
 
     def open_headers(self) -> BinaryIO:
         """Its bytes, seekable, for a reader that hops from header to header."""
-        return self.open() if self.path is not None else cast(BinaryIO, io.BufferedReader(_Hops(self), 1 << 10))
+        if self.path is not None:
+            return self.open()
+        return cast(BinaryIO, io.BufferedReader(RangedFile(self, _WINDOW_BYTES), _WINDOW_BYTES))
 
     @contextmanager
     def unpacked(self, what: str) -> Iterator[BinaryIO]:
@@ -169,10 +171,13 @@ _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
 
 
 class RangedFile(io.RawIOBase):
-    """An object of a store as a file."""
+    """An object of a store as a file, of which a window is held. A request costs more than some bytes, so the windows
+    of a reader that hops from header to header, small at first, grow where headers lie close."""
 
-    def __init__(self, file: SourceFile) -> None:
+    def __init__(self, file: SourceFile, window: int = _BUFFER_BYTES) -> None:
         self._file, self._at = file, 0
+        self._held: bytes | memoryview = b""
+        self._begin, self._least, self._window = 0, window, window
 
     def readable(self) -> bool:
         return True
@@ -192,25 +197,12 @@ class RangedFile(io.RawIOBase):
 
     def _bytes(self, most: int) -> bytes | memoryview:
         """The next bytes, at most so many."""
-        end = min(self._at + most, self._file.num_bytes)
-        return self._file.read(self._at, end) if end > self._at else b""
-
-
-class _Hops(RangedFile):
-    """An object whose headers are read: a small window at each. Where they lie close, requests cost more than bytes, so
-    the windows grow until they hold all bytes."""
-
-    def __init__(self, file: SourceFile) -> None:
-        super().__init__(file)
-        self._held: bytes | memoryview = b""
-        self._begin, self._window = 0, _WINDOW_BYTES
-
-    def _bytes(self, most: int) -> bytes | memoryview:
         past = self._at - self._begin - len(self._held)
         if past >= 0 or self._at < self._begin:
             is_close = self._held and 0 <= past < _CLOSE_BYTES
-            self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else _WINDOW_BYTES
-            self._begin, self._held = self._at, super()._bytes(self._window)
+            self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else self._least
+            end = min(self._at + self._window, self._file.num_bytes)
+            self._begin, self._held = self._at, self._file.read(self._at, end) if end > self._at else b""
         first = self._at - self._begin
         return self._held[first : first + most]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 from servers import processes
 
 from lightning_stream.convert import convert
+from lightning_stream.counters import NAMES
 from lightning_stream.errors import StoreError
 from lightning_stream.sources.files import find_files
-from lightning_stream.stores import open_store
+from lightning_stream.stores import RetryingStore, open_store
 
 pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
 
@@ -46,6 +48,19 @@ def test_files_of_a_store_are_listed_without_a_request_for_each(monkeypatch: pyt
     store.put("07.jsonl", b'{"k": 2}')
     after = find_files("memory://convert-listed")
     assert [one.name for one, two in zip(before, after, strict=True) if one != two] == ["07.jsonl"]
+
+
+def test_a_whole_file_of_a_store_is_read_in_few_requests() -> None:
+    store = open_store("memory://convert-whole")
+    text = "a line of text\n" * 100_000
+    store.put("one.txt", text.encode())
+    (file,) = find_files("memory://convert-whole")
+    assert isinstance(store, RetryingStore)
+    requests = store.counters.values[NAMES.index("requests") :]
+    before = requests[0]
+    with replace(file, store=store).unpacked("text") as plain:
+        assert plain.read().decode() == text
+    assert requests[0] - before <= 2
 
 
 def test_a_file_url_means_the_same_folder_to_convert_and_to_readers(rows_file: Path, tmp_path: Path) -> None:
