@@ -7,7 +7,8 @@ found, and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
@@ -96,6 +97,15 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
         f"{purpose} needs the package {package!r}, which is not installed. "
         f"Install it with:  pip install 'lightning-stream[{extra}]'"
     )
+
+
+@contextmanager
+def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
+    """Raise :func:`missing_extra` where an import in this block fails."""
+    try:
+        yield
+    except ImportError as error:
+        raise missing_extra(package, extra, purpose) from error
 
 
 def suggesting(init: Callable[P, None]) -> Callable[P, None]:

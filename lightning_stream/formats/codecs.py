@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from lightning_stream.errors import FormatError, MissingExtraError, missing_extra
+from lightning_stream.errors import FormatError, MissingExtraError, needs
 
 _PIECE_BYTES = 1 << 20
 _MAX_FILE_BYTES = 1 << 32
@@ -55,10 +55,8 @@ def _brotli(file: BinaryIO, num_bytes: int) -> Iterator[Any]:
 
 
 def _cramjam(codec: str) -> Any:
-    try:
+    with needs("cramjam", "codecs", f"{codec} compression"):
         return getattr(importlib.import_module("cramjam"), codec)
-    except ImportError as error:
-        raise missing_extra("cramjam", "codecs", f"{codec} compression") from error
 
 
 def _whole(codec: str, max_ratio: int, file: BinaryIO, num_bytes: int) -> Iterator[Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
-from lightning_stream.errors import FormatError, NotFoundError, missing_extra, redact
+from lightning_stream.errors import FormatError, NotFoundError, needs, redact
 from lightning_stream.sources.base import Reader, Source
 from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
@@ -102,10 +102,8 @@ def reader_class(kind: str) -> type[Reader]:
 
 def _reader_class(name: str) -> Any:
     module, _, reader = name.partition(".")
-    try:
+    with needs("pyarrow", "parquet", "reading Parquet, Arrow, CSV and NumPy files"):
         return getattr(import_module(f"lightning_stream.sources.{module}"), reader)
-    except ModuleNotFoundError as error:
-        raise missing_extra("pyarrow", "parquet", "reading Parquet, Arrow, CSV and NumPy files") from error
 
 
 def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:

@@ -16,7 +16,7 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 
-from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, missing_extra
+from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
 from lightning_stream.sources.arrow import arrow_columns, plain_values
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
 from lightning_stream.sources.files import DELTA_LOG, SourceFile
@@ -46,10 +46,8 @@ class DeltaReader(ParquetReader):
 
     def open_log(self, store: Store, found: Sequence[SourceFile]) -> list[SourceFile]:
         """Read the log of a table; return the files of this version, among those that were found, sorted by name."""
-        try:
+        with needs("deltalake", "delta", f"reading the Delta table {store.url}"):
             from deltalake import DeltaTable
-        except ModuleNotFoundError as error:
-            raise missing_extra("deltalake", "delta", f"reading the Delta table {store.url}") from error
         with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
             _copy(store, store.list(DELTA_LOG), folder)
             try:

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream.errors import MissingExtraError, missing_extra
+from lightning_stream.errors import MissingExtraError, needs
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -70,10 +70,8 @@ def local_session(
     Raises:
         MissingExtraError: There is no pyspark or no Java; the message names what to install.
     """
-    try:
+    with needs("pyspark", "spark", "a Spark session"):
         from pyspark.sql import SparkSession
-    except ImportError as error:
-        raise missing_extra("pyspark", "spark", "a Spark session") from error
     active: SparkSession | None = SparkSession.getActiveSession()
     if active is not None:
         return active

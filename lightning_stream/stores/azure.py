@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
+from lightning_stream.errors import AccessError, NotFoundError, needs, redact, summarize
 
 from .base import BaseStore, BucketStore, ListingPage, StoreTraits
 from .transfer import ObjectStream, PerProcess, first_set, read_options, split_url
@@ -117,10 +117,8 @@ class AzureStore(BucketStore):
         return self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
 
     def _connect(self) -> Any:
-        try:
+        with needs("azure-storage-blob", "azure", f"using {self.url}"):
             from azure.storage.blob import ContainerClient
-        except ImportError as error:
-            raise missing_extra("azure-storage-blob", "azure", f"using {self.url}") from error
         options = self._options
         settings: dict[str, Any] = {
             "retry_total": 0,  # RetryingStore tries again, and resumes
@@ -155,10 +153,8 @@ class AzureStore(BucketStore):
             from azure.core.credentials import AzureSasCredential
 
             return AzureSasCredential(token.lstrip("?"))
-        try:
+        with needs("azure-identity", "azure", f"logging in for {self.url}"):
             from azure.identity import DefaultAzureCredential
-        except ImportError as error:
-            raise missing_extra("azure-identity", "azure", f"logging in for {self.url}") from error
         return DefaultAzureCredential()
 
     def _status(self, error: Exception) -> int:

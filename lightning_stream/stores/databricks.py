@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from lightning_stream.errors import AccessError, NotFoundError, missing_extra, summarize
+from lightning_stream.errors import AccessError, NotFoundError, needs, summarize
 
 from .base import BaseStore, ObjectEntry, PastTheEndError, StoreTraits
 from .transfer import CHUNK_BYTES, ObjectStream, PerProcess, header_stream, range_header, read_options, slice_stream
@@ -163,11 +163,9 @@ class DatabricksStore(BaseStore):
             yield from self._walk(found.path.rstrip("/")) if found.is_directory else (found,)
 
     def _connect(self) -> Any:
-        try:
+        with needs("databricks-sdk", "databricks", f"using {self.url}"):
             from databricks.sdk import WorkspaceClient
             from databricks.sdk.config import Config
-        except ImportError as error:
-            raise missing_extra("databricks-sdk", "databricks", f"using {self.url}") from error
         options = self._options
         given = {"host": options.host, "token": options.token, "profile": options.profile}
         settings: dict[str, Any] = {key: value for key, value in given.items() if value}

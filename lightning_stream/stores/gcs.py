@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from lightning_stream.errors import AccessError, NotFoundError, missing_extra, redact, summarize
+from lightning_stream.errors import AccessError, NotFoundError, needs, redact, summarize
 
 from .base import AnswerError, BaseStore, BucketStore, ListingPage, StoreTraits
 from .s3 import S3Options, S3Store
@@ -118,11 +118,9 @@ class GcsStore(BucketStore):
 
     def _connect(self) -> tuple[Any, Any]:
         """Make the client, and the authorised session that it shares with `_open`."""
-        try:
+        with needs("google-cloud-storage", "gcs", f"using {self.url}"):
             from google.cloud import storage
             from requests.adapters import HTTPAdapter
-        except ImportError as error:
-            raise missing_extra("google-cloud-storage", "gcs", f"using {self.url}") from error
         transport: Any = importlib.import_module("google.auth.transport.requests")
         credentials = self._credentials()
         session = transport.AuthorizedSession(credentials)

@@ -83,10 +83,8 @@ class FsspecStore(BaseStore):
         return system, root if name is None else f"{root.rstrip('/')}/{name}"
 
     def _connect(self) -> tuple[Any, str]:
-        try:
+        with errors.needs("fsspec", "fsspec", f"using {self.url}"):
             import fsspec
-        except ImportError as error:
-            raise errors.missing_extra("fsspec", "fsspec", f"using {self.url}") from error
         try:
             # No shared instances: neither two stores nor a forked child may use the same connection.
             system, path = fsspec.core.url_to_fs(self._given, skip_instance_cache=True, **self._options)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from lightning_stream.errors import StoreError, UnavailableError, missing_extra, redact, summarize
+from lightning_stream.errors import StoreError, UnavailableError, needs, redact, summarize
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
 from .transfer import ObjectStream, PerProcess, content_version, header_stream, range_header, read_options, slice_stream
@@ -190,10 +190,8 @@ _pools: PerProcess[dict[str | None, Any]] = PerProcess(dict)  # one pool per pro
 
 
 def _pool(address: str, url: str) -> Any:
-    try:
+    with needs("urllib3", "http", f"using {url}"):
         import urllib3
-    except ImportError as error:
-        raise missing_extra("urllib3", "http", f"using {url}") from error
     scheme, host, _ = _origin(address)
     proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
     pools = _pools()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, BinaryIO, TypeVar
 
-from lightning_stream.errors import AccessError, NotFoundError, StoreError, missing_extra, redact, summarize
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, needs, redact, summarize
 
 from .base import BaseStore, BucketStore, ListingPage, PreconditionError, StoreTraits
 from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
@@ -206,12 +206,10 @@ class S3Store(BucketStore):
             raise
 
     def _connect(self, signed: bool) -> Any:
-        try:
+        with needs("boto3", "s3", f"using {self.url}"):
             import boto3
             import botocore.session
             from botocore.config import Config
-        except ImportError as error:
-            raise missing_extra("boto3", "s3", f"using {self.url}") from error
         global _loader
         options, core = self._options.resolved(), botocore.session.Session()
         _loader = _loader or core.get_component("data_loader")

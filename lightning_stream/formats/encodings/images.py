@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_stream.errors import FormatError, missing_extra
+from lightning_stream.errors import FormatError, needs
 
 from .base import Encoding, ViewEncoding, describe
 
@@ -124,10 +124,8 @@ class _ImageList(ViewEncoding):
 
 def pillow() -> Any:
     """Return the module ``PIL.Image``; MissingExtraError if Pillow is not installed."""
-    try:
+    with needs("pillow", "images", "decoding and encoding images"):
         from PIL import Image
-    except ImportError as error:
-        raise missing_extra("pillow", "images", "decoding and encoding images") from error
     return Image
 
 

@@ -7,7 +7,7 @@ from importlib import import_module
 from io import BytesIO
 from typing import Any
 
-from lightning_stream.errors import missing_extra
+from lightning_stream.errors import needs
 
 from .base import ViewEncoding, describe
 
@@ -20,10 +20,8 @@ class Media:
 
     def open(self) -> Any:
         """Open the file by PyAV: ``with media.open() as container: for frame in container.decode(video=0)``."""
-        try:
+        with needs("av", "media", "decoding video and audio"):
             av = import_module("av")
-        except ImportError as error:
-            raise missing_extra("av", "media", "decoding video and audio") from error
         return av.open(BytesIO(self.data))
 
     def __bytes__(self) -> bytes:
