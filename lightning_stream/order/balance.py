@@ -84,8 +84,7 @@ class Balance:
         if rows is None or self.of_lengths is None:
             return whole_costs(self.costs(order.ids(begin, end)), end - begin)
         each = whole_costs(self.of_lengths(rows.num_tokens), len(rows.num_tokens))
-        found: NDArray[np.int64] = np.add.reduceat(each, rows.edges[:-1])
-        return found
+        return np.add.reduceat(each, rows.edges[:-1])
 
 
 def whole_costs(given: ArrayLike, count: int) -> NDArray[np.int64]:

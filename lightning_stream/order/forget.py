@@ -99,8 +99,7 @@ class Forgotten:
         kept = (count - (behind - before)).astype(np.uint64)
         salt = random_u64(RngStream.FORGOTTEN, seed, epoch, size=1)
         number = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % kept).astype(np.int64) + first - before
-        found: NDArray[np.int64] = number + np.searchsorted(self._skipped, number, side="right")
-        return found
+        return number + np.searchsorted(self._skipped, number, side="right")
 
     def delivered_as(self, sample_id: int, seed: int, epoch: int) -> list[int]:
         """The drawn ids for which this sample is delivered: its own, and those whose place it takes."""

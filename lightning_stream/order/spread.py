@@ -29,8 +29,7 @@ def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.
 def _far_apart(count: int) -> NDArray[np.int64]:
     """A permutation of ``range(count)`` whose neighbouring values lie at indices far apart (van der Corput's order)."""
     bits = max(1, (count - 1).bit_length())
-    order: NDArray[np.int64] = np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)])
-    return order
+    return np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)])
 
 
 def spread_parts(

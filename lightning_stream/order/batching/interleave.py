@@ -360,5 +360,4 @@ class Interleave:
         else:
             scattered = mix64(self._salt[sequence] + index.astype(np.uint64) * MIX_STEP)
             jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
-        keys: NDArray[np.float64] = (index + jitter) / self._lengths[sequence]
-        return keys
+        return (index + jitter) / self._lengths[sequence]

@@ -76,8 +76,7 @@ def _shard_spans(sizes: Ids, fixed: Generator) -> Ids:
     ends = np.cumsum(sizes)
     order = np.arange(len(sizes))
     fixed.shuffle(order)
-    spans: Ids = np.stack([ends - sizes, ends], axis=1)[order]
-    return spans
+    return np.stack([ends - sizes, ends], axis=1)[order]
 
 
 def _ids_of(spans: Ids) -> Ids:
