@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LightningStreamError(Exception):
@@ -108,19 +109,19 @@ def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
         raise missing_extra(package, extra, purpose) from error
 
 
-def suggesting(init: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor's error for an unknown argument name the argument that was probably meant."""
-    names = list(signature(init).parameters)[1:]
+def suggesting(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the error of a function, or a constructor, for an unknown argument name the one that was probably meant."""
+    names = [name for name in signature(function).parameters if name != "self"]
 
-    @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
+    @wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         for name in kwargs:
             if name not in names:
                 close = get_close_matches(name, names, 1)
                 remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
-                made = type(args[0]).__name__
-                raise TypeError(f"{made}() got an unexpected keyword argument {name!r}. {remedy}")
-        init(*args, **kwargs)
+                called = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
+                raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
+        return function(*args, **kwargs)
 
     return checked
 

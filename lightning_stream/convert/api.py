@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_stream.convert.conversion import Conversion
 from lightning_stream.convert.publish import ConversionResult, read_manifest
 from lightning_stream.convert.task import Transform
+from lightning_stream.errors import suggesting
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.hashing import hashes_to_write
 from lightning_stream.formats.sizes import parse_bytes
@@ -24,15 +25,8 @@ from lightning_stream.stores import LocalStore
 from lightning_stream.writer.lengths import LengthFunctions, check_functions
 from lightning_stream.writer.place import Out, is_remote
 
-_FORMER = {
-    "held_out": "val_fraction",
-    "held_out_by": "group_by",
-    "transform_rows": "transform_partition",
-    "part_bytes": "partition_bytes",
-    "scratch": "tmp_dir",
-}
 
-
+@suggesting
 def convert(
     source: Uris | Inputs,
     out: Out,
@@ -62,7 +56,6 @@ def convert(
     source_store_options: Mapping[str, Any] | None = None,
     store_options: Mapping[str, Any] | None = None,
     lengths: LengthFunctions | None = None,
-    **former: NoReturn,
 ) -> ConversionResult:
     """Write files of rows as an MDS dataset, in parallel processes.
 
@@ -115,7 +108,6 @@ def convert(
         source_store_options, store_options: For the stores of the source and of ``out``.
         lengths: Functions by name, e.g. ``{"tokens": len}``, as `MDSWriter` takes them; a whole sample has the columns
             that are written.
-        **former: Former names of these arguments, which are refused.
 
     Raises:
         ValueError: Settings, columns or values that cannot be written; null values, with column and count; no rows.
@@ -126,9 +118,6 @@ def convert(
     """
     begin = time.perf_counter()
     refuse_in_worker("convert()")
-    for name in former:
-        now = f"; it is now {_FORMER[name]!r}" if name in _FORMER else ""
-        raise TypeError(f"convert() has no argument {name!r}{now}.")
     if group_by is not None and val_fraction is None:
         raise ValueError("group_by keeps rows together in the validation split; it needs val_fraction.")
     conversion = Conversion(
