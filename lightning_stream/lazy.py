@@ -1,13 +1,29 @@
-"""Names of a package that are imported on first use (PEP 562)."""
+"""What is made on first use: values that are kept for a while, and the names of a package (PEP 562)."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning_stream.errors import missing_extra
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+
+def kept(cache: dict[Key, Value], key: Key, make: Callable[[Key], Value], count: int) -> Value:
+    """The value of a key, made where it is absent. The cache keeps the newest ``count`` values.
+
+    Each step is atomic, so threads that share a cache make a value twice at worst.
+    """
+    found = cache.get(key)
+    if found is None:
+        found = cache[key] = make(key)
+        for old in list(cache)[:-count]:
+            cache.pop(old, None)
+    return found
 
 
 def lazy_names(

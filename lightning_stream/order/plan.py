@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.lazy import kept
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.batching.packed import PackedOrder
 from lightning_stream.order.config import OrderConfig
@@ -19,7 +20,7 @@ from lightning_stream.order.permutation import stable_argsort
 from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.spread import deal_shards
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder, kept
+from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder
 
 _KEPT_EPOCHS = 2
 

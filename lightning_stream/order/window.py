@@ -13,34 +13,18 @@ active shards of 400 (random: 92).
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
 from functools import cached_property, lru_cache, partial
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.lazy import kept
 from lightning_stream.order.draw import Draw, ShardDraws
 from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
 from lightning_stream.order.spread import spread_parts
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
-
-
-def kept(cache: dict[_Key, _Value], key: _Key, make: Callable[[_Key], _Value], count: int) -> _Value:
-    """The value of a key, made where it is absent. The cache keeps the newest ``count`` values.
-
-    Each step is atomic, so threads that share a cache make a value twice at worst.
-    """
-    found = cache.get(key)
-    if found is None:
-        found = cache[key] = make(key)
-        for old in list(cache)[:-count]:
-            cache.pop(old, None)
-    return found
 
 
 class Parts:

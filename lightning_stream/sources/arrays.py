@@ -13,14 +13,15 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_stream.errors import FormatError
+from lightning_stream.lazy import kept
 from lightning_stream.sources.base import Batch, InputSplit, Piece
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import Kept, stretch, stretches
+from lightning_stream.sources.stretches import stretch, stretches
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 
 _BLOCK_ROWS = 1024
 _HEADER_BYTES, _WHOLE_BYTES = 1 << 12, 1 << 28
-_HEADS: Kept[bytes] = Kept(256)
+_HEADS: dict[Any, bytes] = {}
 
 
 def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, rows: int, read: Callable[[int, int, Any], Any]) -> Table:
@@ -89,7 +90,8 @@ class NumpyReader(TableReader):
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
         if not self.has_rows(file):
             return None
-        head = io.BytesIO(_HEADS.get(file, lambda: bytes(stretch(file, 0, min(_HEADER_BYTES, file.num_bytes)))))
+        size = min(_HEADER_BYTES, file.num_bytes)
+        head = io.BytesIO(kept(_HEADS, file.content, lambda _: bytes(stretch(file, 0, size)), 256))
         version = np.lib.format.read_magic(head)
         reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in reads or file.num_bytes < _HEADER_BYTES:

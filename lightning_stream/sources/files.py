@@ -59,6 +59,11 @@ class SourceFile:
         return redact(f"input {self.name} ({self.value!r:.80})" if not self.root else f"{self.root}/{self.name}")
 
     @property
+    def content(self) -> tuple[str, str, int, str]:
+        """What distinguishes its content from that of other files, and from its own after a change."""
+        return self.root, self.name, self.num_bytes, self.stamp
+
+    @property
     def ending(self) -> str:
         """The lower-case suffix of its kind, without that of its compression."""
         name = self.name[: -len(Path(self.name).suffix)] if self.is_packed else self.name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from lightning_stream.sources.files import RangedFile, SourceFile
 from lightning_stream.threads import DaemonPool
 
-T = TypeVar("T")
 _GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
 _CONNECTIONS = 8
 _POPULATED_BYTES = 1 << 28
@@ -33,26 +32,6 @@ def stretch(file: SourceFile, begin: int = 0, end: int | None = None, *, is_read
     if len(data) != max(0, stop - begin):
         raise file.changed()
     return data
-
-
-class Kept(Generic[T]):
-    """What was read of the last files, by what identifies their content.
-
-    Thread-safe without a lock, which a fork could leave held: a value may be read twice.
-    """
-
-    def __init__(self, most: int) -> None:
-        self._most, self._held = most, dict[tuple[Any, ...], T]()
-
-    def get(self, file: SourceFile, read: Callable[[], T]) -> T:
-        """Return what ``read`` returned for this file."""
-        key = (file.root, file.name, file.num_bytes, file.stamp)
-        found = self._held.get(key)
-        if found is None:
-            found = self._held[key] = read()
-            for old in list(self._held)[: -self._most]:
-                self._held.pop(old, None)
-        return found
 
 
 def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:

@@ -14,17 +14,18 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from lightning_stream.errors import FormatError, LightningStreamError
+from lightning_stream.lazy import kept
 from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.images import image_encoding
-from lightning_stream.sources.stretches import FetchedFile, Kept, stretch
+from lightning_stream.sources.stretches import FetchedFile, stretch
 
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
 _FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
-_FOOTERS: Kept[Any] = Kept(32)  # of Parquet files
-_SCHEMAS: Kept[tuple[Message, pa.Schema]] = Kept(256)
+_FOOTERS: dict[Any, Any] = {}  # of Parquet files
+_SCHEMAS: dict[Any, tuple[Message, pa.Schema]] = {}
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
@@ -179,7 +180,7 @@ class ParquetReader(TableReader):
     def _table(self, plain: Any, file: SourceFile) -> Table:
         import pyarrow.parquet as pq  # slow to import
 
-        footer = _FOOTERS.get(file, lambda: pq.read_metadata(plain))
+        footer = kept(_FOOTERS, file.content, lambda _: pq.read_metadata(plain), 32)
         opened = pq.ParquetFile(plain, metadata=footer)
 
         names = set(opened.schema_arrow.names)
@@ -246,7 +247,7 @@ class ArrowReader(TableReader):
         return file.open_headers()
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
-        head, schema = _SCHEMAS.get(file, lambda: _read_schema(plain, file))
+        head, schema = kept(_SCHEMAS, file.content, lambda _: _read_schema(plain, file), 256)
 
         def pieces() -> list[Piece]:
             records = (each for each in messages(plain, file.uri, file.num_bytes) if each.num_rows is not None)

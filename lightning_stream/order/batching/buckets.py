@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.lazy import kept
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.batching.packed import Landmark, WindowCounts
 from lightning_stream.order.permutation import RngStream, permutation
 from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.rules import TEXT, Rule, broken, count
-from lightning_stream.order.window import kept
 
 if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder

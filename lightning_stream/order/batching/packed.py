@@ -24,11 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import StateError
+from lightning_stream.lazy import kept
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.packing import RowPacking, RowSpans, pack_window
 from lightning_stream.order.permutation import RngStream, permutation, random_u64
 from lightning_stream.order.rank_split import ceil_div
-from lightning_stream.order.window import kept
 
 if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.lazy import kept
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.mosaic.partitions import PADDING
 from lightning_stream.order.mosaic.work import epoch_batches
 from lightning_stream.order.rank_split import ReplicaBatch, ceil_div
 from lightning_stream.order.snapshot import max_active
-from lightning_stream.order.window import kept
 
 if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder
