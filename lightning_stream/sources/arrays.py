@@ -111,7 +111,7 @@ class NumpyReader(TableReader):
             data = found[spans[0]] if len(spans) == 1 else b"".join(found[span] for span in spans)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
-        return _Arrays(read, shape[0], shape[0] * width, _rows_of_block(shape[0], shape[0] * width))
+        return _Arrays(read, shape[0], shape[0] * width, fitting_rows(shape[0], shape[0] * width, _BLOCK_ROWS))
 
     def _loaded(self, file: SourceFile) -> _Arrays:
         """The rows of a file that must be read as a whole."""
@@ -131,10 +131,6 @@ class NumpyReader(TableReader):
     def _named(self, array: Any) -> dict[str, Any]:
         names = array.dtype.names
         return {self.column: array} if names is None else {name: array[name] for name in names}
-
-
-def _rows_of_block(num_rows: int, num_bytes: int) -> int:
-    return min(_BLOCK_ROWS, fitting_rows(num_rows, num_bytes))
 
 
 def _record_batch(arrays: Mapping[str, Any], columns: Iterable[str] | None) -> pa.RecordBatch:
@@ -175,4 +171,4 @@ class DatasetReader(TableReader):
             return rows[begin:end].combine_chunks().to_batches()  # type: ignore[no-any-return]
 
         num_rows = len(self.dataset)
-        return _blocks(schema, num_rows, file.num_bytes, _rows_of_block(num_rows, file.num_bytes), read)
+        return _blocks(schema, num_rows, file.num_bytes, fitting_rows(num_rows, file.num_bytes, _BLOCK_ROWS), read)

@@ -140,9 +140,11 @@ def _joined(splits: Sequence[InputSplit]) -> Iterator[InputSplit]:
         yield last
 
 
-def pieces_of(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of about 8 MiB."""
-    rows = fitting_rows(batch.num_rows, batch.nbytes)
+def pieces_of(
+    batch: pa.RecordBatch, most_rows: int = _MAX_ROWS, most_bytes: int = _BATCH_BYTES
+) -> Iterator[pa.RecordBatch]:
+    """Cut a batch into pieces of about so many bytes."""
+    rows = fitting_rows(batch.num_rows, batch.nbytes, most_rows, most_bytes)
     return (batch.slice(begin, rows) for begin in range(0, batch.num_rows, rows))
 
 
@@ -154,9 +156,9 @@ def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str
     return batch
 
 
-def fitting_rows(num_rows: int, num_bytes: int) -> int:
-    """Return how many rows of a table have about 8 MiB."""
-    return max(1, min(_MAX_ROWS, num_rows * _BATCH_BYTES // max(1, num_bytes)))
+def fitting_rows(num_rows: int, num_bytes: int, most_rows: int = _MAX_ROWS, most_bytes: int = _BATCH_BYTES) -> int:
+    """Return how many rows of a table have about so many bytes."""
+    return max(1, min(most_rows, num_rows * most_bytes // max(1, num_bytes)))
 
 
 @dataclass

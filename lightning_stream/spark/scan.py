@@ -26,6 +26,7 @@ from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
+from lightning_stream.sources.tables import fitting_rows
 from lightning_stream.spark.values import arrow_array, arrow_type_of, decoder_of
 from lightning_stream.stores import LocalStore, Store, open_store
 
@@ -42,7 +43,7 @@ class Dataset:
         url: Its folder or URL.
         version: As `Stream` takes it; None for the newest.
         columns: Those to read; None for all.
-        partition_bytes: Consecutive shards of up to so many bytes, decompressed, are one partition.
+        partition_bytes: Consecutive shards of about so many bytes, decompressed, are one partition.
         store_options: Options of its store, which may hold credentials.
     """
 
@@ -180,10 +181,8 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
     def partitions(self) -> list[ShardSpan]:
         cache, index = self._opened
         deleted, ends = deleted_samples(cache, index), np.cumsum(index.shard_sizes)
-        spans, first = [], 0
-        while first < len(index):
-            sizes = np.cumsum(index.raw_bytes[first:])
-            last = first + max(1, int(sizes.searchsorted(self._dataset.partition_bytes, side="right")))
+        spans = []
+        for first, last in index.cut(self._dataset.partition_bytes):
             begin, end = ends[first] - index.shard_sizes[first], ends[last - 1]
             own, *joined = (
                 b"[" + b", ".join(part.text(shard) for shard in range(first, min(last, len(part)))) + b"]"
@@ -193,7 +192,6 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
             text = b'{"version": 2, "shards": ' + own + b', "joined": [' + b", ".join(joined) + b"]}"
             gone = deleted[(deleted >= begin) & (deleted < end)] - begin
             spans.append(ShardSpan(text, gone))
-            first = last
         return spans
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
@@ -212,8 +210,7 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
 
     def _batches(self, shards: Sequence[Shard], entries: Sequence[ShardEntry], rows: Rows) -> Iterator[pa.RecordBatch]:
         encodings = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
-        most = _BATCH_BYTES * entries[0].num_samples // max(1, entries[0].raw.num_bytes)
-        step = max(1, min(_BATCH_ROWS, most))
+        step = fitting_rows(entries[0].num_samples, entries[0].raw.num_bytes, _BATCH_ROWS, _BATCH_BYTES)
         for at in range(0, len(rows), step):
             chosen = rows[at : at + step]
             values = _values(shards, chosen)

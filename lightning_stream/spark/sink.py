@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import pyspark.sql.datasource as api
@@ -28,6 +29,7 @@ from lightning_stream.convert.publish import check_seen
 from lightning_stream.errors import AccessError, ConflictError, FormatError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.sources.tables import pieces_of
 from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
 from lightning_stream.stores import LocalStore, Store
@@ -122,16 +124,10 @@ class SinkJob(SparkJob):
         """Write the rows of a task; return its receipt."""
         context = TaskContext.get()
         number = 0 if context is None else context.partitionId()
-        pieces = (piece for batch in batches if not self.skip for piece in _pieces(batch))
+        pieces = (piece for batch in batches if not self.skip for piece in pieces_of(batch, _ROWS, _BYTES))
         first = next(pieces, None)
-        if first is None:
-            return SinkMessage(self, Receipt(number, ""))
-
-        def rows() -> Iterator[Any]:
-            yield first
-            yield from pieces
-
-        return SinkMessage(self, written(self, number, "", rows()))
+        receipt = Receipt(number, "") if first is None else written(self, number, "", chain([first], pieces))
+        return SinkMessage(self, receipt)
 
     def commit(self, receipts: Sequence[Receipt]) -> None:
         """Make the rows of these receipts part of the dataset, and delete the files of other attempts.
@@ -252,12 +248,6 @@ class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # typ
             if message is not None:
                 message.job.abort(messages)
                 return
-
-
-def _pieces(batch: Any) -> Iterator[Any]:
-    rows = max(1, min(_ROWS, _BYTES * batch.num_rows // max(1, batch.nbytes)))
-    for at in range(0, batch.num_rows, rows):
-        yield batch.slice(at, rows)
 
 
 def _newest(store: Store) -> Index | None:
