@@ -19,18 +19,12 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from lightning_stream.errors import (
-    AccessError,
-    AlreadyExistsError,
-    ConflictError,
-    FormatError,
-    NotFoundError,
-    StoreError,
-)
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
 from lightning_stream.formats.index.lengths import deleted_text, lengths_text, with_keys
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
+
+from .errors import AccessError, AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError
 
 Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"

@@ -20,15 +20,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.convert.partition import (
-    OutputSpec,
-    PartitionWriter,
-    Receipt,
-    encoded_rows,
-    index_bytes,
-    row_bytes,
-)
-from lightning_stream.convert.task import PartitionTask
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.shard import MdsShard
@@ -37,6 +28,9 @@ from lightning_stream.order.permutation import MIX_STEP, mix64
 from lightning_stream.sources.base import Partition, Source
 from lightning_stream.writer.lengths import Lengths
 from lightning_stream.writer.place import is_remote
+
+from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes, row_bytes
+from .task import PartitionTask
 
 _BUCKET_BYTES, _RUN_BYTES = 64 << 20, 64 << 20
 _COLUMNS = {"key": "uint64", "row": "bytes"}

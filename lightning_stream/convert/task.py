@@ -12,19 +12,12 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.convert.partition import (
-    OutputSpec,
-    PartitionWriter,
-    Receipt,
-    RefusedError,
-    encoded_rows,
-    refusing,
-    row_bytes,
-)
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.sources.base import Batch, InputSplit, Partition, Reader, Row, batched, read_splits
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
+
+from .partition import OutputSpec, PartitionWriter, Receipt, RefusedError, encoded_rows, refusing, row_bytes
 
 TRAIN, VAL = "train", "val"
 

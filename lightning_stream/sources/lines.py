@@ -11,22 +11,12 @@ from typing import Any
 import msgspec
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.base import (
-    SAMPLED_ROWS,
-    Asked,
-    Batch,
-    Found,
-    InputSplit,
-    Piece,
-    Reader,
-    Row,
-    batched,
-    spread,
-)
-from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import stretch
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
+
+from .base import SAMPLED_ROWS, Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
+from .files import SourceFile
+from .stretches import stretch
 
 _BLOCK_BYTES = 1 << 22
 _SAMPLED_PIECES, _PIECE_BYTES = 8, 64 << 20

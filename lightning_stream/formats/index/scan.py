@@ -17,17 +17,9 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.encodings import encoding_of_column
-from lightning_stream.formats.index.lengths import CountedFile
-from lightning_stream.formats.index.schema import (
-    ROW_TYPES,
-    SEPARATORS,
-    Count,
-    FileEntry,
-    Origin,
-    Schema,
-    ShardEntry,
-    check_basename,
-)
+
+from .lengths import CountedFile
+from .schema import ROW_TYPES, SEPARATORS, Count, FileEntry, Origin, Schema, ShardEntry, check_basename
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
 _MAX_SHARD_BYTES = 1 << 32  # offsets have 32 bits
