@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Literal, NamedTuple, TypeAlias
@@ -165,23 +164,15 @@ def read_log(store: Store) -> tuple[Version, list[Change]]:
 def read_changes(store: Store, root: str, first: int = 1) -> list[Change]:
     """Read the changes from a number on, several at once."""
     found: list[Change] = []
-    change = _change_at(store, root, first)
-    if change is None:
-        return found
+    count = 1  # usually there is none
     with DaemonPool(_AT_ONCE, "versions") as pool:
-        while change is not None:
-            found.append(change)
+        while True:
             begin = first + len(found)
-            reads: list[Future[Change | None]] = [
-                pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)
-            ]
-            for read in reads:
+            for read in [pool.submit(_change_at, store, root, number) for number in range(begin, begin + count)]:
                 if (change := read.result()) is None:
-                    break
+                    return found
                 found.append(change)
-            else:
-                change = found.pop()
-    return found
+            count = _AT_ONCE
 
 
 def older_entries(store: Store) -> list[bytes]:

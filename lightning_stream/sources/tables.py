@@ -126,18 +126,15 @@ class TableReader(Reader):
     def _table(self, plain: Any, file: SourceFile) -> Table: ...
 
 
-def _joined(splits: Sequence[InputSplit]) -> Iterator[InputSplit]:
+def _joined(splits: Sequence[InputSplit]) -> list[InputSplit]:
     """Join pieces that follow each other in a file, so that it is opened once."""
-    last: InputSplit | None = None
+    found: list[InputSplit] = []
     for split in splits:
-        if last is not None and (last.file, last.end) == (split.file, split.begin):
-            last = replace(last, end=split.end)
-            continue
-        if last is not None:
-            yield last
-        last = split
-    if last is not None:
-        yield last
+        if found and (found[-1].file, found[-1].end) == (split.file, split.begin):
+            found[-1] = replace(found[-1], end=split.end)
+        else:
+            found.append(split)
+    return found
 
 
 def pieces_of(
