@@ -59,10 +59,10 @@ class NumpyReader(TableReader):
     kind = "numpy"
     column: str = "array"
 
-    def _plain(self, file: SourceFile) -> Any:  # noqa: ARG002
+    def _plain(self, file: SourceFile) -> Any:
         return nullcontext()
 
-    def _table(self, plain: Any, file: SourceFile) -> Table:  # noqa: ARG002
+    def _table(self, plain: Any, file: SourceFile) -> Table:
         try:
             arrays = self._rows_of(file) or self._loaded(file)
             schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(range(0)).items()})
@@ -161,10 +161,10 @@ class DatasetReader(TableReader):
         size = max(1, int(self.dataset.dataset_size or self.dataset.data.nbytes))
         return (SourceFile("", str(len(self.dataset)), size, str(vars(self.dataset)["_fingerprint"])),)
 
-    def _plain(self, file: SourceFile) -> Any:  # noqa: ARG002
+    def _plain(self, file: SourceFile) -> Any:
         return nullcontext()
 
-    def _table(self, plain: Any, file: SourceFile) -> Table:  # noqa: ARG002
+    def _table(self, plain: Any, file: SourceFile) -> Table:
         rows, schema = self.dataset.with_format("arrow"), self.dataset.features.arrow_schema
 
         def read(begin: int, end: int, _: Any) -> list[pa.RecordBatch]:

@@ -103,11 +103,11 @@ class Reader(ABC):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:  # noqa: ARG002
+    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
         """Cut a file into parts of about ``partition_bytes``; always in the same way."""
         return [InputSplit(file, 0, None, file.num_bytes)]
 
-    def has_pieces(self, files: Sequence[SourceFile]) -> bool:  # noqa: ARG002
+    def has_pieces(self, files: Sequence[SourceFile]) -> bool:
         """Whether `pieces` are known for these files."""
         own = type(self)
         return (own.pieces, own.all_pieces) != (Reader.pieces, Reader.all_pieces)
@@ -116,7 +116,7 @@ class Reader(ABC):
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of some pieces, in order, some at a time."""
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:  # noqa: ARG002
+    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return the pieces of a file that become shards where it is read in place, in order.
 
         Only a header, a footer or an index of the file is read. FormatError if it has not these columns.
@@ -139,7 +139,7 @@ class Reader(ABC):
         """Yield the rows of a piece as `read` does, or as the values of each column, which is faster."""
         return self.read([split], columns)
 
-    def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
+    def has_rows(self, file: SourceFile) -> bool:
         """Return whether `read_rows` can read some rows of a piece for less than all of it."""
         return False
 

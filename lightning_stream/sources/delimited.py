@@ -40,7 +40,7 @@ class CsvReader(Reader):
     delimiter: str = ","
     names: Sequence[str] | None = None
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
         columns: dict[str, list[Any]] = {}
         for file in spread(files):

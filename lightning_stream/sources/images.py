@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import PurePosixPath
@@ -58,7 +58,7 @@ class FileFolderReader(Reader):
         """Find all classes: of all splits, so that a class has the same number in each."""
         self.classes = tuple(sorted({_class_of(file) for file in files}))
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Return ``data`` or ``image``, ``label`` (omitted where there is one folder only) and ``name``."""
         known = {self.column: self._encoding(files), "label": "int", "name": "str"}
         if len(self.classes) < 2:
@@ -66,17 +66,14 @@ class FileFolderReader(Reader):
         about = {"classes": {"label": list(self.classes)}} if "label" in known else {}
         return Found(known, about, identity=(self.column,), media=(self.column,))
 
-    def _encoding(self, files: Sequence[SourceFile]) -> str:  # noqa: ARG002
+    def _encoding(self, files: Sequence[SourceFile]) -> str:
         return "bytes"
 
-    def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:  # noqa: ARG002
+    def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         return True
 
     def all_pieces(
-        self,
-        files: Sequence[SourceFile],
-        columns: Mapping[str, str],  # noqa: ARG002
-        pool: DaemonPool,  # noqa: ARG002
+        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
     ) -> Iterator[tuple[SourceFile, Piece]]:
         labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
         for file, after in zip_longest(files, files[1:]):
@@ -88,7 +85,7 @@ class FileFolderReader(Reader):
                 yield held[0], Piece(0, len(held), len(held), num_bytes, {"listed": listed})
                 held, num_bytes = [], 0
 
-    def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
+    def has_rows(self, file: SourceFile) -> bool:
         return True
 
     def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
@@ -105,23 +102,16 @@ class FileFolderReader(Reader):
 
     def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
         with DaemonPool(_CONNECTIONS, "files") as pool:
-            if not self.listed or files[0][0].path is not None or self.column not in columns:
-                yield from self._read(files, columns, [file.read for file, _ in files])
-            else:
-                fetched = [pool.submit(file.read) for file, _ in files]
-                yield from self._read(files, columns, [future.result for future in fetched])
-
-    def _read(
-        self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str], reads: Sequence[Callable[[], bytes]]
-    ) -> Iterator[tuple[Row, str]]:
-        for (file, label), read in zip(files, reads, strict=True):
-            row: Row = {"name": file.name, "label": label}
-            if self.column in columns:
-                data = read()
-                if not self._is_kept(file, data, columns[self.column]):
-                    continue
-                row = {**row, self.column: data}
-            yield {name: row[name] for name in columns}, file.uri
+            is_far = self.listed and files[0][0].path is None and self.column in columns
+            reads = [pool.submit(file.read).result if is_far else file.read for file, _ in files]
+            for (file, label), read in zip(files, reads, strict=True):
+                row: Row = {"name": file.name, "label": label}
+                if self.column in columns:
+                    data = read()
+                    if not self._is_kept(file, data, columns[self.column]):
+                        continue
+                    row = {**row, self.column: data}
+                yield {name: row[name] for name in columns}, file.uri
 
 
 @dataclass

@@ -55,7 +55,7 @@ class FunctionReader(Reader):
                 return Found(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         files = [split.file for split in splits]
         return batched((sample, file.uri) for file in files for sample in self.function(file.value))
 

@@ -75,7 +75,7 @@ class JsonlReader(Reader):
     kind = "jsonl"
     piece_bytes = _PIECE_BYTES
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Look at some rows of some files: where they can be cut, from all over."""
         rows: list[Row] = []
         for file in (sampled := spread(files)):
@@ -92,10 +92,7 @@ class JsonlReader(Reader):
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
 
     def all_pieces(
-        self,
-        files: Sequence[SourceFile],
-        columns: Mapping[str, str],  # noqa: ARG002
-        pool: DaemonPool,
+        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
     ) -> Iterator[tuple[SourceFile, Piece]]:
         """Yield pieces of about 64 MiB. Their rows are counted, so the files are read once."""
 
@@ -109,7 +106,7 @@ class JsonlReader(Reader):
             if rows := counted.result():
                 yield one.file, Piece(one.begin, one.end or one.file.num_bytes, rows, one.num_bytes)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:  # noqa: ARG002
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
             yield from _json_rows(split)
 
@@ -207,7 +204,7 @@ class TextReader(Reader):
     kind = "text"
     lines: bool = False
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         return Found({"text": "str"} if self.lines else {"text": "str", "name": "str"})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:

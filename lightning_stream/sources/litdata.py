@@ -81,10 +81,7 @@ class LitDataReader(Reader):
         return Found({name: _encoding(name, formats[name], files[0].root) for name in wanted})
 
     def all_pieces(
-        self,
-        files: Sequence[SourceFile],
-        columns: Mapping[str, str],
-        pool: DaemonPool,  # noqa: ARG002
+        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
     ) -> Iterator[tuple[SourceFile, Piece]]:
         by_name, settings = {file.name: file for file in files}, self.settings
         del settings["kind"]
@@ -106,7 +103,7 @@ class LitDataReader(Reader):
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         yield Batch(self._columns(split.file, columns), split.file.uri)
 
-    def has_rows(self, file: SourceFile) -> bool:  # noqa: ARG002
+    def has_rows(self, file: SourceFile) -> bool:
         return self.compression is None
 
     def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:

@@ -46,7 +46,7 @@ class TarReader(Reader):
 
     kind = "webdataset"
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:  # noqa: ARG002
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         known = {KEY: "str"}
         for ending, data in _first(files[0]):
             if ending not in known:

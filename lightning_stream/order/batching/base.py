@@ -294,11 +294,11 @@ class EpochOrder(ABC):
         """The ids of some positions in [begin, end), counted from ``begin``; and what their rows hold, if packed."""
         return self.ids(begin, end)[offsets], None
 
-    def rows(self, begin: int, end: int) -> RowSpans | None:  # noqa: ARG002
+    def rows(self, begin: int, end: int) -> RowSpans | None:
         """What the rows at positions [begin, end) hold; None where positions are samples."""
         return None
 
-    def version_at(self, position: int) -> int:  # noqa: ARG002
+    def version_at(self, position: int) -> int:
         """The number of the version of the data at a position, where a run switches between several."""
         return 0
 
@@ -306,15 +306,15 @@ class EpochOrder(ABC):
         """The samples that positions [begin, end) need, and the position of each."""
         return self.ids(begin, end), np.arange(begin, end, dtype=np.int64)
 
-    def alternatives(self, position: int, seed: int) -> RowSpans:  # noqa: ARG002
+    def alternatives(self, position: int, seed: int) -> RowSpans:
         """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
         raise TypeError("Only packed rows have alternatives.")
 
-    def sequences(self, least: int) -> Sequence[Samples]:  # noqa: ARG002
+    def sequences(self, least: int) -> Sequence[Samples]:
         """The sequences that are packed separately, of at least so many samples each if there are several."""
         return [self]
 
-    def batches_before(self, position: int) -> int | None:  # noqa: ARG002
+    def batches_before(self, position: int) -> int | None:
         """Global batches that end at or before a position; None where all have the size that the run gives them."""
         return None
 
@@ -322,7 +322,7 @@ class EpochOrder(ABC):
         """The first position of :attr:`drawn` that changes nothing before a position of this order."""
         return position
 
-    def landmark(self, position: int) -> Landmark | None:  # noqa: ARG002
+    def landmark(self, position: int) -> Landmark | None:
         """What a state holds so that a resume at this position is fast; None where every position is."""
         return None
 

@@ -250,7 +250,7 @@ class BudgetPlan(BatchPlan):
         assert begin is not None
         return begin, end
 
-    def num_micro_batches(self, k: int, device_batch_size: int) -> int:  # noqa: ARG002
+    def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         return max(1, ceil_div(ceil_div(self.batch_size, self.world.num_replicas), device_batch_size))
 
 

@@ -149,7 +149,7 @@ class StratifiedOrder(InterleavedOrder):
 class _PerStreamBatches(BatchPlan):
     order: PerStreamOrder
 
-    def _remainder_ends(self, at: int, whole: int, least: int = 0) -> tuple[int, ...]:  # noqa: ARG002
+    def _remainder_ends(self, at: int, whole: int, least: int = 0) -> tuple[int, ...]:
         """Each stream's remainder is a batch; ``"exact"`` moves no border: the batch before is another stream's."""
         return tuple(end for end in self.order.remainder_ends.tolist() if end > at)
 

@@ -333,12 +333,7 @@ class PackedOrder(EpochOrder):
         found = [self._sequences[int(sequence[place[0]])].spans(row[place]) for place in places]
         return RowSpans.joined(found, places)
 
-    def select(
-        self,
-        begin: int,
-        end: int,  # noqa: ARG002
-        offsets: NDArray[np.int64],
-    ) -> tuple[NDArray[np.int64], RowSpans | None]:
+    def select(self, begin: int, end: int, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], RowSpans | None]:
         rows = self.spans(begin + offsets)
         return rows.fingerprints(), rows
 
