@@ -12,12 +12,19 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from lightning_stream.convert.partition import (
+    OutputSpec,
+    PartitionWriter,
+    Receipt,
+    RefusedError,
+    encoded_rows,
+    refusing,
+    row_bytes,
+)
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.sources.base import Batch, InputSplit, Partition, Reader, Row, batched, read_splits
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
-
-from .partition import OutputSpec, PartitionWriter, Receipt, RefusedError, encoded_rows, refusing, row_bytes
 
 TRAIN, VAL = "train", "val"
 
@@ -40,8 +47,7 @@ class Transform:
 
     def samples(self, batches: Iterable[Batch], partition: str) -> Iterator[tuple[Row, str]]:
         """Yield the samples made from a partition's rows, each with where its row was, as far as that is known."""
-        dicts = ((one.rows if isinstance(one.rows, list) else one.rows.to_pylist(), one.where) for one in batches)
-        rows = ((row, where) for some, where in dicts for row in some)
+        rows = ((row, batch.where) for batch in batches for row in _dicts(batch))
         if self.of_row is None:
             assert self.of_partition is not None
             made = self.of_partition(row for row, _ in rows)
@@ -52,6 +58,10 @@ class Transform:
             if made is not None:
                 found = [made] if isinstance(made, Mapping) else _checked(made, "transform")
                 yield from ((sample, where) for sample in found)
+
+
+def _dicts(batch: Batch) -> Iterable[Any]:
+    return batch.rows if isinstance(batch.rows, list) else batch.rows.to_pylist()
 
 
 def _checked(made: Any, name: str) -> Iterator[Row]:
