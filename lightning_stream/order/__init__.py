@@ -10,7 +10,7 @@ from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
 from lightning_stream.order.downloads import DownloadPlan, plan_downloads
 from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest
-from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, mosaic_position
+from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, mosaic_position, mosaic_state
 from lightning_stream.order.plan import RunOrder, prefetch_shards
 from lightning_stream.order.position import Position
 from lightning_stream.order.rank_split import ReplicaBatch, Tail, num_micro_batches
@@ -23,5 +23,6 @@ __all__ = [
     "Balance", "BatchPlan", "Delivery", "DownloadPlan", "EpochOrder", "Explanation", "MixtureChange", "MosaicConfig",
     "ORDER_VERSION", "Occurrence", "OrderConfig", "Position", "ReplicaBatch", "RunOrder", "Schedule", "Snapshot",
     "StreamWeights", "Tail", "TracedBatch", "World", "choose_per_stream", "explain", "is_mosaic_state", "mosaic_config",
-    "mosaic_position", "num_micro_batches", "plan_downloads", "prefetch_shards", "trace", "weights_digest", "where",
+    "mosaic_position", "mosaic_state", "num_micro_batches", "plan_downloads", "prefetch_shards", "trace",
+    "weights_digest", "where",
 ]  # fmt: skip
