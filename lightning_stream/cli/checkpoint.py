@@ -6,7 +6,7 @@ import argparse
 import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,9 +14,11 @@ from typing import Any, NamedTuple
 import lightning_stream
 from lightning_stream.cli.arguments import Mixture, add_reading, add_rules, add_store_options, add_streams, mixtures_of
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.errors import NotFoundError, StateError
-from lightning_stream.order import OrderConfig, Position, is_mosaic_state, mosaic_state
+from lightning_stream.errors import FormatError, NotFoundError, StateError
+from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.order import OrderConfig, Position, RunOrder, is_mosaic_state, mosaic_state
 from lightning_stream.order.chain import Chain, stage_of_batches, stages_of_order, summarized
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.stores import LocalStore, Store, open_store
 
 HELP = "show the position of the data in a checkpoint, or convert it for another trainer"
@@ -137,6 +139,49 @@ def matching_mixture(
     return None, position, any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
 
 
+def order_over(mixture: Mixture, position: Position, forget: str | None) -> RunOrder:
+    """The order of a training run over the data of its checkpoint. Raises StateError where something is missing."""
+    forgotten = mixture.forgotten(forget)
+    if position.order.forgotten != (None if forgotten is None else forgotten.digest):
+        own, given = position.order.forgotten, "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
+        raise StateError(
+            f"--forget must name the samples that the training run forgets (digest {own or 'none'}); found {given}. "
+            "Pass the file of their ids, or omit --forget if there are none."
+        )
+    run = mixture.order(position.order, lengths_of(position.order, mixture.reader), forget)
+    if differences := position.check(run, on_mismatch="warn"):
+        raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
+    return run
+
+
+def lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
+    """The name of the lengths that a state's order depends on; None if there are none."""
+    if (sized := order.packing or order.buckets) is None:
+        return None
+    for name in dict.fromkeys(name for index in reader.indexes for name in (*index.lengths, *index.columns)):
+        with suppress(NotFoundError, FormatError):
+            if reader.lengths_digest(name) == sized.lengths:
+                return name
+    raise StateError(
+        f"The batches of the checkpoint were planned by lengths with digest {sized.lengths}, which --stream does "
+        "not have. Pass the dataset with the lengths that it had in the training run."
+    )
+
+
+def is_checkpoint(text: str, options: Mapping[str, Any] | None) -> bool:
+    """Whether a path or URL is a checkpoint or the folder of a training run, and not a dataset."""
+    if Path(text).suffix in (".ckpt", ".pt", ".pth"):
+        return True
+    store = open_store(text, options)
+    if isinstance(store, LocalStore) and store.folder.is_file():
+        return store.folder.suffix == ".json" and b'"order_version"' in store.folder.read_bytes()
+    if store.exists(INDEX_NAME):
+        return False
+    return any(map(store.exists, (*_OF_A_RUN, "meta.pt", ".metadata"))) or (
+        isinstance(store, LocalStore) and any(_saved_below(store.folder))
+    )
+
+
 def _convert(checkpoint: Checkpoint, options: argparse.Namespace, out: Output) -> int:
     from lightning_stream.trainers.checkpoints import write_position
 
@@ -182,9 +227,7 @@ def _of_mosaic(position: Position, options: argparse.Namespace, out: Output) -> 
                 "mosaicml-streaming reads every sample of a shard, but this training run omits some (deleted or "
                 "filtered ones). Continue it with lightning-stream"
             )
-        run = mixture.order(position.order)
-        if differences := here.check(run, on_mismatch="warn"):
-            raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
+        run = order_over(mixture, here, options.forget)
         state, mosaic = mosaic_state(here, run), position.order.mosaic
     assert mosaic is not None
     ranks = (mosaic.initial_physical_nodes or 1) * (mosaic.ranks_per_node or 1)
@@ -239,7 +282,7 @@ def local_checkpoint(checkpoint: str, options: Mapping[str, Any] | None, folder:
     if isinstance(store, LocalStore):
         path = store.folder
         found = [path / one for one in _OF_A_RUN if (path / one).exists()]
-        found = found or [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
+        found = found or _saved_below(path)
         if found or path.is_file() or any((path / one).is_file() for one in ("meta.pt", ".metadata")):
             path = max(found, key=lambda one: one.stat().st_mtime, default=path)
             return str(path), path
@@ -255,6 +298,11 @@ def local_checkpoint(checkpoint: str, options: Mapping[str, Any] | None, folder:
     raise NotFoundError(
         f"there is no checkpoint at {store.url}, and no {', '.join(_LATEST)} below it. Check the path or URL."
     )
+
+
+def _saved_below(folder: Path) -> list[Path]:
+    """The checkpoints of Lightning in a folder, where it keeps no link to the last one."""
+    return [*folder.glob("*.ckpt"), *folder.glob("checkpoints/*.ckpt")]
 
 
 def _downloaded(store: Store, name: str, folder: Path) -> Path:

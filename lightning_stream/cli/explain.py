@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ import numpy as np
 from lightning_stream.cli.arguments import Mixture, add_reading, add_rules, add_store_options, add_streams
 from lightning_stream.cli.checkpoint import (
     described,
+    lengths_of,
     matching_mixture,
     opened,
+    order_over,
     print_position,
     recorded_chain,
     settings_of,
@@ -22,11 +23,9 @@ from lightning_stream.cli.checkpoint import (
 )
 from lightning_stream.cli.output import ExitCode, Output, separated
 from lightning_stream.cli.preview import preview_path, write_preview
-from lightning_stream.errors import FormatError, NotFoundError, StateError
-from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, explain, trace
+from lightning_stream.order import EpochOrder, Position, RunOrder, explain, trace
 from lightning_stream.order.chain import Chain, Stage, stages_of_order
 from lightning_stream.reading.data_stages import stages_of_reader
-from lightning_stream.reading.reader import SampleReader
 
 HELP = "show the position of a checkpoint, and the next samples"
 EXAMPLES = """examples:
@@ -100,17 +99,7 @@ def _preview_of(options: argparse.Namespace) -> Path | None:
 
 def _over(mixture: Mixture, position: Position, forget: str | None) -> tuple[list[Stage], RunOrder, dict[str, Any]]:
     """Over the checkpoint's data: the stages of its chain, its order, and what was trained on."""
-    forgotten = mixture.forgotten(forget)
-    if position.order.forgotten != (None if forgotten is None else forgotten.digest):
-        own, given = position.order.forgotten, "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
-        raise StateError(
-            f"--forget must name the samples that the training run forgets (digest {own or 'none'}); found {given}. "
-            "Pass the file of their ids, or omit --forget if there are none."
-        )
-    lengths = _lengths_of(position.order, mixture.reader)
-    run = mixture.order(position.order, lengths, forget)
-    if differences := position.check(run, on_mismatch="warn"):
-        raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
+    run, lengths = order_over(mixture, position, forget), lengths_of(position.order, mixture.reader)
     stages = stages_of_reader(mixture.reader, [] if lengths is None else [lengths], run)
     stages += stages_of_order(position.order, run, epoch=position.epoch, count_rows=True)
     trained = {"global_batches": position.num_steps(run)}
@@ -118,20 +107,6 @@ def _over(mixture: Mixture, position: Position, forget: str | None) -> tuple[lis
         documents, tokens = _held(run.epoch(position.epoch), 0, position.position)
         trained |= {"documents_begun": documents, "tokens_trained_on": tokens}
     return stages, run, trained
-
-
-def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
-    """The name of the lengths that a state's order depends on; None if there are none."""
-    if (sized := order.packing or order.buckets) is None:
-        return None
-    for name in dict.fromkeys(name for index in reader.indexes for name in (*index.lengths, *index.columns)):
-        with suppress(NotFoundError, FormatError):
-            if reader.lengths_digest(name) == sized.lengths:
-                return name
-    raise StateError(
-        f"The batches of the checkpoint were planned by lengths with digest {sized.lengths}, which --stream does "
-        "not have. Pass the dataset with the lengths that it had in the training run."
-    )
 
 
 def _held(order: EpochOrder, begin: int, end: int) -> tuple[int, int]:
