@@ -20,7 +20,7 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError
 
 _COMMANDS = (
     "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
-    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "simulate", "bench", "doctor",
+    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "simulate", "bench", "doctor", "completion",
 )  # fmt: skip
 _ALIASES = {"convert": ["reshard"]}
 _TRAIN = "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers"

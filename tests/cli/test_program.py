@@ -54,7 +54,7 @@ def test_every_command_has_help_and_json() -> None:
     (commands,) = (action for action in build_parser()._actions if hasattr(action, "choices") and action.choices)
     assert " ".join(commands.choices or ()) == (
         "convert reshard inspect head preview stats verify lint diff pull cache merge lengths log checkpoint explain "
-        "simulate bench doctor"
+        "simulate bench doctor completion"
     )
     for parser in dict(commands.choices or {}).values():
         assert "--json" in parser.format_help()
