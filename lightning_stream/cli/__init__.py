@@ -20,8 +20,9 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError
 
 _COMMANDS = (
     "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
-    "pull", "cache", "merge", "lengths", "log", "explain", "simulate", "bench", "doctor",
+    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "simulate", "bench", "doctor", "completion",
 )  # fmt: skip
+_ALIASES = {"convert": ["reshard"]}
 _TRAIN = "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers"
 
 
@@ -91,6 +92,7 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
         module = import_module(f"lightning_stream.cli.{name}")
         command = commands.add_parser(
             name,
+            aliases=_ALIASES.get(name, []),
             help=module.HELP,
             description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
             epilog=getattr(module, "EXAMPLES", None),

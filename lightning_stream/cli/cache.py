@@ -42,7 +42,7 @@ class _Cache:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``cache``."""
-    parser.add_argument("action", choices=_ACTIONS, help="what to do")
+    parser.add_argument("action", choices=tuple(_ACTIONS), help="what to do")
     parser.add_argument(
         "dataset", metavar="URL|FOLDER", nargs="?", help="only the cache of this URL, or in this folder"
     )

@@ -1,4 +1,4 @@
-"""``convert``: files of rows to datasets of MDS shards."""
+"""``convert``, also called ``reshard``: files of rows, or shards, to datasets of MDS shards."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 from lightning_stream.cli.arguments import Pairs, add_store_options
 from lightning_stream.cli.output import ExitCode, Output, in_flags
 
-HELP = "convert Parquet, CSV, image folders and others to MDS shards"
+HELP = "convert Parquet, CSV, image folders and others to MDS shards, or shards to other shards"
 LENGTHS_HELP = "column whose length (len) readers get before any sample; may be repeated"
 EXAMPLES = """examples:
   lightning-stream convert photos/ shards/ --val-fraction 0.1
   lightning-stream convert 'rows/*.parquet' s3://bucket/rows --num-workers 8
   lightning-stream convert texts.jsonl.gz texts --columns text=str --compression zstd:7
   lightning-stream convert table.csv rows --fill-nulls age=0 --source-options 'delimiter=;'
+  lightning-stream reshard s3://bucket/train s3://bucket/smaller --size-limit 16mb --compression zstd:7
 
 The same command again continues a conversion that was interrupted.
 """
@@ -82,6 +83,6 @@ def run(options: argparse.Namespace, out: Output) -> int:
     done = convert(**settings)
     out.line(in_flags(str(done), options.parser))
     if done.keeps_order:
-        out.line("A training run that reads SOURCE in place continues on it: the order is the same.")
+        out.line("A training run over SOURCE continues on it: the order is the same.")
     out.data = asdict(done)
     return ExitCode.OK

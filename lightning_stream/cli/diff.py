@@ -1,4 +1,4 @@
-"""``diff``: whether two datasets hold the same samples, in any format, compression and shards."""
+"""``diff``: whether two datasets hold the same samples, or two training runs have the same order."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import add_reading, add_store_options, one_dataset_at
+from lightning_stream.cli.arguments import add_reading, add_rules, add_store_options, add_streams, one_dataset_at
+from lightning_stream.cli.diff_runs import are_runs, diff_runs
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import is_image, plain, reader_of
 
-HELP = "compare the samples of two datasets"
-EXAMPLES = """exit codes: 0 if the datasets hold equal samples in the same order, 1 if not
+HELP = "compare the samples of two datasets, or the order of two training runs"
+EXAMPLES = """exit codes: 0 if the datasets hold equal samples in the same order, or the runs have one order; 1 if not
 
 examples:
   lightning-stream diff s3://bucket/train shards/train
   lightning-stream diff tokens.parquet s3://bucket/tokens --count 10000
+  lightning-stream diff runs/a runs/b/checkpoints/last.ckpt --stream s3://bucket/train
 """
 _AT_ONCE, _SHOWN = 256, 10
 
@@ -24,14 +26,24 @@ _AT_ONCE, _SHOWN = 256, 10
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``diff``."""
     for name in ("first", "second"):
-        parser.add_argument(name, metavar="PATH|URL", help="folder or URL of a dataset")
+        parser.add_argument(
+            name, metavar="PATH|URL", help="a dataset; or a checkpoint, or the folder of a training run"
+        )
     parser.add_argument("-n", "--count", type=int, metavar="N", help="compare the first N samples only")
+    add_streams(parser)
     add_reading(parser)
+    add_rules(parser)
     add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Compare columns and counts, then sample by sample."""
+    """Compare two training runs; or two datasets, columns and counts first, then sample by sample."""
+    if are_runs(options.first, options.second, options.store_options):
+        return diff_runs(options, out)
+    if options.stream:
+        raise ValueError("--stream is for two training runs; pass two datasets alone")
+    if options.count is not None and options.count < 1:
+        raise ValueError(f"--count is at least 1; found {options.count}")
     urls = (options.first, options.second)
     pair = [one_dataset_at(url, options, "diff compares two datasets") for url in urls]
     with reader_of(pair[0], options.store_options) as one, reader_of(pair[1], options.store_options) as other:

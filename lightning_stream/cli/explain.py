@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import tempfile
-from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import lightning_stream
-from lightning_stream.cli.arguments import Mixture, add_reading, add_rules, add_store_options, add_streams, mixtures_of
+from lightning_stream.cli.arguments import Mixture, add_reading, add_rules, add_store_options, add_streams
+from lightning_stream.cli.checkpoint import (
+    described,
+    lengths_of,
+    matching_mixture,
+    opened,
+    order_over,
+    print_position,
+    recorded_chain,
+    settings_of,
+    show,
+)
 from lightning_stream.cli.output import ExitCode, Output, separated
 from lightning_stream.cli.preview import preview_path, write_preview
-from lightning_stream.errors import FormatError, NotFoundError, StateError
-from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, explain, trace
-from lightning_stream.order.chain import Chain, Stage, stage_of_batches, stages_of_order, summarized
+from lightning_stream.order import EpochOrder, Position, RunOrder, explain, trace
+from lightning_stream.order.chain import Chain, Stage, stages_of_order
 from lightning_stream.reading.data_stages import stages_of_reader
-from lightning_stream.reading.reader import SampleReader
-from lightning_stream.stores import LocalStore, Store, open_store
 
 HELP = "show the position of a checkpoint, and the next samples"
 EXAMPLES = """examples:
@@ -31,8 +35,6 @@ EXAMPLES = """examples:
   lightning-stream explain ep1-ba400.pt --stream s3://bucket/code=0.3 --stream s3://bucket/text=0.7
 """
 _ROWS_AT_ONCE = 1 << 14
-_LATEST = ("last.ckpt", "last.pt", "latest-rank0.pt")
-_OF_A_RUN = tuple(f"{folder}{name}" for folder in ("", "checkpoints/", "torch/", "composer/") for name in _LATEST)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,61 +53,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Explain a checkpoint; with ``--stream``, over the data that it was trained on."""
+    """Explain a checkpoint over the data that it was trained on; without ``--stream``, show it as `checkpoint` does."""
     path = _preview_of(options)
-    name, position = _position_in(options.checkpoint, options.store_options)
-    what = "samples" if position.order.packing is None else "rows"
-    about: dict[str, Any] = {
-        "checkpoint": name,
-        "epoch": position.epoch,
-        f"{what}_trained_on": position.position,
-        "global_batch_size": position.batch_size,
-        "tail": position.tail,
-    }
-    if position.batch_changes:
-        about["batch_size_changes"] = [f"{size} from {at}" for at, size in position.batch_changes]
-    data: dict[str, Any] = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
-    stages, upcoming = [summarized(position.snapshot), *stages_of_order(position.order)], dict[str, Any]()
-    step = dict[str, Any]()
-    matching, chosen = None, False
+    with opened(options.checkpoint, options.store_options) as checkpoint:
+        if not options.stream:
+            return show(checkpoint, out)
+        name, position = checkpoint.name, checkpoint.position
+    upcoming, step = dict[str, Any](), dict[str, Any]()
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-        if options.stream:
-            mixtures = mixtures_of(options.stream, options, folder)
-            chosen = any(map(position.snapshot.has_streams_of, (one.snapshot for one in mixtures)))
-            for mixture in mixtures:
-                here = position.converted(mixture.snapshot)
-                if here.snapshot.digest == mixture.snapshot.digest:
-                    matching, position = mixture, here
-                    break
-            data["matches_stream"] = matching is not None
-        buckets = position.order.buckets
-        if not matching and (buckets is None or buckets.batch_tokens is None):
-            about["global_batches"] = position.num_steps(None)
+        matching, position, chosen = matching_mixture(position, options, folder)
+        about, chain = described(name, position), recorded_chain(position)
         if matching:
             stages, run, trained = _over(matching, position, options.forget)
+            chain = Chain((*stages, *chain.stages[-1:]))
             upcoming = _next(position, run)
             about |= trained
             if options.step is not None:
                 step = _step(matching, position, run, options.step, path)
-    chain = Chain((*stages, stage_of_batches(position.order, position.batch_size, position.tail)))
-    shown = {name: value for name, value in about.items() if name not in ("global_batch_size", "tail")}
-    out.show({**shown, "matches_stream": data["matches_stream"]} if options.stream else shown)
-    out.lines(str(chain))
-    if upcoming:
-        out.show({"next": separated(upcoming)})
-        about["next"] = upcoming
-    if step:
-        out.show({f"step {options.step}": separated(step)})
-        about["step"] = step
+    print_position({**about, "matches_stream": matching is not None}, chain, out)
+    for title, found in (("next", upcoming), (f"step {options.step}", step)):
+        if found:
+            out.show({title: separated(found)})
+            about[title.split()[0]] = found
+    data = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
+    data["matches_stream"] = matching is not None
     out.data = {**about, "data": data, "order": settings_of(position.order), "chain": chain.to_json()}
-    if options.stream and not matching:
+    if not matching:
         out.line(
             "  The training run read other samples of --stream: pass its --filter-lengths and --exclude-ids. Where a "
             "function or subset chose them, its next samples are not known here: use loader.explain() in its script."
             if chosen
             else "  The data of --stream is not that of the checkpoint. Pass each stream of the training run, in order."
         )
-    return ExitCode.OK if matching or not options.stream else ExitCode.NO
+    return ExitCode.OK if matching else ExitCode.NO
 
 
 def _preview_of(options: argparse.Namespace) -> Path | None:
@@ -117,25 +97,9 @@ def _preview_of(options: argparse.Namespace) -> Path | None:
     return None if options.preview is None else preview_path(options.preview, "--preview")
 
 
-def settings_of(order: OrderConfig) -> dict[str, Any]:
-    """The order settings that are set."""
-    schedule = None if order.schedule is None else order.schedule.to_state()
-    return {name: value for name, value in {**asdict(order), "schedule": schedule}.items() if value not in (None, ())}
-
-
 def _over(mixture: Mixture, position: Position, forget: str | None) -> tuple[list[Stage], RunOrder, dict[str, Any]]:
     """Over the checkpoint's data: the stages of its chain, its order, and what was trained on."""
-    forgotten = mixture.forgotten(forget)
-    if position.order.forgotten != (None if forgotten is None else forgotten.digest):
-        own, given = position.order.forgotten, "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
-        raise StateError(
-            f"--forget must name the samples that the training run forgets (digest {own or 'none'}); found {given}. "
-            "Pass the file of their ids, or omit --forget if there are none."
-        )
-    lengths = _lengths_of(position.order, mixture.reader)
-    run = mixture.order(position.order, lengths, forget)
-    if differences := position.check(run, on_mismatch="warn"):
-        raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
+    run, lengths = order_over(mixture, position, forget), lengths_of(position.order, mixture.reader)
     stages = stages_of_reader(mixture.reader, [] if lengths is None else [lengths], run)
     stages += stages_of_order(position.order, run, epoch=position.epoch, count_rows=True)
     trained = {"global_batches": position.num_steps(run)}
@@ -143,20 +107,6 @@ def _over(mixture: Mixture, position: Position, forget: str | None) -> tuple[lis
         documents, tokens = _held(run.epoch(position.epoch), 0, position.position)
         trained |= {"documents_begun": documents, "tokens_trained_on": tokens}
     return stages, run, trained
-
-
-def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
-    """The name of the lengths that a state's order depends on; None if there are none."""
-    if (sized := order.packing or order.buckets) is None:
-        return None
-    for name in dict.fromkeys(name for index in reader.indexes for name in (*index.lengths, *index.columns)):
-        with suppress(NotFoundError, FormatError):
-            if reader.lengths_digest(name) == sized.lengths:
-                return name
-    raise StateError(
-        f"The batches of the checkpoint were planned by lengths with digest {sized.lengths}, which --stream does "
-        "not have. Pass the dataset with the lengths that it had in the training run."
-    )
 
 
 def _held(order: EpochOrder, begin: int, end: int) -> tuple[int, int]:
@@ -195,57 +145,3 @@ def _step(mixture: Mixture, position: Position, run: RunOrder, step: int, path: 
         write_preview(path, title, f"{len(samples):,} samples of {', '.join(mixture.snapshot.stream_names)}", samples)
         found["preview"] = str(path)
     return found
-
-
-def _position_in(checkpoint: str, options: dict[str, Any] | None) -> tuple[str, Position]:
-    """The name of a checkpoint, or of the newest in the folder of a training run, and the position in it."""
-    read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-        name, path = _local(checkpoint.rstrip("/"), options, Path(folder))
-        try:
-            return name, Position.from_state(read_position(path))
-        except StateError as error:
-            raise StateError(str(error).replace(str(path), name)) from error
-        except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise StateError(
-                f"{name} is not a checkpoint that torch reads with weights_only=True ({type(error).__name__}). Check "
-                "the path; a file that you trust can be read in code: read_position(path, trusted=True)"
-            ) from error
-
-
-def _local(checkpoint: str, options: dict[str, Any] | None, folder: Path) -> tuple[str, Path]:
-    """The name and the path of a checkpoint; one in a store is downloaded into the folder."""
-    above, _, name = checkpoint.rpartition("/")
-    store = open_store(checkpoint, options)
-    if isinstance(store, LocalStore):
-        path = store.folder
-        found = [path / one for one in _OF_A_RUN if (path / one).exists()]
-        if found or path.is_file() or any((path / one).is_file() for one in ("meta.pt", ".metadata")):
-            path = max(found, key=lambda one: one.stat().st_mtime, default=path)
-            return str(path), path
-    elif not above.endswith("/") and (parent := open_store(above, options)).exists(name):
-        parent.get(name, folder / "checkpoint")
-        return checkpoint, folder / "checkpoint"
-    else:
-        for one in (*_OF_A_RUN, "meta.pt"):
-            if store.exists(one):
-                store.get(one, folder / "checkpoint")
-                return f"{store.url}/{one}", folder / "checkpoint"
-        if store.exists(".metadata"):
-            _download_sharded(store, folder)
-            return store.url, folder
-    raise NotFoundError(
-        f"there is no checkpoint at {store.url}, and no {', '.join(_LATEST)} below it. Check the path or URL."
-    )
-
-
-def _download_sharded(store: Store, folder: Path) -> None:
-    """Of a sharded checkpoint, download the metadata and the one file that holds the position."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    from lightning_stream.loading.plain import STATE_KEY
-
-    store.get(".metadata", folder / ".metadata")
-    held = FileSystemReader(folder).read_metadata().storage_data or {}
-    for name in {info.relative_path for index, info in held.items() if index.fqn.endswith(f".{STATE_KEY}")}:
-        store.get(name, folder / name)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_stream.convert.conversion import Conversion
+from lightning_stream.convert.mds import open_dataset
 from lightning_stream.convert.publish import ConversionResult, read_manifest
 from lightning_stream.convert.task import Transform
 from lightning_stream.errors import suggesting
@@ -121,7 +122,8 @@ def convert(
     if group_by is not None and val_fraction is None:
         raise ValueError("group_by keeps rows together in the validation split; it needs val_fraction.")
     conversion = Conversion(
-        source=open_source(source, kind, source_options, source_store_options),
+        source=open_dataset(source, kind, source_options, source_store_options)
+        or open_source(source, kind, source_options, source_store_options),
         out=_checked_out(out),
         keep_local=keep_local,
         store_options=store_options,
@@ -143,6 +145,8 @@ def convert(
         force=force,
         lengths=check_functions(lengths),
     )
+    if conversion.source.reader.kind == "mds" and conversion.source.name.rstrip("/") == str(conversion.uri):
+        raise ValueError(f"a dataset is written beside the one that is read; both are {conversion.uri}. Name another.")
     conversion.source.reader.is_strict = columns is None or conversion.transform.function is not None
     result = _converted(conversion, num_processes(num_workers), progress_bar)
     return replace(result, seconds=time.perf_counter() - begin)

@@ -14,7 +14,7 @@ from typing import Any
 from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
-from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit
+from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit, kept_length
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME, Index
@@ -82,8 +82,8 @@ class Conversion:
             "shuffle": self.shuffle,
             "partition_bytes": self.partition_bytes,
         }
-        if self.lengths:
-            settings["lengths"] = {name: function_text(function) for name, function in self.lengths.items()}
+        if self.all_lengths:
+            settings["lengths"] = {name: function_text(function) for name, function in self.all_lengths.items()}
         return _as_json({"source": self.source.record, "settings": settings})
 
     @cached_property
@@ -112,6 +112,12 @@ class Conversion:
         has_all_rows = self.transform.function is None and self.nulls == NullRule() and self.val_fraction is None
         is_free = self.writer["size_limit"] == "auto" and self.partition_bytes is None and not self.shuffle
         return has_all_rows and is_free and self.source.has_pieces and bool(self.source.files[0].root)
+
+    @cached_property
+    def all_lengths(self) -> LengthFunctions:
+        """The functions of lengths; those that the source has are kept, unless a transform makes other samples."""
+        kept = () if self.transform.function is not None else self.source.reader.lengths
+        return {**dict.fromkeys(kept, kept_length), **self.lengths}
 
     def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
         """Write what is missing, and publish it."""
@@ -235,6 +241,8 @@ class Conversion:
 
     def _source_digest(self, splits: Sequence[InputSplit], receipts: Sequence[Receipt]) -> str:
         """The digest of the source where it is read in place; empty if its files have names that no index may have."""
+        if (own := self.source.reader.source_digest) is not None:
+            return own
         rows = [count for receipt in receipts for count in receipt.rows]
         shards = [
             (one.file, Piece(one.begin, one.end or one.file.num_bytes, count, one.num_bytes, one.settings))
@@ -257,7 +265,7 @@ class Conversion:
         raise ValueError("transform returned no sample to infer columns from. Pass columns=.")
 
     def _spec(self, out: Any, columns: Mapping[str, str], found: Found, size_limit: Any) -> OutputSpec:
-        writer = {**self.writer, "size_limit": size_limit, "max_workers": 1, "lengths": self.lengths}
+        writer = {**self.writer, "size_limit": size_limit, "max_workers": 1, "lengths": self.all_lengths}
         if writer["compression"] == "auto":
             media = () if self.transform.function is not None else found.media
             is_media = any(kind in _MEDIA or name in media for name, kind in columns.items())
@@ -274,7 +282,7 @@ class Conversion:
         check_measurable(self.lengths, columns)
         reader, strict = self.source.reader, self.columns is None
         return PartitionTask(
-            reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.lengths, by_piece
+            reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.all_lengths, by_piece
         )
 
     def _write(

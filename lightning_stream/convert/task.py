@@ -21,12 +21,27 @@ from lightning_stream.convert.partition import (
     refusing,
     row_bytes,
 )
+from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.sources.base import Batch, InputSplit, Partition, Reader, Row, batched, read_splits
+from lightning_stream.sources.base import (
+    Batch,
+    InputSplit,
+    MeasuredColumns,
+    Partition,
+    Reader,
+    Row,
+    batched,
+    read_splits,
+)
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
 
 TRAIN, VAL = "train", "val"
+
+
+def kept_length(sample: Any) -> int:
+    """Stand for a length that the source has: nothing is measured."""
+    raise NotImplementedError(f"the length of {sample!r:.60} comes with its batch")
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,13 @@ class Transform:
 
 
 def _dicts(batch: Batch) -> Iterable[Any]:
-    return batch.rows if isinstance(batch.rows, list) else batch.rows.to_pylist()
+    if isinstance(batch.rows, list):
+        return batch.rows
+    if not isinstance(batch.rows, Mapping):
+        return batch.rows.to_pylist()  # type: ignore[no-any-return]
+    columns = map(plain_values, batch.rows.values())
+    numbers = [one.tolist() if isinstance(one, np.ndarray) and one.ndim == 1 else one for one in columns]
+    return (dict(zip(batch.rows, row, strict=True)) for row in zip(*numbers, strict=True))
 
 
 def _checked(made: Any, name: str) -> Iterator[Row]:
@@ -120,7 +141,7 @@ class ValidationSplit:
             return row_bytes(encoder.encode_batch({name: values[name] for name in self.columns}, num_rows))
         if self.group_by not in values:
             raise ValueError(f"group_by={self.group_by!r} is not a column; the columns are {', '.join(values)}.")
-        groups = values[self.group_by]
+        groups = plain_values(values[self.group_by])
         return map(_group_bytes, groups.tolist() if isinstance(groups, np.ndarray) else groups)
 
 
@@ -187,7 +208,10 @@ class PartitionTask:
         if not num_rows:
             return
         encoded = self._encoder.encode_batch(values, num_rows)
-        lengths = measure_batch(self.lengths, values, num_rows, tuple(self.columns))
+        measured = {name: function for name, function in self.lengths.items() if function is not kept_length}
+        held = rows.lengths if isinstance(rows, MeasuredColumns) else {}
+        lengths = {**held, **measure_batch(measured, values, num_rows, tuple(self.columns))}
+        lengths = {name: lengths[name] for name in self.lengths}
         if self.split is None:
             writers[""].write_encoded(encoded, lengths)
             return

@@ -117,6 +117,13 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     )
 
 
+def batches_of(run: RunOrder, position: Position, epoch: int) -> Iterator[NDArray[np.int64]]:
+    """The samples of all global batches of an epoch, with the batch size of this position."""
+    here = position if epoch == position.epoch else replace(position, epoch=epoch, position=0, batch_changes=())
+    for plan, steps in _stretches(run, here, None):
+        yield from (plan.order.samples(*plan.bounds(k))[0] for k in range(steps))
+
+
 def where(
     run: RunOrder, position: Position, sample_id: int, delivery: Delivery, epochs: Iterable[int] | None = None
 ) -> list[Occurrence]:

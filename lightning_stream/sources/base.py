@@ -7,7 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.sources.files import SourceFile
@@ -67,6 +69,12 @@ class Batch(NamedTuple):
     where: str
 
 
+class MeasuredColumns(dict[str, Any]):
+    """Rows as a dict of columns, with the lengths that the source has of them, by name."""
+
+    lengths: Mapping[str, NDArray[np.uint32]] = {}
+
+
 @dataclass(frozen=True)
 class Found:
     """What the beginning of a source shows about all of it."""
@@ -87,6 +95,8 @@ class Reader(ABC):
         piece_bytes: The bytes of a piece, where files can be cut anywhere; None where they cannot.
         is_cut_by_piece: Whether a file is always cut into its pieces.
         is_strict: Whether all values must look like those that the encodings were inferred from.
+        lengths: The lengths of all rows that the source has, by name.
+        source_digest: The digest of a dataset that has one, "" if its pieces have other rows; None to compute it.
     """
 
     kind: ClassVar[str]
@@ -95,6 +105,8 @@ class Reader(ABC):
     piece_bytes: ClassVar[int | None] = None
     is_cut_by_piece: ClassVar[bool] = False
     is_strict = True
+    lengths: Mapping[str, NDArray[np.uint32]] = {}
+    source_digest: str | None = None
 
     def begin(self, files: Sequence[SourceFile]) -> None:  # noqa: B027 - most kinds need no list of all files
         """Look at the list of all files, those of all splits, before anything else."""

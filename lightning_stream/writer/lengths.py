@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn, describe
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.index import FileEntry
@@ -111,10 +112,3 @@ def _measured_column(name: str, function: Callable[[Any], int], values: Any, num
         except (TypeError, OverflowError):
             pass  # the error below names the value
     return np.fromiter((_measured(name, function, value) for value in plain_values(values)), np.uint32, num_rows)
-
-
-def plain_values(values: Any) -> Any:
-    """Return the values of a column as a single sample would have them; views of Arrow's memory become objects."""
-    if not isinstance(values, BinaryColumn):
-        return values
-    return [str(value, "utf-8") if values.encoding == "str" else bytes(value) for value in values]

@@ -53,7 +53,8 @@ def test_python_m_names_itself_in_the_help() -> None:
 def test_every_command_has_help_and_json() -> None:
     (commands,) = (action for action in build_parser()._actions if hasattr(action, "choices") and action.choices)
     assert " ".join(commands.choices or ()) == (
-        "convert inspect head preview stats verify lint diff pull cache merge lengths log explain simulate bench doctor"
+        "convert reshard inspect head preview stats verify lint diff pull cache merge lengths log checkpoint explain "
+        "simulate bench doctor completion"
     )
     for parser in dict(commands.choices or {}).values():
         assert "--json" in parser.format_help()

@@ -10,9 +10,9 @@ from typing import Any, TypeAlias
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import arrays, images, media, scalars, text
-from lightning_stream.formats.encodings.base import Encoding, NumericLayout
+from lightning_stream.formats.encodings.base import BinaryColumn, Encoding, NumericLayout
 
-__all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "register_encoding"]
+__all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "plain_values", "register_encoding"]
 
 ENTRY_POINT_GROUP = "lightning_stream.encodings"
 Maker: TypeAlias = Callable[[str], Encoding]  # makes the encoding of a name
@@ -94,6 +94,17 @@ def maker_of(name: str) -> Maker:
     if found is None or (colon and found is not arrays.make_ndarray):
         raise ValueError(f"no encoding {name!r}; use register_encoding() or one of {', '.join(encoding_names())}.")
     return found
+
+
+def plain_values(values: Any) -> Any:
+    """Return the values of a column as a single sample would have them; bytes of a `BinaryColumn` are decoded."""
+    if not isinstance(values, BinaryColumn):
+        return values
+    encoding = get_encoding(values.encoding)
+    if not encoding.safe:
+        raise ValueError(f"decoding {values.encoding} can run code that the data names. Omit the column, or keep it.")
+    decode = getattr(encoding, "fast_decode", None) or (lambda value: encoding.decode(bytes(value)))
+    return list(map(decode, values))
 
 
 def encoding_names() -> list[str]:

@@ -129,7 +129,7 @@ class ViewEncoding(Encoding):
 
 
 class BinaryColumn(list[Any]):
-    """A batch's values as views of one buffer; ``encoding`` is ``str`` or ``bytes``."""
+    """A batch's values as the bytes that ``encoding`` stores, e.g. views of Arrow's memory."""
 
     encoding = "bytes"
 

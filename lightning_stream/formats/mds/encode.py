@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings import Encoding, get_encoding
+from lightning_stream.formats.encodings import Encoding, get_encoding, plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn, Bytes2d
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES, Schema, schema_object
 from lightning_stream.formats.shard_encoder import EncodedBatch, check_columns, column_error, named_error, offset_table
@@ -172,7 +172,7 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
     if isinstance(values, BinaryColumn):
         if values.encoding == name or (values.encoding == "bytes" and _kept(encoding) is bytes):
             return values if encoding.size is None else (_same_size(values, encoding.size, name),)
-        values = [bytes(value) if values.encoding == "bytes" else str(value, "utf-8") for value in values]
+        values = plain_values(values)
     if isinstance(values, np.ndarray) and values.dtype.char == "V" and values.dtype.names is None:
         rows = values.reshape(len(values), 1).view(np.uint8)  # bytes of one size
         if _kept(encoding) is bytes and encoding.size in (None, rows.shape[1]):

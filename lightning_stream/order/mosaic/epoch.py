@@ -214,6 +214,12 @@ class MosaicEpoch(EpochOrder):
         at = min(int(np.searchsorted(edges, delivered, side="right")) - 1, len(edges) - 2)
         return min(int(table.edges[at]) + delivered - int(edges[at]), int(table.edges[at + 1]))
 
+    def delivered_before(self, position: int) -> int | None:
+        """The opposite of `position_after`, between batches of that library; None within one."""
+        table = self._first
+        at = int(np.searchsorted(table.edges, position))
+        return int(table.delivered[at]) if at < len(table.edges) and table.edges[at] == position else None
+
     def table(self, nodes: int, ranks: int, batch_size: int, start: int = 0) -> EpochTable:
         """The epoch in a world, from a position on; the last few are kept."""
         return kept(self._tables, (nodes, ranks, batch_size, start), self._make_table, _KEPT_TABLES)

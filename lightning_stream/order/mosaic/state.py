@@ -55,6 +55,29 @@ def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int,
     return start.advanced(run, order.position_after(state["sample_in_epoch"]))
 
 
+def mosaic_state(position: Position, run: RunOrder) -> dict[str, int]:
+    """The state with which mosaicml-streaming continues at a position of this run.
+
+    Raises StateError where it cannot: the run has an order of its own, or stands within one of that library's batches.
+    """
+    if position.order.mosaic is None:
+        raise StateError(
+            f"mosaicml-streaming can continue a run in one of its own orders; this one has shuffle_algo="
+            f"{position.order.algorithm!r}. Continue it with lightning-stream; one with shuffle_algo='py1e' could move"
+        )
+    order = run.epoch(position.epoch)
+    assert isinstance(order, MosaicEpoch)
+    delivered = order.delivered_before(position.position)
+    if delivered is None:
+        raise StateError(
+            f"mosaicml-streaming continues after whole global batches of {order.global_batch} samples; this run stands "
+            f"at {position.position}, within one. Take a checkpoint from the nodes and ranks that it began with"
+        )
+    nodes = position.order.mosaic.initial_physical_nodes or 1
+    known = {"num_canonical_nodes": position.order.canonical_nodes, "shuffle_seed": position.order.seed, _NODES: nodes}
+    return {"epoch": position.epoch, "sample_in_epoch": delivered, **known}
+
+
 def _check(state: Mapping[str, Any]) -> None:
     if problems := broken(state, _RULES):
         raise StateError(

@@ -1,0 +1,155 @@
+"""Datasets with an index.json, MDS or a row format: read through the usual reader, to be written as other shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, redact
+from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, MeasuredColumns, Piece, Reader, Source
+from lightning_stream.sources.files import SourceFile, split_place
+from lightning_stream.stores import open_store
+from lightning_stream.threads import DaemonPool
+from lightning_stream.writer.place import is_remote
+
+_ROW_ENCODINGS = {"float": "float64"}  # what MDS calls the types of row formats, where it has another name
+_ROWS = 256
+_SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+
+
+def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source | None:
+    """The dataset with an index.json at a path or URL, or those of its splits; None if something else is there."""
+    uri = os.fspath(source).rstrip("/") if isinstance(source, (str, os.PathLike)) else "*"
+    uri = uri.removesuffix(f"/{INDEX_NAME}")
+    if kind not in (None, "mds") or (split_place(uri)[1] and kind is None):
+        return None
+    found = {"": one} if (one := _index_at(uri, store_options)) else {}
+    for folder, split in _SPLITS.items() if not found else ():
+        if one := _index_at(f"{uri}/{folder}", store_options):
+            found.setdefault(split, one)
+    if kind and not found:
+        raise NotFoundError(f"{redact(uri)} has no {INDEX_NAME} of a dataset, nor have its splits. Check the path.")
+    if not found:
+        return None
+    if others := (options or {}).keys() - {"version"}:
+        raise ValueError(f"source_options of a dataset with an {INDEX_NAME} are version; found {', '.join(others)}.")
+    reader, splits = MdsReader(**(options or {})), dict[str, tuple[SourceFile, ...]]()
+    for split, file in sorted(found.items(), key=lambda pair: pair[0] == "train"):
+        reader.begin([file])
+        splits = {split: (replace(file, num_bytes=reader.num_bytes),), **splits}
+    files = tuple(file for held in splits.values() for file in held)
+    return Source(redact(uri), files, reader, {} if "" in splits else splits)
+
+
+def _index_at(uri: str, options: Mapping[str, Any] | None) -> SourceFile | None:
+    """The index of a dataset; other formats have files of that name, too."""
+    options = options if is_remote(uri) else None
+    with suppress(NotFoundError, AccessError):  # some stores refuse what is not there
+        store = open_store(uri, options)
+        if b'"shards"' in store.read(INDEX_NAME):
+            (entry,) = (one for one in store.list(INDEX_NAME) if one.name == INDEX_NAME)
+            return SourceFile(uri, INDEX_NAME, 0, "", options, value=entry.version)
+    return None
+
+
+@dataclass
+class MdsReader(Reader):
+    """Samples of a dataset with an index.json. Values are decoded only where a column is written in another encoding.
+
+    Attributes:
+        version: The version that is read, by its number or digits of its digest; None for the newest.
+        digest: That of the version's index, which identifies the source.
+        stamp: What else identifies a source without hashes: the time of its index, or the store's version of it.
+    """
+
+    kind = "mds"
+    is_cut_by_piece = True
+    version: int | str | None = None
+    digest: str = ""
+    stamp: str = ""
+
+    def begin(self, files: Sequence[SourceFile]) -> None:
+        """Read the index, the deleted samples and the lengths."""
+        self._file = files[0]
+        with self._opened(None) as reader:
+            (self._index,), self._edges = reader.indexes, reader.snapshot.shard_offsets
+            self.lengths = {name: reader.lengths(name) for name in self._index.lengths}
+        self.digest = self._index.digest
+        self.stamp = "" if all(schema.hashes for schema in self._index.schemas) else str(self._file.value)
+        self.source_digest = self.digest if self._index.deleted is None else ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all samples."""
+        return int(self._index.raw_bytes.sum())
+
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+        """Return the columns of the index. ValueError where shards differ in them and none are asked for."""
+        sets = self._index.column_sets
+        if asked is None and len(sets) > 1:
+            known = "; ".join(", ".join(f"{name}={kind}" for name, kind in one.items()) for one in sets)
+            raise ValueError(f"{files[0].root} has shards with different columns: {known}. Pass columns= to choose.")
+        about = {}
+        with suppress(StoreError, ValueError, KeyError, TypeError):
+            store = open_store(self._file.root, self._file.options)
+            about = {"classes": dict(json.loads(store.read("manifest.json"))["classes"])}
+        known_columns = {name: kind for one in sets for name, kind in one.items()}
+        return Found({name: _ROW_ENCODINGS.get(kind, kind) for name, kind in known_columns.items()}, about)
+
+    def all_pieces(
+        self,
+        files: Sequence[SourceFile],
+        columns: Mapping[str, str],  # noqa: ARG002
+        pool: DaemonPool,  # noqa: ARG002
+    ) -> Iterator[tuple[SourceFile, Piece]]:
+        """Yield the samples of each shard that are not deleted."""
+        edges = self._edges.tolist()
+        for begin, end, num_bytes in zip(edges, edges[1:], self._index.raw_bytes.tolist(), strict=False):
+            if begin < end:
+                yield files[0], Piece(begin, end, end - begin, num_bytes)
+
+    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+        """Yield columns of values, in the bytes in which they are stored where these are written again."""
+        sets, formats = self._index.column_sets, {schema.format for schema in self._index.schemas}
+        kept = {name for name, kind in columns.items() if formats == {"mds"} and all(s.get(name) == kind for s in sets)}
+        raw = {name for name in kept if getattr(get_encoding(columns[name]), "layout", None) is None}
+        for split in splits:
+            with self._opened(columns, raw) as reader:
+                for first in range(split.begin, split.end or 0, _ROWS):
+                    ids = np.arange(first, min(split.end or 0, first + _ROWS))
+                    found = reader.batch(ids)
+                    rows = MeasuredColumns({name: found[name] for name in columns if name not in raw})
+                    for name in raw:
+                        rows[name] = BinaryColumn(found[name])
+                        rows[name].encoding = columns[name]
+                    rows.lengths = {name: numbers[ids] for name, numbers in self.lengths.items()}
+                    yield Batch(rows, f"{self._file.root}, samples {ids[0]:,} to {ids[-1]:,}")
+
+    @contextmanager
+    def _opened(self, columns: Mapping[str, str] | None, raw: Collection[str] = ()) -> Iterator[SampleReader]:
+        """A reader of the dataset, which decodes no `raw` column; what it downloads is deleted at the end."""
+        is_packed = columns is None or any(schema.compression for schema in self._index.schemas)
+        has_path = self._file.path is not None and not is_packed
+        version = self.version if columns is None else self._index.digest[:16]
+        config = ReaderConfig(decoders=dict.fromkeys(raw, bytes))
+        with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
+            local = None if has_path else folder
+            stream = Stream(self._file.root, local=local, options=self._file.options, version=version)
+            with closing(SampleReader([stream], CacheDefaults(), config)) as reader:
+                if columns is not None:
+                    is_mds = all(schema.format == "mds" for schema in self._index.schemas)
+                    reader.indexes = (self._index.choose(list(columns)) if is_mds else self._index,)
+                yield reader
