@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
-from typing import Any
+from time import perf_counter
+from typing import Any, Literal
 
 from lightning_stream.counters import NAMES
 from lightning_stream.errors import LightningStreamError
-from lightning_stream.loading.meter import PARTS, STAGES, Meter
+from lightning_stream.loading.meter import PARTS, STAGES, Mark, Meter
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
@@ -35,7 +37,7 @@ from lightning_stream.reading.look_ahead import furthest_ahead
 
 _MEASURED = (
     "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "wait_s", "longest_wait_s",
-    "compute_s", "cpu_s", "all_cpu_s",
+    "compute_s", "cpu_s", "all_cpu_s", "validation_s",
 )  # fmt: skip
 
 
@@ -152,12 +154,28 @@ class LoaderQuestions:
         counted = dict(zip(NAMES, (reader.counters.values + meter.counters()).tolist(), strict=True))
         return LoaderStats(
             **measured,
+            pauses=dict(meter.pauses),
             waits=dict(zip(PARTS, meter.waits, strict=True)),
             first_waits=dict(zip(PARTS, meter.first_waits, strict=True)),
             work=dict(zip(STAGES, meter.work, strict=True)),
             counters=counted,
             settings=meter.settings or LoadingSettings(),
         )
+
+    @contextmanager
+    def aside(self, what: Literal["validation", "checkpoint"]) -> Iterator[None]:
+        """Measure a block of your own training loop as a validation, or as writing a checkpoint, not as training.
+
+        Example::
+
+            with loader.aside("checkpoint"):
+                torch.save({"model": model.state_dict(), "data": loader.state_dict()}, "run.pt")
+        """
+        since = Mark.of(perf_counter())
+        try:
+            yield
+        finally:
+            self.meter.spent(what, since, perf_counter())
 
     def watch(self, after_s: float = 120.0, say: Callable[[str], object] = print) -> Watch:
         """Report, from a thread, while the first shards arrive, and where everything stands if no batch comes.

@@ -7,9 +7,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_stream.counters import NAMES
-from lightning_stream.loading.meter import PARTS, STAGES
+from lightning_stream.loading.meter import PARTS, PAUSES, STAGES
 
 _MB = 1e6
+_LABELS = {
+    "checkpoint": "writing checkpoints",
+    "garbage_collection": "garbage collection",
+    "other_ranks": "other ranks were late",
+}
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,10 @@ class LoaderStats:
         num_iterations: Iterations (epochs, usually) that handed out a batch.
         num_ready: Batches that were ready when they were requested.
         wait_s, longest_wait_s: Seconds that training waited for its batches: the exposed data time; the longest wait.
-        compute_s: Seconds between batches in which training did not wait.
+        compute_s: Seconds between batches in which training did not wait, validations excluded.
+        pauses: The parts of `compute_s` in which nothing was trained either: ``"checkpoint"``,
+            ``"garbage_collection"``, ``"other_ranks"`` (which were late; under a trainer that reports them).
+        validation_s: Seconds of validations, under a trainer or `StreamingDataLoader.aside`.
         waits: The parts of `wait_s`, without those of each iteration's first batch, which are in `first_waits`.
         work: Seconds of making batches by stage, over all workers, also of what was made ahead.
         cpu_s, all_cpu_s: Processor time of the threads that made them; of all threads of their processes meanwhile.
@@ -71,6 +79,8 @@ class LoaderStats:
     compute_s: float = 0.0
     cpu_s: float = 0.0
     all_cpu_s: float = 0.0
+    validation_s: float = 0.0
+    pauses: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
     waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     first_waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     work: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -98,8 +108,13 @@ class LoaderStats:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, waiting included."""
+        """Seconds of training, waiting and pauses included."""
         return self.wait_s + self.compute_s
+
+    @property
+    def training_s(self) -> float:
+        """Seconds between batches, pauses excluded."""
+        return self.compute_s - sum(self.pauses.values())
 
     @property
     def wait_share(self) -> float:
@@ -126,6 +141,25 @@ class LoaderStats:
     def ready_share(self) -> float:
         """The part of the batches that were ready when they were requested, from 0 to 1."""
         return self.num_ready / self.num_batches if self.num_batches else 0.0
+
+    @property
+    def fetching_s(self) -> float:
+        """Seconds that threads have fetched and unpacked shards, added up over all of them."""
+        return sum(self.counters[name] for name in ("download_s", "verify_s", "decompress_s", "convert_s"))
+
+    @property
+    def headroom(self) -> float:
+        """How many times as fast as training the data could be; below 1, training waits. 0 if nothing was measured.
+
+        The workers have so much time to make batches, and their threads to fetch shards, as training takes; without
+        workers, training waits in any case.
+        """
+        makers = max(1, self.settings.num_workers)
+        making_s = max(
+            (sum(self.work.values()) - self.work["fetching"]) / makers,
+            self.fetching_s / (makers * self.settings.fetch_threads),
+        )
+        return self.compute_s / making_s if making_s > 0 and self.settings.num_workers else 0.0
 
     @property
     def short(self) -> str:
@@ -158,12 +192,14 @@ class LoaderStats:
             f"{self.num_batches:,} batches, {self.num_samples:,} samples in {self.elapsed_s:.1f} s "
             f"({self.samples_per_s:,.0f} samples/s); {100 * self.ready_share:.0f}% of the batches were ready."
         )
-        rows = [("training", self.compute_s)]
+        rows = [("training", self.training_s)]
+        rows += [(label, self.pauses[name]) for name, label in _LABELS.items() if self.pauses[name] > 0]
         rows += [(f"waiting: {name}", self.waits[name] + self.first_waits[name]) for name in PARTS]
         table = [f"  {name:<22}{seconds:>9.2f} s{100 * seconds / self.elapsed_s:>7.1f}%" for name, seconds in rows]
         counted = self.counters
+        validation = f"Validation took {self.validation_s:.1f} s besides. " if self.validation_s else ""
         foot = (
-            f"{counted['fetched_bytes'] / _MB:,.1f} MB fetched ({self.download_mb_s:.0f} MB/s), "
+            f"{validation}{counted['fetched_bytes'] / _MB:,.1f} MB fetched ({self.download_mb_s:.0f} MB/s), "
             f"{counted['shards_fetched']:,.0f} shards; {counted['shards_here']:,.0f} were in the cache; "
             f"{counted['retries']:,.0f} retries, {counted['bad_samples']:,.0f} bad samples."
         )

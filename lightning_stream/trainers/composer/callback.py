@@ -17,6 +17,7 @@ from composer.utils import dist
 from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
+from lightning_stream.loading.meter import Mark
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
@@ -45,6 +46,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._epoch_clock = self._batch_clock = 0
         self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
+        self._saving: Mark | None = None  # when Composer began to write a checkpoint
         self._pretended = False  # to Composer, that it has trained on a batch
 
     # What the loader asks
@@ -124,9 +126,10 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
 
     # Composer's events
 
-    def epoch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+    def epoch_start(self, state: State, logger: Logger) -> None:
         """Follow the length of the epoch."""
         if state.train_dataloader is self.loader:
+            self.before_dataloader(state, logger)
             self._sync()
             self._follow_length(state)
 
@@ -144,7 +147,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         position = self.tracker.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
         if self.is_monitoring and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
-            logger.log_metrics(self.monitor.metrics())
+            logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger) and (bar := destination.train_pbar) is not None:
                 # Composer's progress bar shows only losses. The position comes first, since lines are cut.
@@ -158,21 +161,34 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if state.train_dataloader is self.loader:
             self._sync()
             self._log_substituted(state, logger)
-            self.monitor.pause()
+            self.monitor.stop()
             if self.is_monitoring:
-                logger.log_metrics(self.monitor.metrics())
+                logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
 
     def eval_before_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training without its evaluations."""
-        self.monitor.pause()
+        self.monitor.begin_validation()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training again."""
-        self.monitor.resume()
+        self.monitor.end_validation()
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+        """Measure how long checkpoints are written: until Composer's next event."""
+        self._saving = self.monitor.mark()
+
+    epoch_checkpoint = batch_checkpoint
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+        """Measure training again."""
+        since, self._saving = self._saving, None
+        if since is not None:
+            self.monitor.spent("checkpoint", since)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """A run may end in the middle of an epoch; tell what to change if it waited for its data."""
         if state.train_dataloader is self.loader:
+            self.before_dataloader(state, logger)
             self._log_substituted(state, logger)
             if self.is_monitoring:
                 self.monitor.end()

@@ -69,7 +69,8 @@ class StreamingCallback(Callback):
         self.tracker.padding = False  # losses are weighted by the samples that count
         self.is_passive, self.show_position, self.is_monitoring = is_passive, show_position, monitor
         self.monitor = DataMonitor(self.tracker.say)  # of the latest fit
-        self._hide_position: Callable[[], object] = loops.show_nothing
+        self._hide_position: Callable[[], object] = loops.do_nothing
+        self._end_timing: Callable[[], object] = loops.do_nothing
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._from: Position | None = None  # where this fit begins
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
@@ -150,15 +151,18 @@ class StreamingCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Report what was lost and repeated, and release the loader."""
         if stage == "fit" and self.tracker.is_attached:
-            self._hide_position()
-            self.monitor.detach()
+            self._end_monitor()
             self.tracker.end_run()
             self._from = self.tracker.position
             self.tracker.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the progress bar as it was, and end the watch: Lightning asks for no teardown after an error."""
+        self._end_monitor()
+
+    def _end_monitor(self) -> None:
         self._hide_position()
+        self._end_timing()
         self.monitor.detach()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -179,6 +183,7 @@ class StreamingCallback(Callback):
         loops.let_ranks_stop_together(trainer)
         self.monitor = DataMonitor(self.tracker.say)
         self.monitor.attach(loader, self.is_monitoring)
+        self._end_timing = loops.time_checkpoints(trainer, self.monitor)
         if self.show_position:
             waiting = self.monitor.short if self.is_monitoring else None
             self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)
@@ -228,7 +233,7 @@ class StreamingCallback(Callback):
             return
         self._sync(trainer)
         if self.is_monitoring and loops.logs_now(trainer):
-            pl_module.log_dict(self.monitor.metrics(), on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log_dict(self.monitor.metrics(trainer.global_step), on_step=True, on_epoch=False, batch_size=1)
         if self.tracker.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
             pl_module.log("stream/num_substituted", float(self._num_substituted), **options)
@@ -241,7 +246,7 @@ class StreamingCallback(Callback):
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
-        self.monitor.pause()
+        self.monitor.stop()
         epoch = self.tracker.position.epoch
         stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if epoch in (self.tracker.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):
@@ -256,13 +261,13 @@ class StreamingCallback(Callback):
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure training without its validations."""
         if not trainer.sanity_checking:
-            self.monitor.pause()
+            self.monitor.begin_validation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Remember that the validation due at this step has run; comes before ModelCheckpoint's."""
         if not trainer.sanity_checking:
             self._validated_step = trainer.global_step
-            self.monitor.resume()
+            self.monitor.end_validation()
 
     def _sync(self, trainer: Any) -> None:
         """Commit the batch in training if the optimizer stepped since it began.
