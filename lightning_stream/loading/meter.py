@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.counters import NAMES
+from lightning_stream.counters import LIVE_SETTINGS, NAMES
 from lightning_stream.loading.shared_position import memory_file
 from lightning_stream.order.micro_batches import MicroBatch
 
@@ -96,7 +96,8 @@ class Meter:
         work: Seconds by `STAGES` of the making of all batches, also of what cost no time.
         cpu_s, all_cpu_s: As in `Made`, added up.
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
-        settings: The `LoadingSettings` when the latest iteration began; None before.
+        settings: The `LoadingSettings` when the latest iteration began, or they were changed; None before.
+        live_settings: See `Counters`; those of this process and its workers.
     """
 
     def __init__(self) -> None:
@@ -108,6 +109,7 @@ class Meter:
         self.waiting_since: float | None = None
         self._training_since: float | None = None
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
+        self.live_settings: NDArray[np.float64] = np.zeros(len(LIVE_SETTINGS))
         self._live: list[SharedCounters] = []
         self._ended = np.zeros(len(NAMES))
 
@@ -178,7 +180,13 @@ class Meter:
         """Make the counters of so many new workers, which count until they are detached."""
         shared = SharedCounters(num_workers)
         self._live.append(shared)
+        self.set_live(self.live_settings)
         return shared
+
+    def set_live(self, settings: NDArray[np.float64]) -> None:
+        """Change the settings of this process, and of its workers."""
+        for kept in (self.live_settings, *(shared.live_settings for shared in list(self._live))):
+            kept[:] = settings
 
     def detach(self, shared: SharedCounters | None) -> None:
         """Keep the sum of the counters of workers that have ended."""
@@ -191,15 +199,18 @@ class SharedCounters:
     """The counters of the workers of one iteration, in memory that they share with their trainer.
 
     Forked workers inherit it, spawned ones get its descriptor. `values` is float64[num_workers, len(NAMES)], and `pids`
-    float64[num_workers] has the process id of each worker that can report where it stands, and 0 for others.
+    float64[num_workers] has the process id of each worker that can report where it stands, and 0 for others. The
+    workers read `live_settings`.
     """
 
     _fd = -1
 
     def __init__(self, num_workers: int, fd: int | None = None) -> None:
-        num_bytes = num_workers * _ROW_BYTES
+        num_bytes = num_workers * _ROW_BYTES + 8 * len(LIVE_SETTINGS)
         self._fd = memory_file("counters", num_bytes) if fd is None else fd
-        memory = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.float64).reshape(num_workers, -1)
+        whole = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.float64)
+        self.live_settings: NDArray[np.float64] = whole[-len(LIVE_SETTINGS) :]
+        memory = whole[: -len(LIVE_SETTINGS)].reshape(num_workers, -1)
         self.values: NDArray[np.float64] = memory[:, :-1]
         self.pids: NDArray[np.float64] = memory[:, -1]
 

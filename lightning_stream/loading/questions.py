@@ -9,7 +9,9 @@ from html import escape
 from time import perf_counter
 from typing import Any, Literal
 
-from lightning_stream.counters import NAMES
+import numpy as np
+
+from lightning_stream.counters import LIVE_SETTINGS, NAMES
 from lightning_stream.errors import LightningStreamError
 from lightning_stream.loading.meter import PARTS, STAGES, Mark, Meter
 from lightning_stream.loading.plain import PlainIterations
@@ -196,17 +198,42 @@ class LoaderQuestions:
         """The settings that decide how fast the loader is."""
         source, settings, world = self._source, self.settings(), self.detect_world()
         size, reader = settings.device_batch_size, source.reader
-        limit_bytes = reader.defaults.config.limit_bytes
+        limit_bytes, live = reader.defaults.config.limit_bytes, reader.counters.live_setting
+        predownload = live("predownload") or source.predownload
         return LoadingSettings(
             batch_size=size,
             num_workers=self.num_workers,
             num_cores=max(1, num_processes(None) // world.ranks_per_node),
-            fetch_threads=reader.config.fetch_threads,
+            fetch_threads=live("fetch_threads") or reader.config.fetch_threads,
             persistent_workers=self.persistent_workers,
-            predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
+            predownload=size * furthest_ahead(predownload, size, is_limited=limit_bytes is not None),
             cache_limit=limit_bytes,
             dataset_bytes=sum(int(index.raw_bytes.sum()) for index in reader.indexes),
         )
+
+    def tune(self, *, predownload: int | None = None, fetch_threads: int | None = None) -> None:
+        """Change how shards are fetched, also while batches are made: order and batches stay the same.
+
+        It holds for this process and its workers from the next batch that each begins, and for later iterations.
+
+        Args:
+            predownload: Samples that each worker fetches ahead; 0: as the dataset has it; None: as it is.
+            fetch_threads: Shards that each worker fetches at the same time; 0: 4, the default; None: as it is.
+
+        Raises:
+            ValueError: A value is negative.
+
+        Example: ``loader.tune(predownload=4096, fetch_threads=16)``
+        """
+        given = {"predownload": predownload, "fetch_threads": fetch_threads}
+        if wrong := {name: value for name, value in given.items() if value is not None and value < 0}:
+            raise ValueError(f"settings of a running loader are at least 0; found {wrong}. 0 takes the dataset's value")
+        own = zip(LIVE_SETTINGS, self.meter.live_settings.tolist(), strict=True)
+        values = [now if given[name] is None else given[name] for name, now in own]
+        self._source.reader.counters.live_settings = self.meter.live_settings
+        self.meter.set_live(np.array(values, np.float64))
+        if self.meter.settings is not None:
+            self.meter.settings = self.loading_settings()
 
     def explain(self, position: Position | None = None) -> Explanation:
         """The next epoch, batch and sample ids, from here or from a position."""

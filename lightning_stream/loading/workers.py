@@ -55,7 +55,8 @@ class Pipeline(IterableDataset[Delivery]):
         if worker is not None:  # now, and not with the first batch: the trainer may be gone before that
             can_report = leave_signals_to_the_trainer(self.trainer_pid)
             if self.counters is not None:
-                self.source.reader.counters.values = self.counters.values[worker.id]
+                counters = self.source.reader.counters
+                counters.values, counters.live_settings = self.counters.values[worker.id], self.counters.live_settings
                 self.counters.pids[worker.id] = os.getpid() if can_report else 0
         return self._batches(*((worker.id, worker.num_workers) if worker is not None else (0, 1)))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Literal
 
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.meter import Mark
 from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.loading.tuning import Tuner
 from lightning_stream.loading.verdict import INPUT_BOUND, Verdict, verdict_of
 from lightning_stream.loading.watch import Watch
 from lightning_stream.trainers.agreement import gathered
@@ -44,10 +46,25 @@ class DataMonitor:
 
     Args:
         say: Shows the user a sentence.
+        monitor: Whether to do so; ``"tune"`` also changes how shards are fetched where that lets training wait less.
+        watch_after_s: See `StreamingDataLoader.watch`; None: no watch.
+
+    Raises:
+        ValueError: `monitor` is something else, or the time is not positive.
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self.say = say
+    def __init__(
+        self,
+        say: Callable[[str], object],
+        monitor: bool | Literal["tune"] = True,
+        watch_after_s: float | None = 120.0,
+    ) -> None:
+        if monitor not in (True, False, "tune"):
+            raise ValueError(f'monitor= is True, False or "tune"; found {monitor!r}')
+        if watch_after_s is not None and watch_after_s <= 0:
+            raise ValueError(f"watch_after_s= is positive, or None for no watch; found {watch_after_s}")
+        self.say, self.is_on, self._watch_after_s = say, bool(monitor), watch_after_s
+        self._tuner = Tuner() if monitor == "tune" else None
         self._loader: StreamingDataLoader | None = None
         self._watch: Watch | None = None
         self._past = self._base = LoaderStats()  # of loaders before this one; of this one, when it was attached
@@ -60,12 +77,15 @@ class DataMonitor:
         self._said: set[str] = set()
         self._text = "0%"
 
-    def attach(self, loader: StreamingDataLoader, watches: bool = True) -> None:
+    def attach(self, loader: StreamingDataLoader) -> None:
         """Follow a loader from now on, and watch it; a trainer may make another one for each epoch."""
         if loader is not self._loader:
             self.detach()
             self._loader, self._base = loader, loader.stats()
-            self._watch = loader.watch(say=self.say) if watches else None
+            if self.is_on and self._watch_after_s is not None:
+                self._watch = loader.watch(self._watch_after_s, self.say)
+            if self._tuner is not None:
+                loader.tune(**self._tuner.settings)
 
     def detach(self) -> None:
         """Release the loader; what was measured stays."""
@@ -131,7 +151,18 @@ class DataMonitor:
         if found[0].is_due:
             self._checked, self._checked_at = stats, now
             self._tell(found, _WORTH_S)
+            self._tune(max(found, key=_wait_share), step)
         return {name: self._over_ranks(name, found) for name in found[0].metrics}
+
+    def _tune(self, slowest: _Report, step: int) -> None:
+        """Change the same setting on all ranks, as the rank needs it that waits longest."""
+        if self._tuner is None or self._loader is None:
+            return
+        live = slowest.verdict.live if slowest.wait_s >= _WORTH_S else None
+        sentence = self._tuner.decide(live, slowest.wait_share, step)
+        self._loader.tune(**self._tuner.settings)
+        if sentence is not None:
+            self.say(sentence)
 
     def _follow_late_rank(self, found: list[_Report]) -> None:
         """Note since when all other ranks have waited for the same one, which waits for its data."""

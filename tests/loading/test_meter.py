@@ -25,42 +25,31 @@ if TESTS not in sys.path:
 
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
 from servers.web import WebServer  # noqa: E402
+from support.metered_loading import BATCH, loader_over, served, spend, write_metered  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.counters import NAMES, Counters  # noqa: E402
 from lightning_stream.loading.meter import Made, Meter, divided  # noqa: E402
 from lightning_stream.loading.verdict import verdict_of  # noqa: E402
 
-NUM_SAMPLES, BATCH = 1024, 16
+NUM_SAMPLES = 1024
 LIMIT_US = 25
 seconds = st.floats(0.0, 100.0)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("metered") / "data"
-    with MDSWriter(out=folder, columns={"x": "ndarray:int32:256"}, size_limit=1 << 16) as writer:
-        for number in range(NUM_SAMPLES):
-            writer.write({"x": np.full(256, number, np.int32)})
-    return folder
+    return write_metered(tmp_path_factory.mktemp("metered") / "data", NUM_SAMPLES)
 
 
 @pytest.fixture
 def server(data: Path) -> Iterator[WebServer]:
-    with WebServer() as web:
-        web.objects.update({f"/data/{path.name}": path.read_bytes() for path in data.iterdir()})
+    with served(data) as web:
         yield web
 
 
 def bytes_of(data: Path) -> int:
     return sum(path.stat().st_size for path in data.glob("shard.*"))
-
-
-def spend(seconds: float) -> None:
-    """Compute for so long."""
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        pass
 
 
 def slow(sample: dict[str, Any]) -> dict[str, Any]:
@@ -71,12 +60,6 @@ def slow(sample: dict[str, Any]) -> dict[str, Any]:
 def slow_collate(samples: list[Any]) -> np.ndarray[Any, Any]:
     spend(0.05)
     return np.stack([sample["x"] for sample in samples])
-
-
-def loader_over(url: str | Path, tmp_path: Path, num_workers: int = 0, **options: Any) -> StreamingDataLoader:
-    of_loader = {name: options.pop(name) for name in ("collate_fn", "persistent_workers") if name in options}
-    dataset = StreamingDataset(remote=str(url), local=tmp_path / "cache", **{"shuffle": True, **options})
-    return StreamingDataLoader(dataset, BATCH, num_workers=num_workers, **of_loader)
 
 
 @given(asked=seconds, wait=seconds, began=seconds, stages=st.lists(seconds, min_size=5, max_size=5))

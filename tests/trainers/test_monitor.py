@@ -104,8 +104,8 @@ def test_a_cause_is_told_once_while_training_and_again_at_the_end(data: Path, mo
 
 
 def test_what_is_logged_is_about_the_time_since_it_was_logged_last(data: Path) -> None:
-    monitor, loader = DataMonitor(print), StreamingDataLoader(StreamingDataset(remote=data), BATCH)
-    monitor.attach(loader, watches=False)
+    monitor, loader = DataMonitor(print, watch_after_s=None), StreamingDataLoader(StreamingDataset(remote=data), BATCH)
+    monitor.attach(loader)
     batches = iter(loader)
     for _ in range(3):
         next(batches)

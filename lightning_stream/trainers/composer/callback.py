@@ -7,7 +7,8 @@ clock has the batches trained on; the callback joins the trainer when the traini
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from composer import Callback, Logger, State
@@ -34,12 +35,20 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     the time goes.
     """
 
-    def __init__(self, loader: StreamingDataLoader, *, monitor: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        loader: StreamingDataLoader,
+        *,
+        monitor: bool | Literal["tune"] = True,
+        watch_after_s: float | None = 120.0,
+        **options: Any,
+    ) -> None:
         self.tracker = PositionTracker(**options)
         self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
         self.tracker.counts = False  # until a trainer joins
-        self.loader, self.is_monitoring = loader, monitor
-        self.monitor = DataMonitor(self.tracker.say)  # of the trainer that joined last
+        self.loader = loader
+        self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
+        self.monitor = self._new_monitor()  # of the trainer that joined last
         self.tracker.attach(loader, owns=self._begins)
         self.tracker.loaded = lambda: self._follow_length(private.state_that_loads(loader))
         self._trainer: Any = None
@@ -83,8 +92,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if self._trainer is not None and not tracker.is_resumed:  # a second trainer begins the data from its start
             tracker.move_to(self.loader.first_position())
         self._trainer, tracker.counts = trainer, True
-        self.monitor = DataMonitor(tracker.say)
-        self.monitor.attach(self.loader, self.is_monitoring)
+        self.monitor = self._new_monitor()
+        self.monitor.attach(self.loader)
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
         if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
@@ -146,13 +155,13 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._sync()
         position = self.tracker.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
-        if self.is_monitoring and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
+        if self.monitor.is_on and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
             logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger) and (bar := destination.train_pbar) is not None:
                 # Composer's progress bar shows only losses. The position comes first, since lines are cut.
                 others = {name: value for name, value in bar.metrics.items() if name not in ("at", "data")}
-                waiting = {"data": self.monitor.short()} if self.is_monitoring else {}
+                waiting = {"data": self.monitor.short()} if self.monitor.is_on else {}
                 bar.metrics = {"at": f"{position.epoch}:{position.position}", **waiting, **others}
                 bar.pbar.set_postfix(bar.metrics, refresh=False)
 
@@ -162,7 +171,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             self._sync()
             self._log_substituted(state, logger)
             self.monitor.stop()
-            if self.is_monitoring:
+            if self.monitor.is_on:
                 logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
 
     def eval_before_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
@@ -190,7 +199,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if state.train_dataloader is self.loader:
             self.before_dataloader(state, logger)
             self._log_substituted(state, logger)
-            if self.is_monitoring:
+            if self.monitor.is_on:
                 self.monitor.end()
             self.tracker.end_run()
 

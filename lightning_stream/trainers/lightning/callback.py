@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
@@ -38,7 +38,11 @@ class StreamingCallback(Callback):
         show_position: Show the position in the progress bar.
         monitor: Log ``data/wait_share`` and other metrics of the data every ``Trainer(log_every_n_steps=...)`` steps,
             show the part of the time spent waiting for data and the downloads in the progress bar, and tell at the end,
-            or after a minute, what to change if training waits for data. Costs a few microseconds a batch.
+            or after a minute, what to change if training waits for data. Costs a few microseconds a batch. ``"tune"``
+            also changes how far ahead, and in how many threads, shards are fetched, and keeps what lets training wait
+            less: order and batches stay the same.
+        watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
+            None: never, and nothing is reported while the first shards arrive.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::
@@ -56,7 +60,8 @@ class StreamingCallback(Callback):
         *,
         check_delivery: bool = True,
         show_position: bool = True,
-        monitor: bool = True,
+        monitor: bool | Literal["tune"] = True,
+        watch_after_s: float | None = 120.0,
         record_delivery: str | os.PathLike[str] | None = None,
         is_passive: bool = False,
     ) -> None:
@@ -67,8 +72,9 @@ class StreamingCallback(Callback):
             on_missing_state=on_missing_state,
         )
         self.tracker.padding = False  # losses are weighted by the samples that count
-        self.is_passive, self.show_position, self.is_monitoring = is_passive, show_position, monitor
-        self.monitor = DataMonitor(self.tracker.say)  # of the latest fit
+        self.is_passive, self.show_position = is_passive, show_position
+        self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
+        self.monitor = self._new_monitor()  # of the latest fit
         self._hide_position: Callable[[], object] = loops.do_nothing
         self._end_timing: Callable[[], object] = loops.do_nothing
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
@@ -181,11 +187,11 @@ class StreamingCallback(Callback):
         self.tracker.begin_run()
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
-        self.monitor = DataMonitor(self.tracker.say)
-        self.monitor.attach(loader, self.is_monitoring)
+        self.monitor = self._new_monitor()
+        self.monitor.attach(loader)
         self._end_timing = loops.time_checkpoints(trainer, self.monitor)
         if self.show_position:
-            waiting = self.monitor.short if self.is_monitoring else None
+            waiting = self.monitor.short if self.monitor.is_on else None
             self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)
         at, self._enters_at = self._enters_at, None
         loops.follow_length(trainer, loader, self.tracker.position.epoch if at is None else at.epoch)
@@ -198,7 +204,7 @@ class StreamingCallback(Callback):
         """Follow the loader that Lightning made for this epoch, if it made one, and the epoch's length."""
         loader = self._attach(trainer) if self.tracker.is_attached else None
         if loader is not None:
-            self.monitor.attach(loader, self.is_monitoring)
+            self.monitor.attach(loader)
             loops.follow_length(trainer, loader, self.tracker.position.epoch)
 
     def _follow_change(self, trainer: Any) -> None:
@@ -232,7 +238,7 @@ class StreamingCallback(Callback):
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
-        if self.is_monitoring and loops.logs_now(trainer):
+        if self.monitor.is_on and loops.logs_now(trainer):
             pl_module.log_dict(self.monitor.metrics(trainer.global_step), on_step=True, on_epoch=False, batch_size=1)
         if self.tracker.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
@@ -255,7 +261,7 @@ class StreamingCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Tell what to change if training waited for its data."""
-        if self.is_monitoring and self.tracker.is_attached:
+        if self.monitor.is_on and self.tracker.is_attached:
             self.monitor.end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
