@@ -24,6 +24,7 @@ from lightning_stream.order.micro_batches import MicroBatch
 STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
 PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
 PAUSES = ("checkpoint", "garbage_collection", "other_ranks")  # of the time between batches
+_NOTHING = (0.0,) * (len(PARTS) - 1)
 _ROW_BYTES = 8 * (len(NAMES) + 1)
 
 
@@ -74,6 +75,10 @@ class Mark(NamedTuple):
 
 def divided(asked: float, got: float, made: Made) -> tuple[float, ...]:
     """The seconds of each of `PARTS` in a wait. Their sum is the wait."""
+    if asked <= made.began and made.ended <= got:  # the common cases take a third of the time so
+        return (made.began - asked, *made.stages, got - made.ended)
+    if made.ended <= asked:
+        return (*_NOTHING, got - asked)
     began, ended = min(max(made.began, asked), got), min(max(made.ended, asked), got)
     share = (ended - began) / whole if (whole := sum(made.stages)) > 0 else 0.0
     stages = [share * seconds for seconds in made.stages]
@@ -120,7 +125,8 @@ class Meter:
         """Note that a batch is requested; what came before the first one of an iteration is not training."""
         if is_first:
             self._training_since = None
-        self.stop(now)
+        else:
+            self.stop(now)
         self.waiting_since = now
 
     def gave_up(self) -> None:
