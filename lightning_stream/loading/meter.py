@@ -95,6 +95,8 @@ class Meter:
         pauses: The parts of `compute_s`, by `PAUSES`, in which the consumer did not train.
         validation_s: Seconds of validations.
         num_batches, num_samples, num_tokens: What was handed out, padding excluded.
+        num_positions: Positions of the epoch's order in the steps that were handed out, over all replicas.
+        reached, epoch_positions: The position behind the latest batch; about how many its epoch has.
         num_iterations: Iterations that have handed out a batch.
         num_ready: Batches that were made before they were requested.
         first_waits, waits: Seconds by `PARTS`, of the waits for first batches of iterations, and for all others.
@@ -108,6 +110,8 @@ class Meter:
     def __init__(self) -> None:
         self.wait_s = self.longest_wait_s = self.compute_s = self.cpu_s = self.all_cpu_s = 0.0
         self.num_batches = self.num_samples = self.num_tokens = self.num_iterations = self.num_ready = 0
+        self.num_positions = self.reached = 0
+        self.epoch_positions = 0.0
         self.first_waits, self.waits, self.work = [0.0] * len(PARTS), [0.0] * len(PARTS), [0.0] * len(STAGES)
         self.pauses, self.validation_s = dict.fromkeys(PAUSES, 0.0), 0.0
         self.settings: Any = None
@@ -164,6 +168,9 @@ class Meter:
         if batch is not None:
             self.num_samples += batch.num_samples
             self.num_tokens += batch.num_tokens
+            self.reached = batch.end
+            if batch.completes_step:
+                self.num_positions += batch.end - batch.begin
         if made.ended < asked:
             self.num_ready += 1
         waits, work = self.first_waits if is_first else self.waits, self.work

@@ -39,7 +39,7 @@ from lightning_stream.reading.look_ahead import furthest_ahead
 
 _MEASURED = (
     "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "wait_s", "longest_wait_s",
-    "compute_s", "cpu_s", "all_cpu_s", "validation_s",
+    "compute_s", "cpu_s", "all_cpu_s", "validation_s", "num_positions", "epoch_positions",
 )  # fmt: skip
 
 
@@ -156,6 +156,7 @@ class LoaderQuestions:
         counted = dict(zip(NAMES, (reader.counters.values + meter.counters()).tolist(), strict=True))
         return LoaderStats(
             **measured,
+            epoch_fraction=min(1.0, meter.reached / meter.epoch_positions) if meter.epoch_positions else 0.0,
             pauses=dict(meter.pauses),
             waits=dict(zip(PARTS, meter.waits, strict=True)),
             first_waits=dict(zip(PARTS, meter.first_waits, strict=True)),

@@ -10,6 +10,7 @@ from lightning_stream.counters import NAMES
 from lightning_stream.loading.meter import PARTS, PAUSES, STAGES
 
 _MB = 1e6
+_OF_THE_MOMENT = ("settings", "epoch_positions", "epoch_fraction")
 _LABELS = {
     "checkpoint": "writing checkpoints",
     "garbage_collection": "garbage collection",
@@ -49,6 +50,9 @@ class LoaderStats:
 
     Attributes:
         num_batches, num_samples, num_tokens: What was handed out, padding excluded; tokens of packed rows only.
+        num_positions: Positions of the epoch's order (samples, or rows that they are packed into) in the steps that
+            were handed out, over all replicas.
+        epoch_positions, epoch_fraction: About how many the current epoch has; the part of them that was handed out.
         num_iterations: Iterations (epochs, usually) that handed out a batch.
         num_ready: Batches that were ready when they were requested.
         wait_s, longest_wait_s: Seconds that training waited for its batches: the exposed data time; the longest wait.
@@ -74,6 +78,9 @@ class LoaderStats:
     num_tokens: int = 0
     num_iterations: int = 0
     num_ready: int = 0
+    num_positions: int = 0
+    epoch_positions: float = 0.0
+    epoch_fraction: float = 0.0
     wait_s: float = 0.0
     longest_wait_s: float = 0.0
     compute_s: float = 0.0
@@ -94,11 +101,11 @@ class LoaderStats:
     def __add__(self, later: LoaderStats) -> LoaderStats:
         """What was measured in both."""
         longest_wait_s = max(self.longest_wait_s, later.longest_wait_s)
-        return replace(self._combined(later, 1), longest_wait_s=longest_wait_s, settings=later.settings)
+        return replace(later._combined(self, 1), longest_wait_s=longest_wait_s)
 
     def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
-        found: dict[str, Any] = {"settings": self.settings}
-        for name in (one.name for one in fields(self) if one.name != "settings"):
+        found: dict[str, Any] = {name: getattr(self, name) for name in _OF_THE_MOMENT}
+        for name in (one.name for one in fields(self) if one.name not in _OF_THE_MOMENT):
             own, others = getattr(self, name), getattr(other, name)
             if isinstance(own, Mapping):
                 found[name] = {key: own[key] + sign * others[key] for key in own}
@@ -162,6 +169,12 @@ class LoaderStats:
         return self.compute_s / making_s if making_s > 0 and self.settings.num_workers else 0.0
 
     @property
+    def epoch_left_s(self) -> float:
+        """Seconds until the end of the epoch at this speed; 0 if nothing was measured."""
+        left = (1 - self.epoch_fraction) * self.epoch_positions
+        return left * self.elapsed_s / self.num_positions if self.num_positions else 0.0
+
+    @property
     def short(self) -> str:
         """The short text of progress bars, e.g. ``2% · 310 MB/s``: the time spent waiting, and the downloads."""
         rate = f" · {self.download_mb_s:.0f} MB/s" if self.counters["fetched_bytes"] else ""
@@ -176,11 +189,14 @@ class LoaderStats:
             "data/ready_share": self.ready_share,
             "data/download_mb_s": self.download_mb_s,
             "data/cache_hit": self.cache_hit,
+            "data/epoch_fraction": self.epoch_fraction,
             "data/retries": self.counters["retries"],
             "data/bad_samples": self.counters["bad_samples"],
         }
         if self.num_tokens:
             found["data/tokens_per_s"] = self.num_tokens / self.elapsed_s
+        if self.headroom:
+            found["data/headroom"] = self.headroom
         return found
 
     def __str__(self) -> str:
@@ -192,6 +208,10 @@ class LoaderStats:
             f"{self.num_batches:,} batches, {self.num_samples:,} samples in {self.elapsed_s:.1f} s "
             f"({self.samples_per_s:,.0f} samples/s); {100 * self.ready_share:.0f}% of the batches were ready."
         )
+        if self.epoch_fraction < 1:
+            head += (
+                f"\n{100 * self.epoch_fraction:.0f}% of the epoch is done; the rest takes {self.epoch_left_s:,.0f} s."
+            )
         rows = [("training", self.training_s)]
         rows += [(label, self.pauses[name]) for name, label in _LABELS.items() if self.pauses[name] > 0]
         rows += [(f"waiting: {name}", self.waits[name] + self.first_waits[name]) for name in PARTS]

@@ -21,7 +21,7 @@ _WORTH_S = 5.0  # of waiting in that time
 _WORTH_AT_END_S = 1.0
 _LONG_RUN_S = 60.0  # from here on, the end of training has a verdict also where all is well
 _ADDED = ("data/samples_per_s", "data/tokens_per_s", "data/download_mb_s", "data/retries", "data/bad_samples")
-_LEAST = ("data/ready_share", "data/cache_hit")
+_LEAST = ("data/ready_share", "data/cache_hit", "data/headroom", "data/epoch_fraction")
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
 from servers.web import WebServer  # noqa: E402
 from support.metered_loading import BATCH, loader_over, served, spend, write_metered  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.counters import NAMES, Counters  # noqa: E402
 from lightning_stream.loading.meter import Made, Meter, divided  # noqa: E402
 from lightning_stream.loading.verdict import verdict_of  # noqa: E402
@@ -238,6 +238,49 @@ def test_a_copy_of_a_loader_begins_at_zero(data: Path, tmp_path: Path) -> None:
     counters = Counters()
     counters.add("requests")
     assert pickle.loads(pickle.dumps(counters)).values.tolist() == [0.0] * len(NAMES)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_how_much_of_the_epoch_is_done_and_how_long_the_rest_takes(
+    data: Path, tmp_path: Path, num_workers: int
+) -> None:
+    loader = loader_over(data, tmp_path, num_workers)
+    assert loader.stats().epoch_fraction == 0.0
+    batches = iter(loader)
+    for _ in islice(batches, NUM_SAMPLES // BATCH // 4):
+        spend(0.005)
+    before = loader.stats()
+    state = loader.state_dict()
+    assert before.epoch_fraction == 0.25
+    assert before.epoch_left_s == pytest.approx(3 * before.elapsed_s, rel=0.15)
+    assert "25% of the epoch is done; the rest takes " in str(before)
+    for _ in batches:
+        pass
+    recent = loader.stats() - before
+    assert (recent.epoch_fraction, recent.epoch_left_s) == (1.0, 0.0)
+    assert "of the epoch is done" not in str(recent)
+    assert recent.metrics()["data/epoch_fraction"] == 1.0
+    resumed = loader_over(data, tmp_path)
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    assert resumed.stats().epoch_fraction == 0.25 + BATCH / NUM_SAMPLES
+
+
+def test_packed_rows_and_accumulated_batches_count_by_the_position(data: Path, tmp_path: Path) -> None:
+    loader = StreamingDataLoader(StreamingDataset(local=data), 8, accumulate=4)
+    for _ in islice(loader, 16):
+        pass
+    assert loader.stats().epoch_fraction == 16 * 8 / NUM_SAMPLES
+    with MDSWriter(out=tmp_path / "texts", columns={"tokens": "ndarray:int32"}) as writer:
+        for number in range(400):
+            writer.write({"tokens": np.full(10 + number % 30, number, np.int32)})
+    packed = StreamingDataLoader(StreamingDataset(local=tmp_path / "texts", pack=Packing("tokens", 64)), 4)
+    num_rows = 4 * len(packed)
+    for _ in islice(packed, len(packed) // 2):
+        pass
+    stats = packed.stats()
+    assert stats.epoch_positions == pytest.approx(num_rows, rel=0.4)
+    assert stats.epoch_fraction == pytest.approx(0.5, abs=0.2)
 
 
 def test_a_look_at_batches_is_not_measured(data: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.plain import STATE_KEY
+from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.order import Position
 from lightning_stream.order.mosaic.state import is_mosaic_state
 from lightning_stream.trainers.lightning import loops, rules
@@ -92,6 +93,10 @@ class StreamingCallback(Callback):
     def start_at(self, state: Mapping[str, Any]) -> None:
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
         self._start = state
+
+    def stats(self) -> LoaderStats:
+        """Where the time of the latest fit has gone so far, see `StreamingDataLoader.stats`."""
+        return self.monitor.stats()
 
     # The loader
 

@@ -14,6 +14,7 @@ import torch
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.distributed import detect_world
+from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.order import Tail, World
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is, sampler_replicas
@@ -208,6 +209,10 @@ class StreamingDataModule(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """The position; the callback's copy is the one that is loaded, since it survives a renamed class."""
         return self.position_callback.state_dict()
+
+    def stats(self) -> LoaderStats:
+        """Where the time of the latest fit has gone so far, see `StreamingDataLoader.stats`."""
+        return self.position_callback.stats()
 
     def close(self) -> None:
         """End the worker processes of all loaders made so far, which otherwise live as long as the trainer."""
