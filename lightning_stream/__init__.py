@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
+    from lightning_stream.loading.exporters import export_opentelemetry, export_prometheus
     from lightning_stream.loading.packing import Packing
     from lightning_stream.order import Position, Schedule, World
     from lightning_stream.reading.stream import Stream
@@ -45,6 +46,7 @@ _NAMES = {
     "formats.encodings": "register_encoding",
     "formats.encodings.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
+    "loading.exporters": "export_opentelemetry export_prometheus",
     "loading.packing": "Packing",
     "order": "Position Schedule World",
     "reading.stream": "Stream",
@@ -72,6 +74,6 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 __all__ = [
     "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Packing", "Position",
     "PositionTracker", "Schedule", "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World",
-    "XSVWriter", "add_lengths", "decode_jpeg", "merge_index", "read_position", "register_encoding", "start_at",
-    "verify_delivery",
+    "XSVWriter", "add_lengths", "decode_jpeg", "export_opentelemetry", "export_prometheus", "merge_index",
+    "read_position", "register_encoding", "start_at", "verify_delivery",
 ]  # fmt: skip

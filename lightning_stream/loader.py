@@ -227,7 +227,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check()
-        self.meter.settings = self.loading_settings()
+        each = run.epoch(start.epoch).samples_per_position if self.epochs_differ else 1
+        self.meter.settings, self.meter.epoch_positions = self.loading_settings(), run.num_samples / each
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
         return start, self.batches_from(start, settings)

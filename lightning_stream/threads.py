@@ -42,11 +42,23 @@ class DaemonPool:
                 raise RuntimeError("this pool is closed")
             self._calls.put((future, call, args))
             if not self._idle.acquire(blocking=False) and self._started < self._num_threads:
-                self._started += 1
-                threading.Thread(
-                    target=_serve, args=(self._calls, self._idle), name=f"{self._name}-{self._started}", daemon=True
-                ).start()
+                self._start()
         return future
+
+    def _start(self) -> None:
+        self._started += 1
+        name = f"{self._name}-{self._started}"
+        threading.Thread(target=_serve, args=(self._calls, self._idle), name=name, daemon=True).start()
+
+    def resize(self, num_threads: int) -> None:
+        """Run calls in at most so many threads from now on; threads above that end after the calls given before."""
+        with self._guard:
+            self._num_threads = num_threads
+            for _ in range(min(self._calls.qsize(), num_threads - self._started)):
+                self._start()
+            while self._started > num_threads:
+                self._started -= 1
+                self._calls.put(None)
 
     def close(self) -> None:
         """Cancel calls that have not begun; those in progress continue. A second close does nothing."""
@@ -95,6 +107,7 @@ def _serve(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
         _run(*given)
         del given  # not held while waiting: a call may refer to much
         idle.release()
+    idle.acquire(blocking=False)  # it was idle until it was asked to end
 
 
 def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:

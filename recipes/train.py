@@ -115,7 +115,7 @@ def _fit_lightning(config: DictConfig, trainer: Any, model: Any, data: Any, ckpt
     followed = next(each for each in trainer.callbacks if isinstance(each, StreamingCallback))
     now, steps = followed.monitor.stats(), followed.tracker.num_steps
     samples = now.num_samples * trainer.world_size
-    return RunFigures(samples, steps, now.elapsed_s, followed.monitor.validation_s, now.wait_s)
+    return RunFigures(samples, steps, now.elapsed_s, now.validation_s, now.wait_s)
 
 
 def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figures: RunFigures) -> RunSummary:

@@ -36,6 +36,8 @@ PUBLIC = {
     "data_spec",
     "dataframe_to_mds",
     "decode_jpeg",
+    "export_opentelemetry",
+    "export_prometheus",
     "merge_index",
     "read_position",
     "register_encoding",

@@ -6,21 +6,25 @@ nothing else, counts: what was made ahead cost the training no time. So the part
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 from collections.abc import Callable
 from multiprocessing import context, reduction
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.counters import NAMES
+from lightning_stream.counters import LIVE_SETTINGS, NAMES
 from lightning_stream.loading.shared_position import memory_file
 from lightning_stream.order.micro_batches import MicroBatch
 
 STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
 PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
+PAUSES = ("checkpoint", "garbage_collection", "other_ranks")  # of the time between batches
+_NOTHING = (0.0,) * (len(PARTS) - 1)
 _ROW_BYTES = 8 * (len(NAMES) + 1)
 
 
@@ -37,8 +41,44 @@ class Made(NamedTuple):
     all_cpu_s: float
 
 
+class _GarbageCollections:
+    """Adds up the seconds that the garbage collections of this process take, once it is among `gc.callbacks`."""
+
+    seconds = _began = 0.0
+
+    def __call__(self, phase: str, _: object, _now: Callable[[], float] = perf_counter) -> None:
+        if phase == "start":
+            self._began = _now()
+        else:
+            self.seconds += _now() - self._began
+
+    def watch(self) -> None:
+        """Add up from now on."""
+        if self not in gc.callbacks:
+            gc.callbacks.append(self)
+
+
+GARBAGE = _GarbageCollections()
+
+
+class Mark(NamedTuple):
+    """A moment, and the seconds of all garbage collections before it."""
+
+    at: float
+    collected: float
+
+    @classmethod
+    def of(cls, now: float) -> Mark:
+        """The mark of this moment."""
+        return cls(now, GARBAGE.seconds)
+
+
 def divided(asked: float, got: float, made: Made) -> tuple[float, ...]:
     """The seconds of each of `PARTS` in a wait. Their sum is the wait."""
+    if asked <= made.began and made.ended <= got:  # the common cases take a third of the time so
+        return (made.began - asked, *made.stages, got - made.ended)
+    if made.ended <= asked:
+        return (*_NOTHING, got - asked)
     began, ended = min(max(made.began, asked), got), min(max(made.ended, asked), got)
     share = (ended - began) / whole if (whole := sum(made.stages)) > 0 else 0.0
     stages = [share * seconds for seconds in made.stages]
@@ -50,25 +90,35 @@ class Meter:
 
     Attributes:
         wait_s, longest_wait_s: Seconds that the consumer waited for batches; the longest wait.
-        compute_s: Seconds between the hand-out of a batch and the request for the next one of the same iteration.
+        compute_s: Seconds between the hand-out of a batch and the request for the next one of the same iteration,
+            validations excluded; and of checkpoints written between iterations.
+        pauses: The parts of `compute_s`, by `PAUSES`, in which the consumer did not train.
+        validation_s: Seconds of validations.
         num_batches, num_samples, num_tokens: What was handed out, padding excluded.
+        num_positions: Positions of the epoch's order in the steps that were handed out, over all replicas.
+        reached, epoch_positions: The position behind the latest batch; about how many its epoch has.
         num_iterations: Iterations that have handed out a batch.
         num_ready: Batches that were made before they were requested.
         first_waits, waits: Seconds by `PARTS`, of the waits for first batches of iterations, and for all others.
         work: Seconds by `STAGES` of the making of all batches, also of what cost no time.
         cpu_s, all_cpu_s: As in `Made`, added up.
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
-        settings: The `LoadingSettings` when the latest iteration began; None before.
+        settings: The `LoadingSettings` when the latest iteration began, or they were changed; None before.
+        live_settings: See `Counters`; those of this process and its workers.
     """
 
     def __init__(self) -> None:
         self.wait_s = self.longest_wait_s = self.compute_s = self.cpu_s = self.all_cpu_s = 0.0
         self.num_batches = self.num_samples = self.num_tokens = self.num_iterations = self.num_ready = 0
+        self.num_positions = self.reached = 0
+        self.epoch_positions = 0.0
         self.first_waits, self.waits, self.work = [0.0] * len(PARTS), [0.0] * len(PARTS), [0.0] * len(STAGES)
+        self.pauses, self.validation_s = dict.fromkeys(PAUSES, 0.0), 0.0
         self.settings: Any = None
         self.waiting_since: float | None = None
         self._training_since: float | None = None
-        self._is_paused = False
+        self._collected = 0.0  # seconds of garbage collections that are not part of this step
+        self.live_settings: NDArray[np.float64] = np.zeros(len(LIVE_SETTINGS))
         self._live: list[SharedCounters] = []
         self._ended = np.zeros(len(NAMES))
 
@@ -77,38 +127,50 @@ class Meter:
 
     def asked(self, now: float, is_first: bool) -> None:
         """Note that a batch is requested; what came before the first one of an iteration is not training."""
-        self._trained(now, counts=not is_first)
+        if is_first:
+            self._training_since = None
+        else:
+            self.stop(now)
         self.waiting_since = now
 
     def gave_up(self) -> None:
         """Note that no batch came: the epoch is over, or an error was raised."""
         self.waiting_since = None
 
-    def _trained(self, now: float, counts: bool = True) -> None:
-        if self._training_since is not None and counts:
+    def stop(self, now: float) -> None:
+        """Note that training stops: a batch is requested, or an epoch ends."""
+        if self._training_since is not None:
             self.compute_s += now - self._training_since
-        self._training_since = None
+            self.pauses["garbage_collection"] += GARBAGE.seconds - self._collected
+            self._training_since = None
 
-    def pause(self, now: float) -> None:
-        """Note that training stops: for a validation, or at the end of an epoch."""
-        self._is_paused = self._training_since is not None
-        self._trained(now)
-
-    def resume(self, now: float) -> None:
-        """Note that training continues after a pause."""
-        if self._is_paused:
-            self._training_since, self._is_paused = now, False
+    def spent(self, what: str, since: Mark, now: float) -> None:
+        """Note what the consumer did since a mark instead of training: ``"validation"``, or one of `PAUSES`."""
+        seconds, is_training = now - since.at, self._training_since is not None
+        self._collected += GARBAGE.seconds - since.collected
+        if what != "validation":
+            self.pauses[what] += seconds
+            self.compute_s += 0.0 if is_training else seconds
+            return
+        self.validation_s += seconds
+        if self._training_since is not None:
+            self._training_since += seconds
 
     def note(self, asked: float, got: float, made: Made, batch: MicroBatch | None, is_first: bool) -> None:
         """Count a batch that is about to be handed out."""
-        wait_s, self.waiting_since, self._training_since, self._is_paused = got - asked, None, got, False
+        wait_s, self.waiting_since, self._training_since, self._collected = got - asked, None, got, GARBAGE.seconds
         self.wait_s += wait_s
         self.longest_wait_s = max(self.longest_wait_s, wait_s)
         self.num_batches += 1
-        self.num_iterations += is_first
+        if is_first:
+            self.num_iterations += 1
+            GARBAGE.watch()
         if batch is not None:
             self.num_samples += batch.num_samples
             self.num_tokens += batch.num_tokens
+            self.reached = batch.end
+            if batch.completes_step:
+                self.num_positions += batch.end - batch.begin
         if made.ended < asked:
             self.num_ready += 1
         waits, work = self.first_waits if is_first else self.waits, self.work
@@ -131,7 +193,13 @@ class Meter:
         """Make the counters of so many new workers, which count until they are detached."""
         shared = SharedCounters(num_workers)
         self._live.append(shared)
+        self.set_live(self.live_settings)
         return shared
+
+    def set_live(self, settings: NDArray[np.float64]) -> None:
+        """Change the settings of this process, and of its workers."""
+        for kept in (self.live_settings, *(shared.live_settings for shared in list(self._live))):
+            kept[:] = settings
 
     def detach(self, shared: SharedCounters | None) -> None:
         """Keep the sum of the counters of workers that have ended."""
@@ -144,15 +212,18 @@ class SharedCounters:
     """The counters of the workers of one iteration, in memory that they share with their trainer.
 
     Forked workers inherit it, spawned ones get its descriptor. `values` is float64[num_workers, len(NAMES)], and `pids`
-    float64[num_workers] has the process id of each worker that can report where it stands, and 0 for others.
+    float64[num_workers] has the process id of each worker that can report where it stands, and 0 for others. The
+    workers read `live_settings`.
     """
 
     _fd = -1
 
     def __init__(self, num_workers: int, fd: int | None = None) -> None:
-        num_bytes = num_workers * _ROW_BYTES
+        num_bytes = num_workers * _ROW_BYTES + 8 * len(LIVE_SETTINGS)
         self._fd = memory_file("counters", num_bytes) if fd is None else fd
-        memory = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.float64).reshape(num_workers, -1)
+        whole = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.float64)
+        self.live_settings: NDArray[np.float64] = whole[-len(LIVE_SETTINGS) :]
+        memory = whole[: -len(LIVE_SETTINGS)].reshape(num_workers, -1)
         self.values: NDArray[np.float64] = memory[:, :-1]
         self.pids: NDArray[np.float64] = memory[:, -1]
 

@@ -7,9 +7,15 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from lightning_stream.counters import NAMES
-from lightning_stream.loading.meter import PARTS, STAGES
+from lightning_stream.loading.meter import PARTS, PAUSES, STAGES
 
 _MB = 1e6
+_OF_THE_MOMENT = ("settings", "epoch_positions", "epoch_fraction")
+_LABELS = {
+    "checkpoint": "writing checkpoints",
+    "garbage_collection": "garbage collection",
+    "other_ranks": "other ranks were late",
+}
 
 
 @dataclass(frozen=True)
@@ -44,10 +50,16 @@ class LoaderStats:
 
     Attributes:
         num_batches, num_samples, num_tokens: What was handed out, padding excluded; tokens of packed rows only.
+        num_positions: Positions of the epoch's order (samples, or rows that they are packed into) in the steps that
+            were handed out, over all replicas.
+        epoch_positions, epoch_fraction: About how many the current epoch has; the part of them that was handed out.
         num_iterations: Iterations (epochs, usually) that handed out a batch.
         num_ready: Batches that were ready when they were requested.
         wait_s, longest_wait_s: Seconds that training waited for its batches: the exposed data time; the longest wait.
-        compute_s: Seconds between batches in which training did not wait.
+        compute_s: Seconds between batches in which training did not wait, validations excluded.
+        pauses: The parts of `compute_s` in which nothing was trained either: ``"checkpoint"``,
+            ``"garbage_collection"``, ``"other_ranks"`` (which were late; under a trainer that reports them).
+        validation_s: Seconds of validations, under a trainer or `StreamingDataLoader.aside`.
         waits: The parts of `wait_s`, without those of each iteration's first batch, which are in `first_waits`.
         work: Seconds of making batches by stage, over all workers, also of what was made ahead.
         cpu_s, all_cpu_s: Processor time of the threads that made them; of all threads of their processes meanwhile.
@@ -66,11 +78,16 @@ class LoaderStats:
     num_tokens: int = 0
     num_iterations: int = 0
     num_ready: int = 0
+    num_positions: int = 0
+    epoch_positions: float = 0.0
+    epoch_fraction: float = 0.0
     wait_s: float = 0.0
     longest_wait_s: float = 0.0
     compute_s: float = 0.0
     cpu_s: float = 0.0
     all_cpu_s: float = 0.0
+    validation_s: float = 0.0
+    pauses: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
     waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     first_waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     work: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -84,11 +101,11 @@ class LoaderStats:
     def __add__(self, later: LoaderStats) -> LoaderStats:
         """What was measured in both."""
         longest_wait_s = max(self.longest_wait_s, later.longest_wait_s)
-        return replace(self._combined(later, 1), longest_wait_s=longest_wait_s, settings=later.settings)
+        return replace(later._combined(self, 1), longest_wait_s=longest_wait_s)
 
     def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
-        found: dict[str, Any] = {"settings": self.settings}
-        for name in (one.name for one in fields(self) if one.name != "settings"):
+        found: dict[str, Any] = {name: getattr(self, name) for name in _OF_THE_MOMENT}
+        for name in (one.name for one in fields(self) if one.name not in _OF_THE_MOMENT):
             own, others = getattr(self, name), getattr(other, name)
             if isinstance(own, Mapping):
                 found[name] = {key: own[key] + sign * others[key] for key in own}
@@ -98,8 +115,13 @@ class LoaderStats:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, waiting included."""
+        """Seconds of training, waiting and pauses included."""
         return self.wait_s + self.compute_s
+
+    @property
+    def training_s(self) -> float:
+        """Seconds between batches, pauses excluded."""
+        return self.compute_s - sum(self.pauses.values())
 
     @property
     def wait_share(self) -> float:
@@ -128,6 +150,31 @@ class LoaderStats:
         return self.num_ready / self.num_batches if self.num_batches else 0.0
 
     @property
+    def fetching_s(self) -> float:
+        """Seconds that threads have fetched and unpacked shards, added up over all of them."""
+        return sum(self.counters[name] for name in ("download_s", "verify_s", "decompress_s", "convert_s"))
+
+    @property
+    def headroom(self) -> float:
+        """How many times as fast as training the data could be; below 1, training waits. 0 if nothing was measured.
+
+        The workers have so much time to make batches, and their threads to fetch shards, as training takes; without
+        workers, training waits in any case.
+        """
+        makers = max(1, self.settings.num_workers)
+        making_s = max(
+            (sum(self.work.values()) - self.work["fetching"]) / makers,
+            self.fetching_s / (makers * self.settings.fetch_threads),
+        )
+        return self.compute_s / making_s if making_s > 0 and self.settings.num_workers else 0.0
+
+    @property
+    def epoch_left_s(self) -> float:
+        """Seconds until the end of the epoch at this speed; 0 if nothing was measured."""
+        left = (1 - self.epoch_fraction) * self.epoch_positions
+        return left * self.elapsed_s / self.num_positions if self.num_positions else 0.0
+
+    @property
     def short(self) -> str:
         """The short text of progress bars, e.g. ``2% · 310 MB/s``: the time spent waiting, and the downloads."""
         rate = f" · {self.download_mb_s:.0f} MB/s" if self.counters["fetched_bytes"] else ""
@@ -142,11 +189,14 @@ class LoaderStats:
             "data/ready_share": self.ready_share,
             "data/download_mb_s": self.download_mb_s,
             "data/cache_hit": self.cache_hit,
+            "data/epoch_fraction": self.epoch_fraction,
             "data/retries": self.counters["retries"],
             "data/bad_samples": self.counters["bad_samples"],
         }
         if self.num_tokens:
             found["data/tokens_per_s"] = self.num_tokens / self.elapsed_s
+        if self.headroom:
+            found["data/headroom"] = self.headroom
         return found
 
     def __str__(self) -> str:
@@ -158,12 +208,18 @@ class LoaderStats:
             f"{self.num_batches:,} batches, {self.num_samples:,} samples in {self.elapsed_s:.1f} s "
             f"({self.samples_per_s:,.0f} samples/s); {100 * self.ready_share:.0f}% of the batches were ready."
         )
-        rows = [("training", self.compute_s)]
+        if self.epoch_fraction < 1:
+            head += (
+                f"\n{100 * self.epoch_fraction:.0f}% of the epoch is done; the rest takes {self.epoch_left_s:,.0f} s."
+            )
+        rows = [("training", self.training_s)]
+        rows += [(label, self.pauses[name]) for name, label in _LABELS.items() if self.pauses[name] > 0]
         rows += [(f"waiting: {name}", self.waits[name] + self.first_waits[name]) for name in PARTS]
         table = [f"  {name:<22}{seconds:>9.2f} s{100 * seconds / self.elapsed_s:>7.1f}%" for name, seconds in rows]
         counted = self.counters
+        validation = f"Validation took {self.validation_s:.1f} s besides. " if self.validation_s else ""
         foot = (
-            f"{counted['fetched_bytes'] / _MB:,.1f} MB fetched ({self.download_mb_s:.0f} MB/s), "
+            f"{validation}{counted['fetched_bytes'] / _MB:,.1f} MB fetched ({self.download_mb_s:.0f} MB/s), "
             f"{counted['shards_fetched']:,.0f} shards; {counted['shards_here']:,.0f} were in the cache; "
             f"{counted['retries']:,.0f} retries, {counted['bad_samples']:,.0f} bad samples."
         )

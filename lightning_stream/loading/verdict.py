@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from lightning_stream.loading.stats import LoaderStats
 
 INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
+_PAUSED = 0.05  # the part of the time from which on pauses of training matter
+_VALIDATING = 0.3  # the part of the time from which on validations matter: they are wanted
 _ALARMING = 0.2  # the part of the time that matters more than any wait at the start
 _RATHER = 0.5  # the part from which on one of two explanations holds
 _MANY = 0.1  # the part of requests, or of the time of fetching, from which on failures matter
@@ -21,7 +24,27 @@ _BUSY = 0.5  # the part of the time that the connections are in use, from which 
 _UNDISTURBED = 0.75  # a thread that computes with less of a core than this is disturbed
 _OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor time: what its other threads use
 _SPARE = 1.1  # proposed workers make batches a little faster than they are needed
+_MOST_THREADS = 32  # that each worker fetches with
 _MB = 1e6
+_PAUSES = {
+    "checkpoint": ("Writing checkpoints", "Save less often, or asynchronously"),
+    "garbage_collection": ("Python's garbage collection", "Call gc.freeze() once the model and the data are set up"),
+    "other_ranks": ("Waiting for ranks that got their batches later", "Look at the verdict of these ranks"),
+    "validation": ("Validation", "Validate less often, or on fewer batches"),
+}
+
+
+@dataclass(frozen=True)
+class LiveChange:
+    """A setting of a running loader that changes neither order nor batches, see `StreamingDataLoader.tune`.
+
+    `wait_share` is the part of the time that training would wait with the new value.
+    """
+
+    setting: Literal["predownload", "fetch_threads"]
+    now: int
+    value: int
+    wait_share: float
 
 
 @dataclass(frozen=True)
@@ -32,10 +55,13 @@ class Verdict:
         cause: One of ``"none"`` (not input-bound), ``"cold_start"``, ``"epoch_start"``, ``"throttled"``,
             ``"store_errors"``, ``"small_cache"``, ``"look_ahead"``, ``"store_latency"``, ``"bandwidth"``,
             ``"decompression"``, ``"other_process"``, ``"disk"``, ``"decoding"``, ``"transform"``, ``"collate"``,
-            ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``.
+            ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``; or, where training is not input-bound but pauses,
+            ``"checkpoint"``, ``"garbage_collection"``, ``"other_ranks"``, ``"validation"``.
         finding: What was measured, as a sentence.
         remedy: What to change, as a sentence; empty where nothing needs to change.
         setting, value: The setting that the remedy names, and the value to try; None where it names none.
+        wait_share: The part of the time that training would wait with this value; None if it cannot be predicted.
+        live: What can be changed while training runs; None if nothing can.
     """
 
     cause: str
@@ -43,11 +69,13 @@ class Verdict:
     remedy: str = ""
     setting: str | None = None
     value: int | str | bool | None = None
+    wait_share: float | None = None
+    live: LiveChange | None = None
 
     @property
     def is_input_bound(self) -> bool:
         """Whether training waits for data again and again, and not only at the start."""
-        return self.cause not in ("none", "cold_start")
+        return self.cause not in ("none", "cold_start", *_PAUSES)
 
     def __str__(self) -> str:
         return f"{self.finding} {self.remedy}".rstrip()
@@ -59,16 +87,66 @@ def verdict_of(stats: LoaderStats) -> Verdict:
     Example: ``print(verdict_of(loader.stats()))`` prints "Input-bound 37%: the store takes 810 ms to the first byte of
     an answer. Raise num_workers from 2 to 4, since each worker fetches 4 shards at a time, or write larger shards."
     """
+    found = _of_waiting(stats)
+    if (pause := _pause(stats)) is None:
+        return found
+    cause, remedy = pause
+    return replace(
+        found, cause=found.cause if found.is_input_bound else cause, remedy=f"{found.remedy} {remedy}".lstrip()
+    )
+
+
+def _pause(stats: LoaderStats) -> tuple[str, str] | None:
+    """What training pauses for most, and a sentence about it; None if that takes little time."""
+    spent = {**stats.pauses, "validation": stats.validation_s}
+    shares = {name: seconds / max(1e-9, stats.elapsed_s + stats.validation_s) for name, seconds in spent.items()}
+    long = [name for name, share in shares.items() if share >= (_VALIDATING if name == "validation" else _PAUSED)]
+    if not long:
+        return None
+    cause = max(long, key=shares.__getitem__)
+    what, remedy = _PAUSES[cause]
+    return cause, f"{what} took {_percent(shares[cause])} of the time. {remedy}."
+
+
+def _of_waiting(stats: LoaderStats) -> Verdict:
     steady_s = sum(stats.waits.values())
     if stats.num_batches < 2 or stats.wait_share < INPUT_BOUND:
-        return Verdict("none", f"Not input-bound: training waited {_percent(stats.wait_share)} of the time for data.")
+        faster = f", which could keep up with {stats.headroom:.1f} times this speed" if stats.headroom > 1 else ""
+        waited = f"training waited {_percent(stats.wait_share)} of the time for data{faster}."
+        return Verdict("none", f"Not input-bound: {waited}")
     steady = steady_s / stats.elapsed_s
     if steady < INPUT_BOUND or (steady < _ALARMING and steady_s < _RATHER * stats.wait_s):
         return _at_the_start(stats)
     part = max(stats.waits, key=stats.waits.__getitem__)
     found = _CAUSES[part](stats)
-    finding = f"Input-bound {_percent(steady)}: {found.finding}"
-    return Verdict(found.cause, finding, found.remedy, found.setting, found.value)
+    after, remedy = _predicted(stats, found), found.remedy
+    if after is not None:
+        remedy += f" Training would then wait about {_percent(after)} of the time."
+    return replace(found, finding=f"Input-bound {_percent(steady)}: {found.finding}", remedy=remedy, wait_share=after)
+
+
+def _predicted(stats: LoaderStats, found: Verdict) -> float | None:
+    """The part of the time that training would wait with the proposed value; None if that cannot be known."""
+    settings = stats.settings
+    if found.cause == "gil":
+        return _wait_share(stats, 1, settings.fetch_threads, stats.cpu_s)
+    if found.setting == "predownload":
+        return _wait_share(stats, settings.num_workers, settings.fetch_threads)
+    if found.setting == "num_workers" and found.cause not in ("cores", "throttled") and isinstance(found.value, int):
+        return _wait_share(stats, found.value, settings.fetch_threads)
+    return None
+
+
+def _wait_share(stats: LoaderStats, num_workers: int, fetch_threads: int, computing_s: float | None = None) -> float:
+    """The part of the time that training would wait with these settings, and the look-ahead that they need.
+
+    Workers share the making of batches, and all their threads the fetching; training waits for the slower of both.
+    """
+    makers = max(1, num_workers)
+    making_s = (sum(stats.work.values()) - stats.work["fetching"] if computing_s is None else computing_s) / makers
+    making_s = max(making_s, stats.fetching_s / (makers * fetch_threads))
+    wait_s = max(0.0, making_s - (stats.compute_s if num_workers else 0.0))
+    return wait_s / max(1e-9, wait_s + stats.compute_s)
 
 
 def _at_the_start(stats: LoaderStats) -> Verdict:
@@ -92,7 +170,7 @@ def _fetching(stats: LoaderStats) -> Verdict:
     counted, settings = stats.counters, stats.settings
     makers = max(1, settings.num_workers)
     unpacking_s = counted["verify_s"] + counted["decompress_s"] + counted["convert_s"]
-    busy_s = counted["download_s"] + unpacking_s
+    busy_s = stats.fetching_s
     fetched, requests = counted["shards_fetched"], max(1, counted["requests"])
     failures = max(counted["retries"] / requests, counted["retry_s"] / max(busy_s, 1e-9))
     # A worker only knows its own downloads: others of the same shards are as likely.
@@ -157,16 +235,22 @@ def _looks_far(stats: LoaderStats) -> bool:
 def _needed_look_ahead(stats: LoaderStats) -> int:
     """Samples in which a worker needs twice as many new shards as it can fetch at once."""
     settings = stats.settings
-    samples_per_shard = stats.num_samples / max(1, stats.counters["shards_fetched"])
-    needed = 2 * settings.fetch_threads * samples_per_shard
+    needed = 2 * settings.fetch_threads * _samples_per_shard(stats)
     return settings.batch_size * math.ceil(needed / settings.batch_size)
+
+
+def _samples_per_shard(stats: LoaderStats) -> float:
+    return stats.num_samples / max(1, stats.counters["shards_fetched"])
 
 
 def _look_ahead(stats: LoaderStats) -> Verdict:
     needed, now = _needed_look_ahead(stats), stats.settings.predownload
     finding = "shards are requested too late: the connections are idle most of the time."
     remedy = f"Raise predownload from {now:,} to {needed:,} samples."
-    return Verdict("look_ahead", finding, remedy, "predownload", needed)
+    after = _wait_share(stats, stats.settings.num_workers, stats.settings.fetch_threads)
+    # Under a limit, what is fetched further ahead may not fit into the cache.
+    live = LiveChange("predownload", now, needed, after) if stats.settings.cache_limit is None else None
+    return Verdict("look_ahead", finding, remedy, "predownload", needed, live=live)
 
 
 def _slow_store(stats: LoaderStats) -> Verdict:
@@ -179,14 +263,25 @@ def _slow_store(stats: LoaderStats) -> Verdict:
         latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
         finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
         remedy = f"Raise {parallel} at a time, or write larger shards (size_limit)."
-        return Verdict("store_latency", finding, remedy, "num_workers", more)
+        return Verdict("store_latency", finding, remedy, "num_workers", more, live=_more_threads(stats))
     needed = counted["fetched_bytes"] / _MB / max(stats.compute_s, 1e-9)
     finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {needed:,.1f} MB/s."
     remedy = (
         f"If each connection is limited, raise {parallel} at a time. If the network is, write smaller samples "
         "(compression='zstd'), or train nearer to the data."
     )
-    return Verdict("bandwidth", finding, remedy, "num_workers", more)
+    return Verdict("bandwidth", finding, remedy, "num_workers", more, live=_more_threads(stats))
+
+
+def _more_threads(stats: LoaderStats) -> LiveChange | None:
+    """Threads with which each worker fetches shards as fast as training needs them; no more than have one to fetch."""
+    workers, now = stats.settings.num_workers, stats.settings.fetch_threads
+    needed = math.ceil(_SPARE * stats.fetching_s / max(1, workers) / max(stats.compute_s, 1e-9))
+    covered = int(stats.settings.predownload / _samples_per_shard(stats))
+    value = min(_MOST_THREADS, covered, max(2 * now, needed))
+    if value <= now or stats.settings.cache_limit is not None:
+        return None
+    return LiveChange("fetch_threads", now, value, _wait_share(stats, workers, value))
 
 
 def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[LoaderStats], Verdict]:

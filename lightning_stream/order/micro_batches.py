@@ -126,15 +126,17 @@ class MicroBatches:
 
     def place(self, j: int) -> Place:
         """The place of micro-batch j. O(1)."""
-        k, piece, count = self._locate(j)
+        return Place(*self._place(*self._locate(j)))
+
+    def _place(self, k: int, piece: int, count: int) -> tuple[int, int, int, bool, bool]:
         begin, end = self.plan.bounds(k)
         is_last = piece == count - 1
-        return Place(self.plan.order.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1))
+        return self.plan.order.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1)
 
     def __getitem__(self, j: int) -> MicroBatch:
         """Micro-batch j, planned on its own. O(samples of its global batch)."""
         k, piece, count = self._locate(j)
-        return self._made(j, self.plan.share(k).micro_batches(count)[piece])
+        return self._made(k, piece, count, self.plan.share(k).micro_batches(count)[piece])
 
     def walk(self, first: int = 0, step: int = 1) -> Iterator[MicroBatch]:
         """Yield micro-batches first, first + step, ...: many are planned together, which costs less than one by one.
@@ -145,28 +147,22 @@ class MicroBatches:
         together = max(1, _PLANNED_SAMPLES // (size * step))
         own = self._own(first, step)
         while some := list(islice(own, together)):
-            shares = self.plan.shares([k for _, k, _, _ in some])
-            for (j, _, piece, count), share in zip(some, shares, strict=True):
+            shares = self.plan.shares([k for k, _, _ in some])
+            for (k, piece, count), share in zip(some, shares, strict=True):
                 parts = share.micro_batches(count)
                 for number in range(piece, count, step):
-                    yield self._made(j + number - piece, parts[number])
+                    yield self._made(k, number, count, parts[number])
 
-    def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int, int]]:
-        """For each global batch of a walk: its first micro-batch in the walk, and the result of `_locate` for that."""
+    def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
+        """For each global batch of a walk: the result of `_locate` for its first micro-batch in the walk."""
         j = first
         while self.plan.is_whole(j // self._pieces) or j < len(self):
             k, piece, count = self._locate(j)
-            yield j, k, piece, count
+            yield k, piece, count
             j += -(-(count - piece) // step) * step
 
-    def _made(self, j: int, share: ReplicaBatch) -> MicroBatch:
-        place = self.place(j)
-        made = MicroBatch(
-            **vars(place),
-            ids=share.ids,
-            positions=share.positions,
-            filler=share.filler,
-            rows=share.rows,
-            version=self.plan.order.version_at(place.begin),
-        )
+    def _made(self, k: int, piece: int, count: int, share: ReplicaBatch) -> MicroBatch:
+        place = self._place(k, piece, count)
+        version = self.plan.order.version_at(place[1])
+        made = MicroBatch(*place, share.ids, share.positions, share.filler, rows=share.rows, version=version)
         return made if self._padding else made.without_padding()

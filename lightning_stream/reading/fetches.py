@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.counters import Counters
 from lightning_stream.errors import CacheError, LockTimeoutError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.index.schema import ShardEntry
@@ -210,6 +211,7 @@ class ReaderProcess:
         max_open_shards: int = 256,
         is_limited: bool = False,
         num_joined: int = 0,
+        counters: Counters | None = None,
     ) -> None:
         self.pid = os.getpid()
         self.lock = threading.RLock()
@@ -223,7 +225,8 @@ class ReaderProcess:
         self._max_open_shards = max_open_shards
         self._is_limited = is_limited
         self._taken_back: deque[list[int]] = deque()
-        self._fetch_threads = fetch_threads
+        self._fetch_threads = self._configured_threads = fetch_threads
+        self._counters = counters or Counters()
         self._wanted = 0  # shards that this process is to fetch, or fetches
         self._unfinished = 0  # these, and those that other processes fetch
         self._counting = threading.Lock()
@@ -285,6 +288,10 @@ class ReaderProcess:
         Other threads wait for what another process fetches already: the workers of a node need the same shards first,
         and would all wait for the few that one of them fetches.
         """
+        threads = self._counters.live_setting("fetch_threads") or self._configured_threads
+        if threads != self._fetch_threads:
+            self._fetch_threads = threads
+            self._fetchers.resize(threads)
         self._count(len(shards), len(shards))
         return [self._fetch(cache, entry) for cache, entry in shards]
 

@@ -52,17 +52,18 @@ def read_ahead(
     """Yield micro-batches of a plan, while the shards of those that follow are fetched.
 
     Without a ``predownload``, it looks further ahead while connections are idle: in an order that reads shard after
-    shard, the next batches need too few. However it ends, it takes back what it has announced.
+    shard, the next batches need too few. The loader may change it at any time. However it ends, it takes back what it
+    has announced.
     """
     next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
-    depth = read_ahead_depth(predownload, device_batch_size)
-    furthest = depth if predownload is not None else _FURTHER * depth
     waiting: deque[tuple[MicroBatch, Announced | None]] = deque()
     infos = iter(infos)
     try:
         # Once all shards are open, which they then stay, nothing is fetched or evicted any more.
         while not reader.has_all_open or waiting:
-            allowed = 0 if reader.has_all_open else furthest if reader.could_fetch_more() else depth
+            samples = reader.counters.live_setting("predownload") or predownload
+            further = reader.could_fetch_more()
+            allowed = 0 if reader.has_all_open else furthest_ahead(samples, device_batch_size, is_limited=not further)
             if len(waiting) <= allowed and (info := next(infos, None)) is not None:
                 waiting.append((info, reader.read_ahead(info.sample_ids)))
                 continue

@@ -321,7 +321,7 @@ class SampleReader:
         if found is None or found.pid != os.getpid():
             config, is_limited = self.config, self.defaults.config.limit_bytes is not None
             settings = (config.fetch_threads, SampleRanges(self.shards.open), config.max_open_shards, is_limited)
-            made = ReaderProcess(self.shards.num_shards, *settings, self.shards.num_joined)
+            made = ReaderProcess(self.shards.num_shards, *settings, self.shards.num_joined, self.counters)
             made.pools += [] if found is None else found.pools
             self._process = found = made
         return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Literal
 
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.meter import Mark
 from lightning_stream.loading.stats import LoaderStats
-from lightning_stream.loading.verdict import Verdict, verdict_of
+from lightning_stream.loading.tuning import Tuner
+from lightning_stream.loading.verdict import INPUT_BOUND, Verdict, verdict_of
 from lightning_stream.loading.watch import Watch
 from lightning_stream.trainers.agreement import gathered
 
@@ -18,7 +21,7 @@ _WORTH_S = 5.0  # of waiting in that time
 _WORTH_AT_END_S = 1.0
 _LONG_RUN_S = 60.0  # from here on, the end of training has a verdict also where all is well
 _ADDED = ("data/samples_per_s", "data/tokens_per_s", "data/download_mb_s", "data/retries", "data/bad_samples")
-_LEAST = ("data/ready_share", "data/cache_hit")
+_LEAST = ("data/ready_share", "data/cache_hit", "data/headroom", "data/epoch_fraction")
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,16 @@ class _Report:
     """What one rank reports to all."""
 
     metrics: dict[str, float]
+    training_s: float
     wait_s: float
     wait_share: float
     verdict: Verdict
     is_due: bool
+
+    @classmethod
+    def of(cls, logged: LoaderStats, checked: LoaderStats, is_due: bool) -> _Report:
+        verdict = verdict_of(checked)
+        return cls(logged.metrics(), logged.training_s, checked.wait_s, checked.wait_share, verdict, is_due)
 
 
 class DataMonitor:
@@ -37,27 +46,46 @@ class DataMonitor:
 
     Args:
         say: Shows the user a sentence.
+        monitor: Whether to do so; ``"tune"`` also changes how shards are fetched where that lets training wait less.
+        watch_after_s: See `StreamingDataLoader.watch`; None: no watch.
 
-    Attributes:
-        validation_s: Seconds between `pause` and `resume`, which are not part of training.
+    Raises:
+        ValueError: `monitor` is something else, or the time is not positive.
     """
 
-    def __init__(self, say: Callable[[str], object]) -> None:
-        self.say, self.validation_s = say, 0.0
+    def __init__(
+        self,
+        say: Callable[[str], object],
+        monitor: bool | Literal["tune"] = True,
+        watch_after_s: float | None = 120.0,
+    ) -> None:
+        if monitor not in (True, False, "tune"):
+            raise ValueError(f'monitor= is True, False or "tune"; found {monitor!r}')
+        if watch_after_s is not None and watch_after_s <= 0:
+            raise ValueError(f"watch_after_s= is positive, or None for no watch; found {watch_after_s}")
+        self.say, self.is_on, self._watch_after_s = say, bool(monitor), watch_after_s
+        self._tuner = Tuner() if monitor == "tune" else None
         self._loader: StreamingDataLoader | None = None
         self._watch: Watch | None = None
         self._past = self._base = LoaderStats()  # of loaders before this one; of this one, when it was attached
         self._logged = self._checked = self._shown = LoaderStats()  # when each was done last
-        self._checked_at = self._shown_at = self._paused_at = perf_counter()
+        self._checked_at = self._shown_at = perf_counter()
+        self._validating: Mark | None = None  # when the validation in progress began
+        self._others_s = 0.0  # that this rank waited for other ranks
+        self._late: tuple[int, int] | None = None  # the rank that all others wait for, and since which step
+        self._last_step = 0
         self._said: set[str] = set()
         self._text = "0%"
 
-    def attach(self, loader: StreamingDataLoader, watches: bool = True) -> None:
+    def attach(self, loader: StreamingDataLoader) -> None:
         """Follow a loader from now on, and watch it; a trainer may make another one for each epoch."""
         if loader is not self._loader:
             self.detach()
             self._loader, self._base = loader, loader.stats()
-            self._watch = loader.watch(say=self.say) if watches else None
+            if self.is_on and self._watch_after_s is not None:
+                self._watch = loader.watch(self._watch_after_s, self.say)
+            if self._tuner is not None:
+                loader.tune(**self._tuner.settings)
 
     def detach(self) -> None:
         """Release the loader; what was measured stays."""
@@ -70,20 +98,33 @@ class DataMonitor:
         """What was measured in this process since training began."""
         if self._loader is None:
             return self._past
-        return self._past + (self._loader.stats() - self._base)
+        found = self._past + (self._loader.stats() - self._base)
+        return replace(found, pauses={**found.pauses, "other_ranks": self._others_s})
 
-    def pause(self) -> None:
-        """Note that training stops for a validation, or at the end of an epoch."""
-        self._paused_at = perf_counter()
+    def stop(self) -> None:
+        """Note that training stops: an epoch is over."""
         if self._loader is not None:
-            self._loader.meter.pause(self._paused_at)
+            self._loader.meter.stop(perf_counter())
 
-    def resume(self) -> None:
+    def begin_validation(self) -> None:
+        """Note that a validation begins."""
+        self._validating = self.mark()
+
+    def end_validation(self) -> None:
         """Note that training continues after a validation."""
-        now = perf_counter()
-        self.validation_s += now - self._paused_at
-        if self._loader is not None:
-            self._loader.meter.resume(now)
+        since, self._validating = self._validating, None
+        if since is not None:
+            self.spent("validation", since)
+
+    @staticmethod
+    def mark() -> Mark:
+        """This moment, for `spent`."""
+        return Mark.of(perf_counter())
+
+    def spent(self, what: str, since: Mark) -> None:
+        """Note that a ``"checkpoint"`` was written, or a ``"validation"`` was made, since a mark."""
+        if self._loader is not None and self._validating is None:
+            self._loader.meter.spent(what, since, perf_counter())
 
     def short(self) -> str:
         """The text for a progress bar, about the last seconds, e.g. ``2% · 310 MB/s``."""
@@ -93,22 +134,44 @@ class DataMonitor:
             self._text, self._shown, self._shown_at = (stats - self._shown).short, stats, now
         return self._text
 
-    def metrics(self) -> dict[str, float]:
-        """The values for loggers since this was asked last, over all ranks. Collective.
+    def metrics(self, step: int) -> dict[str, float]:
+        """The values for loggers since this was asked last, over all ranks, after this optimizer step. Collective.
 
         Rates and counts are added up; the others are those of the rank that has the worst value.
         """
         stats, now = self.stats(), perf_counter()
         recent = stats - self._checked
         due = now - self._checked_at >= _CHECKED_S
-        found = gathered(
-            _Report((stats - self._logged).metrics(), recent.wait_s, recent.wait_share, verdict_of(recent), due)
-        )
-        self._logged = stats
+        found = gathered(_Report.of(stats - self._logged, recent, due))
+        self._follow_late_rank(found)
+        self._last_step = step
+        own = (stats - self._logged).training_s
+        self._others_s += max(0.0, own - min(one.training_s for one in found))
+        self._logged = stats = replace(stats, pauses={**stats.pauses, "other_ranks": self._others_s})
         if found[0].is_due:
             self._checked, self._checked_at = stats, now
             self._tell(found, _WORTH_S)
+            self._tune(max(found, key=_wait_share), step)
         return {name: self._over_ranks(name, found) for name in found[0].metrics}
+
+    def _tune(self, slowest: _Report, step: int) -> None:
+        """Change the same setting on all ranks, as the rank needs it that waits longest."""
+        if self._tuner is None or self._loader is None:
+            return
+        live = slowest.verdict.live if slowest.wait_s >= _WORTH_S else None
+        sentence = self._tuner.decide(live, slowest.wait_share, step)
+        self._loader.tune(**self._tuner.settings)
+        if sentence is not None:
+            self.say(sentence)
+
+    def _follow_late_rank(self, found: list[_Report]) -> None:
+        """Note since when all other ranks have waited for the same one, which waits for its data."""
+        shares = [one.metrics["data/wait_share"] for one in found]
+        rank = shares.index(max(shares))
+        if max(shares) - min(shares) < INPUT_BOUND:
+            self._late = None
+        elif self._late is None or self._late[0] != rank:
+            self._late = rank, self._last_step
 
     def _over_ranks(self, name: str, found: list[_Report]) -> float:
         values = [one.metrics[name] for one in found if name in one.metrics]
@@ -120,7 +183,7 @@ class DataMonitor:
     def end(self) -> None:
         """Tell the user how much of the time training waited for data, and what to change. Collective."""
         stats = self.stats()
-        found = gathered(_Report({}, stats.wait_s, stats.wait_share, verdict_of(stats), True))
+        found = gathered(_Report.of(stats, stats, True))
         if not self._tell(found, _WORTH_AT_END_S, again=True) and stats.elapsed_s >= _LONG_RUN_S:
             self.say(str(max(found, key=_wait_share).verdict))
 
@@ -132,7 +195,9 @@ class DataMonitor:
             return False
         if again or verdict.cause not in self._said:
             self._said.add(verdict.cause)
-            self.say(f"Rank {rank}: {verdict}" if len(found) > 1 else str(verdict))
+            late = self._late is not None and self._late[0] == rank and self._late[1]
+            others = f" The other ranks have waited for it since about step {late:,}." if late else ""
+            self.say(f"Rank {rank}: {verdict}{others}" if len(found) > 1 else str(verdict))
         return True
 
 

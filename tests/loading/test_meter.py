@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import sys
 import threading
@@ -24,42 +25,31 @@ if TESTS not in sys.path:
 
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
 from servers.web import WebServer  # noqa: E402
+from support.metered_loading import BATCH, loader_over, served, spend, write_metered  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.counters import NAMES, Counters  # noqa: E402
 from lightning_stream.loading.meter import Made, Meter, divided  # noqa: E402
 from lightning_stream.loading.verdict import verdict_of  # noqa: E402
 
-NUM_SAMPLES, BATCH = 1024, 16
+NUM_SAMPLES = 1024
 LIMIT_US = 25
 seconds = st.floats(0.0, 100.0)
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("metered") / "data"
-    with MDSWriter(out=folder, columns={"x": "ndarray:int32:256"}, size_limit=1 << 16) as writer:
-        for number in range(NUM_SAMPLES):
-            writer.write({"x": np.full(256, number, np.int32)})
-    return folder
+    return write_metered(tmp_path_factory.mktemp("metered") / "data", NUM_SAMPLES)
 
 
 @pytest.fixture
 def server(data: Path) -> Iterator[WebServer]:
-    with WebServer() as web:
-        web.objects.update({f"/data/{path.name}": path.read_bytes() for path in data.iterdir()})
+    with served(data) as web:
         yield web
 
 
 def bytes_of(data: Path) -> int:
     return sum(path.stat().st_size for path in data.glob("shard.*"))
-
-
-def spend(seconds: float) -> None:
-    """Compute for so long."""
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        pass
 
 
 def slow(sample: dict[str, Any]) -> dict[str, Any]:
@@ -70,12 +60,6 @@ def slow(sample: dict[str, Any]) -> dict[str, Any]:
 def slow_collate(samples: list[Any]) -> np.ndarray[Any, Any]:
     spend(0.05)
     return np.stack([sample["x"] for sample in samples])
-
-
-def loader_over(url: str | Path, tmp_path: Path, num_workers: int = 0, **options: Any) -> StreamingDataLoader:
-    of_loader = {name: options.pop(name) for name in ("collate_fn", "persistent_workers") if name in options}
-    dataset = StreamingDataset(remote=str(url), local=tmp_path / "cache", **{"shuffle": True, **options})
-    return StreamingDataLoader(dataset, BATCH, num_workers=num_workers, **of_loader)
 
 
 @given(asked=seconds, wait=seconds, began=seconds, stages=st.lists(seconds, min_size=5, max_size=5))
@@ -111,6 +95,36 @@ def test_the_parts_add_up_to_the_time_of_the_loop(data: Path, tmp_path: Path, nu
         2 * NUM_SAMPLES // BATCH,
         2,
     )
+
+
+def test_checkpoints_validations_and_garbage_collections_are_not_training(data: Path, tmp_path: Path) -> None:
+    loader, kept = loader_over(data, tmp_path), []
+    began = perf_counter()
+    for number, _ in enumerate(loader):
+        spend(0.002)
+        if number % 8 == 3:
+            with loader.aside("checkpoint"):
+                spend(0.02)
+                gc.collect()  # a part of writing this one
+        if number % 16 == 5:
+            with loader.aside("validation"):
+                spend(0.03)
+        kept.append([{} for _ in range(5000)])  # what a full collection has to look at
+        gc.collect()
+    with loader.aside("checkpoint"):  # between epochs
+        spend(0.1)
+    elapsed_s, num_batches = perf_counter() - began, NUM_SAMPLES // BATCH
+    stats = loader.stats()
+    assert stats.elapsed_s + stats.validation_s == pytest.approx(elapsed_s, rel=0.02)
+    assert stats.pauses["checkpoint"] >= num_batches / 8 * 0.02 + 0.1
+    assert stats.validation_s >= num_batches / 16 * 0.03
+    assert stats.pauses["garbage_collection"] > 0.01
+    assert 0.002 * num_batches <= stats.training_s < stats.elapsed_s - sum(stats.pauses.values())
+    lines = str(stats).splitlines()
+    shown = sum(float(line.split()[-3]) for line in lines if line.startswith("  "))
+    assert shown == pytest.approx(stats.elapsed_s, abs=0.06)
+    assert f"Validation took {stats.validation_s:.1f} s besides." in lines[-2]
+    assert "Writing checkpoints took " in lines[-1] or "garbage collection took " in lines[-1]
 
 
 @pytest.mark.parametrize("how", ["here", "fork", "spawn", "persistent"])
@@ -224,6 +238,49 @@ def test_a_copy_of_a_loader_begins_at_zero(data: Path, tmp_path: Path) -> None:
     counters = Counters()
     counters.add("requests")
     assert pickle.loads(pickle.dumps(counters)).values.tolist() == [0.0] * len(NAMES)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_how_much_of_the_epoch_is_done_and_how_long_the_rest_takes(
+    data: Path, tmp_path: Path, num_workers: int
+) -> None:
+    loader = loader_over(data, tmp_path, num_workers)
+    assert loader.stats().epoch_fraction == 0.0
+    batches = iter(loader)
+    for _ in islice(batches, NUM_SAMPLES // BATCH // 4):
+        spend(0.005)
+    before = loader.stats()
+    state = loader.state_dict()
+    assert before.epoch_fraction == 0.25
+    assert before.epoch_left_s == pytest.approx(3 * before.elapsed_s, rel=0.15)
+    assert "25% of the epoch is done; the rest takes " in str(before)
+    for _ in batches:
+        pass
+    recent = loader.stats() - before
+    assert (recent.epoch_fraction, recent.epoch_left_s) == (1.0, 0.0)
+    assert "of the epoch is done" not in str(recent)
+    assert recent.metrics()["data/epoch_fraction"] == 1.0
+    resumed = loader_over(data, tmp_path)
+    resumed.load_state_dict(state)
+    next(iter(resumed))
+    assert resumed.stats().epoch_fraction == 0.25 + BATCH / NUM_SAMPLES
+
+
+def test_packed_rows_and_accumulated_batches_count_by_the_position(data: Path, tmp_path: Path) -> None:
+    loader = StreamingDataLoader(StreamingDataset(local=data), 8, accumulate=4)
+    for _ in islice(loader, 16):
+        pass
+    assert loader.stats().epoch_fraction == 16 * 8 / NUM_SAMPLES
+    with MDSWriter(out=tmp_path / "texts", columns={"tokens": "ndarray:int32"}) as writer:
+        for number in range(400):
+            writer.write({"tokens": np.full(10 + number % 30, number, np.int32)})
+    packed = StreamingDataLoader(StreamingDataset(local=tmp_path / "texts", pack=Packing("tokens", 64)), 4)
+    num_rows = 4 * len(packed)
+    for _ in islice(packed, len(packed) // 2):
+        pass
+    stats = packed.stats()
+    assert stats.epoch_positions == pytest.approx(num_rows, rel=0.4)
+    assert stats.epoch_fraction == pytest.approx(0.5, abs=0.2)
 
 
 def test_a_look_at_batches_is_not_measured(data: Path, tmp_path: Path) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 TESTS = str(Path(__file__).resolve().parent.parent)
@@ -16,9 +14,9 @@ if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
-from servers.web import WebServer  # noqa: E402
+from support.metered_loading import served, write_metered  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.loading import watch as watching  # noqa: E402
 
 LONGEST_S = 60
@@ -26,18 +24,7 @@ LONGEST_S = 60
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("watched") / "data"
-    with MDSWriter(out=folder, columns={"x": "ndarray:int32:256"}, size_limit=1 << 16) as writer:
-        for number in range(256):
-            writer.write({"x": np.full(256, number, np.int32)})
-    return folder
-
-
-@pytest.fixture
-def server(data: Path) -> Iterator[WebServer]:
-    with WebServer() as web:
-        web.objects.update({f"/data/{path.name}": path.read_bytes() for path in data.iterdir()})
-        yield web
+    return write_metered(tmp_path_factory.mktemp("watched") / "data", 256)
 
 
 class StuckTransform:
@@ -75,12 +62,12 @@ def test_a_stuck_transform_is_shown(data: Path, capfd: pytest.CaptureFixture[str
 
 
 def test_the_requests_in_flight_are_shown_and_a_word_comes_before_the_first_batch(
-    data: Path, tmp_path: Path, server: WebServer, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    data: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watching, "_FIRST_WORD_S", 0.2)
     monkeypatch.setattr(watching, "_LOOK_S", 0.1)
     said: list[str] = []
-    with FaultProxy(server.url, Plan(latency_s=0.0)) as proxy:
+    with served(data) as server, FaultProxy(server.url, Plan(latency_s=0.0)) as proxy:
         dataset = StreamingDataset(remote=f"{proxy.url}/data", local=tmp_path / "cache")
         loader = StreamingDataLoader(dataset, 16)
         assert dataset.num_samples == 256  # the index is here

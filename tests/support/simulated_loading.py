@@ -6,10 +6,8 @@ import random
 from dataclasses import dataclass, field, replace
 
 from lightning_stream.counters import NAMES
-from lightning_stream.loading.meter import PARTS, STAGES, Made, Meter
+from lightning_stream.loading.meter import PARTS, STAGES, Made, Mark, Meter
 from lightning_stream.loading.stats import LoaderStats, LoadingSettings
-
-_CONNECTIONS = 4
 
 
 @dataclass(frozen=True)
@@ -23,6 +21,7 @@ class Loop:
         unpacks_as: The counter of this unpacking.
         cpu, others_cpu: The part of making a batch in which its thread, and other threads of its process, compute.
         counted: Further counters, by shard that is fetched.
+        paused: Seconds after each step, by what training pauses for.
     """
 
     compute: float = 0.1
@@ -43,6 +42,7 @@ class Loop:
     steps: int = 200
     epochs: int = 1
     counted: dict[str, float] = field(default_factory=dict)
+    paused: dict[str, float] = field(default_factory=dict)
     settings: LoadingSettings = field(
         default_factory=lambda: LoadingSettings(batch_size=32, num_workers=2, num_cores=8)
     )
@@ -53,7 +53,7 @@ class _Worker:
 
     def __init__(self, loop: Loop, rng: random.Random, at: float) -> None:
         self.loop, self.rng, self.free_at = loop, rng, at + loop.startup
-        self.connections = [0.0] * _CONNECTIONS
+        self.connections = [0.0] * loop.settings.fetch_threads
         self.begun: list[float] = []
         self.busy = self.latency = self.unpacked = 0.0
         self.num_fetched = 0
@@ -82,7 +82,7 @@ class _Worker:
         self.busy, self.latency = self.busy + latency + transfer, self.latency + latency
         self.unpacked += unpack
         self.num_fetched += 1
-        first = min(range(_CONNECTIONS), key=self.connections.__getitem__)
+        first = min(range(len(self.connections)), key=self.connections.__getitem__)
         self.connections[first] = max(announced, self.connections[first]) + latency + transfer + unpack
         return self.connections[first]
 
@@ -98,7 +98,8 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
         clock = _epoch(loop, rng, meter, clock, counters)
     names = ("num_batches", "num_samples", "num_iterations", "num_ready", "wait_s", "longest_wait_s")
     return LoaderStats(
-        **{name: getattr(meter, name) for name in (*names, "compute_s", "cpu_s", "all_cpu_s")},
+        **{name: getattr(meter, name) for name in (*names, "compute_s", "cpu_s", "all_cpu_s", "validation_s")},
+        pauses=meter.pauses,
         waits=dict(zip(PARTS, meter.waits, strict=True)),
         first_waits=dict(zip(PARTS, meter.first_waits, strict=True)),
         work=dict(zip(STAGES, meter.work, strict=True)),
@@ -112,8 +113,13 @@ def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters:
     workers = [_Worker(loop, rng, clock) for _ in range(max(1, num_workers))]
     in_progress, handed = 2 * num_workers, [clock]
     for number in range(loop.steps):
-        asked = handed[-1] if number == 0 else handed[-1] + workers[0].noisy(loop.compute)
-        meter.compute_s += asked - handed[-1]
+        asked = handed[-1]
+        if number:
+            asked += workers[0].noisy(loop.compute)
+            for what, seconds in loop.paused.items():
+                since, asked = Mark(asked, 0.0), asked + workers[0].noisy(seconds)
+                meter.spent(what, since, asked)
+        meter.asked(asked, number == 0)
         worker = workers[number % len(workers)]
         allowed = handed[max(0, number - in_progress)] if num_workers else asked
         made = worker.make(allowed)

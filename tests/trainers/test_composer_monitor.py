@@ -24,8 +24,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Clock(composer.Callback):  # type: ignore[misc]  # Composer has no types
     """A clock that every step and every evaluation moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float, evaluation: float) -> None:
-        self.now_s, self.step, self.evaluation = 0.0, step, evaluation
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float, evaluation: float, saving: float = 0.0) -> None:
+        self.now_s, self.step, self.evaluation, self.saving = 0.0, step, evaluation, saving
         for module in ("loading.iteration", "trainers.monitor"):
             monkeypatch.setattr(f"lightning_stream.{module}.perf_counter", lambda: self.now_s)
 
@@ -34,6 +34,11 @@ class Clock(composer.Callback):  # type: ignore[misc]  # Composer has no types
 
     def eval_start(self, state: Any, logger: Any) -> None:
         self.now_s += self.evaluation
+
+    def batch_checkpoint(self, state: Any, logger: Any) -> None:
+        self.now_s += self.saving
+
+    epoch_checkpoint = batch_checkpoint
 
 
 def test_the_metrics_reach_the_loggers(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,13 +54,14 @@ def test_the_metrics_reach_the_loggers(shards: Path, tmp_path: Path, monkeypatch
 def test_training_is_measured_without_its_evaluations(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = Clock(monkeypatch, step=0.5, evaluation=100.0)
+    clock = Clock(monkeypatch, step=0.5, evaluation=100.0, saving=0.25)
     run = Run(shards, tmp_path, callbacks=[clock], evaluates="4ba")
     monitor = run.trainer.state.callbacks[0].monitor
     stats = monitor.stats()
     assert (stats.num_samples, stats.num_batches) == (EPOCHS * NUM_SAMPLES, EPOCHS * STEPS_PER_EPOCH)
-    assert stats.compute_s == EPOCHS * STEPS_PER_EPOCH * 0.5
-    assert monitor.validation_s >= 8 * 100.0
+    assert stats.pauses["checkpoint"] == (STEPS_PER_EPOCH + 1) * EPOCHS * 0.25
+    assert stats.compute_s - stats.pauses["checkpoint"] == EPOCHS * STEPS_PER_EPOCH * 0.5
+    assert stats.validation_s == 9 * 100.0
 
 
 def test_the_progress_bar_shows_the_time_spent_waiting(

@@ -6,6 +6,7 @@ import csv
 import logging
 import pickle
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("lightning.pytorch")
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints
+from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints, keep_all
 
 from lightning_stream import StreamingCallback
 from lightning_stream.loading.verdict import Verdict
@@ -39,6 +40,33 @@ class Clock:
         self.now_s = 0.0
         for module in ("loading.iteration", "trainers.monitor"):
             monkeypatch.setattr(f"lightning_stream.{module}.perf_counter", lambda: self.now_s)
+
+
+class Spends(Callback):
+    """Lets steps, validations and checkpoints take real time, and measures the training loop."""
+
+    began = ended = 0.0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.began = perf_counter()
+
+    def on_train_end(self, *_: Any) -> None:
+        self.ended = perf_counter()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        spend(0.01)
+
+    def on_validation_start(self, *_: Any) -> None:
+        spend(0.05)
+
+    def on_save_checkpoint(self, *_: Any) -> None:
+        spend(0.05)
+
+
+def spend(seconds: float) -> None:
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        pass
 
 
 class Takes(Callback):
@@ -83,7 +111,20 @@ def test_training_is_measured_without_its_validations(
     assert (stats.num_samples, stats.num_batches, stats.num_iterations) == (EPOCHS * NUM_SAMPLES, NUM_STEPS, EPOCHS)
     assert stats.compute_s == NUM_STEPS * 0.5
     assert stats.wait_s == 0.0
-    assert monitor_of(run).validation_s == EPOCHS * 100.0 * (1 if val_check_interval == 1.0 else 2)
+    assert stats.validation_s == EPOCHS * 100.0 * (1 if val_check_interval == 1.0 else 2)
+
+
+@pytest.mark.parametrize("when", [{"every_n_train_steps": 4}, {"every_n_epochs": 1}])
+def test_the_parts_of_a_run_add_up_to_it(shards: Path, tmp_path: Path, when: dict[str, int]) -> None:
+    spends = Spends()
+    run = Run(shards, tmp_path, callbacks=[spends, keep_all(tmp_path, **when)], val_check_interval=4)
+    stats, num_checkpoints = monitor_of(run).stats(), len(checkpoints(tmp_path))
+    assert num_checkpoints >= EPOCHS
+    assert num_checkpoints * 0.05 <= stats.pauses["checkpoint"] < num_checkpoints * 0.05 + 0.5 * stats.elapsed_s
+    assert stats.validation_s >= 2 * EPOCHS * 0.05
+    assert stats.training_s >= NUM_STEPS * 0.01
+    assert stats.elapsed_s + stats.validation_s == pytest.approx(spends.ended - spends.began, rel=0.02)
+    assert "save_checkpoint" not in vars(run.trainer)
 
 
 def test_the_metrics_reach_the_logger_at_lightnings_own_steps(

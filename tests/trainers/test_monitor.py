@@ -24,23 +24,29 @@ RANK = """
 import json, os, sys, time, torch
 from lightning_stream import StreamingDataLoader, StreamingDataset
 from lightning_stream.trainers.monitor import DataMonitor
-rank, said = int(sys.argv[2]), []
+rank, said, seen = int(sys.argv[2]), [], []
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
-def slow(sample):
-    end = time.perf_counter() + 0.02 * rank
+def slow(sample):  # rank 1 is late from its fifth batch on
+    seen.append(0)
+    end = time.perf_counter() + 0.05 * (rank and len(seen) > 4 * 8)
     while time.perf_counter() < end:
         pass
     return sample
 loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[3], transform=slow), 8)
 monitor = DataMonitor(said.append)
 monitor.attach(loader)
-for batch in loader:
+for step, batch in enumerate(loader):
     end = time.perf_counter() + 0.01
     while time.perf_counter() < end:
         pass
-metrics, stats = monitor.metrics(), monitor.stats()
+    torch.distributed.barrier()
+    if step in (1, 3, 5):
+        before = monitor.stats()
+        monitor.metrics(step)
+metrics, whole = monitor.metrics(8), monitor.stats()
 monitor.end()
-print(json.dumps([metrics, stats.wait_share, stats.samples_per_s, said]), flush=True)
+stats = whole - before
+print(json.dumps([metrics, stats.wait_share, stats.samples_per_s, whole.pauses["other_ranks"], said]), flush=True)
 torch.distributed.barrier()
 os._exit(0)  # gloo's own end may abort where the other rank has ended already
 """
@@ -69,12 +75,15 @@ def test_ranks_log_the_same_values_and_name_the_rank_that_waits(tmp_path: Path, 
     found = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
     assert found[0][0] == found[1][0]
     metrics = found[0][0]
-    assert metrics["data/wait_share"] == pytest.approx(max(share for _, share, _, _ in found), rel=0.05)
-    assert metrics["data/samples_per_s"] == pytest.approx(sum(rate for _, _, rate, _ in found), rel=0.05)
+    assert metrics["data/wait_share"] == pytest.approx(max(share for _, share, *_ in found), rel=0.05)
+    assert metrics["data/samples_per_s"] == pytest.approx(sum(rate for _, _, rate, *_ in found), rel=0.05)
+    assert found[0][3] == pytest.approx(4 * 8 * 0.05, rel=0.25)  # what rank 0 waited for rank 1
+    assert found[1][3] < 0.2
     for *_, said in found:
         assert len(said) == 1
         assert said[0].startswith("Rank 1: Input-bound")
         assert "the transform takes" in said[0]
+        assert said[0].endswith("The other ranks have waited for it since about step 3.")
 
 
 def test_a_cause_is_told_once_while_training_and_again_at_the_end(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,8 +94,8 @@ def test_a_cause_is_told_once_while_training_and_again_at_the_end(data: Path, mo
     monkeypatch.setattr(trainers_monitor, "verdict_of", lambda _: Verdict("transform", "Input-bound 50%: why.", "Do."))
     monitor, loader = DataMonitor(said.append), StreamingDataLoader(StreamingDataset(remote=data), BATCH)
     monitor.attach(loader)
-    for _ in loader:
-        monitor.metrics()
+    for step, _ in enumerate(loader):
+        monitor.metrics(step)
     assert said == ["Input-bound 50%: why. Do."]
     monitor.end()
     assert said == 2 * ["Input-bound 50%: why. Do."]
@@ -95,13 +104,13 @@ def test_a_cause_is_told_once_while_training_and_again_at_the_end(data: Path, mo
 
 
 def test_what_is_logged_is_about_the_time_since_it_was_logged_last(data: Path) -> None:
-    monitor, loader = DataMonitor(print), StreamingDataLoader(StreamingDataset(remote=data), BATCH)
-    monitor.attach(loader, watches=False)
+    monitor, loader = DataMonitor(print, watch_after_s=None), StreamingDataLoader(StreamingDataset(remote=data), BATCH)
+    monitor.attach(loader)
     batches = iter(loader)
     for _ in range(3):
         next(batches)
-    monitor.metrics()
+    monitor.metrics(3)
     next(batches)
     before = monitor._logged
-    monitor.metrics()
+    monitor.metrics(4)
     assert (monitor._logged - before).num_batches == 1

@@ -139,11 +139,11 @@ class BatchPlan:
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
-        if k < 0 or not self.has(k):
-            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
-        if self.is_whole(k):
+        if k >= 0 and self.is_whole(k):
             first = self.start + k * self.batch_size
             return first, first + self.batch_size
+        if not 0 <= k < self.num_batches:
+            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
         first = self.start + self.num_whole_batches * self.batch_size
         at = k - self.num_whole_batches
         return (self._ends[at - 1] if at else first), self._ends[at]

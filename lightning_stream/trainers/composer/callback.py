@@ -7,7 +7,8 @@ clock has the batches trained on; the callback joins the trainer when the traini
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from composer import Callback, Logger, State
@@ -17,6 +18,7 @@ from composer.utils import dist
 from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
+from lightning_stream.loading.meter import Mark
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
@@ -33,18 +35,27 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     the time goes.
     """
 
-    def __init__(self, loader: StreamingDataLoader, *, monitor: bool = True, **options: Any) -> None:
+    def __init__(
+        self,
+        loader: StreamingDataLoader,
+        *,
+        monitor: bool | Literal["tune"] = True,
+        watch_after_s: float | None = 120.0,
+        **options: Any,
+    ) -> None:
         self.tracker = PositionTracker(**options)
         self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
         self.tracker.counts = False  # until a trainer joins
-        self.loader, self.is_monitoring = loader, monitor
-        self.monitor = DataMonitor(self.tracker.say)  # of the trainer that joined last
+        self.loader = loader
+        self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
+        self.monitor = self._new_monitor()  # of the trainer that joined last
         self.tracker.attach(loader, owns=self._begins)
         self.tracker.loaded = lambda: self._follow_length(private.state_that_loads(loader))
         self._trainer: Any = None
         self._epoch_clock = self._batch_clock = 0
         self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
+        self._saving: Mark | None = None  # when Composer began to write a checkpoint
         self._pretended = False  # to Composer, that it has trained on a batch
 
     # What the loader asks
@@ -81,8 +92,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if self._trainer is not None and not tracker.is_resumed:  # a second trainer begins the data from its start
             tracker.move_to(self.loader.first_position())
         self._trainer, tracker.counts = trainer, True
-        self.monitor = DataMonitor(tracker.say)
-        self.monitor.attach(self.loader, self.is_monitoring)
+        self.monitor = self._new_monitor()
+        self.monitor.attach(self.loader)
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
         trainer.state.callbacks.insert(0, self)
         if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
@@ -124,9 +135,10 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
 
     # Composer's events
 
-    def epoch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+    def epoch_start(self, state: State, logger: Logger) -> None:
         """Follow the length of the epoch."""
         if state.train_dataloader is self.loader:
+            self.before_dataloader(state, logger)
             self._sync()
             self._follow_length(state)
 
@@ -143,13 +155,13 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._sync()
         position = self.tracker.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
-        if self.is_monitoring and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
-            logger.log_metrics(self.monitor.metrics())
+        if self.monitor.is_on and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
+            logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger) and (bar := destination.train_pbar) is not None:
                 # Composer's progress bar shows only losses. The position comes first, since lines are cut.
                 others = {name: value for name, value in bar.metrics.items() if name not in ("at", "data")}
-                waiting = {"data": self.monitor.short()} if self.is_monitoring else {}
+                waiting = {"data": self.monitor.short()} if self.monitor.is_on else {}
                 bar.metrics = {"at": f"{position.epoch}:{position.position}", **waiting, **others}
                 bar.pbar.set_postfix(bar.metrics, refresh=False)
 
@@ -158,23 +170,36 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if state.train_dataloader is self.loader:
             self._sync()
             self._log_substituted(state, logger)
-            self.monitor.pause()
-            if self.is_monitoring:
-                logger.log_metrics(self.monitor.metrics())
+            self.monitor.stop()
+            if self.monitor.is_on:
+                logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
 
     def eval_before_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training without its evaluations."""
-        self.monitor.pause()
+        self.monitor.begin_validation()
 
     def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training again."""
-        self.monitor.resume()
+        self.monitor.end_validation()
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+        """Measure how long checkpoints are written: until Composer's next event."""
+        self._saving = self.monitor.mark()
+
+    epoch_checkpoint = batch_checkpoint
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+        """Measure training again."""
+        since, self._saving = self._saving, None
+        if since is not None:
+            self.monitor.spent("checkpoint", since)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """A run may end in the middle of an epoch; tell what to change if it waited for its data."""
         if state.train_dataloader is self.loader:
+            self.before_dataloader(state, logger)
             self._log_substituted(state, logger)
-            if self.is_monitoring:
+            if self.monitor.is_on:
                 self.monitor.end()
             self.tracker.end_run()
 

@@ -55,7 +55,8 @@ def data_spec(
     check_delivery: bool = True,
     record_delivery: str | os.PathLike[str] | None = None,
     seed_steps: int | None = None,
-    monitor: bool = True,
+    monitor: bool | Literal["tune"] = True,
+    watch_after_s: float | None = 120.0,
     **dataset_arguments: Any,
 ) -> DataSpec:
     """Make a Composer `DataSpec` that streams data, and continues a stopped run exactly.
@@ -87,7 +88,10 @@ def data_spec(
         on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
         on_missing_state, check_delivery, record_delivery, seed_steps: See `PositionTracker`.
         monitor: Log ``data/wait_share`` and other metrics of the data, show the part of the time spent waiting for data
-            and the downloads in the progress bar, and tell what to change if training waits for data.
+            and the downloads in the progress bar, and tell what to change if training waits for data. ``"tune"`` also
+            changes how far ahead, and in how many threads, shards are fetched, and keeps what lets training wait less.
+        watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
+            None: never, and nothing is reported while the first shards arrive.
         dataset_arguments: Arguments of `StreamingDataset`.
 
     Raises:
@@ -125,6 +129,7 @@ def data_spec(
             record_delivery=record_delivery,
             seed_steps=seed_steps,
             monitor=monitor,
+            watch_after_s=watch_after_s,
         )
         plain_iterations_of(loader.streaming).belongs_to(loader, packed=True)
     counter = BatchCounter(loader, token_column, padding_id)

@@ -11,11 +11,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.plain import STATE_KEY
+from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.order import Position
 from lightning_stream.order.mosaic.state import is_mosaic_state
 from lightning_stream.trainers.lightning import loops, rules
@@ -38,7 +39,11 @@ class StreamingCallback(Callback):
         show_position: Show the position in the progress bar.
         monitor: Log ``data/wait_share`` and other metrics of the data every ``Trainer(log_every_n_steps=...)`` steps,
             show the part of the time spent waiting for data and the downloads in the progress bar, and tell at the end,
-            or after a minute, what to change if training waits for data. Costs a few microseconds a batch.
+            or after a minute, what to change if training waits for data. Costs a few microseconds a batch. ``"tune"``
+            also changes how far ahead, and in how many threads, shards are fetched, and keeps what lets training wait
+            less: order and batches stay the same.
+        watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
+            None: never, and nothing is reported while the first shards arrive.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::
@@ -56,7 +61,8 @@ class StreamingCallback(Callback):
         *,
         check_delivery: bool = True,
         show_position: bool = True,
-        monitor: bool = True,
+        monitor: bool | Literal["tune"] = True,
+        watch_after_s: float | None = 120.0,
         record_delivery: str | os.PathLike[str] | None = None,
         is_passive: bool = False,
     ) -> None:
@@ -67,9 +73,11 @@ class StreamingCallback(Callback):
             on_missing_state=on_missing_state,
         )
         self.tracker.padding = False  # losses are weighted by the samples that count
-        self.is_passive, self.show_position, self.is_monitoring = is_passive, show_position, monitor
-        self.monitor = DataMonitor(self.tracker.say)  # of the latest fit
-        self._hide_position: Callable[[], object] = loops.show_nothing
+        self.is_passive, self.show_position = is_passive, show_position
+        self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
+        self.monitor = self._new_monitor()  # of the latest fit
+        self._hide_position: Callable[[], object] = loops.do_nothing
+        self._end_timing: Callable[[], object] = loops.do_nothing
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._from: Position | None = None  # where this fit begins
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
@@ -85,6 +93,10 @@ class StreamingCallback(Callback):
     def start_at(self, state: Mapping[str, Any]) -> None:
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
         self._start = state
+
+    def stats(self) -> LoaderStats:
+        """Where the time of the latest fit has gone so far, see `StreamingDataLoader.stats`."""
+        return self.monitor.stats()
 
     # The loader
 
@@ -150,15 +162,18 @@ class StreamingCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Report what was lost and repeated, and release the loader."""
         if stage == "fit" and self.tracker.is_attached:
-            self._hide_position()
-            self.monitor.detach()
+            self._end_monitor()
             self.tracker.end_run()
             self._from = self.tracker.position
             self.tracker.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the progress bar as it was, and end the watch: Lightning asks for no teardown after an error."""
+        self._end_monitor()
+
+    def _end_monitor(self) -> None:
         self._hide_position()
+        self._end_timing()
         self.monitor.detach()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -177,10 +192,11 @@ class StreamingCallback(Callback):
         self.tracker.begin_run()
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
-        self.monitor = DataMonitor(self.tracker.say)
-        self.monitor.attach(loader, self.is_monitoring)
+        self.monitor = self._new_monitor()
+        self.monitor.attach(loader)
+        self._end_timing = loops.time_checkpoints(trainer, self.monitor)
         if self.show_position:
-            waiting = self.monitor.short if self.is_monitoring else None
+            waiting = self.monitor.short if self.monitor.is_on else None
             self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)
         at, self._enters_at = self._enters_at, None
         loops.follow_length(trainer, loader, self.tracker.position.epoch if at is None else at.epoch)
@@ -193,7 +209,7 @@ class StreamingCallback(Callback):
         """Follow the loader that Lightning made for this epoch, if it made one, and the epoch's length."""
         loader = self._attach(trainer) if self.tracker.is_attached else None
         if loader is not None:
-            self.monitor.attach(loader, self.is_monitoring)
+            self.monitor.attach(loader)
             loops.follow_length(trainer, loader, self.tracker.position.epoch)
 
     def _follow_change(self, trainer: Any) -> None:
@@ -227,8 +243,8 @@ class StreamingCallback(Callback):
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
-        if self.is_monitoring and loops.logs_now(trainer):
-            pl_module.log_dict(self.monitor.metrics(), on_step=True, on_epoch=False, batch_size=1)
+        if self.monitor.is_on and loops.logs_now(trainer):
+            pl_module.log_dict(self.monitor.metrics(trainer.global_step), on_step=True, on_epoch=False, batch_size=1)
         if self.tracker.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
             pl_module.log("stream/num_substituted", float(self._num_substituted), **options)
@@ -241,7 +257,7 @@ class StreamingCallback(Callback):
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
-        self.monitor.pause()
+        self.monitor.stop()
         epoch = self.tracker.position.epoch
         stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if epoch in (self.tracker.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):
@@ -250,19 +266,19 @@ class StreamingCallback(Callback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Tell what to change if training waited for its data."""
-        if self.is_monitoring and self.tracker.is_attached:
+        if self.monitor.is_on and self.tracker.is_attached:
             self.monitor.end()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure training without its validations."""
         if not trainer.sanity_checking:
-            self.monitor.pause()
+            self.monitor.begin_validation()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Remember that the validation due at this step has run; comes before ModelCheckpoint's."""
         if not trainer.sanity_checking:
             self._validated_step = trainer.global_step
-            self.monitor.resume()
+            self.monitor.end_validation()
 
     def _sync(self, trainer: Any) -> None:
         """Commit the batch in training if the optimizer stepped since it began.

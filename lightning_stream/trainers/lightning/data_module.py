@@ -14,6 +14,7 @@ import torch
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.distributed import detect_world
+from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.order import Tail, World
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is, sampler_replicas
@@ -55,7 +56,8 @@ class StreamingDataModule(LightningDataModule):
         prepare: Called once per node before anything is read, e.g. to convert the data.
         on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to
             continue in another order from there.
-        seed_steps, on_missing_state, check_delivery, show_position, monitor, record_delivery: See `StreamingCallback`.
+        seed_steps, on_missing_state, check_delivery, show_position, monitor, watch_after_s, record_delivery: See
+            `StreamingCallback`.
 
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`.
@@ -91,7 +93,8 @@ class StreamingDataModule(LightningDataModule):
         on_missing_state: str = "error",
         check_delivery: bool = True,
         show_position: bool = True,
-        monitor: bool = True,
+        monitor: bool | Literal["tune"] = True,
+        watch_after_s: float | None = 120.0,
         record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -125,6 +128,7 @@ class StreamingDataModule(LightningDataModule):
             check_delivery=check_delivery,
             show_position=show_position,
             monitor=monitor,
+            watch_after_s=watch_after_s,
             record_delivery=record_delivery,
         )
         self.position_callback.make_loader = partial(StreamingDataModule.train_dataloader, self)
@@ -205,6 +209,10 @@ class StreamingDataModule(LightningDataModule):
     def state_dict(self) -> dict[str, Any]:
         """The position; the callback's copy is the one that is loaded, since it survives a renamed class."""
         return self.position_callback.state_dict()
+
+    def stats(self) -> LoaderStats:
+        """Where the time of the latest fit has gone so far, see `StreamingDataLoader.stats`."""
+        return self.position_callback.stats()
 
     def close(self) -> None:
         """End the worker processes of all loaders made so far, which otherwise live as long as the trainer."""

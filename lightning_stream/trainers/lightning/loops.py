@@ -25,6 +25,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
+from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
@@ -201,7 +202,7 @@ def show_in_bar(trainer: Any, tracker: PositionTracker, waiting: Callable[[], st
     """
     bar = trainer.progress_bar_callback
     if bar is None:
-        return show_nothing
+        return do_nothing
     metrics, whole = bar.get_metrics, tracker.loader.num_samples
 
     def with_position(*arguments: Any) -> dict[str, Any]:
@@ -214,8 +215,23 @@ def show_in_bar(trainer: Any, tracker: PositionTracker, waiting: Callable[[], st
     return partial(vars(bar).pop, "get_metrics", None)
 
 
-def show_nothing() -> None:
-    """Do nothing: there is no bar to restore."""
+def time_checkpoints(trainer: Any, monitor: DataMonitor) -> Callable[[], object]:
+    """Let the monitor measure how long the trainer writes checkpoints; gives what ends that."""
+    save = trainer.save_checkpoint
+
+    def timed(*arguments: Any, **named: Any) -> Any:
+        since = monitor.mark()
+        try:
+            return save(*arguments, **named)
+        finally:
+            monitor.spent("checkpoint", since)
+
+    trainer.save_checkpoint = timed
+    return partial(vars(trainer).pop, "save_checkpoint", None)
+
+
+def do_nothing() -> None:
+    """Do nothing: there is nothing to restore."""
 
 
 def say(trainer: Any, sentence: str) -> None:

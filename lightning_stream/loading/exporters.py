@@ -1,0 +1,170 @@
+"""What a loader measures, for Prometheus and OpenTelemetry: both read it when they collect, so it costs no batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from weakref import ref
+
+from lightning_stream.errors import missing_extra
+from lightning_stream.loading.distributed import detect_world
+from lightning_stream.loading.meter import PARTS
+from lightning_stream.loading.stats import LoaderStats
+
+if TYPE_CHECKING:
+    from prometheus_client.registry import Collector, CollectorRegistry
+
+
+class HasStats(Protocol):
+    """A loader, or what follows the loaders of a trainer."""
+
+    def stats(self) -> LoaderStats:
+        """What was measured so far."""
+
+
+class _Metric(NamedTuple):
+    """A metric: its values by those of its label."""
+
+    name: str
+    description: str
+    unit: str
+    is_counter: bool
+    label: str
+    values: Mapping[str, float]
+
+
+def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
+    waits = {part: stats.waits[part] + stats.first_waits[part] for part in PARTS}
+    step = {"training": stats.training_s, **stats.pauses, "validation": stats.validation_s}
+    yield _Metric("wait", "Time that training waited for data.", "seconds", True, "part", waits)
+    yield _Metric("step", "Time in which training did not wait for data.", "seconds", True, "part", step)
+    yield _Metric("epoch", "Part of the epoch that is done.", "ratio", False, "", {"": stats.epoch_fraction})
+    counted = stats.counters
+    counts = {
+        "batches": ("Batches that were handed out.", stats.num_batches),
+        "batches_ready": ("Batches that were ready when they were requested.", stats.num_ready),
+        "samples": ("Samples that were handed out, padding excluded.", stats.num_samples),
+        "tokens": ("Tokens of packed rows.", stats.num_tokens),
+        "requests": ("Requests to the store.", counted["requests"]),
+        "retries": ("Requests to the store that failed and were sent again.", counted["retries"]),
+        "throttled": ("Answers of the store that asked for fewer requests.", counted["throttled"]),
+        "shards_fetched": ("Shards that were fetched.", counted["shards_fetched"]),
+        "shards_cached": ("Shards that were in the cache already.", counted["shards_here"]),
+        "evictions": ("Shards that were deleted to make space.", counted["evictions"]),
+        "bad_samples": ("Samples that could not be read.", counted["bad_samples"]),
+    }
+    yield _Metric("fetched", "Bytes that came from the store.", "bytes", True, "", {"": counted["fetched_bytes"]})
+    for name, (description, value) in counts.items():
+        yield _Metric(name, description, "", True, "", {"": float(value)})
+
+
+class _Sources:
+    """What is exported, which is not kept alive, with the labels of each."""
+
+    def __init__(self, sources: HasStats | Mapping[str, HasStats], labels: Mapping[str, str] | None) -> None:
+        named = sources if isinstance(sources, Mapping) else {"": sources}
+        self._refs = {name: ref(source) for name, source in named.items()}
+        self._labels = labels
+
+    def read(self) -> Iterator[tuple[dict[str, str], Iterator[_Metric]]]:
+        """The labels and the metrics of each that still exists."""
+        own = {"rank": str(detect_world(None).rank)} if self._labels is None else dict(self._labels)
+        for name, source in self._refs.items():
+            if (found := source()) is not None:
+                yield {**own, "loader": name} if name else own, _metrics(found.stats())
+
+
+def export_prometheus(
+    source: HasStats | Mapping[str, HasStats],
+    registry: CollectorRegistry | None = None,
+    labels: Mapping[str, str] | None = None,
+) -> Collector:
+    """Let Prometheus collect what a loader measures, e.g. ``lightning_stream_wait_seconds_total{part="fetching"}``.
+
+    Args:
+        source: A `StreamingDataLoader`; or, for all training loaders of a trainer, a `StreamingDataModule` or
+            `StreamingCallback`. A mapping exports several, with its keys as the label ``loader``. They are not kept
+            alive: without them, nothing is collected.
+        registry: Where to register, once; None for the default of `prometheus_client`.
+        labels: Of each value; None for the rank.
+
+    Returns:
+        The collector, for ``registry.unregister``.
+
+    Raises:
+        MissingExtraError: `prometheus_client` is not installed.
+        ValueError: The registry has these metrics already.
+
+    Example::
+
+        prometheus_client.start_http_server(8000)
+        export_prometheus({"train": loader, "val": val_loader})
+    """
+    try:
+        from prometheus_client import REGISTRY
+        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.registry import Collector
+    except ModuleNotFoundError as error:
+        raise missing_extra("prometheus-client", "prometheus", "export_prometheus") from error
+    sources = _Sources(source, labels)
+
+    def family(metric: _Metric, labels: Iterable[str]) -> Any:
+        kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
+        name = "_".join(filter(None, ("lightning_stream", metric.name, metric.unit)))
+        return kind(name, metric.description, labels=[*labels, *filter(None, [metric.label])], unit=metric.unit)
+
+    class LoaderCollector(Collector):
+        """Reads the stats of the loaders."""
+
+        def describe(self) -> Iterator[Any]:
+            return (family(metric, ()) for metric in _metrics(LoaderStats()))
+
+        def collect(self) -> Iterator[Any]:
+            read = [[(own, metric) for metric in metrics] for own, metrics in sources.read()]
+            for same in zip(*read, strict=True):
+                own, metric = same[0]
+                found = family(metric, own)
+                for own, metric in same:
+                    for key, value in metric.values.items():
+                        found.add_metric([*own.values(), *([key] if metric.label else [])], value)
+                yield found
+
+    collector = LoaderCollector()
+    (registry or REGISTRY).register(collector)
+    return collector
+
+
+def export_opentelemetry(
+    source: HasStats | Mapping[str, HasStats], provider: Any = None, labels: Mapping[str, str] | None = None
+) -> None:
+    """Let OpenTelemetry collect what a loader measures, e.g. ``lightning_stream.wait`` by ``part``, in seconds.
+
+    Args:
+        source, labels: See `export_prometheus`.
+        provider: The `MeterProvider`; None for the global one.
+
+    Raises:
+        MissingExtraError: `opentelemetry-api` is not installed.
+
+    Example: ``export_opentelemetry(loader, MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())]))``
+    """
+    try:
+        from opentelemetry import metrics
+    except ModuleNotFoundError as error:
+        raise missing_extra("opentelemetry-api", "otel", "export_opentelemetry") from error
+    meter = (provider or metrics.get_meter_provider()).get_meter("lightning_stream")
+    sources = _Sources(source, labels)
+
+    def reading(name: str) -> Callable[[Any], Iterator[metrics.Observation]]:
+        def observe(_: Any) -> Iterator[metrics.Observation]:
+            for own, found in sources.read():
+                metric = next(one for one in found if one.name == name)
+                for key, value in metric.values.items():
+                    yield metrics.Observation(value, {**own, metric.label: key} if metric.label else own)
+
+        return observe
+
+    units = {"seconds": "s", "bytes": "By", "ratio": "1", "": ""}
+    for metric in _metrics(LoaderStats()):
+        create = meter.create_observable_counter if metric.is_counter else meter.create_observable_gauge
+        create(f"lightning_stream.{metric.name}", [reading(metric.name)], units[metric.unit], metric.description)

@@ -1,0 +1,127 @@
+"""Prometheus and OpenTelemetry collect what a loader measures, over a real endpoint and reader."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+import pytest
+
+TESTS = str(Path(__file__).resolve().parent.parent)
+if TESTS not in sys.path:
+    sys.path.insert(0, TESTS)
+
+from support.metered_loading import loader_over, served, write_metered  # noqa: E402
+
+from lightning_stream import StreamingDataLoader, export_opentelemetry, export_prometheus  # noqa: E402
+from lightning_stream.errors import MissingExtraError  # noqa: E402
+
+TOTALS = {
+    "lightning_stream_batches_total": lambda stats: stats.num_batches,
+    "lightning_stream_samples_total": lambda stats: stats.num_samples,
+    "lightning_stream_fetched_bytes_total": lambda stats: stats.counters["fetched_bytes"],
+    "lightning_stream_shards_fetched_total": lambda stats: stats.counters["shards_fetched"],
+    "lightning_stream_requests_total": lambda stats: stats.counters["requests"],
+    "lightning_stream_epoch_ratio": lambda stats: stats.epoch_fraction,
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_metered(tmp_path_factory.mktemp("exported") / "data", 256)
+
+
+@pytest.fixture
+def loader(data: Path, tmp_path: Path) -> StreamingDataLoader:
+    """A loader that has read an epoch from a store, in a worker."""
+    with served(data) as web:
+        loader = loader_over(f"{web.url}/data", tmp_path, 1)
+        for _ in loader:
+            pass
+    return loader
+
+
+def scraped(port: int) -> dict[str, float]:
+    """The values at an endpoint, by name and labels."""
+    with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith("lightning_stream_")]
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+
+
+def test_prometheus_scrapes_the_stats(loader: StreamingDataLoader) -> None:
+    prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")
+    registry = prometheus.CollectorRegistry()
+    collector = export_prometheus(loader, registry)
+    server, thread = prometheus.start_http_server(0, "127.0.0.1", registry)
+    try:
+        found, stats = scraped(server.server_port), loader.stats()
+        for name, value in TOTALS.items():
+            assert found[f'{name}{{rank="0"}}'] == value(stats) > 0
+        waits = {
+            name: value for name, value in found.items() if name.startswith("lightning_stream_wait_seconds_total{")
+        }
+        assert sum(waits.values()) == pytest.approx(stats.wait_s)
+        assert 'lightning_stream_wait_seconds_total{part="fetching",rank="0"}' in waits
+        steps = sum(value for name, value in found.items() if name.startswith("lightning_stream_step_seconds_total{"))
+        assert steps == pytest.approx(stats.compute_s)
+        next(iter(loader))
+        next_batch = scraped(server.server_port)['lightning_stream_batches_total{rank="0"}']
+        assert next_batch == stats.num_batches + 1
+        registry.unregister(collector)
+        assert scraped(server.server_port) == {}
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(60)
+
+
+def test_two_loaders_are_exported_together(data: Path, tmp_path: Path, loader: StreamingDataLoader) -> None:
+    prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")
+    registry = prometheus.CollectorRegistry()
+    other = loader_over(data, tmp_path / "other")
+    export_prometheus({"train": loader, "val": other}, registry, {"job": "7"})
+    text = prometheus.generate_latest(registry).decode()
+    assert 'lightning_stream_batches_total{job="7",loader="train"} 16.0' in text
+    assert 'lightning_stream_batches_total{job="7",loader="val"} 0.0' in text
+    assert text.count("# TYPE lightning_stream_batches_total counter") == 1
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        export_prometheus(loader, registry)
+    del other
+    gc.collect()
+    assert 'loader="val"' not in prometheus.generate_latest(registry).decode()
+
+
+def test_opentelemetry_reads_the_stats(loader: StreamingDataLoader) -> None:
+    sdk: Any = pytest.importorskip("opentelemetry.sdk.metrics", reason="pip install opentelemetry-sdk")
+    reader = pytest.importorskip("opentelemetry.sdk.metrics.export").InMemoryMetricReader()
+    provider = sdk.MeterProvider([reader])
+    export_opentelemetry(loader, provider)
+    (resource,) = reader.get_metrics_data().resource_metrics
+    (scope,) = resource.scope_metrics
+    found = {metric.name: metric for metric in scope.metrics}
+    stats = loader.stats()
+    (batches,) = found["lightning_stream.batches"].data.data_points
+    assert (batches.value, batches.attributes) == (stats.num_batches, {"rank": "0"})
+    assert found["lightning_stream.batches"].data.is_monotonic
+    waits = found["lightning_stream.wait"]
+    assert waits.unit == "s"
+    assert sum(point.value for point in waits.data.data_points) == pytest.approx(stats.wait_s)
+    assert {point.attributes["part"] for point in waits.data.data_points} == set(stats.waits)
+    assert found["lightning_stream.fetched"].unit == "By"
+    assert found["lightning_stream.epoch"].data.data_points[0].value == stats.epoch_fraction
+    provider.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("export", "module", "extra"),
+    [(export_prometheus, "prometheus_client", "prometheus"), (export_opentelemetry, "opentelemetry", "otel")],
+)
+def test_what_is_not_installed_is_named(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=rf"lightning-stream\[{extra}\]"):
+        export(loader_over(data, tmp_path))
