@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_stream"
 FLOORS = {
-    "errors": -1, "lazy": 0, "shared_files": 0, "threads": 0, "fingerprint": 0, "processes": 0, "counters": 0,
+    "errors": -1, "lazy": 0, "shared_files": 0, "threads": 0, "fingerprint": 0, "processes": 0, "counters": 0, "pages": 0,
     "order": 1, "formats": 1, "stores": 1,
     "version_log": 1.5,
     "cache": 2, "writer": 2,

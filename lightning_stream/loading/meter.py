@@ -59,6 +59,7 @@ class Meter:
         cpu_s, all_cpu_s: As in `Made`, added up.
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
         settings: The `LoadingSettings` when the latest iteration began; None before.
+        noted: Called with the time and the batch, for each one that is about to be handed out; None calls nothing.
     """
 
     def __init__(self) -> None:
@@ -66,6 +67,7 @@ class Meter:
         self.num_batches = self.num_samples = self.num_tokens = self.num_iterations = self.num_ready = 0
         self.first_waits, self.waits, self.work = [0.0] * len(PARTS), [0.0] * len(PARTS), [0.0] * len(STAGES)
         self.settings: Any = None
+        self.noted: Callable[[float, MicroBatch | None], object] | None = None
         self.waiting_since: float | None = None
         self._training_since: float | None = None
         self._is_paused = False
@@ -118,6 +120,8 @@ class Meter:
             work[number] += seconds
         self.cpu_s += made.cpu_s
         self.all_cpu_s += made.all_cpu_s
+        if self.noted is not None:
+            self.noted(got, batch)
 
     def counters(self) -> NDArray[np.float64]:
         """The counters of all worker processes so far, float64[len(NAMES)]."""

@@ -11,6 +11,7 @@ from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.verdict import Verdict, verdict_of
 from lightning_stream.loading.watch import Watch
 from lightning_stream.trainers.agreement import gathered
+from lightning_stream.trainers.report import Row, RunReport
 
 _SHOWN_S = 5.0  # how much time the text in the progress bar is about
 _CHECKED_S = 60.0  # the pause between two messages, while training, that it is input-bound
@@ -30,20 +31,22 @@ class _Report:
     wait_share: float
     verdict: Verdict
     is_due: bool
+    share: Row  # for the report of the run
 
 
 class DataMonitor:
     """Follows the loader of one training run, in each of its processes.
 
     Args:
-        say: Shows the user a sentence.
+        say: Shows the user a sentence, which the report of the run keeps.
 
     Attributes:
         validation_s: Seconds between `pause` and `resume`, which are not part of training.
     """
 
     def __init__(self, say: Callable[[str], object]) -> None:
-        self.say, self.validation_s = say, 0.0
+        self._show, self.validation_s = say, 0.0
+        self._report: RunReport | None = None
         self._loader: StreamingDataLoader | None = None
         self._watch: Watch | None = None
         self._past = self._base = LoaderStats()  # of loaders before this one; of this one, when it was attached
@@ -52,12 +55,25 @@ class DataMonitor:
         self._said: set[str] = set()
         self._text = "0%"
 
+    def say(self, sentence: str) -> None:
+        """Show the user a sentence."""
+        if self._report is not None:
+            self._report.note_message(sentence)
+        self._show(sentence)
+
+    def begin_report(self, report: RunReport) -> None:
+        """Report the run from now on; on all ranks."""
+        self._report = report
+        report.begin(self.stats)
+
     def attach(self, loader: StreamingDataLoader, watches: bool = True) -> None:
         """Follow a loader from now on, and watch it; a trainer may make another one for each epoch."""
         if loader is not self._loader:
             self.detach()
             self._loader, self._base = loader, loader.stats()
             self._watch = loader.watch(say=self.say) if watches else None
+            if self._report is not None:
+                self._report.follow(loader)
 
     def detach(self) -> None:
         """Release the loader; what was measured stays."""
@@ -65,6 +81,15 @@ class DataMonitor:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        if self._report is not None:
+            self._report.release()
+
+    def stop(self, error: BaseException | None) -> None:
+        """Release the loader at the end of training, or when an error stops it."""
+        if self._report is not None:
+            self._report.end(error, [self._report.share()])
+        self.detach()
+        self._report = None
 
     def stats(self) -> LoaderStats:
         """What was measured in this process since training began."""
@@ -102,9 +127,18 @@ class DataMonitor:
         recent = stats - self._checked
         due = now - self._checked_at >= _CHECKED_S
         found = gathered(
-            _Report((stats - self._logged).metrics(), recent.wait_s, recent.wait_share, verdict_of(recent), due)
+            _Report(
+                (stats - self._logged).metrics(),
+                recent.wait_s,
+                recent.wait_share,
+                verdict_of(recent),
+                due,
+                self._share(),
+            )
         )
         self._logged = stats
+        if self._report is not None:
+            self._report.add([one.share for one in found])
         if found[0].is_due:
             self._checked, self._checked_at = stats, now
             self._tell(found, _WORTH_S)
@@ -120,9 +154,14 @@ class DataMonitor:
     def end(self) -> None:
         """Tell the user how much of the time training waited for data, and what to change. Collective."""
         stats = self.stats()
-        found = gathered(_Report({}, stats.wait_s, stats.wait_share, verdict_of(stats), True))
+        found = gathered(_Report({}, stats.wait_s, stats.wait_share, verdict_of(stats), True, self._share()))
         if not self._tell(found, _WORTH_AT_END_S, again=True) and stats.elapsed_s >= _LONG_RUN_S:
             self.say(str(max(found, key=_wait_share).verdict))
+        if self._report is not None:
+            self._report.end(None, [one.share for one in found])
+
+    def _share(self) -> Row:
+        return {} if self._report is None else self._report.share()
 
     def _tell(self, found: list[_Report], worth_s: float, again: bool = False) -> bool:
         """Tell the verdict of the rank that waits longest, if it is worth it; the same cause once, except `again`."""

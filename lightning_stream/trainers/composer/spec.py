@@ -56,6 +56,7 @@ def data_spec(
     record_delivery: str | os.PathLike[str] | None = None,
     seed_steps: int | None = None,
     monitor: bool = True,
+    report: bool | str | os.PathLike[str] = True,
     **dataset_arguments: Any,
 ) -> DataSpec:
     """Make a Composer `DataSpec` that streams data, and continues a stopped run exactly.
@@ -88,6 +89,9 @@ def data_spec(
         on_missing_state, check_delivery, record_delivery, seed_steps: See `PositionTracker`.
         monitor: Log ``data/wait_share`` and other metrics of the data, show the part of the time spent waiting for data
             and the downloads in the progress bar, and tell what to change if training waits for data.
+        report: A file whose name ends with ``.html``: one page about the data of the whole run, see `RunReport`. True
+            writes ``data_report.html`` beside the checkpoints if these are in a local folder; False writes none. It
+            needs the monitor.
         dataset_arguments: Arguments of `StreamingDataset`.
 
     Raises:
@@ -125,6 +129,7 @@ def data_spec(
             record_delivery=record_delivery,
             seed_steps=seed_steps,
             monitor=monitor,
+            report=report,
         )
         plain_iterations_of(loader.streaming).belongs_to(loader, packed=True)
     counter = BatchCounter(loader, token_column, padding_id)

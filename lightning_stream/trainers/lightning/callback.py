@@ -22,6 +22,7 @@ from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
 from lightning_stream.trainers.monitor import DataMonitor
+from lightning_stream.trainers.report import RunReport, chosen_path
 from lightning_stream.trainers.tracker import PositionTracker
 
 _NEVER = -1
@@ -39,6 +40,9 @@ class StreamingCallback(Callback):
         monitor: Log ``data/wait_share`` and other metrics of the data every ``Trainer(log_every_n_steps=...)`` steps,
             show the part of the time spent waiting for data and the downloads in the progress bar, and tell at the end,
             or after a minute, what to change if training waits for data. Costs a few microseconds a batch.
+        report: A file whose name ends with ``.html``: one page about the data of the whole run, see `RunReport`. True
+            writes ``data_report.html`` into the trainer's `default_root_dir`, if the trainer writes files there itself
+            or that folder was chosen; False writes none. It needs the monitor.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::
@@ -57,6 +61,7 @@ class StreamingCallback(Callback):
         check_delivery: bool = True,
         show_position: bool = True,
         monitor: bool = True,
+        report: bool | str | os.PathLike[str] = True,
         record_delivery: str | os.PathLike[str] | None = None,
         is_passive: bool = False,
     ) -> None:
@@ -68,6 +73,7 @@ class StreamingCallback(Callback):
         )
         self.tracker.padding = False  # losses are weighted by the samples that count
         self.is_passive, self.show_position, self.is_monitoring = is_passive, show_position, monitor
+        self.report = chosen_path(report, monitor)
         self.monitor = DataMonitor(self.tracker.say)  # of the latest fit
         self._hide_position: Callable[[], object] = loops.show_nothing
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
@@ -151,15 +157,15 @@ class StreamingCallback(Callback):
         """Report what was lost and repeated, and release the loader."""
         if stage == "fit" and self.tracker.is_attached:
             self._hide_position()
-            self.monitor.detach()
+            self.monitor.stop(None)
             self.tracker.end_run()
             self._from = self.tracker.position
             self.tracker.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the progress bar as it was, and end the watch: Lightning asks for no teardown after an error."""
+        """Leave the progress bar as it was, and end the monitor: Lightning asks for no teardown after an error."""
         self._hide_position()
-        self.monitor.detach()
+        self.monitor.stop(exception)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
@@ -179,6 +185,10 @@ class StreamingCallback(Callback):
         loops.let_ranks_stop_together(trainer)
         self.monitor = DataMonitor(self.tracker.say)
         self.monitor.attach(loader, self.is_monitoring)
+        path = loops.report_path(trainer) if self.report is True else self.report
+        if path:
+            step = partial(getattr, trainer, "global_step")
+            self.monitor.begin_report(RunReport(path, loader, self.tracker, step=step, say=self.tracker.say))
         if self.show_position:
             waiting = self.monitor.short if self.is_monitoring else None
             self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)

@@ -55,7 +55,8 @@ class StreamingDataModule(LightningDataModule):
         prepare: Called once per node before anything is read, e.g. to convert the data.
         on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to
             continue in another order from there.
-        seed_steps, on_missing_state, check_delivery, show_position, monitor, record_delivery: See `StreamingCallback`.
+        seed_steps, on_missing_state, check_delivery, show_position, monitor, report, record_delivery: See
+            `StreamingCallback`.
 
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`.
@@ -92,6 +93,7 @@ class StreamingDataModule(LightningDataModule):
         check_delivery: bool = True,
         show_position: bool = True,
         monitor: bool = True,
+        report: bool | str | os.PathLike[str] = True,
         record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -125,6 +127,7 @@ class StreamingDataModule(LightningDataModule):
             check_delivery=check_delivery,
             show_position=show_position,
             monitor=monitor,
+            report=report,
             record_delivery=record_delivery,
         )
         self.position_callback.make_loader = partial(StreamingDataModule.train_dataloader, self)

@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -25,9 +26,17 @@ from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
+from lightning_stream.trainers.report import NAME
 from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
+
+
+def report_path(trainer: Any) -> Path | None:
+    """Where the report of a run is by default, if its trainer leaves files at all."""
+    folder = str(trainer.default_root_dir)
+    writes = trainer.loggers or trainer.checkpoint_callbacks or Path(folder).resolve() != Path.cwd()
+    return None if trainer.fast_dev_run or "://" in folder or not writes else Path(folder) / NAME
 
 
 @dataclass(frozen=True)
