@@ -44,7 +44,8 @@ function ticks(from, to, kind, count) {
   if (kind === "count") step = Math.max(step, unit[0] === 1 && to > 2 ? 1 : 0);
   const found = [];
   for (let k = Math.ceil(from / unit[0] / step - 1e-9); k * step <= to / unit[0] + 1e-9; k++) {
-    found.push([k * step * unit[0], shown(k * step * unit[0], kind, unit)]);
+    const value = k * step * unit[0] || 0;  // not -0
+    found.push([value, shown(value, kind, unit)]);
   }
   return found;
 }
@@ -114,7 +115,7 @@ class Chart {
     const svg = element("svg", {viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": about.title});
     this.grid(svg, width, from, to, top);
     for (const [k, lower, upper] of bands) svg.append(this.band(k, lower, upper, start));
-    svg.append(element("rect", {x: 0, y: 0, width: LEFT - 1, height: HEIGHT, style: "fill:var(--back)"}));
+    svg.append(element("rect", {x: 0, y: 0, width: LEFT - 1, height: HEIGHT - BOTTOM, style: "fill:var(--back)"}));
     this.labels(svg, top);
     for (const [place, text] of about.marks || []) {
       if (place < from || place > to) continue;
@@ -140,7 +141,8 @@ class Chart {
     const found = this.about.log ? powers : ticks(from, to, this.about.x_unit || "count", Math.max(2, width / 110));
     for (const [value, label] of found) {
       const x = this.toX(value);
-      svg.append(element("text", {x, y: HEIGHT - 6, "text-anchor": x > width - 30 ? "end" : "middle"}, label));
+      const anchor = x > width - 30 ? "end" : x < LEFT + 20 ? "start" : "middle";
+      svg.append(element("text", {x, y: HEIGHT - 6, "text-anchor": anchor}, label));
     }
   }
 

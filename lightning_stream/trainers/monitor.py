@@ -11,7 +11,8 @@ from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.verdict import Verdict, verdict_of
 from lightning_stream.loading.watch import Watch
 from lightning_stream.trainers.agreement import gathered
-from lightning_stream.trainers.report import Row, RunReport
+from lightning_stream.trainers.report import RunReport
+from lightning_stream.trainers.report_file import Row
 
 _SHOWN_S = 5.0  # how much time the text in the progress bar is about
 _CHECKED_S = 60.0  # the pause between two messages, while training, that it is input-bound

@@ -10,9 +10,8 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -27,17 +26,14 @@ from lightning_stream.loading.meter import PARTS
 from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.verdict import verdict_of
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.pages import embedded
-from lightning_stream.shared_files import Modes, make_folder, publish_bytes
 from lightning_stream.trainers.audit import verify_delivery
+from lightning_stream.trainers.report_file import FORMAT, PageFile, Row, checked_path
 from lightning_stream.trainers.report_page import page_of
 from lightning_stream.trainers.tracker import PositionTracker
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-NAME = "data_report.html"
-FORMAT = 1
 _MOST_ROWS = 2000
 _FIRST_INTERVAL_S = 0.2  # of a row; doubles whenever there are too many rows
 _WRITTEN_EVERY_S, _WRITING_SHARE = 60.0, 1 / 500  # the pause between two pages, and the most that writing may take
@@ -51,7 +47,6 @@ _COUNTERS = (
 _COUNTS = ("samples", "tokens", "batches", "ready_batches")
 _TIMES = ("compute_s", "wait_s", *(f"{part}_s" for part in PARTS))
 _STATES = ("end_s", "time", "step", "epoch", "position")  # of a row: where it ends
-Row = dict[str, float]
 
 
 class RunReport:
@@ -87,12 +82,11 @@ class RunReport:
         step: Callable[[], int] | None = None,
         say: Callable[[str], object] = print,
     ) -> None:
-        check_path(path)
-        self.path, self._say, self._step, self._tracker = Path(path), say, step, tracker
+        self._file, self._step, self._tracker = PageFile(checked_path(path), say), step, tracker
         self._loader, self._base = loader, LoaderStats()
         self._stats: Callable[[], LoaderStats] = lambda: self._loader.stats() - self._base
         self._began = self._last_s = self._row_began = 0.0
-        self._due = self._written_at = self._next_write = math.inf
+        self._due = self._next_write = math.inf
         self._interval_s = _FIRST_INTERVAL_S
         self._shared = LoaderStats()
         self._ids: list[NDArray[np.int64]] = []
@@ -100,9 +94,17 @@ class RunReport:
         self._drawn: Row = {}
         self._rows: list[Row] = []
         self._kept: dict[str, Any] = {}
-        self._stamp: tuple[int, int] | None = None  # of the file that this process wrote last
-        self._is_writing = self._has_ended = False
+        self._is_first = self._has_ended = False
         self._bad_from: tuple[Path, int] | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where the page is: another name than was given where another run writes that one."""
+        return self._file.path
+
+    @property
+    def _writes(self) -> bool:
+        return self._is_first and self._file.is_open
 
     # A plain loop
 
@@ -125,13 +127,14 @@ class RunReport:
         """
         self._stats = stats or self._stats
         world, here = self._loader.detect_world(), self._loader.position
-        self._is_writing = world.rank == 0
+        self._is_first = world.rank == 0
         self._kept = {"format": FORMAT, "run": secrets.token_hex(8), "launches": [], "messages": [], "bad": []}
-        if self._is_writing:
-            self._take_former(continues=bool(here.epoch or here.position))
+        former = self._file.former(continues=bool(here.epoch or here.position)) if self._is_first else None
+        if former is not None:
+            (self._kept, self._rows), self._interval_s = former, float(former[0]["interval_s"])
         self._last_s = self._rows[-1]["end_s"] if self._rows else 0.0
         self._began, self._shared = perf_counter() - self._last_s, self._stats()
-        if self._is_writing and (is_alone or world.num_ranks == 1):
+        if self._is_first and (is_alone or world.num_ranks == 1):
             self._due = 0.0
         launch = {
             "began": _now(), "at_s": self._last_s, "from": [here.epoch, here.position], "ranks": world.num_ranks,
@@ -140,7 +143,7 @@ class RunReport:
         }  # fmt: skip
         self._kept["launches"].append(launch)
         self.follow(self._loader)
-        if self._is_writing:
+        if self._writes:
             self._kept["settings"] = redact(f"{self._loader!r}\n\n{self._loader.describe(count_rows=False)}")
             self._mark_bad()
             self._write()
@@ -195,7 +198,8 @@ class RunReport:
 
     def add(self, shares: Sequence[Row]) -> None:
         """Add a row, from the shares of the ranks: counts are added up, times are of the rank that waits longest."""
-        if not self._is_writing:
+        if not self._writes:
+            self._due = math.inf
             return
         now = perf_counter() - self._began
         slowest = max(shares, key=lambda one: one["wait_s"])
@@ -235,7 +239,7 @@ class RunReport:
             error: What stopped it, or when; None at the end.
             shares: What the ranks have measured since the last row: of all ranks, or of this one if it stops alone.
         """
-        if self._kept and self._is_writing and not self._has_ended:
+        if self._writes and not self._has_ended:
             self.add(shares)
             launch = self._kept["launches"][-1]
             launch["ended"] = "finished" if error is None else redact(_described(error))[:2000]
@@ -262,34 +266,6 @@ class RunReport:
 
     # The page
 
-    def _take_former(self, continues: bool) -> None:
-        """Continue the page of an earlier launch, or keep it under another name."""
-        if not self.path.exists():
-            return
-        try:
-            values = embedded(self.path.read_text(encoding="utf-8"))
-            kept, rows = values["kept"], _rows_in(values)
-            if kept["format"] != FORMAT or not isinstance(kept["launches"], list):
-                raise ValueError(f"its format is {kept['format']!r}")
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            kept_as = self._set_aside()
-            self._say(f"{self.path} is no report that can be continued ({error}): it is kept as {kept_as}.")
-            return
-        if continues:
-            self._kept, self._rows, self._interval_s = kept, rows, float(kept["interval_s"])
-            self._stamp = _stamp(self.path)
-        else:
-            self._set_aside()
-
-    def _set_aside(self) -> Path | None:
-        other = free_name(self.path)
-        try:
-            self.path.rename(other)
-        except OSError as error:
-            self._give_up(error)
-            return None
-        return other
-
     def _mark_bad(self) -> None:
         """Remember where the list of bad samples ends now: what is listed later is of this run."""
         source = source_of(self._loader.streaming)
@@ -314,9 +290,7 @@ class RunReport:
                 self._kept["bad"].append({**one, "stream": redact(one["stream"]), "reason": redact(one["reason"])})
 
     def _write(self) -> None:
-        """Write the page; a run never stops because that fails."""
-        if not self._is_writing:
-            return
+        """Write the page."""
         began, here = perf_counter(), self._loader.position
         self._list_bad()
         launch = self._kept["launches"][-1]
@@ -329,43 +303,9 @@ class RunReport:
         names = dict.fromkeys(name for row in self._rows for name in row)
         columns = {name: [_rounded(row.get(name, 0)) for row in self._rows] for name in names}
         content = page_of(self._kept, columns).encode()
-        try:
-            if self.path.exists() and _stamp(self.path) != self._stamp:
-                former, self.path = self.path, free_name(self.path)
-                self._say(f"Another run writes {former}: the report of this one is {self.path}.")
-            make_folder(self.path.parent, Modes(0o644, 0o755))
-            publish_bytes(content, self.path, Modes(0o644), durable=False)
-            self._stamp = _stamp(self.path)
-        except OSError as error:
-            self._give_up(error)
+        self._file.write(content)
         now = perf_counter()
         self._next_write = now - self._began + max(_WRITTEN_EVERY_S, (now - began) / _WRITING_SHARE)
-
-    def _give_up(self, error: OSError) -> None:
-        self._is_writing, self._due = False, math.inf
-        self._say(f"The report {self.path} cannot be written, and training continues without it: {error}")
-
-
-def chosen_path(report: bool | str | os.PathLike[str], monitor: bool) -> bool | str | os.PathLike[str]:
-    """Check what a user has chosen for ``report=``; False where it is left to us and the monitor is off."""
-    if isinstance(report, bool):
-        return report and monitor
-    if not monitor:
-        raise ValueError("report= shows what the monitor measures, and monitor=False turns that off: omit one of them")
-    check_path(report)
-    return report
-
-
-def check_path(path: str | os.PathLike[str]) -> None:
-    """Raise ValueError unless a report can have this path."""
-    text = os.fspath(path)
-    if "://" in text or not text.endswith(".html"):
-        raise ValueError(f"report= takes a local file that ends with .html, e.g. 'run/{NAME}'; found {redact(text)!r}")
-
-
-def free_name(path: Path) -> Path:
-    """The first of ``name-1.html``, ``name-2.html``, ... that does not exist."""
-    return next(one for n in count(1) if not (one := path.with_name(f"{path.stem}-{n}{path.suffix}")).exists())
 
 
 def _halved(rows: Sequence[Row]) -> list[Row]:
@@ -378,12 +318,6 @@ def _joined(first: Row, second: Row) -> Row:
     return {**first, **{name: v if name in _STATES else first.get(name, 0) + v for name, v in second.items()}}
 
 
-def _rows_in(values: Mapping[str, Any]) -> list[Row]:
-    names = [name for name in values["columns"] if not name.startswith("=")]  # the others are computed from these
-    rows = zip(*(values["columns"][name] for name in names), strict=True)
-    return [dict(zip(names, row, strict=True)) for row in rows]
-
-
 def _described(error: BaseException | str) -> str:
     return error if isinstance(error, str) else f"{type(error).__name__}: {error}".removesuffix(": ")
 
@@ -392,10 +326,5 @@ def _rounded(value: float) -> float:
     return int(value) if value == int(value) else round(value, 6)
 
 
-def _stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns
-
-
 def _now() -> str:
-    return datetime.now().astimezone().isoformat(timespec="seconds")
+    return datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z")

@@ -57,7 +57,7 @@ def _figures(kept: Mapping[str, Any], rows: Columns) -> Section:
     opened = _total(rows, "shards_here") + _total(rows, "shards_fetched")
     epoch, position = latest["to"]
     shown = {
-        "samples": f"{_total(rows, 'samples'):,.0f}",
+        "samples handed out": f"{_total(rows, 'samples'):,.0f}",
         "samples per second": f"{_total(rows, 'samples') / trained_s:,.0f}" if trained_s else "-",
         "of the time waited for data": f"{_total(rows, 'wait_s') / trained_s:.1%}" if trained_s else "-",
         "downloaded": readable(int(_total(rows, "fetched_bytes"))),
@@ -105,15 +105,18 @@ def _plots(kept: Mapping[str, Any], columns: Columns) -> list[Section]:
     found = [
         chart("Samples per second", "end_s", {"samples": ("samples", "=trained_s")}, **options),
         chart("Time spent waiting for data", "end_s", waits, **options, stacked=True, y_unit="share", top=0.01),
-        chart("Downloads", "end_s", {"downloads": ("fetched_bytes", "=took_s")}, **options, y_unit="bytes/s"),
-        chart("Downloaded so far", "end_s", {"bytes": "=downloaded"}, x_unit="seconds", y_unit="bytes"),
-        chart("Position in the epoch", "end_s", {"sample": "position"}, **options),
+        chart("Position in the epoch", "end_s", {"sample": "position"}, **{**options, "intervals": False}),
     ]
-    cache: dict[str, str | tuple[str, str]] = {
-        "in the cache already": "shards_here", "fetched": "shards_fetched", "fetched again": "shards_fetched_again",
-        "evicted": "evictions",
-    }  # fmt: skip
-    found.append(chart("Shards", "end_s", cache, **options))
+    if _total(columns, "fetched_bytes"):
+        rate = {"downloads": ("fetched_bytes", "=took_s")}
+        found.append(chart("Downloads", "end_s", rate, **options, y_unit="bytes/s"))
+        found.append(chart("Downloaded so far", "end_s", {"bytes": "=downloaded"}, **options, y_unit="bytes"))
+    if _total(columns, "=opened"):
+        cache: dict[str, str | tuple[str, str]] = {
+            "in the cache already": "shards_here", "fetched": "shards_fetched", "fetched again": "shards_fetched_again",
+            "evicted": "evictions",
+        }  # fmt: skip
+        found.append(chart("Shards", "end_s", cache, **options))
     streams = {name.partition(":")[2]: (name, "=drawn") for name in columns if name.startswith("stream:")}
     if streams:
         mixture: dict[str, str | tuple[str, str]] = dict(streams)

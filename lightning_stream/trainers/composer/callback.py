@@ -21,7 +21,8 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.report import RunReport, chosen_path
+from lightning_stream.trainers.report import RunReport
+from lightning_stream.trainers.report_file import chosen_path
 from lightning_stream.trainers.tracker import PositionTracker
 
 _LOGGED_EVERY = 50  # batches, as under Lightning: Composer has no interval of its own

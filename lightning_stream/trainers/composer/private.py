@@ -16,7 +16,7 @@ from composer.callbacks import CheckpointSaver
 from composer.trainer.trainer import TrainerMode
 from composer.utils import format_name_with_dist, reproducibility
 
-from lightning_stream.trainers.report import NAME
+from lightning_stream.trainers.report_file import NAME
 
 _TAKES_BATCHES = "_iter_dataloader"  # Trainer's generator around the iteration over its loader
 

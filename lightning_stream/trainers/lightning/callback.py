@@ -22,7 +22,8 @@ from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.report import RunReport, chosen_path
+from lightning_stream.trainers.report import RunReport
+from lightning_stream.trainers.report_file import chosen_path
 from lightning_stream.trainers.tracker import PositionTracker
 
 _NEVER = -1

@@ -26,7 +26,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
-from lightning_stream.trainers.report import NAME
+from lightning_stream.trainers.report_file import NAME
 from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
