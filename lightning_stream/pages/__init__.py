@@ -97,6 +97,16 @@ def figures(values: Mapping[str, str]) -> dict[str, Any]:
     return {"kind": "figures", "items": [[value, label] for label, value in values.items()]}
 
 
+def fields(listed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Fields of a page that `server.serve` shows.
+
+    Args:
+        listed: Each with a ``name``, a ``label`` and a ``value`` (None: empty); and with ``choices``, or with the ends
+            ``least`` and ``most`` of a slider, which is logarithmic with ``log``.
+    """
+    return {"kind": "fields", "fields": list(listed)}
+
+
 def text(title: str, lines: str, *, code: bool = False) -> dict[str, Any]:
     """A text below a title; of fixed width with `code`."""
     return {"kind": "code" if code else "text", "title": title, "text": lines}

@@ -255,8 +255,68 @@ const MAKERS = {
 
 function render() {
   charts = [];
-  main.replaceChildren(...page.sections.map((one) => MAKERS[one.kind](one)));
+  const form = main.querySelector(".fields");  // keeps what the user is moving
+  const made = page.sections.map((one) => MAKERS[one.kind](one));
+  main.replaceChildren(...(form && !made.some((one) => one.matches(".fields")) ? [form] : []), ...made);
   charts.forEach((one) => one.draw());
+}
+
+// Fields
+
+MAKERS.fields = ({fields}) => {
+  const problem = element("p", {class: "error", role: "alert", hidden: ""});
+  const form = element("form", {}, ...fields.map((one) => field(one, () => ask(form, problem))));
+  form.onsubmit = (event) => event.preventDefault();
+  return element("section", {class: "wide fields"}, form, problem);
+};
+
+/** A choice; or a number with a slider, where the number is what counts. */
+function field({name, label, value, choices, least, most, log}, changed) {
+  if (choices) {
+    const options = choices.map((one) => element("option", one === value ? {selected: ""} : {}, one));
+    const select = element("select", {name}, ...options);
+    select.onchange = changed;
+    return element("label", {}, label, select);
+  }
+  const number = element("input", {type: "number", name, value: value ?? "", step: "any", min: 0, placeholder: "auto"});
+  const slider = element("input", {type: "range", min: 0, max: 200, step: 1, "aria-label": label});
+  const toSlider = () => {
+    const at = log ? Math.log(number.value / least) / Math.log(most / least) : (number.value - least) / (most - least);
+    slider.value = 200 * (number.value === "" ? 1 : at);
+  };
+  slider.oninput = () => {
+    const at = slider.value / 200, found = log ? least * (most / least) ** at : least + at * (most - least);
+    number.value = found >= 10 ? Number(found.toPrecision(2)) : Math.round(found);
+    changed();
+  };
+  number.oninput = () => {
+    toSlider();
+    changed();
+  };
+  toSlider();
+  return element("label", {}, label, number, slider);
+}
+
+let isAsking = false, isStale = false;
+
+/** Ask for what the page shows with these values; while an answer is under way, only the latest values wait. */
+async function ask(form, problem) {
+  isStale = isAsking;
+  if (isAsking) return;
+  isAsking = true;
+  try {
+    const answer = await fetch(`/values?${new URLSearchParams(new FormData(form))}`), found = await answer.json();
+    problem.textContent = found.error || "";
+    if (!found.error) {
+      Object.assign(page, found);
+      render();
+    }
+  } catch (error) {
+    problem.textContent = "No answer: the program that serves this page has ended.";
+  }
+  problem.hidden = !problem.textContent;
+  isAsking = false;
+  if (isStale) ask(form, problem);
 }
 
 render();
