@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import BatchPlan, EpochOrder
+from lightning_stream.order.batching.base import BatchPlan
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.rank_split import Tail
 from lightning_stream.order.world import World
@@ -49,9 +49,11 @@ def plan_downloads(
     Example: ``plan_downloads(run, epoch=0, batch_size=256, world=World(num_ranks=16, ranks_per_node=8)).factor``.
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
-    readers = _readers(world)
-    for replica, ids in _replica_reads(run.epoch(epoch), batch_size, world, tail):
-        shards = np.unique(run.snapshot.shards_of(ids))
+    readers, order = _readers(world), run.epoch(epoch)
+    firsts = [replace(world, rank=replica * world.replication) for replica in range(world.num_replicas)]
+    plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail) for one in firsts]
+    for _, replica, ids in reads_of(plans, 0, plans[0].num_batches):
+        shards = np.unique(run.snapshot.shards_of(np.concatenate(ids)))
         for node in readers[replica]:
             needed[node, shards] = True
     sizes = run.snapshot.sizes if shard_bytes is None else shard_bytes
@@ -115,23 +117,25 @@ def _readers(world: World) -> list[list[int]]:
     return [sorted(nodes) for nodes in readers]
 
 
-def _replica_reads(
-    order: EpochOrder, batch_size: int, world: World, tail: Tail
-) -> Iterator[tuple[int, NDArray[np.int64]]]:
-    """(replica, sample ids it reads), piece by piece; whole batches many at a time."""
-    replicas = world.num_replicas
-    firsts = [replace(world, rank=replica * world.replication) for replica in range(replicas)]
-    plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail) for one in firsts]
-    whole = plans[0].num_whole_batches if order.splits_samples and plans[0].must_divide else 0
-    step = max(1, _CHUNK // batch_size)
-    for k in range(0, whole, step):
-        begin, end = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]
-        nodes = order.canonical(begin, end).reshape(-1, batch_size)
+def reads_of(
+    plans: Sequence[BatchPlan], begin: int, end: int
+) -> Iterator[tuple[int, int, Sequence[NDArray[np.int64]]]]:
+    """What some replicas read in the global batches [begin, end), piece by piece; whole batches many at a time.
+
+    ``plans`` cut one order into the same batches, each for another replica. Yields (first batch, number of the plan,
+    the sample ids of each batch from that on).
+    """
+    order, size, replicas = plans[0].order, plans[0].batch_size, plans[0].world.num_replicas
+    whole = min(end, plans[0].num_whole_batches) if order.splits_samples and plans[0].must_divide else begin
+    step = max(1, _CHUNK // size)
+    for k in range(begin, whole, step):
+        first, last = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]
+        nodes = order.canonical(first, last).reshape(-1, size)
         grouped = np.argsort(nodes, axis=1, kind="stable")
-        ids = np.take_along_axis(order.ids(begin, end).reshape(-1, batch_size), grouped, axis=1)
+        ids = np.take_along_axis(order.ids(first, last).reshape(-1, size), grouped, axis=1)
         dealt = ids.reshape(len(ids), replicas, -1)
-        for replica in range(replicas):
-            yield replica, dealt[:, replica].reshape(-1)
-    for k in range(whole, plans[0].num_batches):
-        for replica, plan in enumerate(plans):
-            yield replica, plan.share(k).sample_ids
+        for number, plan in enumerate(plans):
+            yield k, number, dealt[:, plan.world.replica]
+    for k in range(max(begin, whole), end):
+        for number, plan in enumerate(plans):
+            yield k, number, [plan.share(k).sample_ids]
