@@ -15,7 +15,8 @@ from lightning_stream.order.world import World
 
 FACTOR_WORTH_A_WARNING = 1.05
 _CHUNK = 1 << 18
-_ESTIMATED_BATCHES = 64
+_ESTIMATED_BATCHES = 64  # or fewer, of so many positions in all
+_ESTIMATED_POSITIONS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,9 +70,8 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
     plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
     if run.config.mosaic is not None or not plan.is_whole(0):
         return 1.0
-    readers = _readers(world)
-    reads: set[tuple[int, int]] = set()
-    for k in filter(plan.is_whole, range(_ESTIMATED_BATCHES)):
+    readers, reads, count = _readers(world), set[tuple[int, int]](), max(1, _ESTIMATED_POSITIONS // batch_size)
+    for k in filter(plan.is_whole, range(min(count, _ESTIMATED_BATCHES))):
         nodes = np.sort(order.canonical(*plan.bounds(k)))
         replicas = np.arange(len(nodes)) * world.num_replicas // len(nodes)
         pairs = np.unique(np.stack([nodes, replicas], axis=1), axis=0)

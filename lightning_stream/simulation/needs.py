@@ -14,6 +14,8 @@ from lightning_stream.order import BatchPlan, RunOrder, World
 from lightning_stream.order.downloads import reads_of
 from lightning_stream.order.rank_split import Tail, num_micro_batches
 
+_ENTRY_BYTES = 300  # of a shard in an index
+
 
 class Need(NamedTuple):
     """What a micro-batch of a rank reads."""
@@ -31,24 +33,26 @@ class Shards:
 
     Attributes:
         raw_bytes, stored_bytes: int64[shards], uncompressed and as they are downloaded.
+        num_samples: int64[shards], samples of each, also of those that are not read.
         has_ranges: bool[shards], whether samples can be read by ranges: of raw MDS files.
         has_equal_sizes: Whether all samples of a shard have one size, so that no range reads their offsets.
         index_bytes: Of the index, which is downloaded first.
 
-    Example: ``Shards.alike(1000, 64 << 20)``.
+    Example: ``Shards.alike(1000, 64 << 20, 500)``.
     """
 
     raw_bytes: NDArray[np.int64]
     stored_bytes: NDArray[np.int64]
+    num_samples: NDArray[np.int64]
     has_ranges: NDArray[np.bool_]
     has_equal_sizes: bool = False
     index_bytes: int = 0
 
     @classmethod
-    def alike(cls, num_shards: int, num_bytes: int) -> Shards:
-        """Raw MDS shards of one size."""
-        sizes = np.full(num_shards, num_bytes, np.int64)
-        return cls(sizes, sizes, np.ones(num_shards, np.bool_), index_bytes=300 * num_shards)
+    def alike(cls, num_shards: int, num_bytes: int, num_samples: int) -> Shards:
+        """Raw MDS shards of one size, of so many samples each."""
+        sizes, counts = np.full(num_shards, num_bytes, np.int64), np.full(num_shards, num_samples, np.int64)
+        return cls(sizes, sizes, counts, np.ones(num_shards, np.bool_), index_bytes=_ENTRY_BYTES * num_shards)
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,21 +52,6 @@ class Prices:
         return num_bytes / 1e9 * self.per_gb + num_requests / 1000 * self.per_1000_requests
 
 
-CLOUDS_DATE = "2026"
-"""The year of the list prices in `CLOUDS`; check them against your contract."""
-
-CLOUDS = {
-    "s3": Prices(0.0, 0.0004),
-    "s3-internet": Prices(0.09, 0.0004),
-    "gcs": Prices(0.0, 0.0004),
-    "gcs-internet": Prices(0.12, 0.0004),
-    "azure": Prices(0.0, 0.0005),
-    "azure-internet": Prices(0.087, 0.0005),
-    "r2": Prices(0.0, 0.00036),
-}
-"""List prices of reading: from machines in the region of the bucket, or over the internet (the first terabytes)."""
-
-
 @dataclass(frozen=True)
 class Work:
     """What the processors of a node do for a batch, and how long training takes. All in seconds.
@@ -129,3 +114,18 @@ def _check(value: Any, positive: tuple[str, ...] = ()) -> None:
         if number is not None and not (number > 0 if name in positive else number >= 0):
             rule = "positive" if name in positive else "0 or more"
             raise ValueError(f"{name} is {rule}; found {number}")
+
+
+CLOUDS_DATE = "2026"
+"""The year of the list prices in `CLOUDS`; check them against your contract."""
+
+CLOUDS = {
+    "s3": Prices(0.0, 0.0004),
+    "s3-internet": Prices(0.09, 0.0004),
+    "gcs": Prices(0.0, 0.0004),
+    "gcs-internet": Prices(0.12, 0.0004),
+    "azure": Prices(0.0, 0.0005),
+    "azure-internet": Prices(0.087, 0.0005),
+    "r2": Prices(0.0, 0.00036),
+}
+"""List prices of reading: from machines in the region of the bucket, or over the internet (the first terabytes)."""

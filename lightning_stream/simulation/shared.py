@@ -14,18 +14,23 @@ class Shared:
     """A capacity that jobs share equally, each at most at a rate of its own."""
 
     def __init__(self, each: float, total: float | None) -> None:
-        self._each, self._total = each, math.inf if total is None else total
+        self._each, self.capacity = each, math.inf if total is None else total
         self._jobs: list[tuple[float, int, Call]] = []  # by the share at which they end
         self._numbers = count()
         self._share = self._since = 0.0  # what each job has got since the beginning, and when that was computed
 
     def _rate(self) -> float:
-        return min(self._each, self._total / len(self._jobs))
+        return min(self._each, self.capacity / len(self._jobs))
 
     def _advance(self, now: float) -> None:
         if self._jobs:
             self._share += (now - self._since) * self._rate()
         self._since = now
+
+    @property
+    def fastest(self) -> float:
+        """The rate of a job that is alone."""
+        return min(self._each, self.capacity)
 
     def add(self, now: float, amount: float, then: Call) -> None:
         """Begin a job."""
