@@ -70,12 +70,13 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
     plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
     if run.config.mosaic is not None or not plan.is_whole(0):
         return 1.0
-    readers, reads, count = _readers(world), set[tuple[int, int]](), max(1, _ESTIMATED_POSITIONS // batch_size)
-    for k in filter(plan.is_whole, range(min(count, _ESTIMATED_BATCHES))):
+    readers, replicas = _readers(world), world.num_replicas
+    count = min(_ESTIMATED_BATCHES, max(1, _ESTIMATED_POSITIONS // batch_size))
+    pairs: set[int] = set()
+    for k in filter(plan.is_whole, range(count)):
         nodes = np.sort(order.canonical(*plan.bounds(k)))
-        replicas = np.arange(len(nodes)) * world.num_replicas // len(nodes)
-        pairs = np.unique(np.stack([nodes, replicas], axis=1), axis=0)
-        reads.update((canonical, node) for canonical, replica in pairs.tolist() for node in readers[replica])
+        pairs.update(np.unique(nodes * replicas + np.arange(len(nodes)) * replicas // len(nodes)).tolist())
+    reads = {(pair // replicas, node) for pair in pairs for node in readers[pair % replicas]}
     return len(reads) / len({canonical for canonical, _ in reads})
 
 
@@ -131,11 +132,14 @@ def reads_of(
     for k in range(begin, whole, step):
         first, last = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]
         nodes = order.canonical(first, last).reshape(-1, size)
-        grouped = np.argsort(nodes, axis=1, kind="stable")
-        ids = np.take_along_axis(order.ids(first, last).reshape(-1, size), grouped, axis=1)
-        dealt = ids.reshape(len(ids), replicas, -1)
-        for number, plan in enumerate(plans):
-            yield k, number, dealt[:, plan.world.replica]
+        alike = bool((nodes == nodes[0]).all())  # usually C divides B
+        grouped = np.argsort(nodes[:1] if alike else nodes, axis=1, kind="stable")
+        own = grouped.reshape(len(grouped), replicas, -1)[:, [plan.world.replica for plan in plans]]
+        batches = np.arange(0, last - first, size)
+        positions = first + batches[:, None, None] + own
+        ids = order.ids_at(positions.reshape(-1)).reshape(positions.shape)
+        for number in range(len(plans)):
+            yield k, number, ids[:, number]
     for k in range(max(begin, whole), end):
         for number, plan in enumerate(plans):
             yield k, number, [plan.share(k).sample_ids]

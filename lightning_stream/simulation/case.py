@@ -16,22 +16,20 @@ _MICRO_BATCHES, _POSITIONS = 6000, 1 << 21  # simulated step by step, at most; t
 _LEAST_STEPS = 3
 _STEADY_STEPS = 8  # from so many on, their second half shows what the look-ahead costs
 _LEAST_EFFICIENCY = 0.05
-_EXACT_SAMPLES = 1 << 21  # of an epoch whose downloads are counted; those of a longer one are estimated
+# Of an epoch whose downloads are counted; those of a longer one are estimated.
+_EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256
 _FASTER, _FURTHER = 1e15, 16
 _PAYS = 1.02  # the gain from which on a single limit explains the throughput
 _MB = 1e6
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
-    """A training run with all assumptions."""
+class Part:
+    """The steps of a training run that are simulated one by one; ``most``: the part of their usual number."""
 
     training: Training
     shards: Shards
-    link: Link
-    work: Work
-    node: Node
-    most: float  # the part of the usual number of batches that is simulated
+    most: float = 1.0
 
     @cached_property
     def num_steps(self) -> int:
@@ -54,7 +52,7 @@ class Case:
         training, stored = self.training, self.shards.stored_bytes
         settings = {"epoch": training.epoch, "batch_size": training.batch_size, "world": training.world}
         order = training.run.epoch(training.epoch)
-        if order.documents.num_samples * training.world.replication <= _EXACT_SAMPLES:
+        if order.documents.num_samples <= _EXACT_SAMPLES and training.world.num_replicas <= _EXACT_REPLICAS:
             found = plan_downloads(training.run, tail=training.tail, shard_bytes=stored, **settings)
             busiest = int(found.num_bytes.argmax())
             return busiest, int(found.num_bytes[busiest]), int(found.num_bytes.sum()), found.factor
@@ -67,20 +65,33 @@ class Case:
         """What each rank of the busiest node reads in the simulated steps."""
         return self.training.needs(self.downloads[0], 0, self.num_simulated)
 
+    def needs_of_resume(self) -> list[list[Need]] | None:
+        """The same from the middle of the epoch on; None where the epoch is too short."""
+        half = self.num_steps // 2
+        start = self.training.plan().bounds(half)[0]
+        count = min(self.num_steps - half, -(-self.num_simulated // 2))
+        return self.training.needs(self.downloads[0], start, count) if half else None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Some steps of a training run, with all assumptions."""
+
+    part: Part
+    link: Link
+    work: Work
+    node: Node
+
     def model(self, needs: list[list[Need]] | None = None) -> NodeModel:
         """A node that reads these, or the simulated steps of the epoch."""
-        training, rate = self.training, self.link.of_node(self.training.world.num_nodes)
+        training, rate = self.part.training, self.link.of_node(self.part.training.world.num_nodes)
         settings = {"device_batch_size": training.device_batch_size, "link_bytes_per_s": rate}
-        return NodeModel(needs or self.needs, self.shards, self.link, self.work, self.node, **settings)
+        return NodeModel(needs or self.part.needs, self.part.shards, self.link, self.work, self.node, **settings)
 
     def resume_s(self) -> float | None:
-        """Seconds to the first batch from the middle of the epoch; None where the epoch is too short."""
-        half = self.num_steps // 2
-        if not half:
+        """Seconds to the first batch from the middle of the epoch; None where there is none."""
+        if (needs := self.part.needs_of_resume()) is None:
             return None
-        start = self.training.plan().bounds(half)[0]
-        count = min(self.num_steps - half, max(1, self.num_simulated // 2))
-        needs = self.training.needs(self.downloads[0], start, count)
         model = self.model(needs)
         model.run(1)
         return model.first_batch_s if model.step_ends else None
@@ -92,11 +103,11 @@ class Outcome:
     def __init__(self, case: Case) -> None:
         self.case, self.model = case, case.model()
         self.model.run()
-        self.is_stuck = len(self.model.step_ends) < case.num_simulated
-        bytes_once = int(case.shards.stored_bytes[list(self.model.disk.were_here)].sum())
+        self.is_stuck = len(self.model.step_ends) < case.part.num_simulated
+        bytes_once = int(case.part.shards.stored_bytes[list(self.model.disk.were_here)].sum())
         self.again = max(1.0, self.model.num_bytes / max(1, bytes_once))
-        left_steps = case.num_steps - case.num_simulated
-        left_bytes = max(0.0, case.downloads[1] * self.again - self.model.num_bytes) if left_steps else 0.0
+        left_steps = case.part.num_steps - case.part.num_simulated
+        left_bytes = max(0.0, case.part.downloads[1] * self.again - self.model.num_bytes) if left_steps else 0.0
         self.demands = self._seconds(left_steps, left_bytes) if left_steps else self._of_second_half()
         self.rest_s = max(self.demands.values()) / self._efficiency() if left_steps else 0.0
         self.end_s = self.model.step_ends[-1] if self.model.step_ends else self.model.clock.now
@@ -106,7 +117,7 @@ class Outcome:
     def _seconds(self, num_steps: float, num_bytes: float) -> dict[str, float]:
         """The seconds that each resource of the node needs for so many steps and bytes, if nothing else limits them."""
         case, node, work, link = self.case, self.case.node, self.case.work, self.case.link
-        training, model, world = case.training, self.model, case.training.world
+        training, model, world = case.part.training, self.model, case.part.training.world
         processes = len(model.ranks) * max(1, node.num_workers)
         per_byte = [total / max(1, model.num_bytes) for total in (model.num_requests, model.num_raw_bytes)]
         requests, raw_bytes = (each * num_bytes for each in per_byte)
@@ -147,13 +158,13 @@ class Outcome:
         """Seconds of a step after the start."""
         ends, half = self.model.step_ends, len(self.model.step_ends) // 2
         if self.rest_s:
-            return self.rest_s / (self.case.num_steps - self.case.num_simulated)
+            return self.rest_s / (self.case.part.num_steps - self.case.part.num_simulated)
         return (ends[-1] - ends[half - 1]) / (len(ends) - half) if half else self.after_first_s
 
     @property
     def wait_share(self) -> float:
         """The part of the time after the first batch that training waits for data."""
-        train_s = self.case.num_steps * self.case.work.step_s
+        train_s = self.case.part.num_steps * self.case.work.step_s
         return max(0.0, 1 - train_s / self.after_first_s) if self.after_first_s > 0 else 0.0
 
     def gains(self) -> dict[str, float]:
@@ -180,7 +191,7 @@ class Outcome:
 def _lifted(case: Case) -> dict[str, Case]:
     """The same case without one of its limits."""
     link, work, node = case.link, case.work, case.node
-    size = case.training.device_batch_size
+    size = case.part.training.device_batch_size
     further = _FURTHER * max(1, read_ahead_depth(node.predownload, size)) * size
     lifted = {
         "latency": replace(case, link=replace(link, latency_s=0.0)),

@@ -7,13 +7,14 @@ import math
 import numpy as np
 
 from lightning_stream.reading.look_ahead import read_ahead_depth
-from lightning_stream.simulation.case import Case, Outcome
+from lightning_stream.simulation.case import Case, Outcome, Part
 from lightning_stream.simulation.needs import Shards, Training
 from lightning_stream.simulation.node import INDEX_REQUESTS
 from lightning_stream.simulation.result import INPUT_BOUND, Simulated, Timeline
 from lightning_stream.simulation.settings import Link, Node, Prices, Work
 
 _POINTS = 500
+_QUICK = 0.1  # of the steps of a detailed simulation
 
 
 def simulate(
@@ -39,17 +40,18 @@ def simulate(
         run = RunOrder(Snapshot.of([[1000] * 100]), [StreamWeights()], config)
         simulate(Training(run, 256, 32, World(0, 8, 8)), Shards.alike(100, 64 << 20, 1000)).first_batch_s
     """
-    case = Case(training, shards, link or Link(), work or Work(), node or Node(), 1.0 if is_detailed else 0.1)
+    part = Part(training, shards, 1.0 if is_detailed else _QUICK)
+    case = Case(part, link or Link(), work or Work(), node or Node())
     outcome = Outcome(case)
     model, num_nodes = outcome.model, training.world.num_nodes
-    _, of_busiest, total, factor = case.downloads
+    _, of_busiest, total, factor = case.part.downloads
     is_bound = outcome.wait_share >= INPUT_BOUND
     gains = outcome.gains() if is_bound and is_detailed else {}
     limited_by = outcome.limited_by(gains)
     again, per_byte = outcome.again, model.num_requests / max(1, model.num_bytes)
     num_bytes = round(total * again) + num_nodes * model.num_range_bytes
     num_requests = round(total * again * per_byte) + num_nodes * (model.num_range_requests + INDEX_REQUESTS)
-    samples = case.num_steps * training.batch_size
+    samples = case.part.num_steps * training.batch_size
     return Simulated(
         num_nodes=num_nodes,
         global_batch_size=training.batch_size,
@@ -67,11 +69,11 @@ def simulate(
         busiest_node_bytes=round(of_busiest * again) + model.num_range_bytes,
         num_requests=num_requests,
         download_factor=factor * again,
-        fetched_again=round(num_nodes * model.disk.num_fetched_again * case.num_steps / case.num_simulated),
+        fetched_again=round(num_nodes * model.disk.num_fetched_again * case.part.num_steps / case.part.num_simulated),
         price_usd=None if prices is None else prices.of(num_bytes, num_requests),
         cache_needed_bytes=_cache_needed(case),
         cache_peak_bytes=model.disk.peak_bytes,
-        simulated_share=case.num_simulated / case.num_steps,
+        simulated_share=case.part.num_simulated / case.part.num_steps,
         problem=_problem(outcome),
         timeline=_timeline(outcome) if is_detailed else None,
         link=case.link,
@@ -118,17 +120,17 @@ def _problem(outcome: Outcome) -> str | None:
 
 def _cache_needed(case: Case) -> int:
     """The most bytes of shards between their announcement and their last use, at any simulated step."""
-    workers, parts = max(1, case.node.num_workers), sum(need.step == 0 for need in case.needs[0])
-    depth = read_ahead_depth(case.node.predownload, case.training.device_batch_size)
+    workers, parts = max(1, case.node.num_workers), sum(need.step == 0 for need in case.part.needs[0])
+    depth = read_ahead_depth(case.node.predownload, case.part.training.device_batch_size)
     ahead = math.ceil((depth + 1) * workers / parts)
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for need in (need for own in case.needs for need in own):
+    for need in (need for own in case.part.needs for need in own):
         for shard in need.shards:
             first[shard] = min(first.get(shard, need.step), need.step)
             last[shard] = max(last.get(shard, 0), need.step)
-    change = np.zeros(case.num_simulated + 1, np.int64)
-    sizes = case.shards.raw_bytes[list(first)]
+    change = np.zeros(case.part.num_simulated + 1, np.int64)
+    sizes = case.part.shards.raw_bytes[list(first)]
     np.add.at(change, np.maximum(0, np.array(list(first.values())) - ahead), sizes)
     np.subtract.at(change, np.array([last[shard] for shard in first]) + 1, sizes)
     return int(np.cumsum(change).max())
@@ -136,16 +138,16 @@ def _cache_needed(case: Case) -> int:
 
 def _timeline(outcome: Outcome) -> Timeline:
     case, model = outcome.case, outcome.model
-    ends, size = np.array(model.step_ends), case.training.batch_size
+    ends, size = np.array(model.step_ends), case.part.training.batch_size
     if not len(ends):
         return Timeline()
     picked = np.unique(np.linspace(0, len(ends) - 1, min(_POINTS - 1, len(ends))).astype(int))
-    micro_batches = sum(map(len, case.needs)) / case.num_simulated
+    micro_batches = sum(map(len, case.part.needs)) / case.part.num_simulated
     needed = np.floor((ends[picked] - model.first_batch_s) / max(case.work.step_s, 1e-9) + 1e-6) * size
     return Timeline(
         seconds=[model.first_batch_s, *ends[picked].tolist()],
         ready=[size, *(np.array(model.made)[picked] / micro_batches * size).astype(int).tolist()],
-        needed=[0, *np.minimum(needed, case.num_simulated * size).astype(int).tolist()],
+        needed=[0, *np.minimum(needed, case.part.num_simulated * size).astype(int).tolist()],
         trained=[0, *((picked + 1) * size).tolist()],
         fetched_bytes=[0, *np.array(model.fetched)[picked].tolist()],
     )
