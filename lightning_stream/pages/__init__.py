@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import resources
+from math import isfinite
 from typing import Any
 
 Section = Mapping[str, Any]
@@ -40,7 +41,7 @@ def page(title: str, about: str, body: str, script: str = "") -> str:
 
 
 def drawn_page(
-    title: str, about: str, sections: Sequence[Section], columns: Mapping[str, Sequence[float]], **more: Any
+    title: str, about: str, sections: Sequence[Section], columns: Mapping[str, Sequence[float | None]], **more: Any
 ) -> str:
     """A page that ``page.js`` draws.
 
@@ -57,9 +58,17 @@ def drawn_page(
         drawn_page("A run", "", [chart("Samples", "seconds", {"samples": "samples"})], rows)
     """
     # "<" would end the element where a text holds "</script>".
-    data = json.dumps({"sections": sections, "columns": columns, **more}).replace("<", "\\u003c")
+    data = values_of(sections, columns, **more).replace("<", "\\u003c")
     script = _file("page.js")
     return page(title, about, _DRAWN.format(data=data, script=script), script)
+
+
+def values_of(sections: Sequence[Section], columns: Mapping[str, Sequence[float | None]], **more: Any) -> str:
+    """What ``page.js`` draws, as JSON, which has no infinite numbers."""
+    finite = {
+        name: [one if one is None or isfinite(one) else None for one in column] for name, column in columns.items()
+    }
+    return json.dumps({"sections": sections, "columns": finite, **more}, allow_nan=False)
 
 
 def embedded(text: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ function ticks(from, to, kind, count) {
   const found = [];
   for (let k = Math.ceil(from / unit[0] / step - 1e-9); k * step <= to / unit[0] + 1e-9; k++) {
     const value = k * step * unit[0] || 0;  // not -0
-    found.push([value, shown(value, kind, unit)]);
+    found.push([value, value || kind === "share" ? shown(value, kind, unit) : "0"]);
   }
   return found;
 }
@@ -137,7 +137,10 @@ class Chart {
       svg.append(element("line", {class: "grid", x1: LEFT, x2: width - RIGHT, y1: y, y2: y}));
     }
     const powers = [];
-    for (let value = 10 ** Math.ceil(Math.log10(from || 1)); value <= to; value *= 10) powers.push([value, shown(value)]);
+    for (let power = 10 ** Math.floor(Math.log10(from || 1)); power <= to; power *= 10) {
+      const values = to < 200 * from ? [power, 2 * power, 5 * power] : [power];
+      powers.push(...values.filter((one) => one >= from && one <= to).map((one) => [one, shown(one)]));
+    }
     const found = this.about.log ? powers : ticks(from, to, this.about.x_unit || "count", Math.max(2, width / 110));
     for (const [value, label] of found) {
       const x = this.toX(value);
@@ -255,28 +258,31 @@ const MAKERS = {
 
 function render() {
   charts = [];
-  const form = main.querySelector(".fields");  // keeps what the user is moving
-  const made = page.sections.map((one) => MAKERS[one.kind](one));
-  main.replaceChildren(...(form && !made.some((one) => one.matches(".fields")) ? [form] : []), ...made);
+  main.style.minHeight = `${main.offsetHeight}px`;  // the page does not jump while it is empty
+  // The fields stay where they are: the user may be moving one.
+  [...main.children].forEach((one) => one.matches(".fields") || one.remove());
+  main.append(...page.sections.map((one) => MAKERS[one.kind](one)));
+  page.sections = page.sections.filter(({kind}) => kind !== "fields");
   charts.forEach((one) => one.draw());
+  main.style.minHeight = "";
 }
 
 // Fields
 
 MAKERS.fields = ({fields}) => {
   const problem = element("p", {class: "error", role: "alert", hidden: ""});
-  const form = element("form", {}, ...fields.map((one) => field(one, () => ask(form, problem))));
+  const form = element("form", {}, ...fields.map((one) => field(one)));
+  form.oninput = () => ask(form, problem, true);  // while a slider moves
+  form.onchange = () => ask(form, problem, false);
   form.onsubmit = (event) => event.preventDefault();
   return element("section", {class: "wide fields"}, form, problem);
 };
 
 /** A choice; or a number with a slider, where the number is what counts. */
-function field({name, label, value, choices, least, most, log}, changed) {
+function field({name, label, value, choices, least, most, log}) {
   if (choices) {
     const options = choices.map((one) => element("option", one === value ? {selected: ""} : {}, one));
-    const select = element("select", {name}, ...options);
-    select.onchange = changed;
-    return element("label", {}, label, select);
+    return element("label", {}, label, element("select", {name}, ...options));
   }
   const number = element("input", {type: "number", name, value: value ?? "", step: "any", min: 0, placeholder: "auto"});
   const slider = element("input", {type: "range", min: 0, max: 200, step: 1, "aria-label": label});
@@ -287,36 +293,42 @@ function field({name, label, value, choices, least, most, log}, changed) {
   slider.oninput = () => {
     const at = slider.value / 200, found = log ? least * (most / least) ** at : least + at * (most - least);
     number.value = found >= 10 ? Number(found.toPrecision(2)) : Math.round(found);
-    changed();
   };
-  number.oninput = () => {
-    toSlider();
-    changed();
-  };
+  number.oninput = toSlider;
   toSlider();
   return element("label", {}, label, number, slider);
 }
 
-let isAsking = false, isStale = false;
+let isAsking = false, waiting = null;
 
 /** Ask for what the page shows with these values; while an answer is under way, only the latest values wait. */
-async function ask(form, problem) {
-  isStale = isAsking;
-  if (isAsking) return;
+async function ask(form, problem, isQuick) {
+  if (isAsking) {
+    waiting = isQuick;
+    return;
+  }
   isAsking = true;
+  const query = new URLSearchParams(new FormData(form));
   try {
-    const answer = await fetch(`/values?${new URLSearchParams(new FormData(form))}`), found = await answer.json();
+    const answer = await fetch(`${isQuick ? "/quick" : "/values"}?${query}`), found = await answer.json();
     problem.textContent = found.error || "";
-    if (!found.error) {
-      Object.assign(page, found);
-      render();
-    }
+    if (!found.error) show(found, isQuick);
   } catch (error) {
     problem.textContent = "No answer: the program that serves this page has ended.";
   }
   problem.hidden = !problem.textContent;
   isAsking = false;
-  if (isStale) ask(form, problem);
+  const next = waiting;
+  waiting = null;
+  if (next !== null) ask(form, problem, next);
+}
+
+/** A quick answer lacks what takes long: that stays as it is until the whole answer comes. */
+function show({sections, columns}, isQuick) {
+  const same = (one) => sections.find(({kind, title}) => kind === one.kind && title === one.title);
+  page.sections = isQuick ? page.sections.map((one) => same(one) || one) : sections;
+  Object.assign(page.columns, columns);
+  render();
 }
 
 render();

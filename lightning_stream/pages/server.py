@@ -10,53 +10,58 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from lightning_stream.errors import redact
-from lightning_stream.pages import Section, drawn_page
+from lightning_stream.pages import Section, drawn_page, values_of
 
-Drawn = tuple[Sequence[Section], Mapping[str, Sequence[float]]]
+Drawn = tuple[Sequence[Section], Mapping[str, Sequence["float | None"]]]
+Answer = Callable[[Mapping[str, str], bool], Drawn]
 _ADDRESS = "127.0.0.1"
-_PAGE, _VALUES = "/", "/values"
+_PAGE, _VALUES, _QUICK = "/", "/values", "/quick"
 _MOST_CHARACTERS = 8192
 
 
-class _Server(ThreadingHTTPServer):
+class PageServer(ThreadingHTTPServer):
+    """Serves one page; see `serve`."""
+
     daemon_threads = True
 
-    def __init__(self, port: int, title: str, fields: Section, answer: Callable[[Mapping[str, str]], Drawn]) -> None:
+    def __init__(self, port: int, title: str, fields: Section, answer: Answer) -> None:
         super().__init__((_ADDRESS, port), _Handler)
         self.title, self.fields, self.answer = title, fields, answer
         self.lock = threading.Lock()  # one answer at a time
+        self.url = f"http://{_ADDRESS}:{self.server_port}/"
         self.hosts = {f"{name}:{self.server_port}" for name in (_ADDRESS, "localhost")}
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: PageServer
     timeout = 60
 
     def do_GET(self) -> None:
         """Answer with the page, or with what it shows for other values of its fields."""
         url = urlsplit(self.path)
         if self.headers.get("Host") not in self.server.hosts:  # a name of another site that points here
-            self._send(403, f"open http://{_ADDRESS}:{self.server.server_port}/ itself", "text/plain")
+            self._send(403, f"open {self.server.url} itself", "text/plain")
         elif url.path == _PAGE:
-            sections, columns = self._drawn({})
+            sections, columns = self._drawn({}, is_quick=False)
             html = drawn_page(self.server.title, "", [self.server.fields, *sections], columns)
             self._send(200, html, "text/html")
-        elif url.path == _VALUES and len(self.path) <= _MOST_CHARACTERS:
-            self._send_values({name: values[-1] for name, values in parse_qs(url.query).items()})
+        elif url.path in (_VALUES, _QUICK) and len(self.path) <= _MOST_CHARACTERS:
+            given = {name: values[-1] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
+            self._send_values(given, is_quick=url.path == _QUICK)
         else:
             self._send(404, "there is no such page", "text/plain")
 
-    def _drawn(self, given: Mapping[str, str]) -> Drawn:
+    def _drawn(self, given: Mapping[str, str], is_quick: bool) -> Drawn:
         with self.server.lock:
-            return self.server.answer(given)
+            return self.server.answer(given, is_quick)
 
-    def _send_values(self, given: Mapping[str, str]) -> None:
+    def _send_values(self, given: Mapping[str, str], is_quick: bool) -> None:
         try:
-            sections, columns = self._drawn(given)
+            sections, columns = self._drawn(given, is_quick)
         except ValueError as error:  # a value that the rules refuse: the page shows why
             self._send(400, json.dumps({"error": redact(str(error))}), "application/json")
         else:
-            self._send(200, json.dumps({"sections": sections, "columns": columns}), "application/json")
+            self._send(200, values_of(sections, columns), "application/json")
 
     def _send(self, status: int, text: str, kind: str) -> None:
         content = text.encode()
@@ -75,7 +80,7 @@ class _Handler(BaseHTTPRequestHandler):
 def serve(
     title: str,
     fields: Section,
-    answer: Callable[[Mapping[str, str]], Drawn],
+    answer: Answer,
     *,
     port: int = 0,
     say: Callable[[str], object] = print,
@@ -85,14 +90,15 @@ def serve(
     Args:
         title: Its title.
         fields: Its fields, see `pages.fields`.
-        answer: What the page shows for the values of the fields; none are given at first. ValueError for values that
-            a rule refuses: the page shows its message.
+        answer: What the page shows for the values of the fields, none of which are given at first; and whether it may
+            omit what takes long, since a slider is moving. ValueError for values that a rule refuses: the page shows
+            its message.
         port: The port; 0 for one that is free.
         say: Shows the user the address.
 
     Raises:
         OSError: Another program has the port.
     """
-    with _Server(port, title, fields, answer) as server:
-        say(f"http://{_ADDRESS}:{server.server_port}/ (Ctrl-C ends it)")
+    with PageServer(port, title, fields, answer) as server:
+        say(f"{server.url} (Ctrl-C ends it)")
         server.serve_forever(poll_interval=0.2)
