@@ -18,7 +18,7 @@ from importlib import resources
 from math import isfinite
 from typing import Any
 
-Section = Mapping[str, Any]
+Section = dict[str, Any]
 _EMBEDDED = re.compile(r'<script type="application/json" id="page">(.*?)</script>', re.DOTALL)
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

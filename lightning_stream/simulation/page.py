@@ -103,7 +103,7 @@ def _table(curve: Sequence[Simulated]) -> Section:
 
 def _assumed(found: Simulated) -> str:
     """All assumptions, one a line."""
-    parts = [found.link, found.work, found.node, *([] if found.prices is None else [found.prices])]
+    parts: list[Any] = [found.link, found.work, found.node, *([] if found.prices is None else [found.prices])]
     lines = [f"global_batch_size={found.global_batch_size}, {found.num_nodes} nodes"]
     for part in parts:
         values = ", ".join(f"{one.name}={getattr(part, one.name)}" for one in fields(part))

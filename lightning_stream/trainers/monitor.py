@@ -85,7 +85,7 @@ class DataMonitor:
         if self._report is not None:
             self._report.release()
 
-    def stop(self, error: BaseException | None) -> None:
+    def stop(self, error: BaseException | str | None) -> None:
         """Release the loader at the end of training, or when an error stops it."""
         if self._report is not None:
             self._report.end(error, [self._report.share()])

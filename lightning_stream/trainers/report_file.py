@@ -18,7 +18,7 @@ NAME = "data_report.html"
 FORMAT = 1
 _MODES = Modes(0o644, 0o755)  # a report is for others to look at
 Row = dict[str, float]
-PathLike = "str | os.PathLike[str]"
+PathLike = str | os.PathLike[str]
 
 
 def chosen_path(report: bool | PathLike, monitor: bool) -> bool | PathLike:
