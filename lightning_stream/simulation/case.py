@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
 from lightning_stream.order.downloads import estimate_factor, plan_downloads
 from lightning_stream.reading.look_ahead import read_ahead_depth
 from lightning_stream.simulation.needs import Need, Shards, Training
@@ -87,6 +88,16 @@ class Case:
         training, rate = self.part.training, self.link.of_node(self.part.training.world.num_nodes)
         settings = {"device_batch_size": training.device_batch_size, "link_bytes_per_s": rate}
         return NodeModel(needs or self.part.needs, self.part.shards, self.link, self.work, self.node, **settings)
+
+    @property
+    def cache_need(self) -> CacheNeed:
+        """What the cache of a node must hold at once; the loader refuses a smaller limit."""
+        training, node, shards = self.part.training, self.node, self.part.shards
+        size, raw, stored = training.device_batch_size, shards.raw_bytes, int(shards.stored_bytes.sum())
+        depth = read_ahead_depth(node.predownload, size)
+        ahead = ReadAhead(max(1, node.num_workers), depth, node.prefetch_factor if node.num_workers else 0)
+        packed = stored / max(1, int(raw.sum())) * bool((shards.stored_bytes != raw).any())
+        return need_of_node(training.run, raw, ahead, device_batch_size=size, world=training.world, packed=packed)
 
     def resume_s(self) -> float | None:
         """Seconds to the first batch from the middle of the epoch; None where there is none."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from lightning_stream.reading.look_ahead import read_ahead_depth
+from lightning_stream.order.chain import readable
 from lightning_stream.simulation.case import Case, Outcome, Part
 from lightning_stream.simulation.needs import Shards, Training
 from lightning_stream.simulation.node import INDEX_REQUESTS
@@ -71,7 +69,7 @@ def simulate(
         download_factor=factor * again,
         fetched_again=round(num_nodes * model.disk.num_fetched_again * case.part.num_steps / case.part.num_simulated),
         price_usd=None if prices is None else prices.of(num_bytes, num_requests),
-        cache_needed_bytes=_cache_needed(case),
+        cache_needed_bytes=case.cache_need.num_bytes,
         cache_peak_bytes=model.disk.peak_bytes,
         simulated_share=case.part.num_simulated / case.part.num_steps,
         problem=_problem(outcome),
@@ -109,31 +107,15 @@ _LIMITS = {
 
 def _problem(outcome: Outcome) -> str | None:
     """Why the loader would stop; None if it would not."""
-    limit = outcome.case.node.cache_limit
-    if not outcome.is_stuck or limit is None:
+    case = outcome.case
+    limit, need = case.node.cache_limit, case.cache_need
+    if limit is None or (limit >= need.num_bytes and not outcome.is_stuck):
         return None
     return (
-        f"cache_limit is {limit:,} bytes, but all that is cached is in use after {len(outcome.model.step_ends):,} "
-        "steps, and the next shard does not fit: the loader would stop. Raise it, or lower predownload or num_workers."
+        f"The loader would refuse a cache limit of {readable(limit)}: a node needs {readable(need.num_bytes)}, for "
+        f"{need.active_shards} shards that the order keeps active and {need.entering_shards} that are read ahead. Raise "
+        "cache_limit, or lower predownload, num_workers or window."
     )
-
-
-def _cache_needed(case: Case) -> int:
-    """The most bytes of shards between their announcement and their last use, at any simulated step."""
-    workers, parts = max(1, case.node.num_workers), sum(need.step == 0 for need in case.part.needs[0])
-    depth = read_ahead_depth(case.node.predownload, case.part.training.device_batch_size)
-    ahead = math.ceil((depth + 1) * workers / parts)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for need in (need for own in case.part.needs for need in own):
-        for shard in need.shards:
-            first[shard] = min(first.get(shard, need.step), need.step)
-            last[shard] = max(last.get(shard, 0), need.step)
-    change = np.zeros(case.part.num_simulated + 1, np.int64)
-    sizes = case.part.shards.raw_bytes[list(first)]
-    np.add.at(change, np.maximum(0, np.array(list(first.values())) - ahead), sizes)
-    np.subtract.at(change, np.array([last[shard] for shard in first]) + 1, sizes)
-    return int(np.cumsum(change).max())
 
 
 def _timeline(outcome: Outcome) -> Timeline:
