@@ -27,6 +27,7 @@ class DownloadPlan:
     num_bytes: NDArray[np.int64]  # int64[nodes], the bytes of those
     union_bytes: int  # bytes of all shards needed anywhere
     warning: str | None = None  # what to change, if much is downloaded more than once
+    is_estimated: bool = False  # whether the numbers are those of an even share, and ``shards`` is empty
 
     @property
     def factor(self) -> float:
@@ -78,6 +79,17 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
         pairs.update(np.unique(nodes * replicas + np.arange(len(nodes)) * replicas // len(nodes)).tolist())
     reads = {(pair // replicas, node) for pair in pairs for node in readers[pair % replicas]}
     return len(reads) / len({canonical for canonical, _ in reads})
+
+
+def estimate_downloads(
+    run: RunOrder, *, epoch: int, batch_size: int, world: World, shard_bytes: NDArray[np.int64]
+) -> DownloadPlan:
+    """What each node will download in an epoch, estimated in less than a second for any amount of data."""
+    factor = estimate_factor(run, epoch=epoch, batch_size=batch_size, world=world)
+    total = int(shard_bytes.sum())
+    per_node = np.full(world.num_nodes, int(total * factor) // world.num_nodes)
+    warning = warning_about(run, batch_size=batch_size, world=world, factor=factor)
+    return DownloadPlan((), per_node, total, warning, is_estimated=True)
 
 
 def warning_about(run: RunOrder, *, batch_size: int, world: World, factor: float) -> str | None:

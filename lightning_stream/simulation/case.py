@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lightning_stream.order.downloads import estimate_factor, plan_downloads
+from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
+from lightning_stream.order.chain import readable
+from lightning_stream.order.downloads import DownloadPlan, estimate_downloads, plan_downloads
 from lightning_stream.reading.look_ahead import read_ahead_depth
 from lightning_stream.simulation.needs import Need, Shards, Training
 from lightning_stream.simulation.node import NodeModel
@@ -14,6 +16,8 @@ from lightning_stream.simulation.settings import Link, Node, Work
 
 _MICRO_BATCHES, _POSITIONS = 6000, 1 << 21  # simulated step by step, at most; the rest continues like their end
 _LEAST_STEPS = 3
+QUICK = 0.1
+"""Of the steps of a detailed simulation: enough for a curve."""
 _STEADY_STEPS = 8  # from so many on, their second half shows what the look-ahead costs
 _LEAST_EFFICIENCY = 0.05
 # Of an epoch whose downloads are counted; those of a longer one are estimated.
@@ -25,7 +29,14 @@ _MB = 1e6
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """The steps of a training run that are simulated one by one; ``most``: the part of their usual number."""
+    """The steps of a training run that are simulated one by one.
+
+    Args:
+        training, shards: The run and its data.
+        most: So much of the usual number of steps is simulated; the rest of the epoch continues like their end.
+
+    Example: ``Part(training, Shards.alike(100, 64 << 20, 1000))``.
+    """
 
     training: Training
     shards: Shards
@@ -47,30 +58,32 @@ class Part:
         return min(self.num_steps, max(_LEAST_STEPS, int(steps)))
 
     @cached_property
-    def downloads(self) -> tuple[int, int, int, float]:
-        """The busiest node and its bytes, all bytes, and how often a byte is downloaded."""
-        training, stored = self.training, self.shards.stored_bytes
-        settings = {"epoch": training.epoch, "batch_size": training.batch_size, "world": training.world}
-        order = training.run.epoch(training.epoch)
-        if order.documents.num_samples <= _EXACT_SAMPLES and training.world.num_replicas <= _EXACT_REPLICAS:
-            found = plan_downloads(training.run, tail=training.tail, shard_bytes=stored, **settings)
-            busiest = int(found.num_bytes.argmax())
-            return busiest, int(found.num_bytes[busiest]), int(found.num_bytes.sum()), found.factor
-        factor = estimate_factor(training.run, **settings)
-        total = int(stored.sum() * factor)
-        return 0, total // training.world.num_nodes, total, factor
+    def downloads(self) -> DownloadPlan:
+        """What each node downloads in the epoch: counted, or estimated for a large epoch or many nodes."""
+        training = self.training
+        epoch, size, world = training.epoch, training.batch_size, training.world
+        stored, samples = self.shards.stored_bytes, training.run.epoch(epoch).documents.num_samples
+        if samples > _EXACT_SAMPLES or world.num_replicas > _EXACT_REPLICAS:
+            return estimate_downloads(training.run, epoch=epoch, batch_size=size, world=world, shard_bytes=stored)
+        tail = training.tail
+        return plan_downloads(training.run, epoch=epoch, batch_size=size, world=world, tail=tail, shard_bytes=stored)
+
+    @property
+    def busiest(self) -> int:
+        """The node that downloads most."""
+        return int(self.downloads.num_bytes.argmax())
 
     @cached_property
     def needs(self) -> list[list[Need]]:
         """What each rank of the busiest node reads in the simulated steps."""
-        return self.training.needs(self.downloads[0], 0, self.num_simulated)
+        return self.training.needs(self.busiest, 0, self.num_simulated)
 
     def needs_of_resume(self) -> list[list[Need]] | None:
         """The same from the middle of the epoch on; None where the epoch is too short."""
         half = self.num_steps // 2
         start = self.training.plan().bounds(half)[0]
         count = min(self.num_steps - half, -(-self.num_simulated // 2))
-        return self.training.needs(self.downloads[0], start, count) if half else None
+        return self.training.needs(self.busiest, start, count) if half else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +100,28 @@ class Case:
         training, rate = self.part.training, self.link.of_node(self.part.training.world.num_nodes)
         settings = {"device_batch_size": training.device_batch_size, "link_bytes_per_s": rate}
         return NodeModel(needs or self.part.needs, self.part.shards, self.link, self.work, self.node, **settings)
+
+    @property
+    def cache_need(self) -> CacheNeed:
+        """What the cache of a node must hold at once; the loader refuses a smaller limit."""
+        training, node, shards = self.part.training, self.node, self.part.shards
+        size, raw, stored = training.device_batch_size, shards.raw_bytes, int(shards.stored_bytes.sum())
+        depth = read_ahead_depth(node.predownload, size)
+        ahead = ReadAhead(max(1, node.num_workers), depth, node.prefetch_factor if node.num_workers else 0)
+        packed = stored / max(1, int(raw.sum())) * bool((shards.stored_bytes != raw).any())
+        return need_of_node(training.run, raw, ahead, device_batch_size=size, world=training.world, packed=packed)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the loader would not start; None if it would."""
+        limit, need = self.node.cache_limit, self.cache_need
+        if limit is None or limit >= need.num_bytes:
+            return None
+        return (
+            f"The loader would refuse cache_limit={readable(limit)}: a node needs {readable(need.num_bytes)}, for "
+            f"{need.active_shards} shards that the order keeps active and {need.entering_shards} that are read ahead. "
+            "Raise it, or lower predownload, num_workers or window."
+        )
 
     def resume_s(self) -> float | None:
         """Seconds to the first batch from the middle of the epoch; None where there is none."""
@@ -107,7 +142,11 @@ class Outcome:
         bytes_once = int(case.part.shards.stored_bytes[list(self.model.disk.were_here)].sum())
         self.again = max(1.0, self.model.num_bytes / max(1, bytes_once))
         left_steps = case.part.num_steps - case.part.num_simulated
-        left_bytes = max(0.0, case.part.downloads[1] * self.again - self.model.num_bytes) if left_steps else 0.0
+        left_bytes = (
+            max(0.0, int(case.part.downloads.num_bytes.max()) * self.again - self.model.num_bytes)
+            if left_steps
+            else 0.0
+        )
         self.demands = self._seconds(left_steps, left_bytes) if left_steps else self._of_second_half()
         self.rest_s = max(self.demands.values()) / self._efficiency() if left_steps else 0.0
         self.end_s = self.model.step_ends[-1] if self.model.step_ends else self.model.clock.now

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.formats.index import Index
 from lightning_stream.order import BatchPlan, RunOrder, World
 from lightning_stream.order.downloads import reads_of
 from lightning_stream.order.rank_split import Tail, num_micro_batches
@@ -47,6 +48,19 @@ class Shards:
     has_ranges: NDArray[np.bool_]
     has_equal_sizes: bool = False
     index_bytes: int = 0
+
+    @classmethod
+    def of(cls, indexes: Sequence[Index], index_bytes: int | None = None) -> Shards:
+        """Those of some datasets, one after another; None: the bytes of all indexes."""
+        raw, stored, counts = (
+            np.concatenate([getattr(index, name) for index in indexes])
+            for name in ("raw_bytes", "stored_bytes", "shard_sizes")
+        )
+        first = [schema for index in indexes for schema in index.schemas]
+        is_mds = all(one.format == "mds" for one in first)
+        equal = all(None not in one.sizes for one in first)
+        total = sum(len(index.data) for index in indexes) if index_bytes is None else index_bytes
+        return cls(raw, stored, counts, (raw == stored) & is_mds, equal, total)
 
     @classmethod
     def alike(cls, num_shards: int, num_bytes: int, num_samples: int) -> Shards:

@@ -2,56 +2,46 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
-from lightning_stream.reading.look_ahead import read_ahead_depth
 from lightning_stream.simulation.case import Case, Outcome, Part
-from lightning_stream.simulation.needs import Shards, Training
 from lightning_stream.simulation.node import INDEX_REQUESTS
 from lightning_stream.simulation.result import INPUT_BOUND, Simulated, Timeline
 from lightning_stream.simulation.settings import Link, Node, Prices, Work
 
 _POINTS = 500
-_QUICK = 0.1  # of the steps of a detailed simulation
 
 
 def simulate(
-    training: Training,
-    shards: Shards,
+    part: Part,
     *,
     link: Link | None = None,
     work: Work | None = None,
     node: Node | None = None,
     prices: Prices | None = None,
-    is_detailed: bool = True,
 ) -> Simulated:
     """Simulate the first epoch of a training run into empty caches. Nothing is read, and no time passes.
 
     Args:
-        training, shards: The run and its data.
+        part: The run and its data.
         link, work, node, prices: What is assumed; None for the defaults, and for no prices.
-        is_detailed: Whether more steps are simulated, with the timeline; else ten times as fast.
 
     Example::
 
         config = OrderConfig.resolve(batch_size=256, shuffle=True)
         run = RunOrder(Snapshot.of([[1000] * 100]), [StreamWeights()], config)
-        simulate(Training(run, 256, 32, World(0, 8, 8)), Shards.alike(100, 64 << 20, 1000)).first_batch_s
+        training = Training(run, batch_size=256, device_batch_size=32, world=World(0, 8, 8))
+        simulate(Part(training, Shards.alike(100, 64 << 20, 1000)), link=Link(latency_s=0.1)).first_batch_s
     """
-    part = Part(training, shards, 1.0 if is_detailed else _QUICK)
     case = Case(part, link or Link(), work or Work(), node or Node())
-    outcome = Outcome(case)
-    model, num_nodes = outcome.model, training.world.num_nodes
-    _, of_busiest, total, factor = case.part.downloads
-    is_bound = outcome.wait_share >= INPUT_BOUND
-    gains = outcome.gains() if is_bound and is_detailed else {}
+    outcome, downloads, training = Outcome(case), part.downloads, part.training
+    model, num_nodes, total = outcome.model, training.world.num_nodes, int(downloads.num_bytes.sum())
+    gains = outcome.gains() if outcome.wait_share >= INPUT_BOUND and part.most == 1.0 else {}
     limited_by = outcome.limited_by(gains)
     again, per_byte = outcome.again, model.num_requests / max(1, model.num_bytes)
     num_bytes = round(total * again) + num_nodes * model.num_range_bytes
     num_requests = round(total * again * per_byte) + num_nodes * (model.num_range_requests + INDEX_REQUESTS)
-    samples = case.part.num_steps * training.batch_size
+    samples, num_steps = training.run.epoch(training.epoch).documents.num_samples, part.num_steps
     return Simulated(
         num_nodes=num_nodes,
         global_batch_size=training.batch_size,
@@ -59,23 +49,23 @@ def simulate(
         resume_s=case.resume_s(),
         epoch_s=outcome.epoch_s,
         samples_per_s=samples / max(outcome.after_first_s, 1e-9),
-        steady_samples_per_s=training.batch_size / max(outcome.steady_step_s, 1e-9),
-        needed_samples_per_s=training.batch_size / max(case.work.step_s, 1e-9),
+        steady_samples_per_s=samples / num_steps / max(outcome.steady_step_s, 1e-9),
+        needed_samples_per_s=samples / num_steps / max(case.work.step_s, 1e-9),
         wait_share=outcome.wait_share,
         limited_by=limited_by,
         finding=_finding(outcome, limited_by, gains),
         gains=gains,
         download_bytes=num_bytes,
-        busiest_node_bytes=round(of_busiest * again) + model.num_range_bytes,
+        busiest_node_bytes=round(int(downloads.num_bytes.max()) * again) + model.num_range_bytes,
         num_requests=num_requests,
-        download_factor=factor * again,
+        download_factor=downloads.factor * again,
         fetched_again=round(num_nodes * model.disk.num_fetched_again * case.part.num_steps / case.part.num_simulated),
         price_usd=None if prices is None else prices.of(num_bytes, num_requests),
-        cache_needed_bytes=_cache_needed(case),
+        cache_needed_bytes=case.cache_need.num_bytes,
         cache_peak_bytes=model.disk.peak_bytes,
         simulated_share=case.part.num_simulated / case.part.num_steps,
-        problem=_problem(outcome),
-        timeline=_timeline(outcome) if is_detailed else None,
+        problem=case.problem,
+        timeline=_timeline(outcome),
         link=case.link,
         work=case.work,
         node=case.node,
@@ -85,8 +75,12 @@ def simulate(
 
 def _finding(outcome: Outcome, limited_by: str, gains: dict[str, float]) -> str:
     """A sentence about what limits the throughput, and what to change."""
-    if (problem := _problem(outcome)) is not None:
+    if (problem := outcome.case.problem) is not None:
         return problem
+    if outcome.is_stuck:
+        return (
+            "The cache is too small: all that it holds is in use, and the next shard does not fit. Raise cache_limit."
+        )
     share = f"{100 * outcome.wait_share:.0f}%"
     if limited_by == "training":
         return f"Not input-bound: training waits {share} of the time for data."
@@ -105,35 +99,6 @@ _LIMITS = {
     "look_ahead": "shards are requested too late. Raise predownload.",
     "cache": "the cache is too small, so that shards are fetched again. Raise cache_limit.",
 }
-
-
-def _problem(outcome: Outcome) -> str | None:
-    """Why the loader would stop; None if it would not."""
-    limit = outcome.case.node.cache_limit
-    if not outcome.is_stuck or limit is None:
-        return None
-    return (
-        f"cache_limit is {limit:,} bytes, but all that is cached is in use after {len(outcome.model.step_ends):,} "
-        "steps, and the next shard does not fit: the loader would stop. Raise it, or lower predownload or num_workers."
-    )
-
-
-def _cache_needed(case: Case) -> int:
-    """The most bytes of shards between their announcement and their last use, at any simulated step."""
-    workers, parts = max(1, case.node.num_workers), sum(need.step == 0 for need in case.part.needs[0])
-    depth = read_ahead_depth(case.node.predownload, case.part.training.device_batch_size)
-    ahead = math.ceil((depth + 1) * workers / parts)
-    first: dict[int, int] = {}
-    last: dict[int, int] = {}
-    for need in (need for own in case.part.needs for need in own):
-        for shard in need.shards:
-            first[shard] = min(first.get(shard, need.step), need.step)
-            last[shard] = max(last.get(shard, 0), need.step)
-    change = np.zeros(case.part.num_simulated + 1, np.int64)
-    sizes = case.part.shards.raw_bytes[list(first)]
-    np.add.at(change, np.maximum(0, np.array(list(first.values())) - ahead), sizes)
-    np.subtract.at(change, np.array([last[shard] for shard in first]) + 1, sizes)
-    return int(np.cumsum(change).max())
 
 
 def _timeline(outcome: Outcome) -> Timeline:
