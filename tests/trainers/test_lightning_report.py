@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
 from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints
 
 from lightning_stream import StreamingCallback
@@ -66,12 +67,14 @@ def test_no_report_is_written_where_none_is_wanted(shards: Path, tmp_path: Path,
     assert list(tmp_path.glob("*.html")) == []
 
 
-def test_a_trainer_that_leaves_no_files_leaves_no_report(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("logs", [True, False])
+def test_without_a_chosen_folder_the_report_is_beside_the_logs(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logs: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Run(shards, tmp_path, default_root_dir=None)
-    assert list(tmp_path.iterdir()) == []
+    Run(shards, tmp_path, default_root_dir=None, logger=CSVLogger(tmp_path) if logs else False)
+    expected = [tmp_path / "lightning_logs" / "version_0" / "data_report.html"] if logs else []
+    assert list(tmp_path.rglob("*.html")) == expected
 
 
 def test_the_report_has_the_path_that_was_chosen(shards: Path, tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ class StreamingCallback(Callback):
             show the part of the time spent waiting for data and the downloads in the progress bar, and tell at the end,
             or after a minute, what to change if training waits for data. Costs a few microseconds a batch.
         report: A file whose name ends with ``.html``: one page about the data of the whole run, see `RunReport`. True
-            writes ``data_report.html`` into the trainer's `default_root_dir`, if the trainer writes files there itself
-            or that folder was chosen; False writes none. It needs the monitor.
+            writes ``data_report.html`` into the trainer's `default_root_dir` if one was chosen, else beside the logs of
+            this run, if it has any; False writes none. It needs the monitor.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::

@@ -33,10 +33,11 @@ TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
 
 def report_path(trainer: Any) -> Path | None:
-    """Where the report of a run is by default, if its trainer leaves files at all."""
+    """Where the report of a run is by default: in its root folder if one was chosen, else beside its logs. Collective."""
     folder = str(trainer.default_root_dir)
-    writes = trainer.loggers or trainer.checkpoint_callbacks or Path(folder).resolve() != Path.cwd()
-    return None if trainer.fast_dev_run or "://" in folder or not writes else Path(folder) / NAME
+    if "://" not in folder and Path(folder).resolve() == Path.cwd():
+        folder = str(trainer.log_dir or "")
+    return None if trainer.fast_dev_run or "://" in folder or not folder else Path(folder) / NAME
 
 
 @dataclass(frozen=True)
