@@ -33,10 +33,10 @@ TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
 
 def report_path(trainer: Any) -> Path | None:
-    """Where the report of a run is by default: in its root folder if one was chosen, else beside its logs. Collective."""
+    """Where a run's report is by default: in the root folder if one was chosen, else beside the logs. Collective."""
     folder = str(trainer.default_root_dir)
     if "://" not in folder and Path(folder).resolve() == Path.cwd():
-        folder = str(trainer.log_dir or "")
+        folder = str(trainer.log_dir or "") if trainer.loggers else ""
     return None if trainer.fast_dev_run or "://" in folder or not folder else Path(folder) / NAME
 
 
