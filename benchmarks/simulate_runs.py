@@ -29,33 +29,38 @@ DATA = {"small": (192, 16), "large": (24, 128)}  # shards, and samples of each: 
 VARIABLES = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 
 
+FEW = {"num_canonical_nodes": 1, "window": 4}  # shards at once, so that the look-ahead counts
+
+
 @dataclass(frozen=True)
 class Run:
-    """A case: its data, its store, and its settings."""
+    """A case: its store, its data, and its settings."""
 
+    pace: Pace
     data: str = "small"
-    pace: Pace = Pace(0.025, 10e6)
     num_workers: int = 2
     step_s: float = 0.0
     sample_s: float = 0.0
     resumes: bool = False
-    dataset: dict[str, Any] = field(default_factory=dict)
+    dataset: dict[str, Any] = field(default_factory=lambda: FEW)
 
 
+NORMAL = Pace(0.025, 10e6)
 RUNS = {
-    "compute bound, small shards": Run(step_s=0.06),
-    "compute bound, large shards, no workers": Run("large", num_workers=0, step_s=0.12),
-    "connections, large shards": Run("large", Pace(0.025, 4e6)),
-    "connections, no workers": Run("large", Pace(0.025, 6e6), num_workers=0, step_s=0.01),
-    "latency, small shards": Run("small", Pace(0.3, 50e6)),
-    "latency, no workers": Run("small", Pace(0.2, 50e6), num_workers=0, step_s=0.01),
-    "link of the node": Run("large", Pace(0.025, 20e6, 24e6)),
-    "transform": Run("small", sample_s=0.01),
-    "transform, no workers": Run("small", num_workers=0, step_s=0.02, sample_s=0.003),
-    "look-ahead": Run("small", Pace(0.15, 10e6), step_s=0.005, dataset={"predownload": 1}),
-    "cache too small": Run("small", dataset={"cache_limit": "80mb"}, step_s=0.01),
-    "resume": Run("large", Pace(0.025, 8e6), step_s=0.03, resumes=True),
-    "ranges": Run("large", Pace(0.025, 4e6), step_s=0.05, dataset={"start_by_range": True}),
+    "compute bound": Run(NORMAL, step_s=0.06),
+    "compute bound, large shards, no workers": Run(NORMAL, "large", num_workers=0, step_s=0.08),
+    "slow connections, large shards": Run(Pace(0.025, 4e6), "large"),
+    "slow connections, no workers": Run(Pace(0.025, 4e6), "large", num_workers=0, step_s=0.01),
+    "all shards at once": Run(Pace(0.025, 4e6), "large", step_s=0.05, dataset={}),
+    "latency": Run(Pace(0.3, 50e6)),
+    "latency, no workers": Run(Pace(0.2, 50e6), num_workers=0, step_s=0.01),
+    "link of the node": Run(Pace(0.025, 20e6, 24e6), "large"),
+    "transform": Run(NORMAL, sample_s=0.01),
+    "transform, no workers": Run(NORMAL, num_workers=0, step_s=0.02, sample_s=0.003),
+    "short look-ahead": Run(Pace(0.15, 10e6), step_s=0.005, dataset={**FEW, "predownload": 1}),
+    "cache limit": Run(NORMAL, step_s=0.01, dataset={**FEW, "cache_limit": "40mb"}),
+    "resume": Run(Pace(0.025, 5e6), "large", step_s=0.03, resumes=True),
+    "ranges": Run(Pace(0.025, 4e6), "large", step_s=0.05, dataset={"start_by_range": True}),
 }
 
 
@@ -111,27 +116,37 @@ def trained(remote: str, scratch: Path, run: Run) -> dict[str, float]:
     }
 
 
-def measured_work(remote: str, here: str, scratch: Path) -> dict[str, float]:
+def measured_work(folder: Path, scratch: Path) -> dict[str, float]:
     """What things cost on this machine, in a process of its own, from a store without limits."""
     import boto3  # noqa: F401
 
+    from lightning_stream.cache import ShardCache
     from lightning_stream.stores import open_store
 
     begun = time.perf_counter()
-    store = open_store(remote)
-    store.read("index.json")
+    open_store("s3://bucket/small").read("index.json")
     first_s = time.perf_counter() - begun
+    each_s, sizes = {}, {}
+    for name, (shards, _) in DATA.items():
+        cache = ShardCache(open_store(f"s3://bucket/{name}"), scratch / name)
+        index = cache.index()
+        begun = time.perf_counter()
+        for shard in range(shards):
+            cache.ensure(index.entry(shard))
+        each_s[name], sizes[name] = (time.perf_counter() - begun) / shards, int(index.raw_bytes.mean())
+    per_byte = (each_s["large"] - each_s["small"]) / (sizes["large"] - sizes["small"])
     begun = time.perf_counter()
-    store.read("index.json")
+    open_store("s3://bucket/small").read("index.json")
     found = {"client_s": first_s - (time.perf_counter() - begun)}
-    local = {workers: trained(here, scratch, Run(num_workers=workers)) for workers in (0, 1, 3, 0, 1, 3)}
-    count = local[0]["samples"] - BATCH
-    found["sample_s"] = (local[0]["spent_s"] - local[0]["first_s"]) / count
-    found["start_s"] = local[0]["first_s"] - BATCH * found["sample_s"]
-    found["worker_s"] = (local[3]["first_s"] - local[1]["first_s"]) / 2
-    found["send_s"] = max(0.0, (local[3]["spent_s"] - local[3]["first_s"]) / (count / BATCH))
-    fetched = trained(remote, scratch / "fetched", Run(num_workers=1))
-    found["unpack_s_per_mb"] = fetched["verify_s"] / fetched["fetched_bytes"] * 1e6
+    found["shard_s"] = each_s["small"] - per_byte * sizes["small"]
+    verified = cache.counters
+    found["unpack_s_per_mb"] = verified["verify_s"] / verified["fetched_bytes"] * 1e6
+    here = str(folder / "small")
+    runs = {workers: trained(here, scratch, Run(NORMAL, num_workers=workers)) for workers in (0, 1, 3) * 2}
+    found["sample_s"] = (runs[0]["spent_s"] - runs[0]["first_s"]) / (runs[0]["samples"] - BATCH)
+    found["start_s"] = runs[0]["first_s"] - BATCH * found["sample_s"]
+    found["worker_s"] = (runs[3]["first_s"] - runs[1]["first_s"]) / 2
+    found["send_s"] = trained(here, scratch, Run(NORMAL, num_workers=1, step_s=0.01))["waits_s"]
     return found
 
 
@@ -167,7 +182,7 @@ def _write_state(data: Path, scratch: Path) -> None:
     """The state of a training run in the middle of its epoch."""
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
-    loader = StreamingDataLoader(StreamingDataset(local=data, shuffle=True), batch_size=BATCH)
+    loader = StreamingDataLoader(StreamingDataset(local=data, shuffle=True, **FEW), batch_size=BATCH)
     batches = iter(loader)
     for _ in range(len(loader) // 2):
         next(batches)
@@ -180,19 +195,21 @@ def predicted(folder: Path, run: Run, costs: dict[str, float]) -> dict[str, floa
     from lightning_stream.dataset import source_of
     from lightning_stream.formats.sizes import parse_bytes
     from lightning_stream.order import OrderConfig, RunOrder, StreamWeights, World
-    from lightning_stream.simulation import Link, Node, Shards, Training, Work, simulate
+    from lightning_stream.simulation import Link, Node, Part, Shards, Training, Work, simulate
 
     reader = source_of(StreamingDataset(local=folder / run.data)).reader
     (index,) = reader.indexes
-    config = OrderConfig.resolve(batch_size=BATCH, device_batch_size=BATCH, shuffle=True, world=World())
+    named = {"canonical_nodes": run.dataset.get("num_canonical_nodes"), "window": run.dataset.get("window")}
+    config = OrderConfig.resolve(batch_size=BATCH, device_batch_size=BATCH, shuffle=True, world=World(), **named)
     training = Training(RunOrder(reader.snapshot, [StreamWeights()], config), BATCH, BATCH, World())
-    limit = run.dataset.get("cache_limit")
-    settings = {**run.dataset, "cache_limit": None if limit is None else parse_bytes(limit)}
+    settings = {name: value for name, value in run.dataset.items() if name in ("predownload", "start_by_range")}
+    if limit := run.dataset.get("cache_limit"):
+        settings["cache_limit"] = parse_bytes(limit)
     link = Link(run.pace.latency_s, run.pace.bytes_per_s or 1e10, run.pace.all_bytes_per_s)
     work = replace(Work(**costs), step_s=run.step_s, sample_s=costs["sample_s"] + run.sample_s)
     shards = Shards.of([index], index_bytes=(folder / run.data / "index.json").stat().st_size)
     begun = time.perf_counter()
-    found = simulate(training, shards, link=link, work=work, node=Node(num_workers=run.num_workers, **settings))
+    found = simulate(Part(training, shards), link=link, work=work, node=Node(num_workers=run.num_workers, **settings))
     seconds = time.perf_counter() - begun
     first_s = found.resume_s if run.resumes else found.first_batch_s
     return {
@@ -216,14 +233,14 @@ def main() -> None:
         if args.child == "trained":
             found = trained(f"s3://bucket/{data}", scratch, RUNS[args.run])
         else:
-            found = measured_work(f"s3://bucket/{data}", f"{args.folder}/{data}", scratch)
+            found = measured_work(Path(args.folder), scratch)
         sys.stdout.write("\n" + json.dumps(found) + "\n")
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         with serve(folder, Pace()) as endpoint:
-            measured = [_child("measured", endpoint, folder, "latency, small shards") for _ in range(args.rounds)]
+            measured = [_child("measured", endpoint, folder, "latency") for _ in range(args.rounds)]
         costs = {
             k: max(0.0, statistics.median(one[k] for one in measured))
             for k in measured[0]

@@ -19,6 +19,7 @@ FLOORS = {
     "cache": 2, "writer": 2,
     "sources": 3,
     "reading": 4,
+    "simulation": 5,
     "versions": 5,
     "loading": 5, "convert": 5,
     "dataset": 6,

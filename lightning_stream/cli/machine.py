@@ -163,7 +163,7 @@ def _reads(
     begin = time.perf_counter()
 
     def read(_: int) -> list[TimedRead]:
-        found = []
+        found: list[TimedRead] = []
         while not found or time.perf_counter() - begin < seconds:
             found.append(timed_read(store, index, next(shards)))
         return found

@@ -151,7 +151,7 @@ def reads_of(
         positions = first + batches[:, None, None] + own
         ids = order.ids_at(positions.reshape(-1)).reshape(positions.shape)
         for number in range(len(plans)):
-            yield k, number, ids[:, number]
+            yield k, number, list(ids[:, number])
     for k in range(max(begin, whole), end):
         for number, plan in enumerate(plans):
             yield k, number, [plan.share(k).sample_ids]

@@ -98,8 +98,15 @@ class Case:
     def model(self, needs: list[list[Need]] | None = None) -> NodeModel:
         """A node that reads these, or the simulated steps of the epoch."""
         training, rate = self.part.training, self.link.of_node(self.part.training.world.num_nodes)
-        settings = {"device_batch_size": training.device_batch_size, "link_bytes_per_s": rate}
-        return NodeModel(needs or self.part.needs, self.part.shards, self.link, self.work, self.node, **settings)
+        return NodeModel(
+            needs or self.part.needs,
+            self.part.shards,
+            self.link,
+            self.work,
+            self.node,
+            device_batch_size=training.device_batch_size,
+            link_bytes_per_s=rate,
+        )
 
     @property
     def cache_need(self) -> CacheNeed:
@@ -162,7 +169,10 @@ class Outcome:
         requests, raw_bytes = (each * num_bytes for each in per_byte)
         samples = num_steps * training.batch_size / world.num_replicas * len(model.ranks)
         samples *= training.run.epoch(training.epoch).samples_per_position
-        making_s, unpacking_s = samples * work.sample_s, raw_bytes / _MB * work.unpack_s_per_mb
+        making_s, unpacking_s = (
+            samples * work.sample_s,
+            raw_bytes / _MB * work.unpack_s_per_mb + requests * work.shard_s,
+        )
         connections = processes * node.fetch_threads
         train_s = num_steps * work.step_s
         found = {
@@ -236,7 +246,7 @@ def _lifted(case: Case) -> dict[str, Case]:
         "latency": replace(case, link=replace(link, latency_s=0.0)),
         "connection": replace(case, link=replace(link, connection_bytes_per_s=_FASTER)),
         "workers": replace(case, work=replace(work, sample_s=0.0, send_s=0.0)),
-        "unpacking": replace(case, work=replace(work, unpack_s_per_mb=0.0)),
+        "unpacking": replace(case, work=replace(work, unpack_s_per_mb=0.0, shard_s=0.0)),
         "look_ahead": replace(case, node=replace(node, predownload=further)),
     }
     if link.of_node(1) is not None:

@@ -284,6 +284,7 @@ class NodeModel:
                 self._get(left.popleft(), part_here)
             elif not running[0]:
                 seconds = int(self.shards.raw_bytes[shard]) / _MB * self.work.unpack_s_per_mb
+                seconds += self.work.shard_s
                 self.cores.add(self.clock.now, seconds, partial(self._fetched, worker, shard, num_bytes))
 
         for part in parts[: _POLICY.parts_at_once]:

@@ -59,7 +59,8 @@ class Work:
     Attributes:
         step_s: Of training: one optimizer step, without waiting for data.
         sample_s: To read, decode, transform and collate one sample, in a worker.
-        unpack_s_per_mb: To receive, verify and decompress one MB (10^6 bytes) of a shard, in a thread that fetches.
+        shard_s: To request a shard and to put it into the cache, in a thread that fetches.
+        unpack_s_per_mb: To verify and decompress one MB (10^6 bytes) of a shard, in such a thread.
         send_s: To move a batch from a worker to the training process.
         start_s: From the start of an iteration to the first worker: making the dataset, and its index without the link.
         worker_s: To start one worker process; they start one after another.
@@ -68,7 +69,8 @@ class Work:
 
     step_s: float = 0.1
     sample_s: float = 0.0001
-    unpack_s_per_mb: float = 0.001
+    shard_s: float = 0.003
+    unpack_s_per_mb: float = 0.0005
     send_s: float = 0.001
     start_s: float = 0.1
     worker_s: float = 0.02
