@@ -26,6 +26,7 @@ from lightning_stream.cli.arguments import (
 from lightning_stream.cli.explain import settings_of
 from lightning_stream.cli.machine import Machine, add_machine
 from lightning_stream.cli.output import ExitCode, Output, in_flags
+from lightning_stream.cli.simulate_page import add_pages, serve_page, write_report
 from lightning_stream.cli.training_run import lengths_name, training_of
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.order import BatchPlan, RunOrder
@@ -35,8 +36,10 @@ from lightning_stream.order.chain import Chain, Stage, readable, stage_of_batche
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.packing import LONG_DOCUMENTS
 from lightning_stream.order.quality import measure
+from lightning_stream.pages.server import Drawn
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.simulation import QUICK, Case, Part, Shards, Simulated, simulate
+from lightning_stream.simulation.page import sections_of
 
 HELP = "simulate a training run: its shuffle quality, downloads, packed rows, balance, waiting time and price"
 EXAMPLES = """examples:
@@ -90,6 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     imagined.add_argument("--shard-bytes", metavar="SIZE", help="bytes of each, e.g. 64mb")
     imagined.add_argument("--samples-per-shard", default=1000, help="samples of each (default: 1000)", **number)
     add_machine(parser)
+    add_pages(parser)
     packing = parser.add_argument_group("packing of documents into rows; batch sizes then count rows")
     packing.add_argument("--pack-column", metavar="NAME", help="column of the tokens, whose lengths are known")
     packing.add_argument("--row-length", help="tokens of a row (default: 2048)", **number)
@@ -111,7 +115,12 @@ def run(options: argparse.Namespace, out: Output) -> int:
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         if options.shards is not None:
             streams = [_imagined(options, folder)]
-        found = [_simulate(mixture, options) for mixture in mixtures_of(streams, options, folder)]
+        mixtures = mixtures_of(streams, options, folder)
+        if len(mixtures) > 1 and (options.report is not None or options.serve is not None):
+            raise ValueError("--report and --serve show one dataset; this is a folder of splits. Pass one of them")
+        if options.serve is not None:
+            return _serve(mixtures[0], options)
+        found = [_simulate(mixture, options) for mixture in mixtures]
     for chain, about in found:
         out.line(" + ".join(about["urls"]))
         out.lines(str(chain))
@@ -163,8 +172,7 @@ def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dic
     if order.config.packing is not None or options.batch_tokens is not None:
         about |= {"planning_s": planned_s, "documents_per_s": int(order.num_samples / planned_s)}
     if options.batch_tokens is None:  # else a perfect shuffle has batches of other sizes
-        batches = {"batch_size": training.batch_size, "epoch": options.epoch}
-        about["shuffle_quality"] = asdict(measure(order, shard_bytes=part.shards.raw_bytes, **batches))
+        about["shuffle_quality"] = _quality(part)
     about |= _downloads(part, options)
     if options.balance is not None:
         balance = Balance.by_lengths(partial(mixture.reader.lengths, options.balance), training.device_batch_size)
@@ -177,12 +185,43 @@ def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dic
         options.shards is not None
         or options.link
         or options.probe
+        or options.report
         or not all(c.in_place for c in mixture.reader.caches)
     ):
         found = simulate(part, **vars(machine))
         about["simulated"] = found.to_json()
-        about["curve"] = [one.to_json() for one in _curve(mixture, found, machine, options)]
+        curve = list(_curve(mixture, found, machine, options))
+        about["curve"] = [one.to_json() for one in curve]
+        if options.report is not None:
+            drawn = sections_of(found, curve, str(chain), about.get("shuffle_quality"))
+            write_report(options.report, " + ".join(about["urls"]), drawn)
     return chain, about
+
+
+def _serve(mixture: Mixture, options: argparse.Namespace) -> int:
+    """Show a page whose sliders change the options, until Ctrl-C."""
+    if options.json:
+        raise ValueError("--serve shows a page, and prints no JSON: omit --json")
+    store, index = mixture.reader.caches[0].store, mixture.reader.indexes[0]
+
+    def drawn(options: argparse.Namespace, is_quick: bool) -> Drawn:
+        training, machine = training_of(mixture, options), Machine.of(options, store, index)
+        part = Part(training, Shards.of(mixture.reader.indexes))
+        found = simulate(part, **vars(machine))
+        curve = [] if is_quick else list(_curve(mixture, found, machine, options))
+        chain = _chain(mixture, training.run, training.plan(), lengths_name(options), options)
+        return sections_of(found, curve, str(chain), _quality(part))
+
+    link = Machine.of(options, store, index).link
+    title = " + ".join(mixture.snapshot.stream_names)
+    serve_page(title, options, link, drawn, partial(print, flush=True))
+    return ExitCode.OK
+
+
+def _quality(part: Part) -> dict[str, Any]:
+    training = part.training
+    batches = {"batch_size": training.batch_size, "epoch": training.epoch}
+    return asdict(measure(training.run, shard_bytes=part.shards.raw_bytes, **batches))
 
 
 def _downloads(part: Part, options: argparse.Namespace) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def fields(listed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Args:
         listed: Each with a ``name``, a ``label`` and a ``value`` (None: empty); and with ``choices``, or with the ends
-            ``least`` and ``most`` of a slider, which is logarithmic with ``log``.
+            ``least`` and ``most`` of a slider, which is logarithmic with ``log`` and has whole numbers with ``whole``.
     """
     return {"kind": "fields", "fields": list(listed)}
 

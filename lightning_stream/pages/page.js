@@ -279,7 +279,7 @@ MAKERS.fields = ({fields}) => {
 };
 
 /** A choice; or a number with a slider, where the number is what counts. */
-function field({name, label, value, choices, least, most, log}) {
+function field({name, label, value, choices, least, most, log, whole}) {
   if (choices) {
     const options = choices.map((one) => element("option", one === value ? {selected: ""} : {}, one));
     return element("label", {}, label, element("select", {name}, ...options));
@@ -288,11 +288,11 @@ function field({name, label, value, choices, least, most, log}) {
   const slider = element("input", {type: "range", min: 0, max: 200, step: 1, "aria-label": label});
   const toSlider = () => {
     const at = log ? Math.log(number.value / least) / Math.log(most / least) : (number.value - least) / (most - least);
-    slider.value = 200 * (number.value === "" ? 1 : at);
+    slider.value = 200 * (number.value === "" ? 1 : Math.max(0, at));
   };
   slider.oninput = () => {
     const at = slider.value / 200, found = log ? least * (most / least) ** at : least + at * (most - least);
-    number.value = found >= 10 ? Number(found.toPrecision(2)) : Math.round(found);
+    number.value = whole && found < 10 ? Math.round(found) : Number(found.toPrecision(2));
   };
   number.oninput = toSlider;
   toSlider();

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -101,4 +102,5 @@ def serve(
     """
     with PageServer(port, title, fields, answer) as server:
         say(f"{server.url} (Ctrl-C ends it)")
-        server.serve_forever(poll_interval=0.2)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.2)
