@@ -30,10 +30,17 @@ class Pace:
     Attributes:
         latency_s: From a request to the first byte of its answer.
         bytes_per_s: Of each connection; None: as fast as it goes.
+        all_bytes_per_s: Of all connections together, which share it equally; None: no limit.
     """
 
     latency_s: float = 0.0
     bytes_per_s: float | None = None
+    all_bytes_per_s: float | None = None
+
+    def piece_s(self, num_bytes: int, num_sending: int) -> float:
+        """Seconds that a piece takes on one of so many connections that send."""
+        rates = [self.bytes_per_s, self.all_bytes_per_s and self.all_bytes_per_s / num_sending]
+        return max((num_bytes / rate for rate in rates if rate), default=0.0)
 
 
 @contextlib.contextmanager
@@ -64,6 +71,7 @@ class _Server:
         self.pace = pace
         self.gets = 0
         self.sent = 0
+        self.sending = 0
 
     async def run(self, ready: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -117,13 +125,19 @@ class _Server:
         await loop.sock_sendall(client, f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode())
         if method == "HEAD":
             return
-        begun, first = time.monotonic(), begin
-        step = _PIECE_BYTES if self.pace.bytes_per_s else end - begin
-        with path.open("rb") as file:
-            while begin < end:
-                begin += await loop.sock_sendfile(client, file, begin, min(step, end - begin))
-                if self.pace.bytes_per_s:
-                    await asyncio.sleep(begun + (begin - first) / self.pace.bytes_per_s - time.monotonic())
+        due, first = time.monotonic(), begin
+        step = _PIECE_BYTES if self.pace.piece_s(1, 1) else max(1, end - begin)
+        self.sending += 1
+        try:
+            with path.open("rb") as file:
+                while begin < end:
+                    sent = await loop.sock_sendfile(client, file, begin, min(step, end - begin))
+                    begin += sent
+                    if (piece_s := self.pace.piece_s(sent, self.sending)) > 0:
+                        due += piece_s
+                        await asyncio.sleep(due - time.monotonic())
+        finally:
+            self.sending -= 1
         self.sent += end - first
 
     def _listing(self, prefix: str) -> bytes:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lightning_stream.trainers.lightning.graceful_stop import GracefulStop as GracefulStop
     from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted as TrainingInterrupted
     from lightning_stream.trainers.lightning.sample_log import SampleLog as SampleLog
+    from lightning_stream.trainers.report import RunReport
     from lightning_stream.trainers.tracker import PositionTracker
     from lightning_stream.trainers.transformers import StreamingTrainerCallback as StreamingTrainerCallback
     from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter, merge_index
@@ -60,6 +61,7 @@ _NAMES = {
     "trainers.lightning.feedback": "MixtureFeedback",
     "trainers.lightning.graceful_stop": "GracefulStop TrainingInterrupted",
     "trainers.lightning.sample_log": "SampleLog",
+    "trainers.report": "RunReport",
     "trainers.tracker": "PositionTracker",
     "trainers.transformers": "StreamingTrainerCallback",
     "writer": "CSVWriter JSONWriter MDSWriter TSVWriter XSVWriter merge_index",
@@ -73,7 +75,7 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 # Those of `import *`, which must not fail where a trainer or Spark is not installed; `dir()` has all names.
 __all__ = [
     "CSVWriter", "JSONWriter", "LightningStreamError", "LocalDataset", "MDSWriter", "Packing", "Position",
-    "PositionTracker", "Schedule", "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World",
-    "XSVWriter", "add_lengths", "decode_jpeg", "export_opentelemetry", "export_prometheus", "merge_index",
+    "PositionTracker", "RunReport", "Schedule", "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter",
+    "World", "XSVWriter", "add_lengths", "decode_jpeg", "export_opentelemetry", "export_prometheus", "merge_index",
     "read_position", "register_encoding", "start_at", "verify_delivery",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from lightning_stream.dataset import StreamingDataset, plain_iterations_of, sour
 from lightning_stream.errors import StateError, suggesting
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.accelerate import as_prepared, is_prepared
-from lightning_stream.loading.checks import ReadAhead, check_run
+from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
@@ -27,6 +27,7 @@ from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches, Workers
 from lightning_stream.order import OrderConfig, Position, Tail, World
+from lightning_stream.order.cache_need import ReadAhead
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
 

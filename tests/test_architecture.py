@@ -14,11 +14,13 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_stream"
 FLOORS = {
     "errors": -1, "lazy": 0, "shared_files": 0, "threads": 0, "fingerprint": 0, "processes": 0, "counters": 0,
+    "pages": 0,
     "order": 1, "formats": 1, "stores": 1,
     "version_log": 1.5,
     "cache": 2, "writer": 2,
     "sources": 3,
     "reading": 4,
+    "simulation": 5,
     "versions": 5,
     "loading": 5, "convert": 5,
     "dataset": 6,

@@ -21,7 +21,8 @@ if TESTS not in sys.path:
 from servers.web import WebServer  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.loading.checks import ReadAhead, cache_need  # noqa: E402
+from lightning_stream.loading.checks import cache_need  # noqa: E402
+from lightning_stream.order.cache_need import ReadAhead  # noqa: E402
 from lightning_stream.order.snapshot import max_active  # noqa: E402
 
 NUM_SAMPLES = 1200

@@ -19,6 +19,7 @@ PUBLIC = {
     "Packing",
     "Position",
     "PositionTracker",
+    "RunReport",
     "SampleLog",
     "Schedule",
     "Stream",

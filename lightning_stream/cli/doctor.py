@@ -17,6 +17,7 @@ from typing import NamedTuple
 import lightning_stream
 from lightning_stream.cache.folder import CacheFolder, cache_root
 from lightning_stream.cli.arguments import add_store_options, datasets_at
+from lightning_stream.cli.machine import timed_read
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
 from lightning_stream.order.chain import readable
@@ -42,7 +43,6 @@ _CREDENTIALS = (
     "AZURE_STORAGE_CONNECTION_STRING", "DATABRICKS_TOKEN", "HF_TOKEN",
 )  # fmt: skip
 _FEW_FILES, _SMALL_SHM, _LITTLE_DISK = 4096, 1 << 30, 10 << 30
-_PROBED_BYTES = 8 << 20
 
 
 class Finding(NamedTuple):
@@ -188,16 +188,8 @@ def _store(options: argparse.Namespace) -> Finding:
         about = f"{dataset.store.url}: index of {dataset.index.num_shards:,} shards in {index_s:.2f} s"
         if not dataset.index.num_shards:
             return Finding("store", about)
-        (raw, compressed), *_ = dataset.index.entry(0).files
-        file = compressed or raw
-        name, num_bytes = (file.basename, file.num_bytes) if file.origin is None else (file.origin.name, _PROBED_BYTES)
-        begin = time.perf_counter()
-        first_s, count = None, 0
-        with dataset.store.open(name, 0, min(num_bytes, _PROBED_BYTES)) as body:
-            for chunk in body:
-                first_s = first_s if first_s is not None else time.perf_counter() - begin
-                count += len(chunk)
-        rate = readable(int(count / (time.perf_counter() - begin)))
-        return Finding("store", f"{about}; first byte after {1000 * (first_s or 0):.0f} ms, {rate}/s on one connection")
+        read = timed_read(dataset.store, dataset.index, 0)
+        rate = readable(int(read.num_bytes / read.seconds))
+        return Finding("store", f"{about}; first byte after {1000 * read.first_s:.0f} ms, {rate}/s on one connection")
     except (LightningStreamError, ValueError, OSError) as error:
         return Finding("store", redact(options.remote), str(error), is_wrong=True)

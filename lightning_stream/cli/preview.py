@@ -17,6 +17,7 @@ from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_image, plain, reader_of, with_class_names
 from lightning_stream.formats.encodings.images import pillow
 from lightning_stream.formats.encodings.media import Media
+from lightning_stream.pages import page as html_page
 
 HELP = "write samples as a page of HTML, or images as one picture"
 EXAMPLES = """examples:
@@ -30,23 +31,6 @@ _SOUND = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg", 
 _MOST_SOUND_BYTES = 4 << 20
 _TEXT_CHARACTERS = 600
 _THUMB, _PICTURE_THUMB, _LABEL, _GAP = 320, 160, 28, 8  # pixels
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title><style>
-:root {{ color-scheme: light dark; --line: #8884; --faint: #888; }}
-body {{ font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; max-width: 1400px; padding: 1rem; }}
-h1 {{ font-size: 1.15rem; margin: .5rem 0; overflow-wrap: anywhere; }} p {{ color: var(--faint); margin: 0 0 1rem; }}
-main {{ display: grid; gap: 1rem; grid-template-columns: repeat(auto-fill, minmax(min(100%, {width}px), 1fr)); }}
-article {{ border: 1px solid var(--line); border-radius: 8px; overflow: hidden; padding: .6rem; }}
-article h2 {{ color: var(--faint); font-size: .8rem; font-weight: 500; margin: 0 0 .4rem; }}
-img {{ background: #8882; border-radius: 4px; display: block; height: auto; margin-bottom: .4rem; max-width: 100%; }}
-audio {{ width: 100%; }}
-dl {{ display: grid; gap: .1rem .6rem; grid-template-columns: max-content minmax(0, 1fr); margin: 0; }}
-dt {{ color: var(--faint); }} dd {{ margin: 0; overflow-wrap: anywhere; white-space: pre-wrap; }}
-</style></head><body><h1>{title}</h1><p>{about}</p><main>
-{cards}
-</main></body></html>
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,9 +78,9 @@ def write_preview(path: Path, title: str, about: str, samples: Mapping[int, Mapp
 def page(title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> str:
     """A page of HTML that needs no other file, with one card for each sample."""
     has_images = any(True for sample in samples.values() for value in sample.values() for _ in images_in(value))
+    width = 220 if has_images else 420
     cards = "\n".join(_card(number, sample) for number, sample in samples.items())
-    title, about = html.escape(title), html.escape(about)
-    return _PAGE.format(title=title, about=about, cards=cards, width=220 if has_images else 420)
+    return html_page(title, about, f'<div class="cards" style="--card: {width}px">\n{cards}\n</div>')
 
 
 def _card(number: int, sample: Mapping[str, Any]) -> str:

@@ -1,13 +1,11 @@
-"""``simulate``: how well an order shuffles a dataset, what each node would download, and how rows are packed."""
+"""``simulate``: how well an order shuffles a dataset, what nodes download, how rows are packed, and what waits."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -25,32 +23,35 @@ from lightning_stream.cli.arguments import (
     add_streams,
     mixtures_of,
 )
-from lightning_stream.cli.explain import settings_of
+from lightning_stream.cli.checkpoint import settings_of
+from lightning_stream.cli.machine import Machine, add_machine
 from lightning_stream.cli.output import ExitCode, Output, in_flags
-from lightning_stream.formats.sizes import parse_bytes, parse_count
-from lightning_stream.loading.packing import Packing
-from lightning_stream.order import BatchPlan, MosaicConfig, OrderConfig, RunOrder, Schedule, World
+from lightning_stream.cli.simulate_page import add_pages, serve_page, write_report
+from lightning_stream.cli.training_run import lengths_name, training_of
+from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.order import BatchPlan, RunOrder
 from lightning_stream.order.balance import Balance, imbalance
 from lightning_stream.order.batching import METHODS
-from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.chain import Chain, Stage, readable, stage_of_batches, stages_of_order
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
-from lightning_stream.order.downloads import plan_downloads
 from lightning_stream.order.packing import LONG_DOCUMENTS
 from lightning_stream.order.quality import measure
-from lightning_stream.order.snapshot import max_active
+from lightning_stream.pages.server import Drawn
 from lightning_stream.reading.data_stages import stages_of_reader
-from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import Stream, labels_of
+from lightning_stream.simulation import QUICK, Case, Part, Shards, Simulated, simulate
+from lightning_stream.simulation.page import sections_of
 
-HELP = "simulate an order: its shuffle quality, its downloads, its packed rows and its balance"
+HELP = "simulate a training run: its shuffle quality, downloads, packed rows, balance, waiting time and price"
 EXAMPLES = """examples:
   lightning-stream simulate s3://bucket/train --global-batch-size 256 --nodes 2 --devices 8
   lightning-stream simulate s3://bucket/train --global-batch-size 256 --shuffle-algo py1e
   lightning-stream simulate --global-batch-size 64 --stream s3://bucket/code=0.3 --stream s3://bucket/text=0.7
   lightning-stream simulate s3://bucket/tokens --global-batch-size 64 --pack-column tokens --row-length 8192
+  lightning-stream simulate s3://bucket/train --global-batch-size 256 --devices 8 --num-workers 8 --step-ms 250 --probe
+  lightning-stream simulate --shards 100000 --shard-bytes 64mb --global-batch-size 256 --link latency=20ms,node=1gb
 """
-_IN_CHAIN = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "batches", "order", "chain")
+_APART = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "batches", "order", "chain", "simulated", "curve")
+_NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dataset.add_argument("--bucket-window", help="samples that are sorted by length together", **number)
     dataset.add_argument("--batch-tokens", help="tokens of a global batch, instead of --global-batch-size", **number)
     dataset.add_argument("--batch-multiple", help="what the sizes of such batches are multiples of", **number)
+    imagined = parser.add_argument_group("a dataset that does not exist yet, instead of PATH|URL")
+    imagined.add_argument("--shards", help="its shards", **number)
+    imagined.add_argument("--shard-bytes", metavar="SIZE", help="bytes of each, e.g. 64mb")
+    imagined.add_argument("--samples-per-shard", default=1000, help="samples of each (default: 1000)", **number)
+    add_machine(parser)
+    add_pages(parser)
     packing = parser.add_argument_group("packing of documents into rows; batch sizes then count rows")
     packing.add_argument("--pack-column", metavar="NAME", help="column of the tokens, whose lengths are known")
     packing.add_argument("--row-length", help="tokens of a row (default: 2048)", **number)
@@ -99,100 +106,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace, out: Output) -> int:
     """Simulate every dataset at the path or URL, or the mixture of the streams; print after all succeeded."""
     streams = options.stream or [options.remote]
-    if (options.remote is None) == (not options.stream):
-        raise ValueError("simulate takes either a PATH|URL, or --stream URL[=WEIGHT] for each dataset of a mixture")
+    if [options.remote is not None, bool(options.stream), options.shards is not None].count(True) != 1:
+        raise ValueError(
+            "simulate takes either a PATH|URL, or --stream URL[=WEIGHT] for each dataset of a mixture, or --shards"
+        )
     if (options.global_batch_size is None) == (options.batch_tokens is None):
         raise ValueError("simulate takes either --global-batch-size or --batch-tokens")
-    world = World(0, options.nodes * options.devices, options.devices, options.replication)
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-        found = [_simulate(mixture, world, options) for mixture in mixtures_of(streams, options, folder)]
+        if options.shards is not None:
+            streams = [_imagined(options, folder)]
+        mixtures = mixtures_of(streams, options, folder)
+        if len(mixtures) > 1 and (options.report is not None or options.serve is not None):
+            raise ValueError("--report and --serve show one dataset; this is a folder of splits. Pass one of them")
+        if options.serve is not None:
+            return _serve(mixtures[0], options)
+        found = [_simulate(mixture, options) for mixture in mixtures]
     for chain, about in found:
         out.line(" + ".join(about["urls"]))
         out.lines(str(chain))
-        out.show({name: value for name, value in about.items() if name not in _IN_CHAIN})
+        out.show({name: value for name, value in about.items() if name not in _APART})
+        if "simulated" in about:
+            _print_simulated(about, out)
     out.data = {"datasets": [about for _, about in found]}
     return ExitCode.OK
 
 
-def _packing(options: argparse.Namespace) -> Packing | None:
-    given = {"row_length": options.row_length, "window": options.pack_window, "long_documents": options.long_documents}
-    given = {name: value for name, value in given.items() if value is not None}
-    if options.pack_column is None and given:
-        raise ValueError("rows are packed from the lengths of a column: pass --pack-column, e.g. --pack-column tokens")
-    return None if options.pack_column is None else Packing(options.pack_column, **given)
-
-
-def _schedule(options: argparse.Namespace, streams: Sequence[Stream]) -> Schedule | None:
-    if options.schedule is None:
-        return None
-    try:
-        given = json.loads(Path(options.schedule).read_text())
-        schedule = Schedule.from_state(given) if isinstance(given, dict) else Schedule(given)
-    except (TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"a schedule is a JSON list of points, [[0, {{name: weight}}], ...], or an object with the arguments of "
-            f"Schedule; found another one in {options.schedule} ({error})"
-        ) from error
-    return schedule.of_streams(labels_of(streams))
-
-
-def _buckets(options: argparse.Namespace, reader: SampleReader) -> LengthBuckets | None:
-    tokens, window, multiple = options.batch_tokens, options.bucket_window, options.batch_multiple
-    name = options.bucket_by or (None if tokens is None else "tokens")
-    if name is None:
-        return None
-    size = options.global_batch_size if tokens is None else multiple
-    sizes = {"batch_size": size, "window": window, "batch_tokens": tokens}
-    return LengthBuckets.resolved(reader.lengths(name), digest=reader.lengths_digest(name), **sizes)
-
-
-def _order(options: argparse.Namespace, world: World, reader: SampleReader, packing: Packing | None) -> OrderConfig:
-    mosaic, buckets = MosaicConfig(options.partition_algo, options.shuffle_block_size), _buckets(options, reader)
-    size = _batch_size(options, buckets)
-    return OrderConfig.resolve(
-        batch_size=size,
-        device_batch_size=_device_batch_size(options, size, world),
-        shuffle=options.shuffle,
-        seed=options.shuffle_seed,
-        algorithm=options.shuffle_algo,
-        canonical_nodes=options.num_canonical_nodes,
-        window=options.window,
-        batching_method=options.batching_method,
-        sampling_method=options.sampling_method,
-        sampling_granularity=options.sampling_granularity,
-        epoch_size=None if options.epoch_size is None else parse_count(options.epoch_size, "epoch_size"),
-        mosaic=mosaic if options.shuffle_algo in MOSAIC_ALGORITHMS else None,
-        packing=None if packing is None else packing.rows(reader.lengths_digest(packing.lengths_name)),
-        schedule=_schedule(options, reader.streams),
-        buckets=buckets,
-        world=world,
+def _imagined(options: argparse.Namespace, folder: str) -> str:
+    """The folder of a dataset that has an index alone."""
+    if options.shard_bytes is None or options.shards < 1 or options.samples_per_shard < 1:
+        raise ValueError("--shards and --samples-per-shard are at least 1, and --shards needs --shard-bytes, e.g. 64mb")
+    size = parse_bytes(options.shard_bytes, "shard_bytes")
+    entry = (
+        '{"column_encodings":["bytes"],"column_names":["sample"],"column_sizes":[null],"compression":null,'
+        '"format":"mds","hashes":[],"raw_data":{"basename":"shard.%d.mds","bytes":'
+        f'{size},"hashes":{{}}}},"samples":{options.samples_per_shard},"size_limit":{size},"version":2,"zip_data":null}}'
     )
+    path = Path(folder, f"{options.shards} shards of {options.shard_bytes}")
+    path.mkdir()
+    shards = ",".join([entry % number for number in range(options.shards)])
+    (path / "index.json").write_text(f'{{"version":2,"shards":[{shards}]}}')
+    return str(path)
 
 
-def _batch_size(options: argparse.Namespace, buckets: LengthBuckets | None) -> int:
-    """Samples of a global batch; where it has a budget of tokens, what its size is a multiple of."""
-    return int(options.global_batch_size) if buckets is None or options.batch_tokens is None else buckets.batch_size
-
-
-def _device_batch_size(options: argparse.Namespace, size: int, world: World) -> int:
-    return int(options.batch_size or max(1, size // world.num_replicas))
-
-
-def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tuple[Chain, dict[str, Any]]:
+def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dict[str, Any]]:
     """The chain of a training run, and what was simulated of it."""
-    packing, indexes = _packing(options), mixture.reader.indexes
-    config = _order(options, world, mixture.reader, packing)
-    size = _batch_size(options, config.buckets)
-    lengths = packing.lengths_name if packing else (options.bucket_by or "tokens") if config.buckets else None
-    order = mixture.order(config, lengths, options.forget)
-    batches: dict[str, Any] = {"epoch": options.epoch, "batch_size": size}
-    plan = BatchPlan(order.epoch(options.epoch), batch_size=size, world=world, tail=options.tail)
+    training, indexes = training_of(mixture, options), mixture.reader.indexes
+    order, plan = training.run, training.plan()
     begin, num_batches = time.perf_counter(), plan.num_batches  # which plans all rows or batches of different sizes
     planned_s = time.perf_counter() - begin
-    chain = _chain(mixture, order, plan, lengths, options)
-    sizes = np.concatenate([index.raw_bytes for index in indexes])
-    stored = np.concatenate([index.stored_bytes for index in indexes])
-    downloads = plan_downloads(order, world=world, tail=options.tail, shard_bytes=stored, **batches)
+    chain = _chain(mixture, order, plan, lengths_name(options), options)
+    part = Part(training, Shards.of(indexes))
     about: dict[str, Any] = {
         "urls": list(order.snapshot.stream_names),
         "samples": order.snapshot.num_samples,
@@ -206,21 +169,85 @@ def _simulate(mixture: Mixture, world: World, options: argparse.Namespace) -> tu
         about["epoch_rows"] = plan.order.num_samples
     if order.config.buckets is not None and order.lengths is not None:
         about["padding_percent"] = _padding_percent(plan, order.lengths)
-    if packing is not None or options.batch_tokens is not None:
+    if order.config.packing is not None or options.batch_tokens is not None:
         about |= {"planning_s": planned_s, "documents_per_s": int(order.num_samples / planned_s)}
     if options.batch_tokens is None:  # else a perfect shuffle has batches of other sizes
-        about["shuffle_quality"] = asdict(measure(order, shard_bytes=sizes, **batches))
-    about["download_per_node_bytes"] = downloads.num_bytes.tolist()
-    about["download_factor"] = downloads.factor
-    if downloads.warning:
-        about["warning"] = in_flags(downloads.warning, options.parser)
+        about["shuffle_quality"] = _quality(part)
+    about |= _downloads(part, options)
     if options.balance is not None:
-        balance = Balance.by_lengths(
-            partial(mixture.reader.lengths, options.balance), _device_batch_size(options, size, world)
-        )
+        balance = Balance.by_lengths(partial(mixture.reader.lengths, options.balance), training.device_batch_size)
         ratios = zip(("without_balance", "with_balance"), imbalance(plan, balance), strict=True)
         about["most_expensive_rank_over_mean"] = dict(ratios)
-    return chain, {**about, **_cache_need(order, plan, sizes, options)}
+    machine = Machine.of(options, mixture.reader.caches[0].store, indexes[0])
+    if options.cache_limit is not None or options.predownload is not None:
+        about |= _cache_need(Case(part, machine.link, machine.work, machine.node), options)
+    if (
+        options.shards is not None
+        or options.link
+        or options.probe
+        or options.report
+        or not all(c.in_place for c in mixture.reader.caches)
+    ):
+        found = simulate(part, **vars(machine))
+        about["simulated"] = found.to_json()
+        curve = list(_curve(mixture, found, machine, options))
+        about["curve"] = [one.to_json() for one in curve]
+        if options.report is not None:
+            drawn = sections_of(found, curve, str(chain), about.get("shuffle_quality"))
+            write_report(options.report, " + ".join(about["urls"]), drawn)
+    return chain, about
+
+
+def _serve(mixture: Mixture, options: argparse.Namespace) -> int:
+    """Show a page whose sliders change the options, until Ctrl-C."""
+    if options.json:
+        raise ValueError("--serve shows a page, and prints no JSON: omit --json")
+    store, index = mixture.reader.caches[0].store, mixture.reader.indexes[0]
+
+    def drawn(options: argparse.Namespace, is_quick: bool) -> Drawn:
+        training, machine = training_of(mixture, options), Machine.of(options, store, index)
+        part = Part(training, Shards.of(mixture.reader.indexes))
+        found = simulate(part, **vars(machine))
+        curve = [] if is_quick else list(_curve(mixture, found, machine, options))
+        chain = _chain(mixture, training.run, training.plan(), lengths_name(options), options)
+        return sections_of(found, curve, str(chain), _quality(part))
+
+    link = Machine.of(options, store, index).link
+    title = " + ".join(mixture.snapshot.stream_names)
+    serve_page(title, options, link, drawn, partial(print, flush=True))
+    return ExitCode.OK
+
+
+def _quality(part: Part) -> dict[str, Any]:
+    training = part.training
+    batches = {"batch_size": training.batch_size, "epoch": training.epoch}
+    return asdict(measure(training.run, shard_bytes=part.shards.raw_bytes, **batches))
+
+
+def _downloads(part: Part, options: argparse.Namespace) -> dict[str, Any]:
+    """What each node downloads: counted, or estimated for a large epoch or many nodes."""
+    found = part.downloads
+    about: dict[str, Any] = {
+        "download_per_node_bytes": found.num_bytes.tolist(),
+        "download_factor": found.factor,
+        **({"downloads_are": "estimated"} if found.is_estimated else {}),
+    }
+    return about if found.warning is None else {**about, "warning": in_flags(found.warning, options.parser)}
+
+
+def _curve(mixture: Mixture, found: Simulated, machine: Machine, options: argparse.Namespace) -> Iterator[Simulated]:
+    """The same for other numbers of nodes, each of which trains on as many samples of a batch.
+
+    Orders of rows, of batches by length and of mosaicml-streaming plan the whole epoch, which takes too long.
+    """
+    for nodes in sorted({*_NODES, options.nodes}) if options.curve and not found.problem else ():
+        if nodes == options.nodes:
+            yield replace(found, timeline=None)
+        elif lengths_name(options) is None and options.shuffle_algo not in MOSAIC_ALGORITHMS:
+            size = options.global_batch_size * nodes // options.nodes
+            scaled = argparse.Namespace(**{**vars(options), "nodes": nodes, "global_batch_size": size})
+            part = Part(training_of(mixture, scaled), Shards.of(mixture.reader.indexes), QUICK)
+            yield simulate(part, **vars(machine))
 
 
 def _chain(
@@ -237,36 +264,12 @@ def _chain(
     ))  # fmt: skip
 
 
-def _cache_need(
-    order: RunOrder, plan: BatchPlan, shard_bytes: NDArray[np.int64], options: argparse.Namespace
-) -> dict[str, Any]:
-    """What the cache of a node must hold, where options ask for it."""
-    if options.cache_limit is None and options.predownload is None:
-        return {}
-    active = _active_shards(order, plan, options)
-    needed = int(np.sort(shard_bytes)[::-1][:active].sum())
-    about: dict[str, Any] = {"cache_needed_per_node_bytes": needed}
-    if options.cache_limit is not None and parse_bytes(options.cache_limit, "cache_limit") < needed:
-        about["cache_warning"] = (
-            f"--cache-limit {options.cache_limit} is below {readable(needed)}, the largest {active} shards: those that "
-            "a node has begun and not finished. Shards may be downloaded several times in an epoch."
-        )
+def _cache_need(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """What the cache of a node must hold, and whether the loader would refuse its limit."""
+    about: dict[str, Any] = {"cache_needed_per_node_bytes": case.cache_need.num_bytes}
+    if (problem := case.problem) is not None:
+        about["cache_warning"] = in_flags(problem, options.parser)
     return about
-
-
-def _active_shards(order: RunOrder, plan: BatchPlan, options: argparse.Namespace) -> int:
-    """The most shards that a node has downloaded and will use again, over all nodes."""
-    world, nodes = plan.world, defaultdict[int, list[BatchPlan]](list)
-    ahead = 8 * plan.batch_size // world.num_replicas if options.predownload is None else options.predownload
-    ahead *= plan.order.samples_per_position
-    for rank in range(0, world.num_ranks, world.replication):
-        own = plan.of(replace(world, rank=rank), None)
-        nodes[own.world.node].append(own)
-    most = 0
-    for plans in nodes.values():
-        ids = [plan.share(k).sample_ids for k in range(plans[0].num_batches) for plan in plans]
-        most = max(most, max_active(order.snapshot.shards_of(np.concatenate(ids)), ahead * len(plans)))
-    return most
 
 
 def _padding_percent(plan: BatchPlan, lengths: NDArray[np.integer]) -> float:
@@ -276,3 +279,22 @@ def _padding_percent(plan: BatchPlan, lengths: NDArray[np.integer]) -> float:
         own = lengths[plan.ids(k)]
         tokens, padded = tokens + int(own.sum(dtype=np.int64)), padded + len(own) * int(own.max())
     return 100 * (1 - tokens / max(1, padded))
+
+
+def _print_simulated(about: dict[str, Any], out: Output) -> None:
+    """Print what a training run waits for, with a line for each number of nodes."""
+    found = about["simulated"]
+    shown = {name: value for name, value in found["link"].items() if value is not None}
+    for name in ("first_batch_s", "resume_s", "epoch_s", "samples_per_s", "num_requests", "price_usd"):
+        shown[name] = found[name]
+    out.show(shown)
+    out.line(f"  {found['finding']}")
+    if len(about["curve"]) > 1:
+        names = ("nodes", "first batch", "resume", "samples/s", "waits", "epoch", "downloads", "price", "limited by")
+        out.line("  " + "".join(f"{name:>13}" for name in names))
+    for one in about["curve"] if len(about["curve"]) > 1 else ():
+        seconds = [f"{one[name]:.1f} s" for name in ("first_batch_s", "resume_s") if one[name] is not None]
+        price = "" if one["price_usd"] is None else f"${one['price_usd']:,.2f}"
+        cells = [f"{one['num_nodes']:,}", *seconds, f"{one['samples_per_s']:,.0f}", f"{one['wait_share']:.0%}"]
+        cells += [f"{one['epoch_s']:,.0f} s", readable(one["download_bytes"]), price, one["limited_by"]]
+        out.line("  " + "".join(f"{cell:>13}" for cell in cells))

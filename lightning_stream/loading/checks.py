@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import logging
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lightning_stream.order import BatchPlan, RunOrder
 from lightning_stream.order.balance import can_balance
+from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
 from lightning_stream.order.downloads import estimate_factor, warning_about
 from lightning_stream.order.quality import Quality, measure
-from lightning_stream.order.snapshot import max_active
 from lightning_stream.reading.reader import SampleReader
 
 if TYPE_CHECKING:
@@ -28,66 +27,16 @@ def quality(reader: SampleReader, run: RunOrder, batch_size: int) -> Quality:
     return measure(run, batch_size=batch_size, shard_bytes=shard_bytes)
 
 
-@dataclass(frozen=True)
-class ReadAhead:
-    """What the workers of one rank may have begun to fetch before it is trained on."""
-
-    workers: int
-    batches: int  # micro-batches that each of them looks ahead
-    finished: int  # finished micro-batches that may wait in each of them
-
-    @property
-    def span(self) -> int:
-        """Micro-batches from the first not yet taken to the last whose shards are being fetched."""
-        return self.workers * (self.batches + 1 + self.finished)
-
-
-@dataclass(frozen=True)
-class CacheNeed:
-    """What the cache of one node must hold at once, so that nothing is fetched twice."""
-
-    active_shards: int  # what the order keeps active: used before, and to be used again
-    active_bytes: int
-    entering_shards: int  # what the look-ahead may fetch in the meantime
-    entering_bytes: int  # with the compressed files, until they are unpacked
-
-    @property
-    def num_bytes(self) -> int:
-        """All of it."""
-        return self.active_bytes + self.entering_bytes
-
-
 def cache_need(
     reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead, window: int | None = None
 ) -> CacheNeed:
     """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
         run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window, switches=()), run.lengths)
-    nodes, active = settings.world.num_nodes, run.active_shards()
-    sizes = np.sort(np.concatenate([index.raw_bytes for index in reader.indexes]))[::-1]
-    span = ahead.span * settings.device_batch_size * settings.world.num_replicas * run.epoch(0).samples_per_position
-    entering = min(_entering(run, span), len(sizes) - active)
-    packed = _packed_ratio(reader)
+    sizes, packed = np.concatenate([index.raw_bytes for index in reader.indexes]), _packed_ratio(reader)
     kept = packed if reader.defaults.config.keep_zip else 0.0
-    return CacheNeed(
-        -(-active // nodes),
-        int((1 + kept) * sizes[:active].sum()) // nodes,
-        -(-entering // nodes),
-        int((1 + packed) * sizes[active : active + entering].sum()) // nodes,
-    )
-
-
-def _entering(run: RunOrder, num_samples: int) -> int:
-    """Shards that may become active within so many samples: in the worst moment, at once in all canonical nodes."""
-    snapshot, config = run.snapshot, run.config
-    if config.mosaic is not None:
-        shards = snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
-        return max_active(shards, num_samples) - max_active(shards)
-    nodes = config.canonical_nodes if config.shuffle else 1
-    groups = config.batching.shard_groups(snapshot)
-    return sum(
-        min(len(sizes), nodes * math.ceil(num_samples / nodes / max(1.0, float(np.mean(sizes))))) for sizes in groups
-    )
+    size, world = settings.device_batch_size, settings.world
+    return need_of_node(run, sizes, ahead, device_batch_size=size, world=world, packed=packed, kept=kept)
 
 
 def _packed_ratio(reader: SampleReader) -> float:

@@ -113,7 +113,7 @@ def export_prometheus(
         name = "_".join(filter(None, ("lightning_stream", metric.name, metric.unit)))
         return kind(name, metric.description, labels=[*labels, *filter(None, [metric.label])], unit=metric.unit)
 
-    class LoaderCollector(Collector):
+    class LoaderCollector(Collector):  # type: ignore[misc,unused-ignore]
         """Reads the stats of the loaders."""
 
         def describe(self) -> Iterator[Any]:

@@ -105,6 +105,7 @@ class Meter:
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
         settings: The `LoadingSettings` when the latest iteration began, or they were changed; None before.
         live_settings: See `Counters`; those of this process and its workers.
+        noted: Called with the time and the batch, for each one that is about to be handed out; None calls nothing.
     """
 
     def __init__(self) -> None:
@@ -115,6 +116,7 @@ class Meter:
         self.first_waits, self.waits, self.work = [0.0] * len(PARTS), [0.0] * len(PARTS), [0.0] * len(STAGES)
         self.pauses, self.validation_s = dict.fromkeys(PAUSES, 0.0), 0.0
         self.settings: Any = None
+        self.noted: Callable[[float, MicroBatch | None], object] | None = None
         self.waiting_since: float | None = None
         self._training_since: float | None = None
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
@@ -180,6 +182,8 @@ class Meter:
             work[number] += seconds
         self.cpu_s += made.cpu_s
         self.all_cpu_s += made.all_cpu_s
+        if self.noted is not None:
+            self.noted(got, batch)
 
     def counters(self) -> NDArray[np.float64]:
         """The counters of all worker processes so far, float64[len(NAMES)]."""

@@ -114,6 +114,11 @@ class IndexOrder:
             at += count - inside
         return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
 
+    def ids_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sample ids at positions that lie near each other."""
+        begin = int(positions.min())
+        return self.ids(begin, int(positions.max()) + 1)[positions - begin]
+
     def split(self, most: int) -> list[IndexOrder]:  # noqa: ARG002
         """One sequence: see `WindowOrder.split`."""
         return [self]
@@ -165,6 +170,15 @@ class WindowOrder:
             node, index = first % count, first // count
             stop = index + (end - first + count - 1) // count
             out[k :: count // step] = self._node(node).ids(index, stop)
+        return out
+
+    def ids_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sample ids at positions that lie near each other; canonical nodes that have none of them cost nothing."""
+        out, (indices, nodes) = np.empty_like(positions), np.divmod(positions, self.canonical_nodes)
+        for node in np.unique(nodes).tolist():
+            own = np.flatnonzero(nodes == node)
+            begin, end = int(indices[own].min()), int(indices[own].max()) + 1
+            out[own] = self._node(node).ids(begin, end)[indices[own] - begin]
         return out
 
     def split(self, most: int) -> list[EveryNth]:

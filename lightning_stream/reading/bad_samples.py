@@ -144,13 +144,17 @@ class BadData:
             f"is bad. The last reason: {self.found[drawn]}"
         )
 
+    def path_of(self, reader: SampleReader) -> Path:
+        """The file that lists the bad samples."""
+        return Path(self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl")
+
     def _quarantine(self, reader: SampleReader, epoch: int, position: int, drawn: int, delivered: int | None) -> None:
         """Add a line for a sample, in one write, since other processes append to the file too; once for each sample."""
         if drawn in self.listed:
             return
         self.listed.add(drawn)
         reader.counters.add("bad_samples")
-        path = Path(self.policy.quarantine or reader.caches[0].folder / "quarantine.jsonl")
+        path = self.path_of(reader)
         snapshot, ids = reader.snapshot, np.array([drawn])
         original = reader.original_ids(ids if delivered is None else np.array([drawn, delivered])).tolist()
         line = {

@@ -34,7 +34,7 @@ _Part = tuple[int, int]  # the first and the last of some samples that lie near 
 REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come meanwhile: about 35 ms at 60 MB/s
 _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with the bytes between them
 _HELD_BYTES = 64 << 20  # of tables that are kept
-_THREADS = 16
+THREADS = 16
 
 
 class SampleRanges:
@@ -48,7 +48,7 @@ class SampleRanges:
         self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
         self._came: dict[int, dict[int, str]] = {}  # digests of samples, by shard and index
         self._guard = threading.Lock()
-        self._pool = DaemonPool(_THREADS, "range")
+        self._pool = DaemonPool(THREADS, "range")
 
     def cheaper(self, number: int, cache: ShardCache, entry: ShardEntry, num_samples: int) -> bool:
         """Whether so many samples of a shard cost less than the shard, including what was spent on it before.
@@ -61,8 +61,7 @@ class SampleRanges:
         if cache.config.validate_hash is not None or cache.in_place or not raw_mds:
             return False
         table = 0 if number in self._tables else REQUEST_BYTES + 4 * entry.num_samples
-        wanted = num_samples * (REQUEST_BYTES + raw.num_bytes // max(1, entry.num_samples))
-        if self._spent[number] + table + wanted > REQUEST_BYTES + raw.num_bytes:
+        if not are_cheaper(num_samples, raw.num_bytes, entry.num_samples, table=table, spent=self._spent[number]):
             return False
         if raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
             return False
@@ -192,6 +191,12 @@ class SampleRanges:
         path.write_bytes(content)
         raw = replace(entry.raw, num_bytes=len(content), hashes={})
         return self._open_shard(number, replace(entry, num_samples=len(samples), raw=raw), folder)
+
+
+def are_cheaper(num_samples: int, shard_bytes: int, shard_samples: int, *, table: int, spent: int) -> bool:
+    """Whether ranges for so many samples of a shard cost less than the shard, with its table and what was spent."""
+    wanted = num_samples * (REQUEST_BYTES + shard_bytes // max(1, shard_samples))
+    return spent + table + wanted <= REQUEST_BYTES + shard_bytes
 
 
 def fetch_offsets(cache: ShardCache, entry: ShardEntry) -> tuple[_Offsets, str | None]:

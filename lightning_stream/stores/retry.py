@@ -147,16 +147,10 @@ class RetryingStore(Store):
         return self._whole(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
-        draft, part_bytes = _Draft(to, num_bytes), 0
-        if num_bytes is not None and num_bytes >= self.policy.parallel_from_bytes:
-            part_bytes = self.policy.part_bytes
-        elif num_bytes is not None and self.traits.ranges:
-            num_parts = min(connections, num_bytes // _LEAST_PART_BYTES)
-            part_bytes = -(-num_bytes // num_parts) if num_parts > 1 else 0
-        if num_bytes is not None and part_bytes:
-            ranges = [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, part_bytes)]
-            if (written := self._get_parts(name, draft, ranges, budget)) is not None:
-                return written
+        draft = _Draft(to, num_bytes)
+        ranges = [] if num_bytes is None else parts_of(num_bytes, connections if self.traits.ranges else 1, self.policy)
+        if len(ranges) > 1 and (written := self._get_parts(name, draft, ranges, budget)) is not None:
+            return written
         return self._get_range(name, draft, (0, None), budget)[0]
 
     def _get_parts(self, name: str, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget) -> int | None:
@@ -186,6 +180,14 @@ class RetryingStore(Store):
             same = stream.num_bytes in (None, num_bytes) and all(chunk == file.read(len(chunk)) for chunk in stream)
             return same and not file.read(1)
         return False
+
+
+def parts_of(num_bytes: int, connections: int, policy: RetryPolicy) -> list[tuple[int, int]]:
+    """The ranges in which an object is fetched: its first byte and the one behind its last, of each."""
+    part_bytes = policy.part_bytes
+    if num_bytes < policy.parallel_from_bytes:
+        part_bytes = -(-num_bytes // max(1, min(connections, num_bytes // _LEAST_PART_BYTES)))
+    return [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, max(1, part_bytes))]
 
 
 class _Draft:

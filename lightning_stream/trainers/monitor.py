@@ -14,6 +14,8 @@ from lightning_stream.loading.tuning import Tuner
 from lightning_stream.loading.verdict import INPUT_BOUND, Verdict, verdict_of
 from lightning_stream.loading.watch import Watch
 from lightning_stream.trainers.agreement import gathered
+from lightning_stream.trainers.report import RunReport
+from lightning_stream.trainers.report_file import Row
 
 _SHOWN_S = 5.0  # how much time the text in the progress bar is about
 _CHECKED_S = 60.0  # the pause between two messages, while training, that it is input-bound
@@ -34,18 +36,19 @@ class _Report:
     wait_share: float
     verdict: Verdict
     is_due: bool
+    share: Row  # for the report of the run
 
     @classmethod
-    def of(cls, logged: LoaderStats, checked: LoaderStats, is_due: bool) -> _Report:
+    def of(cls, logged: LoaderStats, checked: LoaderStats, is_due: bool, share: Row) -> _Report:
         verdict = verdict_of(checked)
-        return cls(logged.metrics(), logged.training_s, checked.wait_s, checked.wait_share, verdict, is_due)
+        return cls(logged.metrics(), logged.training_s, checked.wait_s, checked.wait_share, verdict, is_due, share)
 
 
 class DataMonitor:
     """Follows the loader of one training run, in each of its processes.
 
     Args:
-        say: Shows the user a sentence.
+        say: Shows the user a sentence, which the report of the run keeps.
         monitor: Whether to do so; ``"tune"`` also changes how shards are fetched where that lets training wait less.
         watch_after_s: See `StreamingDataLoader.watch`; None: no watch.
 
@@ -63,8 +66,9 @@ class DataMonitor:
             raise ValueError(f'monitor= is True, False or "tune"; found {monitor!r}')
         if watch_after_s is not None and watch_after_s <= 0:
             raise ValueError(f"watch_after_s= is positive, or None for no watch; found {watch_after_s}")
-        self.say, self.is_on, self._watch_after_s = say, bool(monitor), watch_after_s
+        self._show, self.is_on, self._watch_after_s = say, bool(monitor), watch_after_s
         self._tuner = Tuner() if monitor == "tune" else None
+        self._report: RunReport | None = None
         self._loader: StreamingDataLoader | None = None
         self._watch: Watch | None = None
         self._past = self._base = LoaderStats()  # of loaders before this one; of this one, when it was attached
@@ -77,6 +81,17 @@ class DataMonitor:
         self._said: set[str] = set()
         self._text = "0%"
 
+    def say(self, sentence: str) -> None:
+        """Show the user a sentence."""
+        if self._report is not None:
+            self._report.note_message(sentence)
+        self._show(sentence)
+
+    def begin_report(self, report: RunReport) -> None:
+        """Report the run from now on; on all ranks."""
+        self._report = report
+        report.begin(self.stats)
+
     def attach(self, loader: StreamingDataLoader) -> None:
         """Follow a loader from now on, and watch it; a trainer may make another one for each epoch."""
         if loader is not self._loader:
@@ -86,6 +101,8 @@ class DataMonitor:
                 self._watch = loader.watch(self._watch_after_s, self.say)
             if self._tuner is not None:
                 loader.tune(**self._tuner.settings)
+            if self._report is not None:
+                self._report.follow(loader)
 
     def detach(self) -> None:
         """Release the loader; what was measured stays."""
@@ -93,6 +110,15 @@ class DataMonitor:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()
+        if self._report is not None:
+            self._report.release()
+
+    def stop(self, error: BaseException | str | None) -> None:
+        """Release the loader at the end of training, or when an error stops it."""
+        if self._report is not None:
+            self._report.end(error, [self._report.share()])
+        self.detach()
+        self._report = None
 
     def stats(self) -> LoaderStats:
         """What was measured in this process since training began."""
@@ -101,7 +127,7 @@ class DataMonitor:
         found = self._past + (self._loader.stats() - self._base)
         return replace(found, pauses={**found.pauses, "other_ranks": self._others_s})
 
-    def stop(self) -> None:
+    def end_epoch(self) -> None:
         """Note that training stops: an epoch is over."""
         if self._loader is not None:
             self._loader.meter.stop(perf_counter())
@@ -142,12 +168,14 @@ class DataMonitor:
         stats, now = self.stats(), perf_counter()
         recent = stats - self._checked
         due = now - self._checked_at >= _CHECKED_S
-        found = gathered(_Report.of(stats - self._logged, recent, due))
+        found = gathered(_Report.of(stats - self._logged, recent, due, self._share()))
         self._follow_late_rank(found)
         self._last_step = step
         own = (stats - self._logged).training_s
         self._others_s += max(0.0, own - min(one.training_s for one in found))
         self._logged = stats = replace(stats, pauses={**stats.pauses, "other_ranks": self._others_s})
+        if self._report is not None:
+            self._report.add([one.share for one in found])
         if found[0].is_due:
             self._checked, self._checked_at = stats, now
             self._tell(found, _WORTH_S)
@@ -183,9 +211,14 @@ class DataMonitor:
     def end(self) -> None:
         """Tell the user how much of the time training waited for data, and what to change. Collective."""
         stats = self.stats()
-        found = gathered(_Report.of(stats, stats, True))
+        found = gathered(_Report.of(stats, stats, True, self._share()))
         if not self._tell(found, _WORTH_AT_END_S, again=True) and stats.elapsed_s >= _LONG_RUN_S:
             self.say(str(max(found, key=_wait_share).verdict))
+        if self._report is not None:
+            self._report.end(None, [one.share for one in found])
+
+    def _share(self) -> Row:
+        return {} if self._report is None else self._report.share()
 
     def _tell(self, found: list[_Report], worth_s: float, again: bool = False) -> bool:
         """Tell the verdict of the rank that waits longest, if it is worth it; the same cause once, except `again`."""

@@ -176,7 +176,7 @@ def test_simulate_reports_downloads_quality_and_cache(shards: Path, answer: Answ
     assert "--num-canonical-nodes=16" in one["warning"]
     assert "num_canonical_nodes" not in one["warning"]
     assert one["cache_needed_per_node_bytes"] > 1024
-    assert "--cache-limit 1kb is below" in one["cache_warning"]
+    assert "would refuse --cache-limit=" in one["cache_warning"]
 
 
 def test_simulate_knows_mixtures(shards: Path, answer: Answer) -> None:

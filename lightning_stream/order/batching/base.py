@@ -279,6 +279,11 @@ class EpochOrder(ABC):
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         """Sample ids at positions [begin, end): int64[end - begin]. O(range + window)."""
 
+    def ids_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Sample ids at positions that lie near each other: int64[len(positions)]."""
+        begin = int(positions.min())
+        return self.ids(begin, int(positions.max()) + 1)[positions - begin]
+
     def reaches(self, position: int) -> bool:
         """Whether the positions before this one are cut into global batches of B one after another.
 
@@ -366,6 +371,9 @@ class RandomOrder(EpochOrder):
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         self.check_range(begin, end)
         return self._samples.ids(begin, end)
+
+    def ids_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._samples.ids_at(positions)
 
     def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
         self.check_range(begin, end)

@@ -6,6 +6,8 @@ clock has the batches trained on; the callback joins the trainer when the traini
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +23,8 @@ from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.meter import Mark
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
+from lightning_stream.trainers.report import RunReport
+from lightning_stream.trainers.report_file import chosen_path
 from lightning_stream.trainers.tracker import PositionTracker
 
 _LOGGED_EVERY = 50  # batches, as under Lightning: Composer has no interval of its own
@@ -41,12 +45,13 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         *,
         monitor: bool | Literal["tune"] = True,
         watch_after_s: float | None = 120.0,
+        report: bool | str | os.PathLike[str] = True,
         **options: Any,
     ) -> None:
         self.tracker = PositionTracker(**options)
         self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
         self.tracker.counts = False  # until a trainer joins
-        self.loader = loader
+        self.loader, self.report = loader, chosen_path(report, monitor is not False)
         self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
         self.monitor = self._new_monitor()  # of the trainer that joined last
         self.tracker.attach(loader, owns=self._begins)
@@ -105,6 +110,12 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             # At the end of an epoch that library saves the epoch that is over.
             tracker.move_to(replace(here, epoch=max(here.epoch, int(clock.epoch))))
         tracker.begin_run()
+        path = private.report_path(trainer.state) if self.report is True else self.report
+        if path:
+            report = RunReport(
+                path, self.loader, tracker, step=lambda: int(trainer.state.timestamp.batch), say=tracker.say
+            )
+            self.monitor.begin_report(report)
 
     def _limit(self, trainer: Any) -> int | None:
         """Batches of an epoch, where the trainer takes fewer than there are."""
@@ -170,7 +181,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if state.train_dataloader is self.loader:
             self._sync()
             self._log_substituted(state, logger)
-            self.monitor.stop()
+            self.monitor.end_epoch()
             if self.monitor.is_on:
                 logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
 
@@ -211,8 +222,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             logger.log_metrics({"stream/num_substituted": int(count)})
 
     def close(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
-        """End the workers of all our loaders, and the watch."""
-        self.monitor.detach()
+        """End the workers of all our loaders, and the monitor; Composer has no event for an error."""
+        self.monitor.stop(sys.exc_info()[1] or getattr(sys, "last_value", None) or "before its end")
         for loader in (self.loader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)):
             if isinstance(loader, StreamingDataLoader):
                 loader.close()

@@ -8,11 +8,15 @@ evaluation do not.
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 from composer import State, Trainer
+from composer.callbacks import CheckpointSaver
 from composer.trainer.trainer import TrainerMode
-from composer.utils import reproducibility
+from composer.utils import format_name_with_dist, reproducibility
+
+from lightning_stream.trainers.report_file import NAME
 
 _TAKES_BATCHES = "_iter_dataloader"  # Trainer's generator around the iteration over its loader
 
@@ -37,6 +41,14 @@ def state_that_loads(loader: Any) -> Any | None:
         if isinstance(found, State) and found.train_dataloader is loader:
             return found
         frame = frame.f_back
+    return None
+
+
+def report_path(state: Any) -> Path | None:
+    """Where the report of a run is by default: beside its checkpoints, if these are in a local folder."""
+    for each in state.callbacks:
+        if isinstance(each, CheckpointSaver) and each.remote_uploader is None:
+            return Path(format_name_with_dist(each.folder, state.run_name)) / NAME
     return None
 
 

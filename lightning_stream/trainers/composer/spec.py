@@ -57,6 +57,7 @@ def data_spec(
     seed_steps: int | None = None,
     monitor: bool | Literal["tune"] = True,
     watch_after_s: float | None = 120.0,
+    report: bool | str | os.PathLike[str] = True,
     **dataset_arguments: Any,
 ) -> DataSpec:
     """Make a Composer `DataSpec` that streams data, and continues a stopped run exactly.
@@ -92,6 +93,9 @@ def data_spec(
             changes how far ahead, and in how many threads, shards are fetched, and keeps what lets training wait less.
         watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
             None: never, and nothing is reported while the first shards arrive.
+        report: A file whose name ends with ``.html``: one page about the data of the whole run, see `RunReport`. True
+            writes ``data_report.html`` beside the checkpoints if these are in a local folder; False writes none. It
+            needs the monitor.
         dataset_arguments: Arguments of `StreamingDataset`.
 
     Raises:
@@ -130,6 +134,7 @@ def data_spec(
             seed_steps=seed_steps,
             monitor=monitor,
             watch_after_s=watch_after_s,
+            report=report,
         )
         plain_iterations_of(loader.streaming).belongs_to(loader, packed=True)
     counter = BatchCounter(loader, token_column, padding_id)

@@ -23,6 +23,8 @@ from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
 from lightning_stream.trainers.monitor import DataMonitor
+from lightning_stream.trainers.report import RunReport
+from lightning_stream.trainers.report_file import chosen_path
 from lightning_stream.trainers.tracker import PositionTracker
 
 _NEVER = -1
@@ -44,6 +46,9 @@ class StreamingCallback(Callback):
             less: order and batches stay the same.
         watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
             None: never, and nothing is reported while the first shards arrive.
+        report: A file whose name ends with ``.html``: one page about the data of the whole run, see `RunReport`. True
+            writes ``data_report.html`` into the trainer's `default_root_dir` if one was chosen, else beside the logs of
+            this run, if it has any; False writes none. It needs the monitor.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::
@@ -63,6 +68,7 @@ class StreamingCallback(Callback):
         show_position: bool = True,
         monitor: bool | Literal["tune"] = True,
         watch_after_s: float | None = 120.0,
+        report: bool | str | os.PathLike[str] = True,
         record_delivery: str | os.PathLike[str] | None = None,
         is_passive: bool = False,
     ) -> None:
@@ -74,6 +80,7 @@ class StreamingCallback(Callback):
         )
         self.tracker.padding = False  # losses are weighted by the samples that count
         self.is_passive, self.show_position = is_passive, show_position
+        self.report = chosen_path(report, monitor is not False)
         self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
         self.monitor = self._new_monitor()  # of the latest fit
         self._hide_position: Callable[[], object] = loops.do_nothing
@@ -162,19 +169,19 @@ class StreamingCallback(Callback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Report what was lost and repeated, and release the loader."""
         if stage == "fit" and self.tracker.is_attached:
-            self._end_monitor()
+            self._end_monitor(None)
             self.tracker.end_run()
             self._from = self.tracker.position
             self.tracker.detach()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the progress bar as it was, and end the watch: Lightning asks for no teardown after an error."""
-        self._end_monitor()
+        """Leave the progress bar as it was, and end the monitor: Lightning asks for no teardown after an error."""
+        self._end_monitor(exception)
 
-    def _end_monitor(self) -> None:
+    def _end_monitor(self, error: BaseException | None) -> None:
         self._hide_position()
         self._end_timing()
-        self.monitor.detach()
+        self.monitor.stop(error)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
@@ -195,6 +202,10 @@ class StreamingCallback(Callback):
         self.monitor = self._new_monitor()
         self.monitor.attach(loader)
         self._end_timing = loops.time_checkpoints(trainer, self.monitor)
+        path = loops.report_path(trainer) if self.report is True else self.report
+        if path:
+            step = partial(getattr, trainer, "global_step")
+            self.monitor.begin_report(RunReport(path, loader, self.tracker, step=step, say=self.tracker.say))
         if self.show_position:
             waiting = self.monitor.short if self.monitor.is_on else None
             self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)
@@ -257,7 +268,7 @@ class StreamingCallback(Callback):
         if not self.tracker.is_attached:
             return
         self._sync(trainer)
-        self.monitor.stop()
+        self.monitor.end_epoch()
         epoch = self.tracker.position.epoch
         stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
         if epoch in (self.tracker.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):

@@ -56,8 +56,8 @@ class StreamingDataModule(LightningDataModule):
         prepare: Called once per node before anything is read, e.g. to convert the data.
         on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to
             continue in another order from there.
-        seed_steps, on_missing_state, check_delivery, show_position, monitor, watch_after_s, record_delivery: See
-            `StreamingCallback`.
+        seed_steps, on_missing_state, check_delivery, show_position, monitor, watch_after_s, report, record_delivery:
+            See `StreamingCallback`.
 
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`.
@@ -95,6 +95,7 @@ class StreamingDataModule(LightningDataModule):
         show_position: bool = True,
         monitor: bool | Literal["tune"] = True,
         watch_after_s: float | None = 120.0,
+        report: bool | str | os.PathLike[str] = True,
         record_delivery: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__()
@@ -129,6 +130,7 @@ class StreamingDataModule(LightningDataModule):
             show_position=show_position,
             monitor=monitor,
             watch_after_s=watch_after_s,
+            report=report,
             record_delivery=record_delivery,
         )
         self.position_callback.make_loader = partial(StreamingDataModule.train_dataloader, self)

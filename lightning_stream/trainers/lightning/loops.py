@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -26,9 +27,18 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
 from lightning_stream.trainers.monitor import DataMonitor
+from lightning_stream.trainers.report_file import NAME
 from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
+
+
+def report_path(trainer: Any) -> Path | None:
+    """Where a run's report is by default: in the root folder if one was chosen, else beside the logs. Collective."""
+    folder = str(trainer.default_root_dir)
+    if "://" not in folder and Path(folder).resolve() == Path.cwd():
+        folder = str(trainer.log_dir or "") if trainer.loggers else ""
+    return None if trainer.fast_dev_run or "://" in folder or not folder else Path(folder) / NAME
 
 
 @dataclass(frozen=True)

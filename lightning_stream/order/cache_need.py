@@ -1,0 +1,81 @@
+"""How much the cache of a node must hold so that no shard is fetched twice, computed from the order alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.plan import RunOrder
+from lightning_stream.order.snapshot import max_active
+from lightning_stream.order.world import World
+
+
+@dataclass(frozen=True)
+class ReadAhead:
+    """What the workers of one rank may have begun to fetch before it is trained on."""
+
+    workers: int
+    batches: int  # micro-batches that each of them looks ahead
+    finished: int  # finished micro-batches that may wait in each of them
+
+    @property
+    def span(self) -> int:
+        """Micro-batches from the first not yet taken to the last whose shards are being fetched."""
+        return self.workers * (self.batches + 1 + self.finished)
+
+
+@dataclass(frozen=True)
+class CacheNeed:
+    """What the cache of one node must hold at once, so that nothing is fetched twice."""
+
+    active_shards: int  # what the order keeps active: used before, and to be used again
+    active_bytes: int
+    entering_shards: int  # what the look-ahead may fetch in the meantime
+    entering_bytes: int  # with the compressed files, until they are unpacked
+
+    @property
+    def num_bytes(self) -> int:
+        """All of it."""
+        return self.active_bytes + self.entering_bytes
+
+
+def need_of_node(
+    run: RunOrder,
+    raw_bytes: NDArray[np.int64],
+    ahead: ReadAhead,
+    *,
+    device_batch_size: int,
+    world: World,
+    packed: float = 0.0,
+    kept: float = 0.0,
+) -> CacheNeed:
+    """The bytes that a node's cache must hold at once, from those of all shards: int64[shards].
+
+    ``packed`` and ``kept`` are compressed bytes for each raw one: of what is fetched, and of what stays in the cache.
+    """
+    nodes, active = world.num_nodes, run.active_shards()
+    sizes = np.sort(raw_bytes)[::-1]
+    span = ahead.span * device_batch_size * world.num_replicas * run.epoch(0).samples_per_position
+    entering = min(_entering(run, span), len(sizes) - active)
+    return CacheNeed(
+        -(-active // nodes),
+        int((1 + kept) * sizes[:active].sum()) // nodes,
+        -(-entering // nodes),
+        int((1 + packed) * sizes[active : active + entering].sum()) // nodes,
+    )
+
+
+def _entering(run: RunOrder, num_samples: int) -> int:
+    """Shards that may become active within so many samples: in the worst moment, at once in all canonical nodes."""
+    snapshot, config = run.snapshot, run.config
+    if config.mosaic is not None:
+        shards = snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
+        return max_active(shards, num_samples) - max_active(shards)
+    nodes = config.canonical_nodes if config.shuffle else 1
+    groups = config.batching.shard_groups(snapshot)
+    return sum(
+        min(len(sizes), nodes * math.ceil(num_samples / nodes / max(1.0, float(np.mean(sizes))))) for sizes in groups
+    )

@@ -1,0 +1,258 @@
+"""A training run with all assumptions, its simulated steps, and how the rest of its epoch continues."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
+from lightning_stream.order.chain import readable
+from lightning_stream.order.downloads import DownloadPlan, estimate_downloads, plan_downloads
+from lightning_stream.reading.look_ahead import read_ahead_depth
+from lightning_stream.simulation.needs import Need, Shards, Training
+from lightning_stream.simulation.node import NodeModel
+from lightning_stream.simulation.result import INPUT_BOUND
+from lightning_stream.simulation.settings import Link, Node, Work
+
+_MICRO_BATCHES, _POSITIONS = 6000, 1 << 21  # simulated step by step, at most; the rest continues like their end
+_LEAST_STEPS = 3
+QUICK = 0.1
+"""Of the steps of a detailed simulation: enough for a curve."""
+_STEADY_STEPS = 8  # from so many on, their second half shows what the look-ahead costs
+_LEAST_EFFICIENCY = 0.05
+# Of an epoch whose downloads are counted; those of a longer one are estimated.
+_EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256
+_FASTER, _FURTHER = 1e15, 16
+_PAYS = 1.02  # the gain from which on a single limit explains the throughput
+_MB = 1e6
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """The steps of a training run that are simulated one by one.
+
+    Args:
+        training, shards: The run and its data.
+        most: So much of the usual number of steps is simulated; the rest of the epoch continues like their end.
+
+    Example: ``Part(training, Shards.alike(100, 64 << 20, 1000))``.
+    """
+
+    training: Training
+    shards: Shards
+    most: float = 1.0
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps of the epoch."""
+        return self.training.plan().num_batches
+
+    @cached_property
+    def num_simulated(self) -> int:
+        """Steps that are simulated one by one."""
+        training, world = self.training, self.training.world
+        micro_batches = -(-training.batch_size // world.num_replicas // training.device_batch_size)
+        of_node = max(1, micro_batches) * world.ranks_per_node
+        positions = training.batch_size * training.run.epoch(training.epoch).samples_per_position
+        steps = self.most * min(_MICRO_BATCHES / of_node, _POSITIONS / positions)
+        return min(self.num_steps, max(_LEAST_STEPS, int(steps)))
+
+    @cached_property
+    def downloads(self) -> DownloadPlan:
+        """What each node downloads in the epoch: counted, or estimated for a large epoch or many nodes."""
+        training = self.training
+        epoch, size, world = training.epoch, training.batch_size, training.world
+        stored, samples = self.shards.stored_bytes, training.run.epoch(epoch).documents.num_samples
+        if samples > _EXACT_SAMPLES or world.num_replicas > _EXACT_REPLICAS:
+            return estimate_downloads(training.run, epoch=epoch, batch_size=size, world=world, shard_bytes=stored)
+        tail = training.tail
+        return plan_downloads(training.run, epoch=epoch, batch_size=size, world=world, tail=tail, shard_bytes=stored)
+
+    @property
+    def busiest(self) -> int:
+        """The node that downloads most."""
+        return int(self.downloads.num_bytes.argmax())
+
+    @cached_property
+    def needs(self) -> list[list[Need]]:
+        """What each rank of the busiest node reads in the simulated steps."""
+        return self.training.needs(self.busiest, 0, self.num_simulated)
+
+    def needs_of_resume(self) -> list[list[Need]] | None:
+        """The same from the middle of the epoch on; None where the epoch is too short."""
+        half = self.num_steps // 2
+        start = self.training.plan().bounds(half)[0]
+        count = min(self.num_steps - half, -(-self.num_simulated // 2))
+        return self.training.needs(self.busiest, start, count) if half else None
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """Some steps of a training run, with all assumptions."""
+
+    part: Part
+    link: Link
+    work: Work
+    node: Node
+
+    def model(self, needs: list[list[Need]] | None = None) -> NodeModel:
+        """A node that reads these, or the simulated steps of the epoch."""
+        training, rate = self.part.training, self.link.of_node(self.part.training.world.num_nodes)
+        return NodeModel(
+            needs or self.part.needs,
+            self.part.shards,
+            self.link,
+            self.work,
+            self.node,
+            device_batch_size=training.device_batch_size,
+            link_bytes_per_s=rate,
+        )
+
+    @property
+    def cache_need(self) -> CacheNeed:
+        """What the cache of a node must hold at once; the loader refuses a smaller limit."""
+        training, node, shards = self.part.training, self.node, self.part.shards
+        size, raw, stored = training.device_batch_size, shards.raw_bytes, int(shards.stored_bytes.sum())
+        depth = read_ahead_depth(node.predownload, size)
+        ahead = ReadAhead(max(1, node.num_workers), depth, node.prefetch_factor if node.num_workers else 0)
+        packed = stored / max(1, int(raw.sum())) * bool((shards.stored_bytes != raw).any())
+        return need_of_node(training.run, raw, ahead, device_batch_size=size, world=training.world, packed=packed)
+
+    @property
+    def problem(self) -> str | None:
+        """Why the loader would not start; None if it would."""
+        limit, need = self.node.cache_limit, self.cache_need
+        if limit is None or limit >= need.num_bytes:
+            return None
+        return (
+            f"The loader would refuse cache_limit={readable(limit)}: a node needs {readable(need.num_bytes)}, for "
+            f"{need.active_shards} shards that the order keeps active and {need.entering_shards} that are read ahead. "
+            "Raise it, or lower predownload, num_workers or window."
+        )
+
+    def resume_s(self) -> float | None:
+        """Seconds to the first batch from the middle of the epoch; None where there is none."""
+        if (needs := self.part.needs_of_resume()) is None:
+            return None
+        model = self.model(needs)
+        model.run(1)
+        return model.first_batch_s if model.step_ends else None
+
+
+class Outcome:
+    """A simulated case, and how the rest of its epoch continues."""
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.model = case, case.model()
+        self.model.run()
+        self.is_stuck = len(self.model.step_ends) < case.part.num_simulated
+        bytes_once = int(case.part.shards.stored_bytes[list(self.model.disk.were_here)].sum())
+        self.again = max(1.0, self.model.num_bytes / max(1, bytes_once))
+        left_steps = case.part.num_steps - case.part.num_simulated
+        left_bytes = (
+            max(0.0, int(case.part.downloads.num_bytes.max()) * self.again - self.model.num_bytes)
+            if left_steps
+            else 0.0
+        )
+        self.demands = self._seconds(left_steps, left_bytes) if left_steps else self._of_second_half()
+        self.rest_s = max(self.demands.values()) / self._efficiency() if left_steps else 0.0
+        self.end_s = self.model.step_ends[-1] if self.model.step_ends else self.model.clock.now
+        self.epoch_s = self.end_s + self.rest_s
+        self.after_first_s = self.epoch_s - self.model.first_batch_s
+
+    def _seconds(self, num_steps: float, num_bytes: float) -> dict[str, float]:
+        """The seconds that each resource of the node needs for so many steps and bytes, if nothing else limits them."""
+        case, node, work, link = self.case, self.case.node, self.case.work, self.case.link
+        training, model, world = case.part.training, self.model, case.part.training.world
+        processes = len(model.ranks) * max(1, node.num_workers)
+        per_byte = [total / max(1, model.num_bytes) for total in (model.num_requests, model.num_raw_bytes)]
+        requests, raw_bytes = (each * num_bytes for each in per_byte)
+        samples = num_steps * training.batch_size / world.num_replicas * len(model.ranks)
+        samples *= training.run.epoch(training.epoch).samples_per_position
+        making_s, unpacking_s = (
+            samples * work.sample_s,
+            raw_bytes / _MB * work.unpack_s_per_mb + requests * work.shard_s,
+        )
+        connections = processes * node.fetch_threads
+        train_s = num_steps * work.step_s
+        found = {
+            "training": train_s,
+            "workers": making_s / processes + (0.0 if node.num_workers else train_s),
+            "connection": num_bytes / link.connection_bytes_per_s / connections,
+            "latency": requests * link.latency_s / connections,
+            "link": num_bytes / model.link.capacity,
+            "unpacking": unpacking_s / connections,
+            "cores": (making_s + unpacking_s) / model.cores.capacity,
+        }
+        fetching_s = found["connection"] + found["latency"] + found["unpacking"]  # one after another
+        largest = max(("connection", "latency", "unpacking"), key=found.__getitem__)
+        return {**found, largest: fetching_s}
+
+    def _of_second_half(self) -> dict[str, float]:
+        model, half = self.model, len(self.model.step_ends) // 2
+        if not half:
+            return self._seconds(1, model.num_bytes)
+        return self._seconds(len(model.step_ends) - half, model.fetched[-1] - model.fetched[half - 1])
+
+    def _efficiency(self) -> float:
+        """The part of the possible throughput that the second half of the simulated steps had."""
+        ends = self.model.step_ends
+        if len(ends) < _STEADY_STEPS:
+            return 1.0
+        spent_s = ends[-1] - ends[len(ends) // 2 - 1]
+        return min(1.0, max(_LEAST_EFFICIENCY, max(self._of_second_half().values()) / max(spent_s, 1e-9)))
+
+    @property
+    def steady_step_s(self) -> float:
+        """Seconds of a step after the start."""
+        ends, half = self.model.step_ends, len(self.model.step_ends) // 2
+        if self.rest_s:
+            return self.rest_s / (self.case.part.num_steps - self.case.part.num_simulated)
+        return (ends[-1] - ends[half - 1]) / (len(ends) - half) if half else self.after_first_s
+
+    @property
+    def wait_share(self) -> float:
+        """The part of the time after the first batch that training waits for data."""
+        train_s = self.case.part.num_steps * self.case.work.step_s
+        return max(0.0, 1 - train_s / self.after_first_s) if self.after_first_s > 0 else 0.0
+
+    def gains(self) -> dict[str, float]:
+        """How much faster the epoch is after its first batch, if one limit is lifted."""
+        case, found = self.case, {}
+        for name, lifted in _lifted(case).items():
+            other = Outcome(lifted)
+            if not other.is_stuck:
+                found[name] = self.after_first_s / max(other.after_first_s, 1e-9)
+        return found
+
+    def limited_by(self, gains: dict[str, float]) -> str:
+        """What limits the throughput: what gains most if it is lifted, else what takes longest."""
+        if self.is_stuck:
+            return "cache"
+        if self.wait_share < INPUT_BOUND:
+            return "training"
+        best = max(gains, key=gains.__getitem__, default="")
+        if best and gains[best] >= _PAYS:
+            return best
+        return max((one for one in self.demands if one != "training"), key=self.demands.__getitem__)
+
+
+def _lifted(case: Case) -> dict[str, Case]:
+    """The same case without one of its limits."""
+    link, work, node = case.link, case.work, case.node
+    size = case.part.training.device_batch_size
+    further = _FURTHER * max(1, read_ahead_depth(node.predownload, size)) * size
+    lifted = {
+        "latency": replace(case, link=replace(link, latency_s=0.0)),
+        "connection": replace(case, link=replace(link, connection_bytes_per_s=_FASTER)),
+        "workers": replace(case, work=replace(work, sample_s=0.0, send_s=0.0)),
+        "unpacking": replace(case, work=replace(work, unpack_s_per_mb=0.0, shard_s=0.0)),
+        "look_ahead": replace(case, node=replace(node, predownload=further)),
+    }
+    if link.of_node(1) is not None:
+        lifted["link"] = replace(case, link=replace(link, node_bytes_per_s=None, bucket_bytes_per_s=None))
+    if node.num_cores is not None:
+        lifted["cores"] = replace(case, node=replace(node, num_cores=None))
+    if node.cache_limit is not None:
+        lifted["cache"] = replace(case, node=replace(node, cache_limit=None))
+    return lifted

@@ -1,0 +1,318 @@
+"""One node on a simulated clock: its ranks train, their workers make batches, and threads fetch shards."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from functools import partial
+
+from lightning_stream.reading.look_ahead import furthest_ahead, read_ahead_depth
+from lightning_stream.simulation.disk import Disk
+from lightning_stream.simulation.needs import Need, Shards
+from lightning_stream.simulation.ranges import RangeReads
+from lightning_stream.simulation.settings import Link, Node, Work
+from lightning_stream.simulation.shared import Call, Clock, Shared
+from lightning_stream.stores.retry import RetryPolicy, parts_of
+
+_MB = 1e6
+INDEX_REQUESTS = 2  # one of them asks for versions
+_POLICY = RetryPolicy()
+
+
+class Worker:
+    """A process that makes every n-th batch of a rank."""
+
+    def __init__(self, needs: Sequence[Need], threads: int, num_ahead: int) -> None:
+        self.needs = needs
+        self.credits = num_ahead  # batches that it may make before another one is taken
+        self.has_started = self.is_busy = False
+        self.num_announced = self.num_made = 0
+        self.queue: deque[int] = deque()  # shards that wait for a thread
+        self.idle_threads = threads
+        self.num_wanted = 0  # shards that it is to fetch, or fetches
+        self.num_unfinished = 0  # these, and those that other processes fetch
+        self.here: set[int] = set()
+        self.coming: set[int] = set()
+        self.missing: set[int] = set()  # what the batch in progress waits for
+        self.awaited: Counter[int] = Counter()  # announced batches by shard, under a cache limit
+        self.has_client = self.makes_client = False
+        self.ranges = RangeReads()
+
+
+class Rank:
+    """A training process."""
+
+    def __init__(self, needs: Sequence[Need], workers: list[Worker]) -> None:
+        self.needs, self.workers = needs, workers
+        self.num_taken = 0
+        self.is_waiting = False
+
+    @property
+    def next_worker(self) -> Worker:
+        """The worker of the batch that the rank takes next."""
+        return self.workers[self.num_taken % len(self.workers)]
+
+    @property
+    def has_next(self) -> bool:
+        """Whether that batch is made."""
+        return self.next_worker.num_made > self.num_taken // len(self.workers)
+
+
+class NodeModel:
+    """The ranks of one node that train some steps from an empty cache on.
+
+    Args:
+        needs: The micro-batches of each rank.
+        shards, link, work, node: The data, and what is assumed of the machine.
+        device_batch_size: Samples of a micro-batch.
+        link_bytes_per_s: Of the node.
+
+    Attributes:
+        first_batch_s: When the first batches were taken on all ranks.
+        step_ends: When each step ended.
+        made: Micro-batches that had been made by then.
+        fetched: Bytes that had been fetched by then.
+        num_fetched, num_requests, num_bytes, num_raw_bytes: The shards that were fetched, with the requests and bytes.
+        num_range_requests, num_range_bytes: The same for samples that came by ranges.
+    """
+
+    def __init__(
+        self,
+        needs: Sequence[Sequence[Need]],
+        shards: Shards,
+        link: Link,
+        work: Work,
+        node: Node,
+        *,
+        device_batch_size: int,
+        link_bytes_per_s: float | None,
+    ) -> None:
+        self.shards, self.latency_s, self.work, self.node = shards, link.latency_s, work, node
+        self.link = Shared(link.connection_bytes_per_s, link_bytes_per_s)
+        self.cores = Shared(1.0, node.num_cores)
+        self.clock = Clock(self.link, self.cores)
+        is_limited = node.cache_limit is not None
+        self.disk = Disk(shards, node.cache_limit, needs)
+        self.depth = read_ahead_depth(node.predownload, device_batch_size)
+        self.furthest = furthest_ahead(node.predownload, device_batch_size, is_limited=is_limited)
+        self.ranks = [self._rank(own) for own in needs]
+        self.num_steps = 1 + max(own[-1].step for own in needs)
+        self.num_done = self.num_first = 0  # ranks that have finished the step; that have a batch
+        self.first_batch_s = 0.0
+        self.step_ends: list[float] = []
+        self.made: list[int] = []
+        self.fetched: list[int] = []
+        self.num_fetched = self.num_requests = self.num_bytes = self.num_made = 0
+        self.num_range_requests = self.num_range_bytes = self.num_raw_bytes = 0
+
+    def _rank(self, needs: Sequence[Need]) -> Rank:
+        count, node = max(1, self.node.num_workers), self.node
+        first = node.prefetch_factor if node.num_workers else 0
+        workers = [Worker(needs[k::count], node.fetch_threads, first) for k in range(count)]
+        return Rank(needs, workers)
+
+    def run(self, num_steps: int | None = None) -> None:
+        """Train so many steps, or all; fewer were done afterwards where the loader would have stopped."""
+        most, work = self.num_steps if num_steps is None else num_steps, self.work
+        index_s = INDEX_REQUESTS * self.latency_s + self.shards.index_bytes / self.link.fastest
+        begin_s = work.start_s + work.client_s + index_s
+        for rank in self.ranks:
+            self.clock.after(begin_s, partial(self._ask, rank))
+            for number, worker in enumerate(rank.workers, 1):
+                worker.has_client = not self.node.num_workers  # the process has read the index with it
+                starts_s = begin_s + number * work.worker_s * bool(self.node.num_workers)
+                self.clock.after(starts_s, partial(self._start, worker))
+        self.clock.run(lambda: len(self.step_ends) >= most)
+
+    def _start(self, worker: Worker) -> None:
+        worker.has_started = True
+        self._begin(worker)
+
+    # -- training
+
+    def _ask(self, rank: Rank) -> None:
+        if rank.num_taken == len(rank.needs):
+            return
+        rank.is_waiting = True
+        if not self.node.num_workers:
+            rank.next_worker.credits += 1
+            self._begin(rank.next_worker)
+        self._take(rank)
+
+    def _take(self, rank: Rank) -> None:
+        if rank.is_waiting and rank.has_next:
+            rank.is_waiting = False
+            self.clock.after(self.work.send_s * bool(self.node.num_workers), partial(self._taken, rank))
+
+    def _taken(self, rank: Rank) -> None:
+        if not rank.num_taken:
+            self.num_first += 1
+            self.first_batch_s = self.clock.now
+        need, worker = rank.needs[rank.num_taken], rank.next_worker
+        rank.num_taken += 1
+        if self.node.num_workers:
+            worker.credits += 1
+            self._begin(worker)
+        self.clock.after(need.step_share * self.work.step_s, partial(self._trained, rank, need))
+
+    def _trained(self, rank: Rank, need: Need) -> None:
+        if not need.completes_step:
+            self._ask(rank)
+            return
+        self.num_done += 1
+        if self.num_done == len(self.ranks):  # all ranks exchange their gradients
+            self.num_done = 0
+            self.step_ends.append(self.clock.now)
+            self.made.append(self.num_made)
+            self.fetched.append(self.num_bytes)
+            for one in self.ranks:
+                self._ask(one)
+
+    # -- making batches
+
+    def _begin(self, worker: Worker) -> None:
+        """Begin the worker's next batch, if it may; the look-ahead comes first."""
+        if not worker.has_started or worker.is_busy or not worker.credits or worker.num_made == len(worker.needs):
+            return
+        worker.credits -= 1
+        worker.is_busy = True
+        if worker.num_made:
+            self._take_back(worker, worker.needs[worker.num_made - 1])
+        while worker.num_announced < len(worker.needs):
+            waiting = worker.num_announced - worker.num_made
+            could_fetch_more = worker.num_unfinished > 0 and worker.num_wanted < self.node.fetch_threads
+            if waiting > (self.furthest if could_fetch_more else self.depth):
+                break
+            self._announce(worker, worker.needs[worker.num_announced])
+            worker.num_announced += 1
+        need = worker.needs[worker.num_made]
+        worker.missing = need.shards.keys() - worker.here
+        range_s = self._by_range(worker, need) if worker.missing and self.node.start_by_range else 0.0
+        if range_s:
+            self.clock.after(range_s, partial(self._read, worker))
+        else:
+            self._read(worker)
+
+    def _by_range(self, worker: Worker, need: Need) -> float:
+        """Read samples by ranges where that costs less than their shards; return the seconds."""
+        found = worker.ranges.read(self.shards, {shard: need.shards[shard] for shard in worker.missing})
+        worker.missing -= found.shards
+        self.num_range_requests += found.num_requests
+        self.num_range_bytes += found.num_bytes
+        return found.num_rounds * self.latency_s + found.largest_bytes / self.link.fastest
+
+    def _read(self, worker: Worker) -> None:
+        """Make the batch in progress if all is here."""
+        worker.missing -= worker.here
+        if worker.is_busy and not worker.missing:
+            seconds = worker.needs[worker.num_made].num_samples * self.work.sample_s
+            self.cores.add(self.clock.now, seconds, partial(self._made, worker))
+
+    def _made(self, worker: Worker) -> None:
+        worker.is_busy = False
+        worker.num_made += 1
+        self.num_made += 1
+        for rank in self.ranks:
+            if rank.is_waiting and rank.next_worker is worker:
+                self._take(rank)
+        self._begin(worker)
+
+    # -- fetching
+
+    def _announce(self, worker: Worker, need: Need) -> None:
+        if self.disk.limit_bytes is not None:
+            worker.awaited.update(need.shards.keys())
+        new = [shard for shard in need.shards if shard not in worker.here and shard not in worker.coming]
+        worker.coming.update(new)
+        worker.queue.extend(new)
+        worker.num_wanted += len(new)
+        worker.num_unfinished += len(new)
+        self._fetch_next(worker)
+
+    def _take_back(self, worker: Worker, need: Need) -> None:
+        """Under a limit, close the shards that no announced batch needs; one that has waited for space gets it."""
+        if self.disk.limit_bytes is None:
+            return
+        for shard in need.shards:
+            worker.awaited[shard] -= 1
+            if not worker.awaited[shard] and shard in worker.here:
+                worker.here.discard(shard)
+                self.disk.release(shard)
+        for call in self.disk.waiting():
+            call()
+
+    def _fetch_next(self, worker: Worker) -> None:
+        """Give shards to idle threads."""
+        while worker.queue and worker.idle_threads:
+            if not worker.has_client:
+                if not worker.makes_client:
+                    worker.makes_client = True
+                    self.cores.add(self.clock.now, self.work.client_s, partial(self._has_client, worker))
+                return
+            shard = worker.queue.popleft()
+            if self.disk.has(shard):
+                worker.num_wanted -= 1
+                self._arrived(worker, shard)
+            elif (others := self.disk.fetching.get(shard)) is not None:
+                worker.num_wanted -= 1
+                others.append(partial(self._arrived, worker, shard))
+            else:
+                worker.idle_threads -= 1
+                self.disk.fetching[shard] = []
+                self._make_space(worker, shard)
+
+    def _has_client(self, worker: Worker) -> None:
+        worker.has_client = True
+        self._fetch_next(worker)
+
+    def _make_space(self, worker: Worker, shard: int) -> None:
+        step = worker.needs[worker.num_made].step
+        if not self.disk.make_space(shard, step):
+            self.disk.wait(partial(self._make_space, worker, shard))
+            return
+        spare = max(1, self.node.fetch_threads // max(1, worker.num_wanted))
+        num_bytes = int(self.shards.stored_bytes[shard])
+        parts = [end - begin for begin, end in parts_of(num_bytes, spare, _POLICY)] or [0]
+        left = deque(parts[_POLICY.parts_at_once :])
+        self.num_fetched += 1
+        self.num_requests += len(parts)
+        running = [len(parts)]
+
+        def part_here() -> None:
+            running[0] -= 1
+            if left:
+                self._get(left.popleft(), part_here)
+            elif not running[0]:
+                seconds = int(self.shards.raw_bytes[shard]) / _MB * self.work.unpack_s_per_mb
+                seconds += self.work.shard_s
+                self.cores.add(self.clock.now, seconds, partial(self._fetched, worker, shard, num_bytes))
+
+        for part in parts[: _POLICY.parts_at_once]:
+            self._get(part, part_here)
+
+    def _get(self, num_bytes: int, then: Call) -> None:
+        self.clock.after(self.latency_s, lambda: self.link.add(self.clock.now, num_bytes, then))
+
+    def _fetched(self, worker: Worker, shard: int, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+        self.num_raw_bytes += int(self.shards.raw_bytes[shard])
+        worker.num_wanted -= 1
+        worker.idle_threads += 1
+        others = self.disk.fetching.pop(shard)
+        self.disk.publish(shard)
+        self._arrived(worker, shard)
+        for call in others:
+            call()
+        self._fetch_next(worker)
+
+    def _arrived(self, worker: Worker, shard: int) -> None:
+        worker.num_unfinished -= 1
+        worker.coming.discard(shard)
+        if self.disk.limit_bytes is not None and not worker.awaited[shard]:
+            return  # nobody needs it any more
+        worker.here.add(shard)
+        self.disk.hold(shard)
+        if shard in worker.missing:
+            worker.missing.discard(shard)
+            if not worker.missing:
+                self._read(worker)
