@@ -26,7 +26,7 @@ class DaemonPool:
     """Runs calls in at most `num_threads` daemon threads, in the order they were given. A context manager."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads, self._name = num_threads, name
+        self.num_threads, self._name = num_threads, name
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._guard = threading.Lock()
@@ -41,12 +41,23 @@ class DaemonPool:
             if self._closed:
                 raise RuntimeError("this pool is closed")
             self._calls.put((future, call, args))
-            if not self._idle.acquire(blocking=False) and self._started < self._num_threads:
-                self._started += 1
-                threading.Thread(
-                    target=_serve, args=(self._calls, self._idle), name=f"{self._name}-{self._started}", daemon=True
-                ).start()
+            if not self._idle.acquire(blocking=False) and self._started < self.num_threads:
+                self._start()
         return future
+
+    def grow(self, num_threads: int) -> None:
+        """Let at least so many threads run; those that are new begin with the calls that wait."""
+        with self._guard:
+            if not self._closed:
+                self.num_threads = max(self.num_threads, num_threads)
+                for _ in range(min(self.num_threads - self._started, self._calls.qsize())):
+                    self._start()
+
+    def _start(self) -> None:
+        self._started += 1
+        threading.Thread(
+            target=_serve, args=(self._calls, self._idle), name=f"{self._name}-{self._started}", daemon=True
+        ).start()
 
     def close(self) -> None:
         """Cancel calls that have not begun; those in progress continue. A second close does nothing."""
