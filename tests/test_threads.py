@@ -33,6 +33,17 @@ def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
     assert len(seen) <= 3
 
 
+def test_a_pool_that_grows_begins_the_calls_that_wait() -> None:
+    met = threading.Barrier(6)
+    with DaemonPool(2, "test") as pool:
+        calls = [pool.submit(met.wait, 20) for _ in range(5)]
+        pool.grow(5)
+        met.wait(20)
+        assert len({call.result() for call in calls}) == 5
+        pool.grow(3)
+        assert pool.num_threads == 5
+
+
 def test_an_error_is_the_futures() -> None:
     with DaemonPool(1, "few") as pool, pytest.raises(ZeroDivisionError):
         pool.submit(lambda: 1 // 0).result(10)
