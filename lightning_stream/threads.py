@@ -26,7 +26,7 @@ class DaemonPool:
     """Runs calls in at most `num_threads` daemon threads, in the order they were given. A context manager."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self._num_threads, self._name = num_threads, name
+        self.num_threads, self._name = num_threads, name
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         self._idle = threading.Semaphore(0)
         self._guard = threading.Lock()
@@ -41,7 +41,7 @@ class DaemonPool:
             if self._closed:
                 raise RuntimeError("this pool is closed")
             self._calls.put((future, call, args))
-            if not self._idle.acquire(blocking=False) and self._started < self._num_threads:
+            if not self._idle.acquire(blocking=False) and self._started < self.num_threads:
                 self._start()
         return future
 
@@ -53,7 +53,9 @@ class DaemonPool:
     def resize(self, num_threads: int) -> None:
         """Run calls in at most so many threads from now on; threads above that end after the calls given before."""
         with self._guard:
-            self._num_threads = num_threads
+            if self._closed:
+                return
+            self.num_threads = num_threads
             for _ in range(min(self._calls.qsize(), num_threads - self._started)):
                 self._start()
             while self._started > num_threads:
@@ -66,10 +68,15 @@ class DaemonPool:
             if self._closed:
                 return
             self._closed = True
+            ending = self._started
             with contextlib.suppress(Empty):
-                while (waiting := self._calls.get_nowait()) is not None:
-                    waiting[0].cancel()
-            for _ in range(self._started):
+                while True:
+                    waiting = self._calls.get_nowait()
+                    if waiting is None:
+                        ending += 1  # a thread that has yet to end, see `resize`
+                    else:
+                        waiting[0].cancel()
+            for _ in range(ending):
                 self._calls.put(None)
 
     def __enter__(self) -> Self:

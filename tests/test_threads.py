@@ -33,6 +33,33 @@ def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
     assert len(seen) <= 3
 
 
+def test_a_pool_that_grows_begins_the_calls_that_wait() -> None:
+    met = threading.Barrier(6)
+    with DaemonPool(2, "test") as pool:
+        calls = [pool.submit(met.wait, 20) for _ in range(5)]
+        pool.resize(5)
+        met.wait(20)
+        assert len({call.result() for call in calls}) == 5
+
+
+def test_closing_a_pool_that_shrank_cancels_what_was_given_after_that() -> None:
+    gate, begun = threading.Event(), threading.Barrier(3)
+
+    def stuck() -> bool:
+        begun.wait(10)
+        return gate.wait(10)
+
+    pool = DaemonPool(2, "test")
+    running = [pool.submit(stuck) for _ in range(2)]
+    begun.wait(10)
+    pool.resize(1)
+    waiting = pool.submit(stuck)
+    pool.close()
+    gate.set()
+    assert [call.result(10) for call in running] == [True, True]
+    assert waiting.cancelled()
+
+
 def test_an_error_is_the_futures() -> None:
     with DaemonPool(1, "few") as pool, pytest.raises(ZeroDivisionError):
         pool.submit(lambda: 1 // 0).result(10)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from lightning_stream.cache.folder import CacheConfig, CacheFolder
 from lightning_stream.counters import Counters
 from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.formats.codecs import decompress_file
-from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
+from lightning_stream.formats.hashing import FASTEST_FIRST, digest, digest_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry, version_name
 from lightning_stream.formats.mds.encode import is_intact
 from lightning_stream.shared_files import FULL, publish_bytes
 from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.base import REMEDY
-from lightning_stream.version_log import read_index
+from lightning_stream.version_log import Known, read_index, read_newest
+
+_LARGE_INDEX_BYTES = 1 << 20
 
 
 class OtherFormat(Protocol):
@@ -181,14 +184,14 @@ class IndexFile:
             return None
         return Index.from_bytes(path.read_bytes(), str(path))
 
-    def read(self, name: str, draft: Path | None = None) -> Index:
+    def read(self, name: str, draft: Path | None = None, known: Known | None = None) -> Index:
         """Read an index from the store. A user's own download gets it as it was published last, into a draft."""
         store: Any = self._store  # or a user's own, which has `get` alone
         try:
             if name == INDEX_NAME and self._other is not None and self._other.names:
                 raise NotFoundError(f"{store.url}/{self._other.names} names files.")
             if draft is None or isinstance(store, Store):
-                return read_index(store, name)
+                return read_newest(store, known).index if name == INDEX_NAME else read_index(store, name)
             store.get(name, draft)
             return Index.from_bytes(draft.read_bytes(), f"{self._store.url}/{name}")
         except NotFoundError as error:
@@ -222,15 +225,15 @@ class IndexFile:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
         path = self._folder.path / name
         old = path.read_bytes() if path.is_file() else None
-        is_made = False
+        is_ours, is_made = old is not None and self._folder.source() == self._label, False
+        published = _Published(self._folder, old if is_ours and name == INDEX_NAME else None)
         try:
-            index = self.read(name, draft)
+            index = self.read(name, draft, published)
         except (NotFoundError, FormatError) as error:
             if not (is_made := self.is_made(name, error)):
                 raise
             index = self._made(old, error)
         new = index.data
-        draft.write_bytes(new)
         former = index if old == new else self._former(path, old)
         self._refuse_another(former, index)
         if former is not None and (former.digest, former.schemas) != (index.digest, index.schemas):
@@ -242,8 +245,13 @@ class IndexFile:
                     self._drop(entry)
         # It was parsed before: a file that is not an index would make every later run fail.
         # In this order: if it is killed in between, the folder is known to hold no other dataset.
-        publish_bytes(self._label.encode(), self._folder.control / "source", self._folder.modes)
-        self._folder.publish(draft, name)
+        if not is_ours or old != new:
+            publish_bytes(self._label.encode(), self._folder.control / "source", self._folder.modes)
+            draft.write_bytes(new)
+            self._folder.publish(draft, name)
+        else:
+            draft.unlink(missing_ok=True)
+        published.keep(new)
         return index
 
     @property
@@ -281,6 +289,30 @@ class IndexFile:
             f"a cache folder holds one dataset: {self._folder.path} holds {holder}, and "
             f"{self._store.url} is another{why}. Pass another local=, or delete the folder."
         )
+
+
+class _Published:
+    """Which version of the store's index.json the index in a folder was made of: a large one is not read twice."""
+
+    def __init__(self, folder: CacheFolder, index: bytes | None) -> None:
+        self._path, self._modes, self._index = folder.control / "published", folder.modes, index
+        self._version: str | None = None
+
+    def __call__(self, version: str | None) -> bytes | None:
+        """Return the folder's index if it was made of this version. To read a small one keeps the connection."""
+        self._version = version
+        with contextlib.suppress(FileNotFoundError):
+            if self._index is not None and len(self._index) >= _LARGE_INDEX_BYTES and version is not None:
+                return self._index if self._path.read_bytes() == self._label(self._index) else None
+        return None
+
+    def keep(self, index: bytes) -> None:
+        """Note that the folder's index, which is this one, was made of the version that was asked for."""
+        if self._version is not None and len(index) >= _LARGE_INDEX_BYTES:
+            publish_bytes(self._label(index), self._path, self._modes, durable=False)
+
+    def _label(self, index: bytes) -> bytes:
+        return f"{digest('xxh3_128', index)} {self._version}".encode()
 
 
 def _all_hashed(index: Index) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ class Pipeline(IterableDataset[Delivery]):
         worker = get_worker_info()
         if worker is not None:  # now, and not with the first batch: the trainer may be gone before that
             can_report = leave_signals_to_the_trainer(self.trainer_pid)
+            gc.freeze()  # each collection would visit the trainer's objects, and so copy a forked worker's memory
             if self.counters is not None:
                 counters = self.source.reader.counters
                 counters.values, counters.live_settings = self.counters.values[worker.id], self.counters.live_settings

@@ -38,6 +38,7 @@ UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
 """A function of 1-d arrays as they lie in memory, and of that memory, which it must not keep."""
 
 _WAITERS = 32  # threads that wait for other processes' fetches
+_MOST_FETCHERS = 16  # one for each canonical node that the default order has: the first batch needs a shard of each
 _LOCK_S = 1.0  # the lock is held for microseconds
 _HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
 _FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
@@ -314,9 +315,22 @@ class ReaderProcess:
         follow(promise, queued, only_failures=True)
         return promise
 
+    def begin(self, numbers: Sequence[int], entry: Callable[[int], tuple[ShardCache, ShardEntry]]) -> None:
+        """Begin to fetch the shards that are neither open nor being fetched. The caller holds the lock."""
+        new = [number for number in numbers if number not in self.open and number not in self.fetches]
+        self.fetches.update(zip(new, self.fetch(list(map(entry, new))), strict=True))
+
+    def hurry(self, numbers: Sequence[int], entry: Callable[[int], tuple[ShardCache, ShardEntry]]) -> None:
+        """Fetch all shards at once that a batch waits for: with more connections than those of later batches."""
+        with self.lock:
+            self.begin(numbers, entry)
+            waited = sum(not fetch.done() for number in numbers if (fetch := self.fetches.get(number)) is not None)
+        if self._fetchers.num_threads < min(waited, _MOST_FETCHERS):
+            self._fetchers.resize(min(waited, _MOST_FETCHERS))
+
     def could_fetch_more(self) -> bool:
         """Whether shards are waited for while threads are idle."""
-        return self._unfinished > 0 and self._wanted < self._fetch_threads
+        return self._unfinished > 0 and self._wanted < self._fetchers.num_threads
 
     def _count(self, wanted: int, unfinished: int) -> None:
         with self._counting:

@@ -219,9 +219,8 @@ class SampleReader:
 
     def _columns(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
         columns = self._gathered(ids, out)
-        if self.config.load_images:
-            for name, values in columns.items():
-                load_images(name, values)
+        for name, values in columns.items() if self.config.load_images else ():
+            load_images(name, values)
         return columns
 
     def _gathered(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -251,7 +250,9 @@ class SampleReader:
         parts = self._by_range(process, numbers.tolist(), lambda k: np.unique(within[which == k]))
         for k in (numbers.searchsorted(number) for number in parts):
             within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
-        with process.reading([number for number in numbers.tolist() if number not in parts]):
+        whole = [number for number in numbers.tolist() if number not in parts]
+        with process.reading(whole):
+            process.hurry(whole, self.entry)
             shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
         return shards, which, within
 
@@ -266,8 +267,7 @@ class SampleReader:
         numbers = list(dict.fromkeys(of_shard.tolist()))
         with process.lock:
             announced = process.announce(numbers)
-            new = [number for number in numbers if number not in process.open and number not in process.fetches]
-            process.fetches.update(zip(new, process.fetch([self.entry(number) for number in new]), strict=True))
+            process.begin(numbers, self.entry)
         return announced
 
     @property

@@ -81,7 +81,7 @@ def test_more_threads_fetch_at_the_same_time(data: Path, tmp_path: Path, server:
         batches = iter(loader)
         assert ids(islice(batches, 1))
         threads = loader.streaming._streaming_source.reader._process._fetchers
-        assert threads._num_threads == 11
+        assert threads.num_threads == 11
         assert ids(batches)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,15 @@ def test_a_loader_that_is_closed_ends_its_iterations_with_an_error(data: Path, p
     with pytest.raises(StateError, match=r"after close\(\)"):
         next(batches)
     assert loader.state_dict()["position"] == 8
+
+
+def with_frozen_objects(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "frozen": gc.get_freeze_count()}
+
+
+def test_the_collections_of_a_worker_do_not_visit_what_the_trainer_made(data: Path) -> None:
+    dataset = StreamingDataset(remote=data, transform=with_frozen_objects)
+    with_workers = StreamingDataLoader(dataset, 8, num_workers=1)
+    assert all(batch["frozen"].min() > 1000 for batch in with_workers)
+    with_workers.close()
+    assert gc.get_freeze_count() == 0

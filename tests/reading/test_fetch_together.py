@@ -62,6 +62,21 @@ def test_two_workers_fetch_eight_shards_at_once(tmp_path: Path) -> None:
         assert len(asked) == len(set(asked)) == dataset.snapshot.num_shards
 
 
+@pytest.mark.parametrize("reads_ahead", [True, False])
+def test_a_batch_fetches_all_its_shards_at_once(tmp_path: Path, reads_ahead: bool) -> None:
+    with Gathering() as server:
+        write(tmp_path / "data", server)
+        met: list[int] = []
+        server.together = threading.Barrier(3 * THREADS, action=lambda: met.append(1))
+        dataset = StreamingDataset(remote=server.url, local=tmp_path / "cache", shuffle=True, num_canonical_nodes=16)
+        if reads_ahead:
+            batch = next(iter(StreamingDataLoader(dataset, 64)))
+        else:
+            batch = dataset.read_batch(np.arange(0, NUM_SAMPLES, 10))
+        assert len(batch["id"]) == (64 if reads_ahead else NUM_SAMPLES // 10)
+        assert met
+
+
 def test_what_fails_for_one_worker_fails_for_the_other(tmp_path: Path) -> None:
     with WebServer() as server:
         write(tmp_path / "data", server)

@@ -197,3 +197,42 @@ def test_a_deadline_ends_a_server_that_sends_a_byte_now_and_then() -> None:
         assert time.monotonic() - begun < 5
         ended.set()
         thread.join()
+
+
+def test_a_connection_is_free_for_a_short_answer_after_a_long_one() -> None:
+    """To wait in the kernel for many bytes saves CPU, but must end with the response that has so many."""
+    long, short = bytes(range(256)) * 4096, b"short"
+    with WebServer() as server:
+        server.objects.update({"/long": long, "/short": short})
+        store: Any = open_store(server.url, {"timeout_s": 5.0})
+        for _ in range(3):
+            assert store.read("long") == long
+            begun = time.monotonic()
+            assert store.read("short") == short
+            assert time.monotonic() - begun < 4
+
+
+def _send_in_pieces(listener: socket.socket, content: bytes, then: threading.Event) -> None:
+    connection = listener.accept()[0]
+    with connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.recv(10_000)
+        connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n\r\n".encode())
+        for at in range(0, len(content), 4096):
+            connection.sendall(content[at : at + 4096])
+        then.wait(20)
+
+
+def test_bytes_that_arrive_in_many_pieces_are_read_in_few_and_to_the_last_one() -> None:
+    content = bytes(range(256)) * (32 << 10)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ended = threading.Event()
+        thread = threading.Thread(target=_send_in_pieces, args=(listener, content, ended))
+        thread.start()
+        store: Any = open_store(f"http://127.0.0.1:{listener.getsockname()[1]}", {"timeout_s": 5.0, "retries": 0})
+        with store.open("x") as stream:
+            chunks = list(stream)
+        ended.set()
+        thread.join()
+    assert b"".join(chunks) == content
+    assert len(chunks) < len(content) // (100 << 10)

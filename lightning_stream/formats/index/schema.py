@@ -113,8 +113,8 @@ def check_basename(name: object, where: str) -> str:
     character, or the name of the index.
     """
     if isinstance(name, str) and name.isprintable() and "\\" not in name and len(name) < 1024 and name[1:2] != ":":
-        parts = name.split("/") if "/" in name else (name,)
-        if not any(part == "" or part.startswith(".") for part in parts) and name != "index.json":
+        path = f"/{name}/"
+        if "//" not in path and "/." not in path and name != "index.json":
             return name
     rule = "names of files must be relative and stay below the dataset's folder"
     raise FormatError(f"{where}: {rule}; found {name!r:.100}. Do not use an index that you do not trust.")
