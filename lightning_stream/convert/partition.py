@@ -66,6 +66,11 @@ class Receipt:
         return {file["basename"]: file["bytes"] for file in stored} | lengths
 
 
+def partition_of(name: str) -> int:
+    """The number of the partition that a file is of: the inverse of `OutputSpec.folder_of`."""
+    return int(name.partition("/")[0].removeprefix("part-"))
+
+
 def receipt_name(fingerprint: str, partition: int) -> str:
     """Where a receipt lies while the conversion is under way."""
     return f"{CONTROL}/{fingerprint}/{partition:05}{RECEIPT}"

@@ -206,7 +206,7 @@ class RangedFile(io.RawIOBase):
         if past >= 0 or self._at < self._begin:
             is_close = self._held and 0 <= past < _CLOSE_BYTES
             self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else self._least
-            end = min(self._at + self._window, self._file.num_bytes)
+            end = min(self._at + max(self._window, most), self._file.num_bytes)
             self._begin, self._held = self._at, self._file.read(self._at, end) if end > self._at else b""
         first = self._at - self._begin
         return self._held[first : first + most]

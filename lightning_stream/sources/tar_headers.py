@@ -67,9 +67,7 @@ class _Walker:
         self._data, self._where, self._is_whole, self._end = data, where, is_whole, len(data)
         self._found: list[tuple[Any, Any, Any]] = []  # arrays: starts, headers, sizes
         self._count = 0
-        self._starts: list[int] = []  # the same, of files that were found since
-        self._headers: list[int] = []
-        self._sizes: list[int] = []
+        self._noted: list[tuple[int, int, int]] = []  # the same, of files that were found since
         self._odd: dict[int, str] = {}
         self._pax: list[int] = []  # extensions that change nothing
         self._last: list[tuple[int, int, int]] = []  # the last plain headers: where, type, bytes up to the next one
@@ -96,7 +94,7 @@ class _Walker:
                 self._pax.append(at)
                 at += width
                 continue
-            self._note(start, at, size)
+            self._noted.append((start, at, size))
             start = at = at + width
             step += 1
             if step >= pause:
@@ -125,11 +123,6 @@ class _Walker:
         """Whether a pax extension is here as a whole, and changes neither the name nor the size of its file."""
         begin, end = at + BLOCK, at + BLOCK + size
         return end + BLOCK <= self._end and _CHANGES.search(self._data, begin, end) is None
-
-    def _note(self, start: int, header: int, size: int) -> None:
-        self._starts.append(start)
-        self._headers.append(header)
-        self._sizes.append(size)
 
     def _repeated(self, at: int) -> int:
         """Take all files whose headers repeat the sizes of the last ones; return where the next header begins."""
@@ -184,14 +177,14 @@ class _Walker:
         if why := refusal(member, archive):
             raise FormatError(f"{self._where}: {why}")
         if member.isreg():
-            self._odd[self._count + len(self._headers)] = member.name
-            self._note(at, at + member.offset_data - BLOCK, member.size)
+            self._odd[self._count + len(self._noted)] = member.name
+            self._noted.append((at, at + member.offset_data - BLOCK, member.size))
         return at + archive.offset
 
     def _flush(self) -> None:
-        if self._headers:
-            self._add(*(np.array(each, np.int64) for each in (self._starts, self._headers, self._sizes)))
-            self._starts, self._headers, self._sizes = [], [], []
+        if self._noted:
+            self._add(*np.array(self._noted, np.int64).T)
+            self._noted = []
 
     def _add(self, *columns: NDArray[np.int64]) -> None:
         self._found.append(columns)  # type: ignore[arg-type]

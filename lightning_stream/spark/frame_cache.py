@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_stream.cache import CacheConfig, default_folder
-from lightning_stream.convert.partition import Receipt, index_bytes, receipt_name
+from lightning_stream.convert.partition import Receipt, index_bytes, partition_of, receipt_name
 from lightning_stream.convert.publish import Publication, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
@@ -135,9 +135,13 @@ class FrameCache:
             with suppress(NotFoundError):
                 return Receipt.from_bytes(store.read(name))
             self._over.wait(_LOOK_S)
-        if self._receipts is None and self._failure is None:  # complete before: as if it were one partition
-            shards = json.loads(store.read(INDEX_NAME))["shards"]
-            self._receipts = [Receipt(0, "", sum(shard["samples"] for shard in shards), tuple(shards))]
+        if self._receipts is None and self._failure is None:  # complete before, or by another process meanwhile
+            parts: dict[int, list[Any]] = {}
+            for shard in json.loads(store.read(INDEX_NAME))["shards"]:
+                parts.setdefault(partition_of(shard["raw_data"]["basename"]), []).append(shard)
+            held = [parts.get(k, []) for k in range(max(parts, default=-1) + 1)]
+            rows = [sum(shard["samples"] for shard in shards) for shards in held]
+            self._receipts = [Receipt(k, "", rows[k], tuple(shards)) for k, shards in enumerate(held)]
         found = self._receipts or []
         return found[number] if number < len(found) else None
 

@@ -15,23 +15,12 @@ import pyarrow as pa
 from lightning_stream.sources.arrow import arrow_columns
 
 _ARROW = {
-    "ByteType": pa.int8(),
-    "ShortType": pa.int16(),
-    "IntegerType": pa.int32(),
-    "LongType": pa.int64(),
-    "FloatType": pa.float32(),
-    "DoubleType": pa.float64(),
-    "BooleanType": pa.bool_(),
-    "DecimalType": pa.decimal128(38),
-    "StringType": pa.string(),
-    "CharType": pa.string(),
-    "VarcharType": pa.string(),
-    "BinaryType": pa.binary(),
-    "DateType": pa.date32(),
-    "TimestampType": pa.timestamp("us", "UTC"),
-    "TimestampNTZType": pa.timestamp("us"),
+    "ByteType": pa.int8(), "ShortType": pa.int16(), "IntegerType": pa.int32(), "LongType": pa.int64(),
+    "FloatType": pa.float32(), "DoubleType": pa.float64(), "BooleanType": pa.bool_(), "DecimalType": pa.decimal128(38),
+    "StringType": pa.string(), "CharType": pa.string(), "VarcharType": pa.string(), "BinaryType": pa.binary(),
+    "DateType": pa.date32(), "TimestampType": pa.timestamp("us", "UTC"), "TimestampNTZType": pa.timestamp("us"),
     "DayTimeIntervalType": pa.duration("us"),
-}
+}  # fmt: skip
 _IMAGE_FIELDS = ["origin", "height", "width", "nChannels", "mode", "data"]
 _IMAGE_ENCODINGS = ("pil", "png", "jpeg")
 

@@ -20,12 +20,8 @@ _DRAFT = ".draft-"
 _DBFS_READ_BYTES = 1 << 20  # the API's own limit
 _STATUS = {
     **dict.fromkeys(("TooManyRequests", "InternalError", "TemporarilyUnavailable", "DeadlineExceeded"), 503),
-    "NotFound": 404,
-    "AlreadyExists": 412,
-    "Unauthenticated": 401,
-    "PermissionDenied": 403,
-    "DatabricksError": 400,
-}
+    "NotFound": 404, "AlreadyExists": 412, "Unauthenticated": 401, "PermissionDenied": 403, "DatabricksError": 400,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

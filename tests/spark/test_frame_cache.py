@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lightning_stream import MDSWriter
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
 from lightning_stream.spark import frame_cache
 
 
@@ -63,3 +65,38 @@ def test_a_child_forked_while_its_parent_converts_waits_for_the_rows(
     conversion.go.set()
     assert os.waitpid(child, 0)[1] == 0
     assert len(cache) == 10
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The plan of a conversion that another process does."""
+
+    job: OutputSpec
+
+
+def written(spec: OutputSpec, number: int, ids: range) -> Receipt:
+    with PartitionWriter(spec, number) as writer:
+        writer.write_batch({"id": list(ids)})
+    return spec.put(writer.receipt("", {}))
+
+
+def test_all_partitions_come_while_another_process_converts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = OutputSpec("", False, None, {"id": "int"}, {"compression": None}, "key")
+    monkeypatch.setattr(frame_cache.Conversion, "plan", lambda *_: Planned(spec))
+    cache = frame_cache.FrameCache(None, cache=tmp_path)
+    spec, parts = replace(spec, out=cache.uri), cache.parts()
+    with frame_cache.alone(cache.uri):
+        publication = frame_cache.Publication.begin(spec, overwrite=True, remedy="")
+        receipts = [written(spec, 0, range(4))]
+        found = ids_of(next(parts))
+        receipts += [written(spec, 1, range(0)), written(spec, 2, range(4, 9)), written(spec, 3, range(9, 12))]
+        publication.publish(receipts, True, {})
+    for part in parts:
+        found += ids_of(part)
+    assert found == list(range(12))
+
+
+def ids_of(part: Any) -> list[int]:
+    return part.batch(np.arange(part.snapshot.num_samples))["id"].tolist()  # type: ignore[no-any-return]

@@ -176,10 +176,6 @@ def _naive(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, bloc
 
 
 _ALGORITHMS: dict[str, Callable[[Ids, int, int, Generator, int], Ids]] = {
-    "py1e": _py1e,
-    "py1br": _py1br,
-    "py1s": _py1s,
-    "py2s": _py2s,
-    "naive": _naive,
-}
+    "py1e": _py1e, "py1br": _py1br, "py1s": _py1s, "py2s": _py2s, "naive": _naive
+}  # fmt: skip
 SHUFFLES = tuple(_ALGORITHMS)
