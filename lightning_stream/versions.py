@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError
+from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.hashing import digest, hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES
@@ -37,7 +38,7 @@ from lightning_stream.version_log import Edit, Version, commit, read_log, read_n
 from lightning_stream.version_log import publish as publish_version
 from lightning_stream.writer.base import finalize_shard
 from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.lengths import plain_values, put_lengths
+from lightning_stream.writer.lengths import put_lengths
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import DatasetPlace
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer

@@ -25,7 +25,7 @@ from lightning_stream.cli.arguments import (
     add_streams,
     mixtures_of,
 )
-from lightning_stream.cli.explain import settings_of
+from lightning_stream.cli.checkpoint import settings_of
 from lightning_stream.cli.output import ExitCode, Output, in_flags
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.loading.packing import Packing

@@ -50,7 +50,12 @@ def position_of(content: Any, name: str) -> Mapping[str, Any]:
     of_composer = _inner(content, "state", "dataset_state")
     state = unpacked(of_composer.get("train")) or _inner(content, "callbacks", STATE_KEY).get("position")
     clock = _inner(content, "state", "timestamp", "Timestamp")
-    if is_mosaic_state(state) and not state["sample_in_epoch"] and not clock.get("batch_in_epoch", 1):
+    if (
+        state is not None
+        and is_mosaic_state(state)
+        and not state["sample_in_epoch"]
+        and not clock.get("batch_in_epoch", 1)
+    ):
         # At the end of an epoch that library saves the epoch that is over; Composer's clock has the next one.
         state = {**state, "epoch": max(state["epoch"], clock["epoch"])}
     found = dict(_states_in(content)) if state is None else {name: state}
