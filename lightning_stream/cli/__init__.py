@@ -8,6 +8,7 @@ from the first moment on; what needs torch or another extra is imported in ``run
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream")
         arguments: The command and its arguments; None for those of this process.
         prog: The program's name in help and messages.
     """
+    for stream in (sys.stdout, sys.stderr):  # a terminal may know fewer characters than the data
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="backslashreplace")
     given = list(sys.argv[1:] if arguments is None else arguments)
     out = Output(as_json="--json" in given)
     try:
@@ -74,7 +78,12 @@ def _run(given: list[str], prog: str, out: Output) -> int:
         return out.error(str(error))
     except BrokenPipeError:
         raise
-    except (LightningStreamError, ValueError, OSError) as error:
+    except OSError as error:
+        named = (
+            f"{error.filename}: {error.strerror}. Check the path" if error.filename and error.strerror else str(error)
+        )
+        return out.error(in_flags(named, parser))
+    except (LightningStreamError, ValueError) as error:
         return out.error(in_flags(str(error), parser))
 
 

@@ -164,8 +164,22 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None, how: Reading = _
         NotFoundError: There is none.
         ValueError: There are files that cannot be read in place.
     """
+    found = _indexed(remote, options) if how.format is None else []
+    if found:
+        return found if how == _AS_IT_IS else [_as_stream(one.remote, options, how) for one in found]
     if how != _AS_IT_IS:
         return [_as_stream(remote, options, how)]
+    with suppress(NotFoundError):
+        return [_as_stream(remote, options, how)]
+    raise NotFoundError(
+        f"a dataset is a folder with an {INDEX_NAME}; {open_store(remote, options).url} has none, none of its splits "
+        f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. Check the path "
+        "or URL; a writer that did not finish leaves no index."
+    )
+
+
+def _indexed(remote: str, options: Mapping[str, Any] | None) -> list[FoundDataset]:
+    """The dataset with an index.json in a folder, or those in its splits."""
     store = open_store(remote, options)
     try:
         return [_read(remote, store, options)]
@@ -180,14 +194,6 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None, how: Reading = _
         with suppress(NotFoundError):
             url = f"{remote.rstrip('/')}/{split}"
             found.append(_read(url, open_store(url, options), options))
-    if not found:
-        with suppress(NotFoundError):
-            return [_as_stream(remote, options, how)]
-        raise NotFoundError(
-            f"a dataset is a folder with an {INDEX_NAME}; {store.url} has none, none of its splits "
-            f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. Check the path "
-            "or URL; a writer that did not finish leaves no index."
-        )
     return found
 
 

@@ -52,14 +52,16 @@ def run(options: argparse.Namespace, out: Output) -> int:
     numbers = _numbers(options.num_workers)
     if options.batch_size < 1 or options.seconds <= 0 or (options.step_ms is not None and options.step_ms <= 0):
         raise ValueError("--batch-size is at least 1, and --seconds and --step-ms are positive")
-    dataset = datasets_at(options.remote, options.store_options, Reading.of(options))[0]
+    found = datasets_at(options.remote, options.store_options, Reading.of(options))
+    dataset = next((one for one in found if one.remote.rstrip("/").endswith("/train")), found[0])
+    others = [one.store.url for one in found if one is not dataset]
     transform = None if options.transform is None else imported(options.transform, "--transform")
     with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
         about, rates = _measured(dataset, options, transform, numbers, folder, out)
     best, link = _fewest(rates), about["store_samples_per_s"]
     total = min(rates[best], link or np.inf)
     bottleneck, reason = _bottleneck(about, rates, best)
-    out.data = {"url": dataset.store.url, **about}
+    out.data = {"url": dataset.store.url, "not_measured": others, **about}
     out.data |= {"bottleneck": bottleneck, "num_workers": best, "samples_per_s": total}
     out.line(f"bottleneck: {reason}.")
     out.line(f"proposed: num_workers={best}, which gives {total:,.0f} samples/s")
@@ -68,6 +70,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
         out.data["waiting_share"] = waits = max(0.0, 1 - total / needed)
         verdict = f"it waits {waits:.0%} of the time" if waits > 0 else "it never waits"
         out.line(f"a step of {options.step_ms:g} ms needs {needed:,.0f} samples/s: {verdict}")
+    if others:
+        out.line(f"not measured: {', '.join(others)}. To measure another split, pass it.")
     return ExitCode.OK
 
 

@@ -266,7 +266,7 @@ def readable_by_torch(name: str) -> Iterator[None]:
     """Raise StateError where a file holds more than plain values, or something else."""
     try:
         yield
-    except (RuntimeError, EOFError, UnicodeDecodeError, pickle.UnpicklingError) as error:
+    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         if isinstance(error, StateError):
             raise
         raise StateError(

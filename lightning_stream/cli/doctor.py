@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import lightning_stream
 from lightning_stream.cache.folder import CacheFolder, cache_root
-from lightning_stream.cli.arguments import add_store_options, datasets_at
+from lightning_stream.cli.arguments import FoundDataset, add_store_options, datasets_at
 from lightning_stream.cli.machine import timed_read
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
@@ -89,7 +89,7 @@ def _findings(options: argparse.Namespace) -> Iterator[Finding]:
     given = [name for name in _CREDENTIALS if os.environ.get(name)]
     yield Finding("credentials", f"set: {', '.join(given)}" if given else "no variable of a store is set")
     if options.remote is not None:
-        yield _store(options)
+        yield from _stores(options)
 
 
 def _versions() -> dict[str, str]:
@@ -179,17 +179,25 @@ def _launcher(variables: Mapping[str, str]) -> Finding:
     return Finding("launcher", shown)
 
 
-def _store(options: argparse.Namespace) -> Finding:
-    """Read an index and some MB of a shard, and time them."""
+def _stores(options: argparse.Namespace) -> Iterator[Finding]:
+    """Read the index of every dataset there, and some MB of a shard, and time them."""
     try:
         begin = time.perf_counter()
-        dataset = datasets_at(options.remote, options.store_options)[0]
-        index_s = time.perf_counter() - begin
-        about = f"{dataset.store.url}: index of {dataset.index.num_shards:,} shards in {index_s:.2f} s"
+        found = datasets_at(options.remote, options.store_options)
+    except (LightningStreamError, ValueError, OSError) as error:
+        yield Finding("store", redact(options.remote), str(error), is_wrong=True)
+        return
+    took = f" in {time.perf_counter() - begin:.2f} s" if len(found) == 1 else ""
+    yield from (_store(dataset, took) for dataset in found)
+
+
+def _store(dataset: FoundDataset, took: str) -> Finding:
+    about = f"{dataset.store.url}: index of {dataset.index.num_shards:,} shards{took}"
+    try:
         if not dataset.index.num_shards:
             return Finding("store", about)
         read = timed_read(dataset.store, dataset.index, 0)
         rate = readable(int(read.num_bytes / read.seconds))
         return Finding("store", f"{about}; first byte after {1000 * read.first_s:.0f} ms, {rate}/s on one connection")
     except (LightningStreamError, ValueError, OSError) as error:
-        return Finding("store", redact(options.remote), str(error), is_wrong=True)
+        return Finding("store", about, str(error), is_wrong=True)

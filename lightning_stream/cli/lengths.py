@@ -50,15 +50,18 @@ def run(options: argparse.Namespace, out: Output) -> int:
     functions = dict.fromkeys(options.column, len if options.by is None else imported(options.by, "--by"))
     described = []
     for dataset in mds_at(options.remote, options.store_options, _REMEDY):
-        added = add_lengths(
-            dataset.store.url,
-            functions,
-            num_workers=options.num_workers,
-            overwrite=options.overwrite,
-            progress_bar=sys.stderr.isatty(),
-            store_options=options.store_options,
-            allow_unsafe_types=options.allow_unsafe_types,
-        )
+        try:
+            added = add_lengths(
+                dataset.store.url,
+                functions,
+                num_workers=options.num_workers,
+                overwrite=options.overwrite,
+                progress_bar=sys.stderr.isatty(),
+                store_options=options.store_options,
+                allow_unsafe_types=options.allow_unsafe_types,
+            )
+        except TypeError as error:
+            raise ValueError(f"{error}. Pass a function of the value: --by MODULE:FUNCTION") from error
         lengths = {name: summary(numbers) for name, numbers in added.items()}
         described.append({"url": dataset.store.url, "lengths": lengths})
         out.line(dataset.store.url)

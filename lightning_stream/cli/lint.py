@@ -60,7 +60,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
         bad = _lint(dataset, options, workers, out)
         out.data["datasets"].append({"url": dataset.store.url, "bad": bad})
         verdict = f"BAD ({len(bad):,})" if bad else "OK"
-        out.line(f"{verdict}: {dataset.store.url}: {dataset.index.num_samples:,} samples decoded")
+        count = dataset.index.num_samples - dataset.index.num_deleted
+        out.line(f"{verdict}: {dataset.store.url}: {count:,} samples decoded")
     return ExitCode.NO if any(one["bad"] for one in out.data["datasets"]) else ExitCode.OK
 
 

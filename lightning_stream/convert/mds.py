@@ -21,7 +21,7 @@ from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, MeasuredColumns, Piece, Reader, Source
 from lightning_stream.sources.files import SourceFile, split_place
-from lightning_stream.stores import open_store
+from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.place import is_remote
 
@@ -34,6 +34,7 @@ def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | Non
     """The dataset with an index.json at a path or URL, or those of its splits; None if something else is there."""
     uri = os.fspath(source).rstrip("/") if isinstance(source, (str, os.PathLike)) else "*"
     uri = uri.removesuffix(f"/{INDEX_NAME}")
+    uri = uri if is_remote(uri) or uri == "*" else str(LocalStore.from_url(uri, {}).folder)
     if kind not in (None, "mds") or (split_place(uri)[1] and kind is None):
         return None
     found = {"": one} if (one := _index_at(uri, store_options)) else {}

@@ -156,3 +156,10 @@ def test_wrong_arguments_of_bench_are_refused(shards: Path, answer: Answer, give
     code, found = answer("bench", str(shards / "val"), *given)
     assert code == 2
     assert rule in found["error"]
+
+
+def test_bench_and_doctor_name_the_splits_of_a_folder(shards: Path, answer: Answer) -> None:
+    code, found = answer("bench", str(shards), "--seconds", "0.1", "--num-workers", "0")
+    assert (code, Path(found["url"]).name, [Path(one).name for one in found["not_measured"]]) == (0, "train", ["val"])
+    stores = [one["found"] for one in answer("doctor", str(shards))[1]["findings"] if one["what"] == "store"]
+    assert ["train: index of 5" in stores[0], "val: index of 2" in stores[1]] == [True, True]

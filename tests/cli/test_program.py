@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import lightning_stream
+from lightning_stream import MDSWriter
 from lightning_stream.cli import build_parser, main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -56,9 +57,9 @@ def test_every_command_has_help_and_json() -> None:
         "convert reshard inspect head preview stats verify lint diff pull cache merge lengths log checkpoint explain "
         "simulate bench doctor completion"
     )
-    for parser in dict(commands.choices or {}).values():
+    for name, parser in dict(commands.choices or {}).items():
         assert "--json" in parser.format_help()
-        assert "--store-options KEY=VALUE" in parser.format_help()
+        assert name == "completion" or "--store-options KEY=VALUE" in parser.format_help()
 
 
 @pytest.mark.parametrize(
@@ -151,3 +152,27 @@ def test_looking_at_datasets_needs_no_torch(shards: Path) -> None:
     ):
         done = program(*command, before="sys.modules['torch'] = None")
         assert done.returncode == 0, done.stderr
+
+
+def test_a_terminal_that_lacks_characters_gets_escapes(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"name": "str"}) as writer:
+        writer.write({"name": "café ☕"})
+    for options in ({}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}):
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_stream", "head", str(tmp_path)],
+            capture_output=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT), **options},
+        )  # fmt: skip
+        shown = "café ☕".encode() if not options else rb"caf\xe9 \u2615"
+        assert (done.returncode, shown in done.stdout) == (0, True), done
+
+
+def test_columns_and_files_that_are_not_there_are_named(
+    shards: Path, tmp_path: Path, answer: Callable[..., tuple[int, Any]]
+) -> None:
+    code, found = answer("stats", str(shards), "--columns", "label", "--count", "3")
+    assert (code, [list(one["columns"]) for one in found["datasets"]]) == (0, [["label"], ["label"]])
+    assert "has no column nope; it has label, name, x" in answer("stats", str(shards), "--columns", "nope")[1]["error"]
+    page = tmp_path / "none" / "page.html"
+    error = answer("preview", str(shards / "val"), "--out", str(page))[1]["error"]
+    assert error == f"{page}: No such file or directory. Check the path"
+    assert "--by MODULE:FUNCTION" in answer("lengths", str(shards / "val"), "--column", "label")[1]["error"]
