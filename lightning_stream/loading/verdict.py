@@ -121,7 +121,7 @@ def _of_waiting(stats: LoaderStats) -> Verdict:
     found = _CAUSES[part](stats)
     after, remedy = _predicted(stats, found), found.remedy
     if after is not None:
-        remedy += f" Training would then wait about {_percent(after)} of the time."
+        remedy += f" Training would then wait about {100 * after:.0f}% of the time."
     return replace(found, finding=f"Input-bound {_percent(steady)}: {found.finding}", remedy=remedy, wait_share=after)
 
 
