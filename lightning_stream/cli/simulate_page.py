@@ -58,9 +58,9 @@ _FIELDS = (
     _Field("latency_ms", "Latency of the store, ms", 0.1, 1e4, is_whole=False),
     _Field("connection_mb", "Each connection, MB/s", 0.1, 1e5, is_whole=False),
     _Field("node_mb", "All connections of a node, MB/s", 1, 1e6, is_whole=False, empty="no limit"),
-    _Field("predownload", "Samples downloaded ahead", 1, 1e6, empty="chosen"),
+    _Field("predownload", "Samples downloaded ahead", 1, 1e6, empty="auto"),
     _Field("cache_gb", "Cache of a node, GB", 0.01, 1e6, is_whole=False, empty="no limit"),
-    _Field("window", "Window of the shuffle, shards", 1, 1e5, empty="chosen"),
+    _Field("window", "Window of the shuffle, shards", 1, 1e5, empty="auto"),
 )
 _CHOICES = {
     "shuffle_algo": ("Shuffle", (_AS_GIVEN, "window", *MOSAIC_ALGORITHMS)),
