@@ -107,13 +107,10 @@ def trained(remote: str, scratch: Path, run: Run) -> dict[str, float]:
         count += len(batch["x"])
         time.sleep(run.step_s)
     spent_s = time.perf_counter() - begun
-    counted = loader.stats().counters
-    return {
-        "first_s": first_s,
-        "spent_s": spent_s,
-        "samples": count,
-        **{k: counted[k] for k in ("verify_s", "fetched_bytes")},
-    }
+    stats, names = loader.stats(), ("verify_s", "fetched_bytes")
+    waits_s = (stats.wait_s - sum(stats.first_waits.values())) / max(1, stats.num_batches - 1)
+    found = {"first_s": first_s, "spent_s": spent_s, "samples": count, "waits_s": waits_s}
+    return {**found, **{name: stats.counters[name] for name in names}}
 
 
 def measured_work(folder: Path, scratch: Path) -> dict[str, float]:
@@ -139,8 +136,8 @@ def measured_work(folder: Path, scratch: Path) -> dict[str, float]:
     open_store("s3://bucket/small").read("index.json")
     found = {"client_s": first_s - (time.perf_counter() - begun)}
     found["shard_s"] = each_s["small"] - per_byte * sizes["small"]
-    verified = cache.counters
-    found["unpack_s_per_mb"] = verified["verify_s"] / verified["fetched_bytes"] * 1e6
+    fetched = trained("s3://bucket/large", scratch / "again", Run(NORMAL, num_workers=1))
+    found["unpack_s_per_mb"] = fetched["verify_s"] / fetched["fetched_bytes"] * 1e6
     here = str(folder / "small")
     runs = {workers: trained(here, scratch, Run(NORMAL, num_workers=workers)) for workers in (0, 1, 3) * 2}
     found["sample_s"] = (runs[0]["spent_s"] - runs[0]["first_s"]) / (runs[0]["samples"] - BATCH)

@@ -171,8 +171,8 @@ def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dic
         about["padding_percent"] = _padding_percent(plan, order.lengths)
     if order.config.packing is not None or options.batch_tokens is not None:
         about |= {"planning_s": planned_s, "documents_per_s": int(order.num_samples / planned_s)}
-    if options.batch_tokens is None:  # else a perfect shuffle has batches of other sizes
-        about["shuffle_quality"] = _quality(part)
+    if quality := _quality(part, options):
+        about["shuffle_quality"] = quality
     about |= _downloads(part, options)
     if options.balance is not None:
         balance = Balance.by_lengths(partial(mixture.reader.lengths, options.balance), training.device_batch_size)
@@ -193,8 +193,7 @@ def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dic
         curve = list(_curve(mixture, found, machine, options))
         about["curve"] = [one.to_json() for one in curve]
         if options.report is not None:
-            drawn = sections_of(found, curve, str(chain), about.get("shuffle_quality"))
-            write_report(options.report, " + ".join(about["urls"]), drawn)
+            write_report(options.report, _title(mixture), sections_of(found, curve, str(chain), quality))
     return chain, about
 
 
@@ -210,15 +209,21 @@ def _serve(mixture: Mixture, options: argparse.Namespace) -> int:
         found = simulate(part, **vars(machine))
         curve = [] if is_quick else list(_curve(mixture, found, machine, options))
         chain = _chain(mixture, training.run, training.plan(), lengths_name(options), options)
-        return sections_of(found, curve, str(chain), _quality(part))
+        return sections_of(found, curve, str(chain), _quality(part, options))
 
     link = Machine.of(options, store, index).link
-    title = " + ".join(mixture.snapshot.stream_names)
-    serve_page(title, options, link, drawn, partial(print, flush=True))
+    serve_page(_title(mixture), options, link, drawn, partial(print, flush=True))
     return ExitCode.OK
 
 
-def _quality(part: Part) -> dict[str, Any]:
+def _title(mixture: Mixture) -> str:
+    return f"Simulated: {' + '.join(name.rpartition('/')[2] or name for name in mixture.snapshot.stream_names)}"
+
+
+def _quality(part: Part, options: argparse.Namespace) -> dict[str, Any]:
+    """The shuffle's quality; empty for a budget of tokens, since a perfect shuffle has batches of other sizes."""
+    if options.batch_tokens is not None:
+        return {}
     training = part.training
     batches = {"batch_size": training.batch_size, "epoch": training.epoch}
     return asdict(measure(training.run, shard_bytes=part.shards.raw_bytes, **batches))

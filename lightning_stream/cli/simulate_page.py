@@ -14,27 +14,28 @@ from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.pages import Section, drawn_page, fields
 from lightning_stream.pages.server import Drawn, serve
-from lightning_stream.shared_files import Modes, publish_bytes
+from lightning_stream.shared_files import Modes, make_folder, publish_bytes
 from lightning_stream.simulation import CLOUDS, Link
 
 _MB, _GB = 1e6, 1e9
 _AS_GIVEN = "as given"
+_MODES = Modes(0o644, 0o755)
 
 
 @dataclass(frozen=True)
 class _Field:
-    """A number of the page: what it is called, its range, and whether it may be empty, which stands for the default."""
+    """A number of the page: what it is called, its range, and what it means if it is empty, if it may be."""
 
     name: str
     label: str
     least: float
     most: float
     is_whole: bool = True
-    may_be_empty: bool = False
+    empty: str | None = None
 
     def value(self, text: str) -> float | None:
         """The value that a user entered; ValueError for another than the field takes."""
-        if not text and self.may_be_empty:
+        if not text and self.empty is not None:
             return None
         try:
             number = float(text)
@@ -56,10 +57,10 @@ _FIELDS = (
     _Field("sample_ms", "Making a sample, ms", 0.001, 1e4, is_whole=False),
     _Field("latency_ms", "Latency of the store, ms", 0.1, 1e4, is_whole=False),
     _Field("connection_mb", "Each connection, MB/s", 0.1, 1e5, is_whole=False),
-    _Field("node_mb", "All connections of a node, MB/s", 1, 1e6, is_whole=False, may_be_empty=True),
-    _Field("predownload", "Samples downloaded ahead", 1, 1e6, may_be_empty=True),
-    _Field("cache_gb", "Cache of a node, GB", 0.01, 1e6, is_whole=False, may_be_empty=True),
-    _Field("window", "Window of the shuffle, shards", 1, 1e5, may_be_empty=True),
+    _Field("node_mb", "All connections of a node, MB/s", 1, 1e6, is_whole=False, empty="no limit"),
+    _Field("predownload", "Samples downloaded ahead", 1, 1e6, empty="auto"),
+    _Field("cache_gb", "Cache of a node, GB", 0.01, 1e6, is_whole=False, empty="no limit"),
+    _Field("window", "Window of the shuffle, shards", 1, 1e5, empty="auto"),
 )
 _CHOICES = {
     "shuffle_algo": ("Shuffle", (_AS_GIVEN, "window", *MOSAIC_ALGORITHMS)),
@@ -89,7 +90,8 @@ def _port(text: str) -> int:
 
 def write_report(path: Path, title: str, drawn: Drawn) -> None:
     """Write what was simulated into a file."""
-    publish_bytes(drawn_page(title, "", *drawn).encode(), path.absolute(), Modes(0o644), durable=False)
+    make_folder(path.absolute().parent, _MODES)
+    publish_bytes(drawn_page(title, "", *drawn).encode(), path.absolute(), _MODES, durable=False)
 
 
 def serve_page(
@@ -133,7 +135,7 @@ def _fields_of(options: argparse.Namespace) -> Section:
     values = _values_of(options)
     listed: list[dict[str, Any]] = [
         {"name": one.name, "label": one.label, "value": values[one.name], "least": one.least, "most": one.most,
-         "whole": one.is_whole, "log": one.least > 0}
+         "whole": one.is_whole, "log": one.least > 0, "empty": one.empty}
         for one in _FIELDS
         if one.name != "batch" or options.global_batch_size is not None
     ]  # fmt: skip

@@ -111,7 +111,8 @@ def fields(listed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Args:
         listed: Each with a ``name``, a ``label`` and a ``value`` (None: empty); and with ``choices``, or with the ends
-            ``least`` and ``most`` of a slider, which is logarithmic with ``log`` and has whole numbers with ``whole``.
+            ``least`` and ``most`` of a slider, which is logarithmic with ``log`` and has whole numbers with ``whole``;
+            ``empty`` is what an empty field means.
     """
     return {"kind": "fields", "fields": list(listed)}
 

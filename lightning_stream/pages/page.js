@@ -279,12 +279,12 @@ MAKERS.fields = ({fields}) => {
 };
 
 /** A choice; or a number with a slider, where the number is what counts. */
-function field({name, label, value, choices, least, most, log, whole}) {
+function field({name, label, value, choices, least, most, log, whole, empty}) {
   if (choices) {
     const options = choices.map((one) => element("option", one === value ? {selected: ""} : {}, one));
-    return element("label", {}, label, element("select", {name}, ...options));
+    return element("label", {}, element("span", {}, label), element("select", {name}, ...options));
   }
-  const number = element("input", {type: "number", name, value: value ?? "", step: "any", min: 0, placeholder: "auto"});
+  const number = element("input", {type: "number", name, value: value ?? "", step: "any", min: 0, placeholder: empty || ""});
   const slider = element("input", {type: "range", min: 0, max: 200, step: 1, "aria-label": label});
   const toSlider = () => {
     const at = log ? Math.log(number.value / least) / Math.log(most / least) : (number.value - least) / (most - least);
@@ -296,7 +296,7 @@ function field({name, label, value, choices, least, most, log, whole}) {
   };
   number.oninput = toSlider;
   toSlider();
-  return element("label", {}, label, number, slider);
+  return element("label", {}, element("span", {}, label), number, slider);
 }
 
 let isAsking = false, waiting = null;

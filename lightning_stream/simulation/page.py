@@ -25,7 +25,7 @@ def sections_of(
         found: The training run, with its timeline.
         curve: The same over other numbers of nodes, ascending.
         chain: The settings in words.
-        quality: The shuffle's quality, by names.
+        quality: The fields of the shuffle's `Quality`, if it was measured.
     """
     columns = {name: [getattr(one, name) for one in curve] for name in _OF_CURVE}
     sections: list[Section] = [text("What limits it", found.finding), _figures(found, quality or {})]
@@ -59,7 +59,8 @@ def _figures(found: Simulated, quality: Mapping[str, Any]) -> Section:
         shown["to the first batch of a resumed run"] = duration(found.resume_s)
     if found.price_usd is not None:
         shown["for the downloads of an epoch"] = f"${found.price_usd:,.2f}"
-    shown |= {name.replace("_", " "): f"{value:.4g}" for name, value in quality.items() if isinstance(value, float)}
+    if quality:
+        shown[f"shuffle quality (at random: {quality['random']:.0f})"] = f"{quality['mean']:.0f}"
     return figures(shown)
 
 

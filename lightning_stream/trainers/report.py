@@ -102,10 +102,6 @@ class RunReport:
         """Where the page is: another name than was given where another run writes that one."""
         return self._file.path
 
-    @property
-    def _writes(self) -> bool:
-        return self._is_first and self._file.is_open
-
     # A plain loop
 
     def __enter__(self) -> Self:
@@ -143,7 +139,7 @@ class RunReport:
         }  # fmt: skip
         self._kept["launches"].append(launch)
         self.follow(self._loader)
-        if self._writes:
+        if self._is_first:
             self._kept["settings"] = redact(f"{self._loader!r}\n\n{self._loader.describe(count_rows=False)}")
             self._mark_bad()
             self._write()
@@ -198,10 +194,10 @@ class RunReport:
 
     def add(self, shares: Sequence[Row]) -> None:
         """Add a row, from the shares of the ranks: counts are added up, times are of the rank that waits longest."""
-        if not self._writes:
-            self._due = math.inf
+        if not self._is_first:
             return
         now = perf_counter() - self._began
+        shares = [one for one in shares if one]  # a rank without a report has none
         slowest = max(shares, key=lambda one: one["wait_s"])
         same = 1 if len(shares) == 1 else self._loader.detect_world().replication
         row = {name: slowest[name] for name in _TIMES}
@@ -239,7 +235,7 @@ class RunReport:
             error: What stopped it, or when; None at the end.
             shares: What the ranks have measured since the last row: of all ranks, or of this one if it stops alone.
         """
-        if self._writes and not self._has_ended:
+        if self._is_first and not self._has_ended:
             self.add(shares)
             launch = self._kept["launches"][-1]
             launch["ended"] = "finished" if error is None else redact(_described(error))[:2000]
@@ -274,6 +270,7 @@ class RunReport:
             self._bad_from = (path, path.stat().st_size if path.exists() else 0)
 
     def _list_bad(self) -> None:
+        """Add what was listed since the last page."""
         path, begin = self._bad_from or (Path(), 0)
         if self._bad_from is None or not path.exists():
             return
@@ -282,17 +279,21 @@ class RunReport:
             lines = file.read(1 << 20).splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]
         self._bad_from = (path, begin + sum(map(len, whole)))
-        known = {(one["stream"], one["sample"]) for one in self._kept["bad"]}
+        found = {(one["stream"], one["sample"]): one for one in self._kept["bad"]}
         for line in whole:
             one = json.loads(line)
-            if (one["stream"], one["sample"]) not in known and len(known) < _MOST_BAD:
-                known.add((one["stream"], one["sample"]))
-                self._kept["bad"].append({**one, "stream": redact(one["stream"]), "reason": redact(one["reason"])})
+            one |= {name: redact(one[name]) for name in ("stream", "reason")}
+            found.setdefault((one["stream"], one["sample"]), one)
+        self._kept["bad"] = list(found.values())[:_MOST_BAD]
 
     def _write(self) -> None:
         """Write the page."""
         began, here = perf_counter(), self._loader.position
-        self._list_bad()
+        try:
+            self._list_bad()
+        except (OSError, ValueError, LookupError, TypeError) as error:  # lines that others wrote into the file
+            self._bad_from = None
+            self.note_message(f"The list of bad samples is incomplete here, since its file cannot be read: {error}")
         launch = self._kept["launches"][-1]
         launch |= {"to": [here.epoch, here.position], "written": _now()}
         if self._tracker is not None:

@@ -35,7 +35,7 @@ def checked_path(path: PathLike) -> Path:
     text = os.fspath(path)
     if "://" in text or not text.endswith(".html"):
         raise ValueError(f"report= takes a local file that ends with .html, e.g. 'run/{NAME}'; found {redact(text)!r}")
-    return Path(text)
+    return Path(text).expanduser()
 
 
 class PageFile:
@@ -43,16 +43,15 @@ class PageFile:
 
     Attributes:
         path: Where the page is; another name than was given where another run writes that one.
-        is_open: Whether the page is written: False after a failure.
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
-        self.path, self.is_open, self._say = path, True, say
+        self.path, self._say, self._has_failed = path, say, False
         self._stamp: tuple[int, int] | None = None  # of the page that this launch wrote or continues
 
     def former(self, *, continues: bool) -> tuple[dict[str, Any], list[Row]] | None:
         """What an earlier launch kept, and its rows, if this one continues it; else its page gets another name."""
-        if not self.path.exists():
+        if not self.path.is_file():
             return None
         found, problem = None, ""
         try:
@@ -70,7 +69,7 @@ class PageFile:
         try:
             self.path.rename(other)
         except OSError as error:
-            self._give_up(error)
+            self._failed(error)
         if problem:
             self._say(f"{self.path} holds no report that can be continued ({problem}); it is now {other}.")
         return None
@@ -85,16 +84,17 @@ class PageFile:
             publish_bytes(content, self.path, _MODES, durable=False)
             self._stamp = _stamp(self.path)
         except OSError as error:
-            self._give_up(error)
+            self._failed(error)
 
     def _own(self) -> Path | None:
         """The page that this launch wrote, if another run has given it another name."""
         others = self.path.parent.glob(f"{glob.escape(self.path.stem)}-*{self.path.suffix}")
         return next((path for path in others if _stamp(path) == self._stamp), None)
 
-    def _give_up(self, error: OSError) -> None:
-        self.is_open = False
-        self._say(f"The report {self.path} cannot be written, and training continues without it: {error}")
+    def _failed(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._say(f"The report {self.path} cannot be written now, and training continues: {error}")
+        self._has_failed = True
 
 
 def _free_name(path: Path) -> Path:

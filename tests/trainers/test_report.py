@@ -198,6 +198,32 @@ def test_bad_samples_are_listed_with_their_ids(data: Path) -> None:
     assert {row[0] for row in shown["rows"]} == listed
 
 
+def test_a_list_of_bad_samples_that_others_write_into_stops_no_run(data: Path) -> None:
+    quarantine, path = data / "bad.jsonl", data / "data_report.html"
+    loader = loader_of(data, on_bad_sample="substitute", quarantine=quarantine)
+    with RunReport(path, loader):
+        quarantine.write_text("a note of mine\n")
+        assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES
+    assert "The list of bad samples is incomplete" in texts(values_in(path))
+
+
+def test_a_page_is_written_again_after_a_failure(data: Path) -> None:
+    said: list[str] = []
+    (data / "run").write_text("in the way")
+    with RunReport(data / "run" / "data_report.html", loader_of(data), say=said.append):
+        (data / "run").unlink()
+    assert len(said) == 1
+    assert values_in(data / "run" / "data_report.html")["kept"]["launches"][0]["ended"] == "finished"
+
+
+def test_a_folder_in_the_way_is_left_alone(data: Path) -> None:
+    (data / "data_report.html").mkdir()
+    with RunReport(data / "data_report.html", loader_of(data), say=lambda _: None) as report:
+        pass
+    assert (data / "data_report.html").is_dir()
+    assert values_in(report.path)["kept"]["launches"][0]["ended"] == "finished"
+
+
 def test_the_record_of_the_run_is_verified_at_its_end(data: Path) -> None:
     loader = loader_of(data)
     train(PositionTracker(loader, record_delivery=data / "audit"), data / "data_report.html")

@@ -34,10 +34,14 @@ TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
 
 def report_path(trainer: Any) -> Path | None:
-    """Where a run's report is by default: in the root folder if one was chosen, else beside the logs. Collective."""
+    """Where a run's report is by default: in the root folder if one was chosen, else beside the logs.
+
+    Only the path of the first rank counts: `trainer.log_dir` would be collective.
+    """
     folder = str(trainer.default_root_dir)
-    if "://" not in folder and Path(folder).resolve() == Path.cwd():
-        folder = str(trainer.log_dir or "") if trainer.loggers else ""
+    if "://" not in folder and Path(folder).resolve() == Path.cwd() and trainer.is_global_zero:
+        first = next(iter(trainer.loggers), None)
+        folder = str(getattr(first, "log_dir", None) or getattr(first, "save_dir", None) or "")
     return None if trainer.fast_dev_run or "://" in folder or not folder else Path(folder) / NAME
 
 
