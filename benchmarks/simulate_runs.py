@@ -45,7 +45,7 @@ class Run:
     dataset: dict[str, Any] = field(default_factory=lambda: FEW)
 
 
-NORMAL = Pace(0.025, 10e6)
+NORMAL = Pace(0.1, 10e6)
 RUNS = {
     "compute bound": Run(NORMAL, step_s=0.06),
     "compute bound, large shards, no workers": Run(NORMAL, "large", num_workers=0, step_s=0.08),

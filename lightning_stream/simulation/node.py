@@ -35,7 +35,8 @@ class Worker:
         self.coming: set[int] = set()
         self.missing: set[int] = set()  # what the batch in progress waits for
         self.awaited: Counter[int] = Counter()  # announced batches by shard, under a cache limit
-        self.has_client = self.makes_client = False
+        self.has_client = False
+        self.on_client: list[Call] = []  # what waits for the client of the store
         self.ranges = RangeReads()
 
 
@@ -199,7 +200,8 @@ class NodeModel:
         worker.missing -= found.shards
         self.num_range_requests += found.num_requests
         self.num_range_bytes += found.num_bytes
-        return found.num_rounds * self.latency_s + found.largest_bytes / self.link.fastest
+        seconds = found.num_rounds * self.latency_s + found.largest_bytes / self.link.fastest
+        return seconds + found.num_requests * self.work.shard_s  # one after another, by Python's lock
 
     def _read(self, worker: Worker) -> None:
         """Make the batch in progress if all is here."""
@@ -244,11 +246,6 @@ class NodeModel:
     def _fetch_next(self, worker: Worker) -> None:
         """Give shards to idle threads."""
         while worker.queue and worker.idle_threads:
-            if not worker.has_client:
-                if not worker.makes_client:
-                    worker.makes_client = True
-                    self.cores.add(self.clock.now, self.work.client_s, partial(self._has_client, worker))
-                return
             shard = worker.queue.popleft()
             if self.disk.has(shard):
                 worker.num_wanted -= 1
@@ -259,36 +256,44 @@ class NodeModel:
             else:
                 worker.idle_threads -= 1
                 self.disk.fetching[shard] = []
-                self._make_space(worker, shard)
+                # With fewer shards wanted than threads, the connections of the idle ones help.
+                connections = max(1, self.node.fetch_threads // max(1, worker.num_wanted))
+                self._make_space(worker, shard, connections)
+
+    def _make_space(self, worker: Worker, shard: int, connections: int) -> None:
+        if not self.disk.make_space(shard, worker.needs[worker.num_made].step):
+            self.disk.wait(partial(self._make_space, worker, shard, connections))
+            return
+        parts = [end - begin for begin, end in parts_of(int(self.shards.stored_bytes[shard]), connections, _POLICY)]
+        self.num_fetched += 1
+        self.num_requests += max(1, len(parts))
+        worker.on_client.append(partial(self._fetch, worker, shard, parts or [0]))
+        if worker.has_client:
+            self._has_client(worker)
+        elif len(worker.on_client) == 1:
+            self.cores.add(self.clock.now, self.work.client_s, partial(self._has_client, worker))
 
     def _has_client(self, worker: Worker) -> None:
         worker.has_client = True
-        self._fetch_next(worker)
+        calls, worker.on_client = worker.on_client, []
+        for call in calls:
+            call()
 
-    def _make_space(self, worker: Worker, shard: int) -> None:
-        step = worker.needs[worker.num_made].step
-        if not self.disk.make_space(shard, step):
-            self.disk.wait(partial(self._make_space, worker, shard))
-            return
-        spare = max(1, self.node.fetch_threads // max(1, worker.num_wanted))
-        num_bytes = int(self.shards.stored_bytes[shard])
-        parts = [end - begin for begin, end in parts_of(num_bytes, spare, _POLICY)] or [0]
-        left = deque(parts[_POLICY.parts_at_once :])
-        self.num_fetched += 1
-        self.num_requests += len(parts)
-        running = [len(parts)]
+    def _fetch(self, worker: Worker, shard: int, parts: list[int]) -> None:
+        """Get the parts of a shard, some at once, and unpack it."""
+        later, running = deque(parts[_POLICY.parts_at_once :]), len(parts)
 
-        def part_here() -> None:
-            running[0] -= 1
-            if left:
-                self._get(left.popleft(), part_here)
-            elif not running[0]:
-                seconds = int(self.shards.raw_bytes[shard]) / _MB * self.work.unpack_s_per_mb
-                seconds += self.work.shard_s
-                self.cores.add(self.clock.now, seconds, partial(self._fetched, worker, shard, num_bytes))
+        def got_part() -> None:
+            nonlocal running
+            running -= 1
+            if later:
+                self._get(later.popleft(), got_part)
+            elif not running:
+                seconds = int(self.shards.raw_bytes[shard]) / _MB * self.work.unpack_s_per_mb + self.work.shard_s
+                self.cores.add(self.clock.now, seconds, partial(self._fetched, worker, shard, sum(parts)))
 
         for part in parts[: _POLICY.parts_at_once]:
-            self._get(part, part_here)
+            self._get(part, got_part)
 
     def _get(self, num_bytes: int, then: Call) -> None:
         self.clock.after(self.latency_s, lambda: self.link.add(self.clock.now, num_bytes, then))
