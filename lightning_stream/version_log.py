@@ -165,16 +165,16 @@ def read_log(store: Store) -> tuple[Version, list[Change]]:
 
 def read_changes(store: Store, root: str, first: int = 1) -> list[Change]:
     """Read the changes from a number on, several at once."""
-    found: list[Change] = []
-    count = 1  # usually there is none
+    if (change := _change_at(store, root, first)) is None:  # as usual: no thread is started
+        return []
+    found = [change]
     with DaemonPool(_AT_ONCE, "versions") as pool:
         while True:
             begin = first + len(found)
-            for read in [pool.submit(_change_at, store, root, number) for number in range(begin, begin + count)]:
+            for read in [pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)]:
                 if (change := read.result()) is None:
                     return found
                 found.append(change)
-            count = _AT_ONCE
 
 
 def older_entries(store: Store) -> list[bytes]:

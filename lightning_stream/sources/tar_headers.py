@@ -67,7 +67,7 @@ class _Walker:
         self._data, self._where, self._is_whole, self._end = data, where, is_whole, len(data)
         self._found: list[tuple[Any, Any, Any]] = []  # arrays: starts, headers, sizes
         self._count = 0
-        self._noted: list[tuple[int, int, int]] = []  # the same, of files that were found since
+        self._noted: list[int] = []  # the same three numbers of each file that was found since
         self._odd: dict[int, str] = {}
         self._pax: list[int] = []  # extensions that change nothing
         self._last: list[tuple[int, int, int]] = []  # the last plain headers: where, type, bytes up to the next one
@@ -94,7 +94,7 @@ class _Walker:
                 self._pax.append(at)
                 at += width
                 continue
-            self._noted.append((start, at, size))
+            self._noted += start, at, size
             start = at = at + width
             step += 1
             if step >= pause:
@@ -177,13 +177,13 @@ class _Walker:
         if why := refusal(member, archive):
             raise FormatError(f"{self._where}: {why}")
         if member.isreg():
-            self._odd[self._count + len(self._noted)] = member.name
-            self._noted.append((at, at + member.offset_data - BLOCK, member.size))
+            self._odd[self._count + len(self._noted) // 3] = member.name
+            self._noted += at, at + member.offset_data - BLOCK, member.size
         return at + archive.offset
 
     def _flush(self) -> None:
         if self._noted:
-            self._add(*np.array(self._noted, np.int64).T)
+            self._add(*np.array(self._noted, np.int64).reshape(-1, 3).T)
             self._noted = []
 
     def _add(self, *columns: NDArray[np.int64]) -> None:
