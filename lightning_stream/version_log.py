@@ -27,8 +27,7 @@ from .errors import AccessError, AlreadyExistsError, ConflictError, FormatError,
 
 Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
-Known: TypeAlias = Callable[["str | None"], "bytes | None"]
-"""From the `ObjectStream.version` of index.json to the text of an index that was made of it; None for others."""
+Known: TypeAlias = Callable[["str | None"], "bytes | None"]  # from the version of index.json to an index made of it
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
 _AT_ONCE = 16  # changes that are read at the same time

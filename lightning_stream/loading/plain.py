@@ -125,7 +125,7 @@ class PlainIterations:
         key = worker.seed - worker.id if worker is not None else os.getpid()
         settings = self.settings(source)
         batches, size = settings.micro_batches(source, self._shared.begin(key or 1, index)), settings.device_batch_size
-        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
+        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
         self._num_yielded = 0
         for batch in ahead:
             for sample in readable(source, batch, batches.plan.order, source.samples)[0]:

@@ -68,7 +68,7 @@ class Pipeline(IterableDataset[Delivery]):
         began = perf_counter()
         source, size = self.source, self.settings.device_batch_size
         batches = self.settings.micro_batches(source, start)
-        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size)
+        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
         order, counters = batches.plan.order, source.reader.counters
         for planned in ahead:
             ready = perf_counter()

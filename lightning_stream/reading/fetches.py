@@ -346,6 +346,25 @@ class ReaderProcess:
                 self._give_up(number)
             self.open.close_all_but(0)
 
+    def fetched_again(
+        self, number: int, cache: ShardCache, entry: ShardEntry, lease: Lease | None, before: int
+    ) -> bool:
+        """Whether another attempt is worthwhile, because a shard that was damaged in the cache was fetched again.
+
+        The shard was read under ``lease`` (None if that is closed already), when `num_fetched_again` was ``before``.
+        """
+        with self.repairs:
+            if self.num_fetched_again != before:  # by another thread meanwhile, perhaps this one
+                return True
+            again = cache.fetch_again(entry, lease)
+            if again is None:
+                return False
+            with self.lock:
+                self.open.close(number)
+                self.num_fetched_again += 1
+            again.close()
+        return True
+
     def raise_file_limit(self) -> None:
         """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""
         wanted = (len(self.open) + len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES

@@ -47,6 +47,7 @@ class SampleRanges:
         self._versions: dict[int, str | None] = {}  # of each shard's object, from its first range
         self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
         self._came: dict[int, dict[int, str]] = {}  # digests of samples, by shard and index
+        self.num_requests = 0
         self._guard = threading.Lock()
         self._pool = DaemonPool(THREADS, "range")
 
@@ -98,6 +99,7 @@ class SampleRanges:
         assert cache.other is not None
         samples = cache.other.samples(cache.store, entry, indices)
         with self._guard:
+            self.num_requests += len(indices)
             self._spent[number] += REQUEST_BYTES * len(indices) + sum(map(len, samples))
         return samples
 
@@ -151,6 +153,7 @@ class SampleRanges:
             self._expect_version(number, version, cache, entry)
             self._held_bytes += 0 if number in self._tables else end  # another thread may have fetched it meanwhile
             self._tables[number] = offsets
+            self.num_requests += 1
             self._spent[number] += REQUEST_BYTES + end
             while self._held_bytes > _HELD_BYTES and len(self._tables) > 1:
                 self._forget_table(next(iter(self._tables)))
@@ -164,6 +167,7 @@ class SampleRanges:
             raise FormatError(f"{where}: it ends within the bytes {begin:,} to {end:,}, which its index has.")
         with self._guard:
             self._expect_version(number, version, cache, entry)
+            self.num_requests += 1
             self._spent[number] += REQUEST_BYTES + len(content)
         return content
 

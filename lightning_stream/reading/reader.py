@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.cache import ShardCache
 from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
@@ -47,6 +47,7 @@ class SampleReader:
         self.streams = tuple(streams)
         self.defaults = defaults
         self.config, self.counters = config, Counters()
+        self.spare_requests = 0  # for ranges of shards that are being fetched anyway, in this process
         self._process: ReaderProcess | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
 
@@ -163,7 +164,9 @@ class SampleReader:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
-            if not by_range and self._fetched_again(process, number, process.open.lease(number, shard), before):
+            if not by_range and process.fetched_again(
+                number, *self.entry(number), process.open.lease(number, shard), before
+            ):
                 return self._part_of_sample(sample_id, number, within)
             stream = int(self.snapshot.streams_of(np.array([sample_id]))[0])
             where = f"sample {sample_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
@@ -332,13 +335,21 @@ class SampleReader:
         """Of shards that are not here: the wanted samples (``indices(k)`` of the k-th) alone, if that is cheaper."""
         if all(cache.in_place for cache in self.caches):
             return {}
-        found = {}
+        starts, found, awaited = self.config.start_by_range, {}, set()
+        if starts is None and process.ranges.num_requests >= self.spare_requests:
+            starts = False
         for k, number in enumerate(numbers):
             fetch = process.fetches.get(number)
-            is_late = fetch is None or (self.config.start_by_range and not fetch.done())
-            is_late = is_late and number not in process.open
-            if is_late and self.ranges_are_cheaper(number, len(samples := indices(k))):
+            if number in process.open or (fetch is not None and (fetch.done() or starts is False)):
+                continue
+            awaited.update([number] if fetch is not None else [])
+            if self.ranges_are_cheaper(number, len(samples := indices(k))):
                 found[number] = (*self.entry(number), samples)
+        if starts is None:  # the batch comes earlier only if it waits for none of them
+            num_requests = sum(1 + len(found[number][2]) for number in awaited & found.keys())
+            if awaited - found.keys() or process.ranges.num_requests + num_requests > self.spare_requests:
+                found = {number: one for number, one in found.items() if number not in awaited}
+        process.hurry(list(awaited), self.entry)
         with self.counters.waiting():
             return process.ranges.shards(found) if found else {}
 
@@ -363,7 +374,7 @@ class SampleReader:
             try:
                 shard = self.shards.open(number, entry, lease.folder)
             except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted
-                if not self._fetched_again(process, number, lease, before):
+                if not process.fetched_again(number, cache, entry, lease, before):
                     raise
         except OSError as error:
             process.explain_file_limit(error)
@@ -380,21 +391,3 @@ class SampleReader:
                 return process.open.add(number, shard, lease)
         lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
         return self._shard(process, number)
-
-    def _fetched_again(self, process: ReaderProcess, number: int, lease: Lease | None, before: int) -> bool:
-        """Whether another attempt is worthwhile, because a shard that was damaged in the cache was fetched again.
-
-        The shard was read under ``lease`` (None if that is closed already), when `num_fetched_again` was ``before``.
-        """
-        cache, entry = self.entry(number)
-        with process.repairs:
-            if process.num_fetched_again != before:  # by another thread meanwhile, perhaps this one
-                return True
-            again = cache.fetch_again(entry, lease)
-            if again is None:
-                return False
-            with process.lock:
-                process.open.close(number)
-                process.num_fetched_again += 1
-            again.close()
-        return True

@@ -32,7 +32,8 @@ class ReaderConfig:
         fetch_threads: Shards fetched at the same time.
         allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
         decoders: By column, a function from its stored bytes to a value, instead of its encoding.
-        start_by_range: Whether samples may come by ranges while their shards are being fetched.
+        start_by_range: Whether samples may come by ranges while their shards are being fetched; None: where a whole
+            batch may, within the reader's `spare_requests`.
         load_images: Whether images are decoded when they are read, which finds damaged pixels, and not later.
     """
 
@@ -40,7 +41,7 @@ class ReaderConfig:
     fetch_threads: int = 4
     allow_unsafe_types: bool = False
     decoders: Mapping[str, Callable[[bytes], Any]] | None = None
-    start_by_range: bool = False
+    start_by_range: bool | None = None
     load_images: bool = False
 
 

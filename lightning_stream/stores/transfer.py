@@ -101,8 +101,7 @@ def response_chunks(raw: Any) -> Iterator[bytes]:
     CPU-seconds. To wait for more of them in the kernel makes that 0.7. Over TLS it cannot know how many bytes come.
     """
     sock = getattr(getattr(raw, "connection", None), "sock", None)
-    is_plain = isinstance(sock, socket.socket) and not isinstance(sock, ssl.SSLSocket)
-    if is_plain and raw.length_remaining is not None:
+    if isinstance(sock, socket.socket) and not isinstance(sock, ssl.SSLSocket) and raw.length_remaining is not None:
         return _kernel_chunks(raw, sock)
     return _gathered_chunks(raw)
 

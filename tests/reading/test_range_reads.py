@@ -17,7 +17,7 @@ from servers.web import Handler, WebServer  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import FormatError, StoreError  # noqa: E402
-from lightning_stream.reading import range_reads  # noqa: E402
+from lightning_stream.reading import look_ahead, range_reads  # noqa: E402
 
 WIDTH, NUM_SAMPLES, SHARD_BYTES = 1 << 16, 240, 6 << 20
 
@@ -225,6 +225,25 @@ def test_a_start_by_range_waits_for_no_shard_and_still_fetches_each_once(served:
     asked = served.asked()
     assert sorted(name for name, value in asked if value is None) == [f"shard.0000{k}.mds" for k in range(3)]
     assert 0 < sum(value is not None for _, value in asked) < 40
+
+
+@pytest.mark.parametrize("options", [{}, {"start_by_range": False}, {"on_bad_shard": "substitute"}])
+def test_by_default_training_starts_by_range_within_the_requests_to_spare(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(look_ahead, "_FILES_PER_RANGE", 0.1)  # 30 requests for 3 shards
+    served.server.slow = threading.Event()
+    dataset = served.dataset(tmp_path, shuffle=True, **options)
+    if options:
+        served.server.slow.set()
+    batches = iter(StreamingDataLoader(dataset, 4))
+    seen = next(batches)["id"].tolist()
+    served.server.slow.set()
+    seen += [number for batch in batches for number in batch["id"].tolist()]
+    assert sorted(seen) == list(range(NUM_SAMPLES))
+    asked = served.asked()
+    assert sorted(name for name, value in asked if value is None) == [f"shard.0000{k}.mds" for k in range(3)]
+    assert (0 < len(asked) - 3 <= 30) if not options else len(asked) == 3
 
 
 def test_a_subset_of_few_samples_reads_only_these(served: Served, tmp_path: Path) -> None:
