@@ -16,6 +16,8 @@ from .base import ViewEncoding, describe
 # FLAC, Ogg, MP3 with and without tags, Matroska and WebM.
 _STARTS = (b"fLaC", b"OggS", b"ID3", b"\xff\xfb", b"\xff\xf3", b"\xff\xf2", b"\x1aE\xdf\xa3")
 
+_COVER = 1 << 10  # FFmpeg's flag of a picture that belongs to a sound
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Media:
@@ -53,12 +55,11 @@ def measured(value: Any) -> dict[str, float]:
         with Media(data).open() as file:
             sound, video = (next(iter(streams), None) for streams in (file.streams.audio, file.streams.video))
             seconds = (file.duration or 0) / 1_000_000
-            if not seconds or (sound is None and video is None):
-                return {}
-            is_cover = sound is not None and "attached_pic" in str(getattr(video, "disposition", ""))
-            if video is not None and not is_cover:
-                return {"seconds": seconds, "width": video.width, "height": video.height}
-            return {"seconds": seconds, "sample_rate": sound.rate, "channels": sound.channels}
+            if video is not None and (sound is None or not int(video.disposition) & _COVER):
+                facts = {"width": video.width, "height": video.height}
+            else:
+                facts = {} if sound is None else {"sample_rate": sound.rate, "channels": sound.channels}
+            return {"seconds": seconds, **facts} if seconds and facts else {}
     except MissingExtraError:
         with suppress(wave.Error, EOFError), wave.open(BytesIO(data)) as plain:
             seconds, rate = plain.getnframes() / plain.getframerate(), plain.getframerate()
