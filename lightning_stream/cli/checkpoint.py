@@ -243,7 +243,9 @@ def _of_mosaic(position: Position, options: argparse.Namespace, out: Output) -> 
         "epoch_size": position.order.epoch_size,
     }
     named = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
-    out.line(f"mosaicml-streaming does not record its order. On {ranks} devices, give its StreamingDataset: {named}")
+    out.line(
+        f"mosaicml-streaming does not record its order. With world size {ranks}, give its StreamingDataset: {named}"
+    )
     return state, here.num_steps(run)
 
 

@@ -93,7 +93,7 @@ def _card(number: int, sample: Mapping[str, Any]) -> str:
             shown += [f'<img loading="lazy" alt="{label} of sample {number}" src="{each}">' for each in pictures]
         elif sound:
             shown.append(f'<audio controls preload="none" src="{sound}" aria-label="{label}"></audio>')
-        else:
+        if not pictures:
             rows.append(f"<dt>{label}</dt><dd>{html.escape(_text(value))}</dd>")
     values = f"<dl>{''.join(rows)}</dl>" if rows else ""
     return f"<article><h2>sample {number:,}</h2>{''.join(shown)}{values}</article>"

@@ -13,6 +13,7 @@ import numpy as np
 
 from lightning_stream.cli.arguments import FoundDataset
 from lightning_stream.errors import StoreError
+from lightning_stream.formats.encodings.media import Media, measured
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults
 from lightning_stream.reading.stream_shards import ReaderConfig
@@ -74,8 +75,8 @@ def with_class_names(sample: dict[str, Any], classes: Mapping[str, Sequence[str]
 
 def plain(value: Any) -> Any:
     """A value as JSON; for one that would fill the screen its kind and size, e.g. ``JPEG 320x263``."""
-    if isinstance(value, (bytes, bytearray)):
-        return f"{len(value):,} bytes"
+    if isinstance(value, (bytes, bytearray, Media)):
+        return ", ".join([*_media_texts(measured(value)), f"{len(value):,} bytes"])
     if is_image(value):
         return f"{value.format or value.mode} {value.width}x{value.height}"
     if hasattr(value, "shape"):
@@ -83,6 +84,17 @@ def plain(value: Any) -> Any:
         return value.tolist() if small else f"{value.dtype}{list(value.shape)}"
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return value if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
+
+
+def _media_texts(facts: Mapping[str, float]) -> list[str]:
+    """The length and kind of a sound or video: ``12.3 s``, ``16 kHz``, ``2 channels``."""
+    if not facts:
+        return []
+    length = f"{facts['seconds']:.1f} s"
+    if "width" in facts:
+        return [length, f"{facts['width']}x{facts['height']}"]
+    channels = f"{facts['channels']} channel{'s' * (facts['channels'] != 1)}"
+    return [length, f"{facts['sample_rate'] / 1000:g} kHz", channels]
 
 
 def is_image(value: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from lightning_stream.cli.arguments import Reading, add_dataset, add_reading, add_store_options, datasets_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import classes_of, is_image, reader_of
+from lightning_stream.formats.encodings.media import Media, measured
 
 HELP = "read samples and summarise each column: range, mean, missing values, counts"
 _AT_ONCE, _MOST_DISTINCT, _SHOWN = 256, 1000, 8
@@ -110,6 +111,13 @@ class ColumnStats:
             self._kinds[f"{value.format or value.mode}"] += 1
             self._range("width").add([value.width])
             self._range("height").add([value.height])
+        elif facts := measured(value):
+            self._values = None
+            self._kinds["video" if "width" in facts else "sound"] += 1
+            for name, number in facts.items():
+                self._range(name).add([number])
+        elif isinstance(value, Media):
+            self._add_value(value.data)
         elif isinstance(value, (str, bytes)):
             is_text = isinstance(value, str)
             self._kinds["text" if is_text else "bytes"] += 1

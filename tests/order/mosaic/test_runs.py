@@ -24,6 +24,7 @@ from lightning_stream.order import (
     ledger,
     mosaic_config,
     mosaic_position,
+    mosaic_state,
 )
 
 SIZES = [[37, 37, 37, 9], [50, 50, 20]]
@@ -320,3 +321,25 @@ def test_a_stream_of_an_empty_dataset_changes_nothing(algorithm: str) -> None:
 
     assert set(ids([[9, 4], []])) == set(range(13))
     assert ids([[9, 4], []]) == ids([[], [9, 4]]) == ids([[9, 4]])
+
+
+@pytest.mark.parametrize("world", [World(), World(0, 4, 2), World(0, 6, 6)])
+@pytest.mark.parametrize("algorithm", ["py1e", "py2s"])
+def test_a_position_between_batches_has_a_state_of_that_library_and_no_other_has(world, algorithm):
+    run = run_of(world, algorithm=algorithm)
+    plan = BatchPlan(run.epoch(1), batch_size=4 * world.num_replicas, world=world)
+    settings = {"batch_size": plan.batch_size, "tail": "pad"}
+    for end in [0, *(plan.bounds(k)[1] for k in range(plan.num_batches))]:
+        position = Position.start(run, epoch=1, **settings).advanced(run, end)
+        state = mosaic_state(position, run)
+        assert state["sample_in_epoch"] >= end  # that library counts repeats
+        assert mosaic_position(state, run, **settings) == position
+        if 0 < end < run.epoch(1).num_samples:
+            with pytest.raises(StateError, match="within one"):
+                mosaic_state(position.advanced(run, end + 1), run)
+
+
+def test_a_position_in_our_own_order_has_no_state_of_that_library():
+    run = RunOrder(Snapshot.of(SIZES), [StreamWeights()] * 2, OrderConfig.resolve(batch_size=8, shuffle=True))
+    with pytest.raises(StateError, match="shuffle_algo='window'"):
+        mosaic_state(Position.start(run, batch_size=8, tail="pad"), run)
