@@ -211,8 +211,7 @@ def show_in_bar(trainer: Any, tracker: PositionTracker, waiting: Callable[[], st
         found = {**metrics(*arguments), "samples": f"{whole if has_ended else here.position}/{whole}"}
         return found if waiting is None else {**found, "data": waiting()}
 
-    bar.get_metrics = with_position
-    return partial(vars(bar).pop, "get_metrics", None)
+    return _override(bar, "get_metrics", with_position)
 
 
 def time_checkpoints(trainer: Any, monitor: DataMonitor) -> Callable[[], object]:
@@ -226,8 +225,14 @@ def time_checkpoints(trainer: Any, monitor: DataMonitor) -> Callable[[], object]
         finally:
             monitor.spent("checkpoint", since)
 
-    trainer.save_checkpoint = timed
-    return partial(vars(trainer).pop, "save_checkpoint", None)
+    return _override(trainer, "save_checkpoint", timed)
+
+
+def _override(owner: Any, name: str, replacement: Callable[..., Any]) -> Callable[[], object]:
+    """Replace a method of one object; gives what restores it."""
+    own = vars(owner).get(name)  # of the user's
+    setattr(owner, name, replacement)
+    return partial(vars(owner).pop, name, None) if own is None else partial(setattr, owner, name, own)
 
 
 def do_nothing() -> None:
