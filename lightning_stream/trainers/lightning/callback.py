@@ -245,7 +245,7 @@ class StreamingCallback(Callback):
             return
         self._sync(trainer)
         if self.monitor.is_on and loops.logs_now(trainer):
-            pl_module.log_dict(self.monitor.metrics(trainer.global_step), on_step=True, on_epoch=False, batch_size=1)
+            loops.log(trainer, self.monitor.metrics(trainer.global_step))
         if self.tracker.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
             pl_module.log("stream/num_substituted", float(self._num_substituted), **options)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch.utils.data import SequentialSampler
 
 from lightning_stream.errors import StateError
@@ -191,6 +192,15 @@ def logs_now(trainer: Any) -> bool:
     if not every or (loop._should_accumulate() and trainer.lightning_module.automatic_optimization):  # noqa: SLF001
         return False
     return bool((loop._batches_that_stepped + 1) % every == 0)  # noqa: SLF001
+
+
+def log(trainer: Any, metrics: dict[str, float]) -> None:
+    """Log metrics of the batch in training, as Lightning's own monitors do: `log_dict` takes 2 ms for ten of them."""
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped  # noqa: SLF001
+    for logger in trainer.loggers:
+        logger.log_metrics(metrics, step=step)
+    device = trainer.strategy.root_device
+    trainer.callback_metrics.update({name: torch.tensor(value, device=device) for name, value in metrics.items()})
 
 
 def show_in_bar(trainer: Any, tracker: PositionTracker, waiting: Callable[[], str] | None) -> Callable[[], object]:
