@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 from composer import ComposerModel, DataSpec, Trainer
 from torch.utils.data import DataLoader
@@ -25,7 +26,7 @@ from lightning_stream.trainers.composer.callback import StreamingPosition
 from lightning_stream.trainers.composer.spec import data_spec
 
 BATCH = 16
-METHODS = ("batch_start", "batch_end")
+METHODS = ("batch_start", "batch_end", "batch_checkpoint", "before_dataloader")
 
 
 class Nothing(ComposerModel):
@@ -85,12 +86,14 @@ def main() -> None:
 
 
 def measure(folder: Path, steps: int, rounds: int) -> None:
-    spent: dict[str, list[float]] = {name: [] for name in METHODS}
-    restore = timed(spent)
-    fit(data_spec(remote=folder, batch_size=BATCH), steps)
-    restore()
-    for name in METHODS:
-        print(f"{name}: median {median(spent[name]) * 1e6:.0f} us a step")
+    for monitor in (True, False):
+        spent: dict[str, list[float]] = {name: [] for name in METHODS}
+        restore = timed(spent)
+        fit(data_spec(remote=folder, batch_size=BATCH, monitor=monitor), steps)
+        restore()
+        for name in METHODS:
+            each = 1e6 * np.array(spent[name])
+            print(f"{name}, {monitor=}: median {median(each):.1f} us, mean {each.mean():.1f} us a step")
     batches = [{"id": torch.arange(BATCH)} for _ in range(steps)]
     bare, ours = [], []
     for _ in range(rounds):

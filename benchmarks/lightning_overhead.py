@@ -88,21 +88,18 @@ def main() -> None:
 
 
 def measure(folder: Path, steps: int, rounds: int) -> None:
-    for check in (True, False):
+    for options in ({}, {"check_delivery": False}, {"monitor": False}):
         spent: dict[str, list[float]] = {name: [] for name in HOOKS}
         measured: dict[str, list[float]] = {name: [] for name in MEASURING}
         restore, restore_meter = timed(StreamingCallback, spent), timed(Meter, measured)
-        data = StreamingDataModule(train={"remote": folder}, batch_size=BATCH, check_delivery=check)
+        data = StreamingDataModule(train={"remote": folder}, batch_size=BATCH, **options)
         trainer(steps).fit(Nothing(), datamodule=data)
         restore()
         restore_meter()
         each = np.array([spent[name] for name in HOOKS]).sum(axis=0) * 1e6
-        what = "with" if check else "without"
-        print(
-            f"hooks {what} the comparison with the plan: median {median(each):.0f} us, mean {each.mean():.0f} us a step"
-        )
+        print(f"hooks {options or ''}: median {median(each):.1f} us, mean {each.mean():.1f} us a step")
         each = 1e6 * np.array([measured[name][:steps] for name in MEASURING]).sum(axis=0)
-        print(f"measuring: median {median(each):.0f} us, mean {each.mean():.0f} us a batch")
+        print(f"measuring: median {median(each):.1f} us, mean {each.mean():.1f} us a batch")
     batches = [{"id": torch.arange(BATCH)} for _ in range(steps)]
     bare, ours = [], []
     for _ in range(rounds):

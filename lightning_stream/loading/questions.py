@@ -134,16 +134,6 @@ class LoaderQuestions:
         """What this process measures at the loader."""
         return self._workers.meter
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the loader's consumer has waited for batches, over all iterations."""
-        return self.meter.wait_s
-
-    @property
-    def longest_wait_s(self) -> float:
-        """The longest wait of the loader's consumer for a batch."""
-        return self.meter.longest_wait_s
-
     def stats(self) -> LoaderStats:
         """Where the time of the training loop has gone so far: waiting, by cause, and training.
 

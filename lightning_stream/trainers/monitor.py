@@ -34,14 +34,13 @@ class _Report:
     training_s: float
     wait_s: float
     wait_share: float
-    verdict: Verdict
-    is_due: bool
+    verdict: Verdict | None  # None before one is due
     share: Row  # for the report of the run
 
     @classmethod
-    def of(cls, logged: LoaderStats, checked: LoaderStats, is_due: bool, share: Row) -> _Report:
-        verdict = verdict_of(checked)
-        return cls(logged.metrics(), logged.training_s, checked.wait_s, checked.wait_share, verdict, is_due, share)
+    def of(cls, logged: LoaderStats, checked: LoaderStats, share: Row, is_due: bool = True) -> _Report:
+        verdict = verdict_of(checked) if is_due else None
+        return cls(logged.metrics(), logged.training_s, checked.wait_s, checked.wait_share, verdict, share)
 
 
 class DataMonitor:
@@ -166,27 +165,26 @@ class DataMonitor:
         Rates and counts are added up; the others are those of the rank that has the worst value.
         """
         stats, now = self.stats(), perf_counter()
-        recent = stats - self._checked
-        due = now - self._checked_at >= _CHECKED_S
-        found = gathered(_Report.of(stats - self._logged, recent, due, self._share()))
+        logged, is_due = stats - self._logged, now - self._checked_at >= _CHECKED_S
+        found = gathered(_Report.of(logged, stats - self._checked, self._share(), is_due))
         self._follow_late_rank(found)
         self._last_step = step
-        own = (stats - self._logged).training_s
-        self._others_s += max(0.0, own - min(one.training_s for one in found))
+        self._others_s += max(0.0, logged.training_s - min(one.training_s for one in found))
         self._logged = stats = replace(stats, pauses={**stats.pauses, "other_ranks": self._others_s})
         if self._report is not None:
             self._report.add([one.share for one in found])
-        if found[0].is_due:
+        if all(one.verdict is not None for one in found):
             self._checked, self._checked_at = stats, now
             self._tell(found, _WORTH_S)
             self._tune(max(found, key=_wait_share), step)
-        return {name: self._over_ranks(name, found) for name in found[0].metrics}
+        same = 1 if self._loader is None else self._loader.detect_world().replication
+        return {name: _over_ranks(name, found, same) for name in found[0].metrics}
 
     def _tune(self, slowest: _Report, step: int) -> None:
         """Change the same setting on all ranks, as the rank needs it that waits longest."""
         if self._tuner is None or self._loader is None:
             return
-        live = slowest.verdict.live if slowest.wait_s >= _WORTH_S else None
+        live = None if slowest.verdict is None or slowest.wait_s < _WORTH_S else slowest.verdict.live
         sentence = self._tuner.decide(live, slowest.wait_share, step)
         self._loader.tune(**self._tuner.settings)
         if sentence is not None:
@@ -201,17 +199,10 @@ class DataMonitor:
         elif self._late is None or self._late[0] != rank:
             self._late = rank, self._last_step
 
-    def _over_ranks(self, name: str, found: list[_Report]) -> float:
-        values = [one.metrics[name] for one in found if name in one.metrics]
-        if name in _ADDED:
-            same = 1 if self._loader is None else self._loader.detect_world().replication
-            return sum(values) / (same if name.endswith("_per_s") else 1)
-        return min(values) if name in _LEAST else max(values)
-
     def end(self) -> None:
         """Tell the user how much of the time training waited for data, and what to change. Collective."""
         stats = self.stats()
-        found = gathered(_Report.of(stats, stats, True, self._share()))
+        found = gathered(_Report.of(stats, stats, self._share()))
         if not self._tell(found, _WORTH_AT_END_S, again=True) and stats.elapsed_s >= _LONG_RUN_S:
             self.say(str(max(found, key=_wait_share).verdict))
         if self._report is not None:
@@ -224,7 +215,7 @@ class DataMonitor:
         """Tell the verdict of the rank that waits longest, if it is worth it; the same cause once, except `again`."""
         slowest = max(found, key=_wait_share)
         verdict, rank = slowest.verdict, found.index(slowest)
-        if not verdict.is_input_bound or slowest.wait_s < worth_s:
+        if verdict is None or not verdict.is_input_bound or slowest.wait_s < worth_s:
             return False
         if again or verdict.cause not in self._said:
             self._said.add(verdict.cause)
@@ -232,6 +223,14 @@ class DataMonitor:
             others = f" The other ranks have waited for it since about step {late:,}." if late else ""
             self.say(f"Rank {rank}: {verdict}{others}" if len(found) > 1 else str(verdict))
         return True
+
+
+def _over_ranks(name: str, found: list[_Report], replication: int) -> float:
+    """A metric over all ranks, of which so many get the same samples."""
+    values = [one.metrics[name] for one in found if name in one.metrics]
+    if name in _ADDED:
+        return sum(values) / (replication if name.endswith("_per_s") else 1)
+    return min(values) if name in _LEAST else max(values)
 
 
 def _wait_share(report: _Report) -> float:

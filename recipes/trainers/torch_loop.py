@@ -106,7 +106,7 @@ class TorchTrainer:
             while self.step < self.total_steps:
                 self._train_epoch(self.loader.position.epoch)
             self.figures.training_s = time.perf_counter() - began - self.figures.validation_s
-            self.figures.waited_s = self.loader.waited_s
+            self.figures.waited_s = self.loader.stats().wait_s
         return self.figures
 
     def _build(self, model: Any, data: RecipeData) -> None:

@@ -18,8 +18,8 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
 from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints, keep_all
 
-from lightning_stream import StreamingCallback
-from lightning_stream.loading.verdict import Verdict
+from lightning_stream import StreamingCallback, StreamingDataLoader
+from lightning_stream.loading.verdict import LiveChange, Verdict
 from lightning_stream.trainers import monitor as trainers_monitor
 
 STEPS_PER_EPOCH = 11
@@ -125,6 +125,58 @@ def test_the_parts_of_a_run_add_up_to_it(shards: Path, tmp_path: Path, when: dic
     assert stats.training_s >= NUM_STEPS * 0.01
     assert stats.elapsed_s + stats.validation_s == pytest.approx(spends.ended - spends.began, rel=0.02)
     assert "save_checkpoint" not in vars(run.trainer)
+
+
+def test_a_trainers_own_way_to_save_is_restored(shards: Path, tmp_path: Path) -> None:
+    class Replaces(Callback):
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            trainer.save_checkpoint = own
+
+    saved: list[Path] = []
+    own = lambda path, *_, **__: saved.append(path)  # noqa: E731
+    run = Run(shards, tmp_path, callbacks=[Replaces()], every_n_train_steps=4, max_epochs=1)
+    assert len(saved) == 2
+    assert run.trainer.save_checkpoint is own
+
+
+def test_an_error_restores_the_trainer(shards: Path, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise OSError("as a model's might")
+
+    run = Run(shards, tmp_path, callbacks=[Fails()], raises=OSError)
+    assert "save_checkpoint" not in vars(run.trainer)
+    assert monitor_of(run)._watch is None
+
+
+@pytest.mark.parametrize("watch_after_s", [7.5, None])
+def test_the_time_of_the_watch_is_a_setting(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, watch_after_s: float | None
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr(StreamingDataLoader, "watch", lambda _, after_s, say: asked.append(after_s))
+    Run(shards, tmp_path, data={"watch_after_s": watch_after_s}, max_steps=1)
+    assert asked == ([] if watch_after_s is None else [watch_after_s])
+
+
+def test_a_mode_that_the_monitor_has_not_is_refused_at_once() -> None:
+    with pytest.raises(ValueError, match="monitor= is True, False or \"tune\"; found 'tuning'"):
+        StreamingCallback(monitor="tuning")  # type: ignore[arg-type]
+
+
+def test_a_run_that_tunes_trains_on_the_same_batches(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_CHECKED_S", "_WORTH_S"):
+        monkeypatch.setattr(trainers_monitor, name, 0.0)
+    live = LiveChange("predownload", 8, 512, 0.0)
+    bound = Verdict("look_ahead", "Input-bound 80%: late.", "Raise it.", live=live)
+    expected = Run(shards, tmp_path / "plain", max_epochs=2).steps
+    monkeypatch.setattr(trainers_monitor, "verdict_of", lambda _: bound)
+    run = Run(shards, tmp_path / "tuned", data={"monitor": "tune", "num_workers": 2}, log_every_n_steps=2, max_epochs=2)
+    assert run.steps == expected
+    assert run.data.stats().settings.predownload in (512, 2048)  # it may not have helped
+    run.data.close()
 
 
 def test_the_metrics_reach_the_logger_at_lightnings_own_steps(

@@ -193,11 +193,12 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         """Measure training again."""
         self.monitor.end_validation()
 
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Measure how long checkpoints are written: until Composer's next event."""
+        self.before_dataloader(state, logger)
         self._saving = self.monitor.mark()
 
-    epoch_checkpoint = batch_checkpoint
+    epoch_checkpoint = iteration_checkpoint = batch_checkpoint
 
     def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training again."""

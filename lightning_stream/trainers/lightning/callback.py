@@ -199,6 +199,7 @@ class StreamingCallback(Callback):
         self.tracker.begin_run()
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
+        self._end_monitor()
         self.monitor = self._new_monitor()
         self.monitor.attach(loader)
         self._end_timing = loops.time_checkpoints(trainer, self.monitor)
@@ -255,7 +256,7 @@ class StreamingCallback(Callback):
             return
         self._sync(trainer)
         if self.monitor.is_on and loops.logs_now(trainer):
-            pl_module.log_dict(self.monitor.metrics(trainer.global_step), on_step=True, on_epoch=False, batch_size=1)
+            loops.log(trainer, self.monitor.metrics(trainer.global_step))
         if self.tracker.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
             pl_module.log("stream/num_substituted", float(self._num_substituted), **options)
