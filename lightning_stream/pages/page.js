@@ -228,7 +228,8 @@ class Chart {
 }
 
 function color(k) {
-  return `var(--c${k % 8})`;
+  const own = `var(--c${k % 8})`;
+  return k < 8 ? own : `color-mix(in srgb, ${own} ${k < 16 ? 55 : 30}%, var(--ink))`;
 }
 
 // Everything else

@@ -163,8 +163,8 @@ class RunReport:
 
     def _note(self, now: float, batch: MicroBatch | None) -> None:
         """Count a batch that is about to be handed out."""
-        if batch is not None and len(self._lanes) > 1:
-            ids = batch.sample_ids if batch.rows is not None else batch.sample_ids[~batch.filler]
+        if batch is not None and batch.num_samples and len(self._lanes) > 1:
+            ids = batch.without_padding().sample_ids
             self._ids.append(ids)
             self._num_ids += len(ids)
             if self._num_ids >= _COUNTED_TOGETHER:
@@ -257,7 +257,7 @@ class RunReport:
             return f"Not verified yet, because that plans the run once more: verify_delivery({str(folder)!r}, dataset)"
         try:
             return verify_delivery(folder, self._loader.streaming).sentence
-        except LightningStreamError as error:
+        except (LightningStreamError, ValueError, OSError) as error:
             return f"Not verified: {error}"
 
     # The page

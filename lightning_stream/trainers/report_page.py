@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -117,9 +118,10 @@ def _plots(kept: Mapping[str, Any], columns: Columns) -> list[Section]:
             "evicted": "evictions",
         }  # fmt: skip
         found.append(chart("Shards", "end_s", cache, **options))
-    streams = {name.partition(":")[2]: (name, "=drawn") for name in columns if name.startswith("stream:")}
+    streams = [name for name in columns if name.startswith("stream:")]
     if streams:
-        mixture: dict[str, str | tuple[str, str]] = dict(streams)
+        same = os.path.commonprefix(streams).rfind("/") + 1 or len("stream:")
+        mixture: dict[str, str | tuple[str, str]] = {name[same:]: (name, "=drawn") for name in streams}
         found.insert(2, chart("Mixture", "end_s", mixture, **options, stacked=True, y_unit="share", top=1))
     if _total(columns, "retries") or _total(columns, "bad_samples"):
         trouble: dict[str, str | tuple[str, str]] = {

@@ -81,6 +81,20 @@ def test_the_columns_add_up_to_the_loaders_own_stats(data: Path) -> None:
     assert total(values, f"stream:{data}/text") == 64
     assert "Trained on epoch 0: 0 lost, 0 repeated" in texts(values)
     assert values["kept"]["launches"][0]["ended"] == "finished"
+    (mixture,) = [one for one in values["sections"] if one.get("title") == "Mixture"]
+    assert [one["name"] for one in mixture["series"]] == ["code", "text"]
+
+
+def test_many_streams_are_shown_as_the_largest_and_the_rest(tmp_path: Path) -> None:
+    streams = [Stream(remote=str(tmp_path / f"s{k}")) for k in range(25)]
+    for k in range(25):
+        write(tmp_path / f"s{k}", 8 + 8 * (k == 7))
+    loader = StreamingDataLoader(StreamingDataset(streams=streams, shuffle=True), BATCH)
+    train(PositionTracker(loader), tmp_path / "data_report.html")
+    values = values_in(tmp_path / "data_report.html")
+    drawn = {name.partition(":")[2]: total(values, name) for name in values["columns"] if name.startswith("stream:")}
+    assert len(drawn) == 20
+    assert (drawn[str(tmp_path / "s7")], drawn["other streams"], sum(drawn.values())) == (16, 6 * 8, 26 * 8)
 
 
 def test_a_long_run_has_no_more_rows_than_fit_and_loses_no_count(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
