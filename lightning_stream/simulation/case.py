@@ -233,7 +233,8 @@ class Outcome:
             return "training"
         best = max(gains, key=gains.__getitem__, default="")
         if best and gains[best] >= _PAYS:
-            return best
+            computes = best in ("workers", "unpacking") and gains.get("cores", 1.0) >= _PAYS
+            return "cores" if computes else best
         return max((one for one in self.demands if one != "training"), key=self.demands.__getitem__)
 
 
