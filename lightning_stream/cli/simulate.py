@@ -125,6 +125,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
 
 def _imagined(options: argparse.Namespace, folder: str) -> str:
     """The folder of a dataset that has an index alone."""
+    if options.probe is not None:
+        raise ValueError("--probe reads a dataset, and --shards imagines one: pass its link by --link")
     if options.shard_bytes is None or options.shards < 1 or options.samples_per_shard < 1:
         raise ValueError("--shards and --samples-per-shard are at least 1, and --shards needs --shard-bytes, e.g. 64mb")
     size = parse_bytes(options.shard_bytes, "shard_bytes")
@@ -261,12 +263,12 @@ def _print_simulated(found: Simulated, curve: list[Simulated], out: Output) -> N
         "waiting": found.finding,
     }
     out.show(shown)
-    rows = [("nodes", "first batch", "resume", "samples/s", "waits", "epoch", "downloads", "price", "limited by")]
+    rows = [["nodes", "first batch", "resume", "samples/s", "waits", "epoch", "downloads", "price", "limited by"]]
     for one in curve:
         resume = "" if one.resume_s is None else f"{one.resume_s:.1f} s"
-        cells = (f"{one.num_nodes:,}", f"{one.first_batch_s:.1f} s", resume, f"{one.samples_per_s:,.0f}")
-        cells += (f"{one.wait_share:.0%}", f"{one.epoch_s:,.0f} s", readable(one.download_bytes), _dollars(one))
-        rows.append((*cells, one.limited_by))
+        row = [f"{one.num_nodes:,}", f"{one.first_batch_s:.1f} s", resume, f"{one.samples_per_s:,.0f}"]
+        row += [f"{one.wait_share:.0%}", f"{one.epoch_s:,.0f} s", readable(one.download_bytes), _dollars(one)]
+        rows.append([*row, one.limited_by])
     for row in rows if len(curve) > 1 else ():
         out.line("  " + "".join(f"{cell:>12}" for cell in row))
 
