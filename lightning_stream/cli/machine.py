@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.order.chain import readable
 from lightning_stream.simulation import CLOUDS, CLOUDS_DATE, Link, Node, Prices, Work
 from lightning_stream.stores import Store
 
@@ -63,6 +65,9 @@ class Machine:
     def of(cls, options: argparse.Namespace, store: Store, index: Index) -> Machine:
         """What the flags of :func:`add_machine` say, with the probed link."""
         times = {"step_s": options.step_ms, "sample_s": options.sample_ms, "unpack_s_per_mb": options.unpack_ms}
+        for flag, value in zip(("--step-ms", "--sample-ms", "--unpack-ms"), times.values(), strict=True):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{flag} is 0 or more; found {value:g}")
         limit = None if options.cache_limit is None else parse_bytes(options.cache_limit, "cache_limit")
         names = ("num_workers", "predownload", "prefetch_factor", "start_by_range")
         given = {name: getattr(options, name) for name in names}
@@ -79,8 +84,10 @@ def link_of(text: str) -> Link:
     found: dict[str, float] = {}
     for name, value in _pairs(text, "--link", _PARTS, "latency=20ms,connection=60mb,node=1.25gb"):
         match = _SECONDS.fullmatch(value)
-        if name == "latency" and match is None:
-            raise argparse.ArgumentTypeError(f"a latency has a unit, e.g. 20ms or 0.1s; found {value!r}")
+        if (name == "latency") != (match is not None) or value[-1].isdigit():
+            raise argparse.ArgumentTypeError(
+                f"a latency is e.g. 20ms or 0.1s, and a rate e.g. 60mb; found {name}={value}"
+            )
         try:
             number = parse_bytes(value, name) if match is None else float(match[1]) / (1000 if match[2] == "ms" else 1)
             found[_PARTS[name]] = number
@@ -99,7 +106,7 @@ def prices_of(text: str) -> Prices:
         pairs = _pairs(text, "--price", names, f"gb=0.09,requests=0.0004, or {', '.join(CLOUDS)}")
         return Prices(**{names[name]: float(value) for name, value in pairs})
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+        raise argparse.ArgumentTypeError(f"prices are dollars, 0 or more; found {text!r}") from error
 
 
 def _pairs(text: str, flag: str, names: Any, example: str) -> Iterator[tuple[str, str]]:
@@ -173,6 +180,9 @@ def _reads(
     return reads, time.perf_counter() - begin
 
 
-def about_link(link: Link) -> dict[str, Any]:
-    """The parts of a link that are limited."""
-    return {name: value for name, value in asdict(link).items() if value is not None}
+def about_link(link: Link) -> str:
+    """The parts of a link that are limited, as a line of text."""
+    parts = {"a connection": link.connection_bytes_per_s, "a node": link.node_bytes_per_s}
+    parts["the bucket"] = link.bucket_bytes_per_s
+    rates = [f"{readable(int(rate))}/s {name}" for name, rate in parts.items() if rate is not None]
+    return ", ".join([f"{1000 * link.latency_s:.3g} ms to the first byte", *rates])

@@ -24,7 +24,7 @@ from lightning_stream.cli.arguments import (
     mixtures_of,
 )
 from lightning_stream.cli.checkpoint import settings_of
-from lightning_stream.cli.machine import Machine, add_machine
+from lightning_stream.cli.machine import Machine, about_link, add_machine
 from lightning_stream.cli.output import ExitCode, Output, in_flags
 from lightning_stream.cli.simulate_page import add_pages, serve_page, write_report
 from lightning_stream.cli.training_run import lengths_name, training_of
@@ -38,7 +38,7 @@ from lightning_stream.order.packing import LONG_DOCUMENTS
 from lightning_stream.order.quality import measure
 from lightning_stream.pages.server import Drawn
 from lightning_stream.reading.data_stages import stages_of_reader
-from lightning_stream.simulation import QUICK, Case, Part, Shards, Simulated, simulate
+from lightning_stream.simulation import QUICK, Case, Part, Shards, Simulated, Training, simulate
 from lightning_stream.simulation.page import sections_of
 
 HELP = "simulate a training run: its shuffle quality, downloads, packed rows, balance, waiting time and price"
@@ -50,7 +50,7 @@ EXAMPLES = """examples:
   lightning-stream simulate s3://bucket/train --global-batch-size 256 --devices 8 --num-workers 8 --step-ms 250 --probe
   lightning-stream simulate --shards 100000 --shard-bytes 64mb --global-batch-size 256 --link latency=20ms,node=1gb
 """
-_APART = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "batches", "order", "chain", "simulated", "curve")
+_APART = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "batches", "order", "chain")
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 
 
@@ -121,18 +121,21 @@ def run(options: argparse.Namespace, out: Output) -> int:
         if options.serve is not None:
             return _serve(mixtures[0], options)
         found = [_simulate(mixture, options) for mixture in mixtures]
-    for chain, about in found:
+    for chain, about, simulated in found:
         out.line(" + ".join(about["urls"]))
         out.lines(str(chain))
         out.show({name: value for name, value in about.items() if name not in _APART})
-        if "simulated" in about:
-            _print_simulated(about, out)
-    out.data = {"datasets": [about for _, about in found]}
+        if simulated:
+            _print_simulated(simulated[0], simulated[1:], out)
+            about["simulated"], *about["curve"] = [one.to_json() for one in simulated]
+    out.data = {"datasets": [about for _, about, _ in found]}
     return ExitCode.OK
 
 
 def _imagined(options: argparse.Namespace, folder: str) -> str:
     """The folder of a dataset that has an index alone."""
+    if options.probe is not None:
+        raise ValueError("--probe reads a dataset, and --shards imagines one: pass its link by --link")
     if options.shard_bytes is None or options.shards < 1 or options.samples_per_shard < 1:
         raise ValueError("--shards and --samples-per-shard are at least 1, and --shards needs --shard-bytes, e.g. 64mb")
     size = parse_bytes(options.shard_bytes, "shard_bytes")
@@ -148,8 +151,8 @@ def _imagined(options: argparse.Namespace, folder: str) -> str:
     return str(path)
 
 
-def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dict[str, Any]]:
-    """The chain of a training run, and what was simulated of it."""
+def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dict[str, Any], list[Simulated]]:
+    """The chain of a training run, what its order says, and what was simulated: of its nodes, and of the curve."""
     training, indexes = training_of(mixture, options), mixture.reader.indexes
     order, plan = training.run, training.plan()
     begin, num_batches = time.perf_counter(), plan.num_batches  # which plans all rows or batches of different sizes
@@ -181,20 +184,23 @@ def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dic
     machine = Machine.of(options, mixture.reader.caches[0].store, indexes[0])
     if options.cache_limit is not None or options.predownload is not None:
         about |= _cache_need(Case(part, machine.link, machine.work, machine.node), options)
-    if (
-        options.shards is not None
-        or options.link
-        or options.probe
-        or options.report
-        or not all(c.in_place for c in mixture.reader.caches)
-    ):
-        found = simulate(part, **vars(machine))
-        about["simulated"] = found.to_json()
-        curve = list(_curve(mixture, found, machine, options))
-        about["curve"] = [one.to_json() for one in curve]
-        if options.report is not None:
-            write_report(options.report, _title(mixture), sections_of(found, curve, str(chain), quality))
-    return chain, about
+    is_local = options.shards is None and all(cache.in_place for cache in mixture.reader.caches)
+    simulated: list[Simulated] = []
+    if options.report or (num_batches and not (is_local and options.link is None and options.probe is None)):
+        simulated = _simulated(mixture, part, machine, options)
+    if options.report:
+        write_report(options.report, _title(mixture), sections_of(simulated[0], simulated[1:], str(chain), quality))
+    return chain, about, simulated
+
+
+def _simulated(
+    mixture: Mixture, part: Part, machine: Machine, options: argparse.Namespace, is_quick: bool = False
+) -> list[Simulated]:
+    """The training run, and the same on other numbers of nodes, unless that takes too long."""
+    if not part.training.plan().num_batches:
+        raise ValueError("nothing can be simulated: the epoch has fewer samples than one batch")
+    found = simulate(part, **vars(machine))
+    return [found, *([] if is_quick else _curve(mixture, found, machine, options))]
 
 
 def _serve(mixture: Mixture, options: argparse.Namespace) -> int:
@@ -206,8 +212,7 @@ def _serve(mixture: Mixture, options: argparse.Namespace) -> int:
     def drawn(options: argparse.Namespace, is_quick: bool) -> Drawn:
         training, machine = training_of(mixture, options), Machine.of(options, store, index)
         part = Part(training, Shards.of(mixture.reader.indexes))
-        found = simulate(part, **vars(machine))
-        curve = [] if is_quick else list(_curve(mixture, found, machine, options))
+        found, *curve = _simulated(mixture, part, machine, options, is_quick)
         chain = _chain(mixture, training.run, training.plan(), lengths_name(options), options)
         return sections_of(found, curve, str(chain), _quality(part, options))
 
@@ -241,18 +246,29 @@ def _downloads(part: Part, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _curve(mixture: Mixture, found: Simulated, machine: Machine, options: argparse.Namespace) -> Iterator[Simulated]:
-    """The same for other numbers of nodes, each of which trains on as many samples of a batch.
-
-    Orders of rows, of batches by length and of mosaicml-streaming plan the whole epoch, which takes too long.
-    """
+    """The same for other numbers of nodes, each of which trains on as many samples of a batch."""
     for nodes in sorted({*_NODES, options.nodes}) if options.curve and not found.problem else ():
         if nodes == options.nodes:
             yield replace(found, timeline=None)
-        elif lengths_name(options) is None and options.shuffle_algo not in MOSAIC_ALGORITHMS:
-            size = options.global_batch_size * nodes // options.nodes
-            scaled = argparse.Namespace(**{**vars(options), "nodes": nodes, "global_batch_size": size})
-            part = Part(training_of(mixture, scaled), Shards.of(mixture.reader.indexes), QUICK)
-            yield simulate(part, **vars(machine))
+        elif (training := _scaled(mixture, nodes, options)) is not None:
+            yield replace(
+                simulate(Part(training, Shards.of(mixture.reader.indexes), QUICK), **vars(machine)), timeline=None
+            )
+
+
+def _scaled(mixture: Mixture, nodes: int, options: argparse.Namespace) -> Training | None:
+    """The training run on another number of nodes; None where its order cannot be cut so, or takes too long to plan."""
+    ranks, given = nodes * options.devices, options.nodes * options.devices
+    plans_all = lengths_name(options) is not None or options.shuffle_algo in MOSAIC_ALGORITHMS
+    if plans_all or ranks % options.replication or options.global_batch_size * ranks % given:
+        return None
+    size = options.global_batch_size * ranks // given
+    scaled = argparse.Namespace(**{**vars(options), "nodes": nodes, "global_batch_size": size})
+    try:
+        training = training_of(mixture, scaled)
+        return training if training.plan().num_batches else None
+    except ValueError:  # e.g. batches that no longer have a sample of each stream
+        return None
 
 
 def _chain(
@@ -286,20 +302,26 @@ def _padding_percent(plan: BatchPlan, lengths: NDArray[np.integer]) -> float:
     return 100 * (1 - tokens / max(1, padded))
 
 
-def _print_simulated(about: dict[str, Any], out: Output) -> None:
+def _print_simulated(found: Simulated, curve: list[Simulated], out: Output) -> None:
     """Print what a training run waits for, with a line for each number of nodes."""
-    found = about["simulated"]
-    shown = {name: value for name, value in found["link"].items() if value is not None}
-    for name in ("first_batch_s", "resume_s", "epoch_s", "samples_per_s", "num_requests", "price_usd"):
-        shown[name] = found[name]
+    resumed = "" if found.resume_s is None else f"; {found.resume_s:.1f} s after a resume in the middle of the epoch"
+    shown = {
+        "link": about_link(found.link),
+        "first batch": f"{found.first_batch_s:.1f} s{resumed}",
+        "throughput": f"{found.samples_per_s:,.0f} samples/s, the epoch in {found.epoch_s:,.0f} s",
+        "downloads": f"{readable(found.download_bytes)} in {found.num_requests:,} requests{_dollars(found, ', ')}",
+        "waiting": found.finding,
+    }
     out.show(shown)
-    out.line(f"  {found['finding']}")
-    if len(about["curve"]) > 1:
-        names = ("nodes", "first batch", "resume", "samples/s", "waits", "epoch", "downloads", "price", "limited by")
-        out.line("  " + "".join(f"{name:>13}" for name in names))
-    for one in about["curve"] if len(about["curve"]) > 1 else ():
-        seconds = [f"{one[name]:.1f} s" for name in ("first_batch_s", "resume_s") if one[name] is not None]
-        price = "" if one["price_usd"] is None else f"${one['price_usd']:,.2f}"
-        cells = [f"{one['num_nodes']:,}", *seconds, f"{one['samples_per_s']:,.0f}", f"{one['wait_share']:.0%}"]
-        cells += [f"{one['epoch_s']:,.0f} s", readable(one["download_bytes"]), price, one["limited_by"]]
-        out.line("  " + "".join(f"{cell:>13}" for cell in cells))
+    rows = [["nodes", "first batch", "resume", "samples/s", "waits", "epoch", "downloads", "price", "limited by"]]
+    for one in curve:
+        resume = "" if one.resume_s is None else f"{one.resume_s:.1f} s"
+        row = [f"{one.num_nodes:,}", f"{one.first_batch_s:.1f} s", resume, f"{one.samples_per_s:,.0f}"]
+        row += [f"{one.wait_share:.0%}", f"{one.epoch_s:,.0f} s", readable(one.download_bytes), _dollars(one)]
+        rows.append([*row, one.limited_by])
+    for row in rows if len(curve) > 1 else ():
+        out.line("  " + "".join(f"{cell:>12}" for cell in row))
+
+
+def _dollars(found: Simulated, before: str = "") -> str:
+    return "" if found.price_usd is None else f"{before}${found.price_usd:,.2f}"

@@ -149,12 +149,8 @@ class Outcome:
         bytes_once = int(case.part.shards.stored_bytes[list(self.model.disk.were_here)].sum())
         self.again = max(1.0, self.model.num_bytes / max(1, bytes_once))
         left_steps = case.part.num_steps - case.part.num_simulated
-        left_bytes = (
-            max(0.0, int(case.part.downloads.num_bytes.max()) * self.again - self.model.num_bytes)
-            if left_steps
-            else 0.0
-        )
-        self.demands = self._seconds(left_steps, left_bytes) if left_steps else self._of_second_half()
+        left_bytes = int(case.part.downloads.num_bytes.max()) * self.again - self.model.num_bytes
+        self.demands = self._seconds(left_steps, max(0.0, left_bytes)) if left_steps else self._of_second_half()
         self.rest_s = max(self.demands.values()) / self._efficiency() if left_steps else 0.0
         self.end_s = self.model.step_ends[-1] if self.model.step_ends else self.model.clock.now
         self.epoch_s = self.end_s + self.rest_s
@@ -169,10 +165,8 @@ class Outcome:
         requests, raw_bytes = (each * num_bytes for each in per_byte)
         samples = num_steps * training.batch_size / world.num_replicas * len(model.ranks)
         samples *= training.run.epoch(training.epoch).samples_per_position
-        making_s, unpacking_s = (
-            samples * work.sample_s,
-            raw_bytes / _MB * work.unpack_s_per_mb + requests * work.shard_s,
-        )
+        making_s = samples * work.sample_s
+        unpacking_s = raw_bytes / _MB * work.unpack_s_per_mb + requests * work.shard_s
         connections = processes * node.fetch_threads
         train_s = num_steps * work.step_s
         found = {
@@ -233,7 +227,8 @@ class Outcome:
             return "training"
         best = max(gains, key=gains.__getitem__, default="")
         if best and gains[best] >= _PAYS:
-            return best
+            computes = best in ("workers", "unpacking") and gains.get("cores", 1.0) >= _PAYS
+            return "cores" if computes else best
         return max((one for one in self.demands if one != "training"), key=self.demands.__getitem__)
 
 

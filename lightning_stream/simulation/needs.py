@@ -97,14 +97,15 @@ class Training:
     def needs(self, node: int, start: int, num_steps: int) -> list[list[Need]]:
         """What each rank of a node reads in some global batches from a position on."""
         world = self.world
-        ranks = range(node * world.ranks_per_node, min((node + 1) * world.ranks_per_node, world.num_ranks))
+        first = node * max(world.ranks_per_node, world.replication)
+        ranks = range(first, first + world.ranks_per_node)
         first_of_replica = {rank // world.replication: rank for rank in reversed(ranks)}
         plans = [self.plan(rank, start) for rank in first_of_replica.values()]
         found: dict[int, list[Need]] = {replica: [] for replica in first_of_replica}
         replicas = list(first_of_replica)
-        for first, which, ids in reads_of(plans, 0, num_steps):
+        for begin, which, ids in reads_of(plans, 0, num_steps):
             shards = [self.run.snapshot.shards_of(one).tolist() for one in ids]
-            for step, own in enumerate(shards, first):
+            for step, own in enumerate(shards, begin):
                 found[replicas[which]] += self._cut(step, own, plans[0])
         return [found[rank // world.replication] for rank in ranks]
 

@@ -32,7 +32,12 @@ def simulate(
         run = RunOrder(Snapshot.of([[1000] * 100]), [StreamWeights()], config)
         training = Training(run, batch_size=256, device_batch_size=32, world=World(0, 8, 8))
         simulate(Part(training, Shards.alike(100, 64 << 20, 1000)), link=Link(latency_s=0.1)).first_batch_s
+
+    Raises:
+        ValueError: The epoch has no batch.
     """
+    if not part.num_steps:
+        raise ValueError("an epoch must have a batch to be simulated. Choose a smaller batch, or tail='pad' or 'exact'")
     case = Case(part, link or Link(), work or Work(), node or Node())
     outcome, downloads, training = Outcome(case), part.downloads, part.training
     model, num_nodes, total = outcome.model, training.world.num_nodes, int(downloads.num_bytes.sum())
@@ -86,7 +91,8 @@ def _finding(outcome: Outcome, limited_by: str, gains: dict[str, float]) -> str:
         return f"Not input-bound: training waits {share} of the time for data."
     gain = gains.get(limited_by, 1.0)
     faster = f" Without this limit, it would be {gain:.1f} times as fast." if gain > 1 else ""
-    return f"Input-bound {share}: {_LIMITS[limited_by]}{faster}"
+    bound = f"Input-bound {share}" if outcome.case.work.step_s else "Without a training step"
+    return f"{bound}: {_LIMITS[limited_by]}{faster}"
 
 
 _LIMITS = {

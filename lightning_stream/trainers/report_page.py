@@ -120,7 +120,7 @@ def _plots(kept: Mapping[str, Any], columns: Columns) -> list[Section]:
         found.append(chart("Shards", "end_s", cache, **options))
     streams = [name for name in columns if name.startswith("stream:")]
     if streams:
-        same = os.path.commonprefix(streams).rfind("/") + 1 or len("stream:")
+        same = os.path.commonprefix([name.rstrip("/") for name in streams]).rfind("/") + 1 or len("stream:")  # noqa: RUF071
         mixture: dict[str, str | tuple[str, str]] = {name[same:]: (name, "=drawn") for name in streams}
         found.insert(2, chart("Mixture", "end_s", mixture, **options, stacked=True, y_unit="share", top=1))
     if _total(columns, "retries") or _total(columns, "bad_samples"):
