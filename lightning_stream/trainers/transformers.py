@@ -89,7 +89,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Note that training stops."""
-        self.monitor.stop()
+        self.monitor.end_epoch()
         self._since = self.monitor.mark()
 
     def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float] | None = None, **___: Any) -> None:

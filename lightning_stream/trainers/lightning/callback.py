@@ -199,7 +199,7 @@ class StreamingCallback(Callback):
         self.tracker.begin_run()
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
-        self._end_monitor()
+        self._end_monitor(None)
         self.monitor = self._new_monitor()
         self.monitor.attach(loader)
         self._end_timing = loops.time_checkpoints(trainer, self.monitor)
