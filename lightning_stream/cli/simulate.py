@@ -197,8 +197,6 @@ def _simulated(
     mixture: Mixture, part: Part, machine: Machine, options: argparse.Namespace, is_quick: bool = False
 ) -> list[Simulated]:
     """The training run, and the same on other numbers of nodes, unless that takes too long."""
-    if not part.training.plan().num_batches:
-        raise ValueError("nothing can be simulated: the epoch has fewer samples than one batch")
     found = simulate(part, **vars(machine))
     return [found, *([] if is_quick else _curve(mixture, found, machine, options))]
 
