@@ -14,8 +14,8 @@ from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeight
 from lightning_stream.order.downloads import estimate_factor, plan_downloads
 from lightning_stream.simulation import (
     QUICK,
-    Case,
     Link,
+    Machine,
     Node,
     Part,
     Prices,
@@ -48,7 +48,7 @@ def shards(count: int = 24, num_bytes: int = MB, num_samples: int = 32) -> Shard
 
 
 def simulated(of: Training | None = None, data: Shards | None = None, **given: Any) -> Simulated:
-    return simulate(Part(of or training(), data or shards()), **{"link": FAST, "work": FREE, "node": Node(), **given})
+    return simulate(Part(of or training(), data or shards()), Machine(**{"link": FAST, "work": FREE, **given}))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
@@ -147,10 +147,10 @@ def _shards_in_order(run: Training) -> list[int]:
 def test_a_cache_that_is_too_small_fetches_again_as_a_replay_does(limit: int) -> None:
     run = training((32,) * 24, batch_size=4, canonical_nodes=1, window=24)
     node = Node(predownload=4, cache_limit=limit * MB, fetch_threads=1)
-    case = Case(Part(run, shards()), FAST, replace(FREE, step_s=1.0), node)
-    model = case.model()
+    part = Part(run, shards())
+    model = part.model(Machine(FAST, replace(FREE, step_s=1.0), node))
     model.run()
-    assert len(model.step_ends) == case.part.num_steps
+    assert len(model.step_ends) == part.num_steps
     assert model.num_fetched == replayed_fetches(run, limit, 1)
     assert model.disk.num_fetched_again == model.num_fetched - 24
     assert (model.disk.num_fetched_again > 0) == (limit < 24)
@@ -209,7 +209,7 @@ def test_the_timeline_has_few_points_and_never_trains_on_what_is_not_ready() -> 
 def test_a_part_of_the_steps_predicts_the_whole_epoch(given: dict[str, Any]) -> None:
     run, data = training((32,) * 400, canonical_nodes=2, window=2), shards(400)
     given = {"work": replace(FREE, step_s=0.02), "node": Node(num_workers=2), **given}
-    whole, part = (simulate(Part(run, data, most), **{"link": FAST, **given}) for most in (1.0, 0.05))
+    whole, part = (simulate(Part(run, data, most), Machine(**{"link": FAST, **given})) for most in (1.0, 0.05))
     assert part.simulated_share < 0.5 < whole.simulated_share
     assert part.epoch_s == pytest.approx(whole.epoch_s, rel=0.1)
     assert part.download_bytes == whole.download_bytes
@@ -218,7 +218,7 @@ def test_a_part_of_the_steps_predicts_the_whole_epoch(given: dict[str, Any]) -> 
 def test_a_hundred_thousand_shards_on_a_thousand_nodes_are_a_few_steps() -> None:
     for nodes in (1, 1000):
         run = training((1000,) * 100_000, batch_size=256 * nodes, nodes=nodes, devices=8)
-        found = simulate(Part(run, Shards.alike(100_000, 64 * MB, 1000), QUICK), node=Node(num_workers=4))
+        found = simulate(Part(run, Shards.alike(100_000, 64 * MB, 1000), QUICK), Machine(node=Node(num_workers=4)))
         assert found.simulated_share < 0.02
         assert found.num_nodes == nodes
         assert found.epoch_s > 0
