@@ -252,17 +252,22 @@ class NodeModel:
         while worker.queue and worker.idle_threads:
             shard = worker.queue.popleft()
             if self.disk.has(shard):
-                worker.num_wanted -= 1
-                self._arrived(worker, shard)
+                self.clock.after(0.0, partial(self._found, worker, partial(self._arrived, worker, shard)))
             elif (others := self.disk.fetching.get(shard)) is not None:
-                worker.num_wanted -= 1
                 others.append(partial(self._arrived, worker, shard))
+                self.clock.after(0.0, partial(self._found, worker))
             else:
                 worker.idle_threads -= 1
                 self.disk.fetching[shard] = []
                 # With fewer shards wanted than threads, the connections of the idle ones help.
                 connections = max(1, self.node.fetch_threads // max(1, worker.num_wanted))
                 self._make_space(worker, shard, connections)
+
+    def _found(self, worker: Worker, then: Call | None = None) -> None:
+        """Let a thread find a shard that is here or comes: when it runs, the worker has announced its next batches."""
+        worker.num_wanted -= 1
+        if then is not None:
+            then()
 
     def _make_space(self, worker: Worker, shard: int, connections: int) -> None:
         if not self.disk.make_space(shard, worker.needs[worker.num_made].step):
