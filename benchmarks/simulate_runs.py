@@ -3,8 +3,8 @@
 python benchmarks/simulate_runs.py [--only NAME ...] [--rounds 3]
 
 Each run is a process of its own with an empty cache. Its training step and its transform sleep, so that only what is
-simulated limits it. What a process, a client, a sample and a sleep cost on this machine is measured first, in further
-processes and without the paced server's limits; nothing is fitted to the runs.
+simulated limits it. What a process, a client, a sample and a sleep cost on this machine is measured before each run, in
+another process and without the paced server's limits; nothing is fitted to the runs.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ RUNS = {
     "slow connections, no workers": Run(Pace(0.025, 4e6), "large", num_workers=0, step_s=0.01),
     "all shards at once": Run(Pace(0.025, 4e6), "large", step_s=0.05, dataset={}),
     "latency": Run(Pace(0.3, 50e6)),
-    "latency, no workers": Run(Pace(0.2, 50e6), num_workers=0, step_s=0.01),
     "link of the node": Run(Pace(0.025, 20e6, 24e6), "large"),
     "transform": Run(NORMAL, sample_s=0.01),
     "transform, no workers": Run(NORMAL, num_workers=0, step_s=0.02, sample_s=0.003),
@@ -241,25 +240,20 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        with serve(folder, Pace()) as endpoint:
-            measured = [_child("measured", endpoint, folder, "latency") for _ in range(args.rounds)]
-        costs = {
-            k: max(0.0, statistics.median(one[k] for one in measured))
-            for k in measured[0]
-            if k not in ("gets", "bytes")
-        }
-        sys.stdout.write(f"{json.dumps(costs)}\n\n")
         sys.stdout.write(f"{'':42}{'first batch':>22}{'samples/s':>22}{'MB':>22}  limited by\n")
         for name in args.only:
-            _compare(name, folder, costs, args.rounds)
+            _compare(name, folder, args.rounds)
 
 
-def _compare(name: str, folder: Path, costs: dict[str, float], rounds: int) -> None:
+def _compare(name: str, folder: Path, rounds: int) -> None:
     """Print what was predicted of a run, what was measured, and the difference."""
-    run = RUNS[name]
-    expected = predicted(folder, run, costs)
-    with serve(folder, run.pace) as endpoint:
-        runs = [_child("trained", endpoint, folder, name) for _ in range(rounds)]
+    run, runs, costs = RUNS[name], list[dict[str, float]](), list[dict[str, float]]()
+    with serve(folder, Pace()) as unpaced, serve(folder, run.pace) as paced:
+        for _ in range(rounds):
+            costs.append(_child("measured", unpaced, folder, name))
+            runs.append(_child("trained", paced, folder, name))
+    names = costs[0].keys() - {"gets", "bytes"}
+    expected = predicted(folder, run, {one: max(0.0, statistics.median(cost[one] for cost in costs)) for one in names})
     measured = {
         "first_s": [one["first_s"] for one in runs],
         "samples_per_s": [one["samples"] / (one["spent_s"] - one["first_s"]) for one in runs],

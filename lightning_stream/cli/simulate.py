@@ -44,7 +44,7 @@ from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.simulation import QUICK, Machine, Part, Shards, Simulated, Training, simulate
 from lightning_stream.simulation.page import curve_table, duration, sections_of
 
-HELP = "simulate a training run: its shuffle quality, downloads, packed rows, balance, waiting time and price"
+HELP = "predict a training run: its first batch, throughput and limit, downloads and price, shuffle and packing"
 EXAMPLES = """examples:
   lightning-stream simulate s3://bucket/train --global-batch-size 256 --nodes 2 --devices 8
   lightning-stream simulate s3://bucket/train --global-batch-size 256 --shuffle-algo py1e
@@ -259,7 +259,10 @@ def _curve(mixture: Mixture, found: Simulated, machine: Machine, options: argpar
     """The same for other numbers of nodes, each of which trains on as many samples of a batch."""
     plans_all = lengths_name(options) is not None or options.shuffle_algo in MOSAIC_ALGORITHMS
     if plans_all and options.curve:
-        raise ValueError("--curve takes an order that needs no plan of all samples: omit it, or packing and lengths")
+        raise ValueError(
+            "--curve takes an order that is computed piece by piece; packing, batches by length and the orders of "
+            "mosaicml-streaming are planned as a whole for each number of nodes. Omit --curve"
+        )
     is_wanted = options.curve is not False and not plans_all and not found.problem
     for nodes in sorted({*_NODES, options.nodes}) if is_wanted else ():
         if nodes == options.nodes:

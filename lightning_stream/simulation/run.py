@@ -83,20 +83,19 @@ def _finding(outcome: Outcome, limited_by: str, gains: dict[str, float]) -> str:
     gain = gains.get(limited_by, 1.0)
     times = f"over {gain:.0f}" if gain == MOST_GAIN else f"{gain:.1f}"
     faster = f" Without this limit, it would be {times} times as fast." if gain > 1 else ""
-    has_steps = outcome.machine.work.step_s > 0
-    bound = f"Input-bound: training waits {share} of the time for data." if has_steps else "Without a training step:"
-    return f"{bound} {_LIMITS[limited_by]}{faster}"
+    waits = f"Input-bound: training waits {share} of the time for data. " if outcome.machine.work.step_s else ""
+    return f"{waits}{_LIMITS[limited_by]}{faster}"
 
 
 _LIMITS = {
-    "latency": "The latency of the store limits it. Raise num_workers, or write larger shards (size_limit).",
-    "connection": "The rate of each connection limits it. Raise num_workers, which opens more connections.",
-    "link": "The network limits it. Write smaller samples (compression='zstd'), or train nearer to the data.",
-    "workers": "Making batches limits it. Raise num_workers, or make the transform cheaper.",
-    "cores": "The processor cores limit it. Use nodes with more cores, or make the transform cheaper.",
-    "unpacking": "Verifying and decompressing limits it. Raise num_workers, or omit the compression.",
-    "look_ahead": "The look-ahead limits it: shards are requested too late. Raise predownload.",
-    "cache": "The cache limits it: it is too small, and shards are fetched again. Raise cache_limit.",
+    "latency": "The latency of the store limits training. Raise num_workers, or write larger shards (size_limit).",
+    "connection": "The rate of each connection limits training. Raise num_workers, which opens more connections.",
+    "link": "The network limits training. Write smaller samples (compression='zstd'), or train nearer to the data.",
+    "workers": "Making batches limits training. Raise num_workers, or make the transform cheaper.",
+    "cores": "The processor cores limit training. Use nodes with more cores, or make the transform cheaper.",
+    "unpacking": "Verifying and decompressing limits training. Raise num_workers, or omit the compression.",
+    "look_ahead": "The look-ahead limits training: shards are requested too late. Raise predownload.",
+    "cache": "The cache limits training: it is too small, and shards are fetched again. Raise cache_limit.",
 }
 
 
