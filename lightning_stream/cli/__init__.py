@@ -91,7 +91,7 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = _Parser(
         prog,
-        description="Convert, inspect and verify datasets; explain checkpoints; simulate orders; check this machine.",
+        description="Convert, inspect and verify datasets; explain checkpoints; simulate training; check this machine.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
@@ -66,7 +68,7 @@ class Output:
                 for inner, one in value.items():  # names of columns and settings, as they are
                     self.line(f"{'    ' + inner.removesuffix('_bytes'):<{_WIDTH}} {_text(inner, one)}")
             else:
-                self.line(f"{label:<{_WIDTH}} {_text(name, value)}")
+                self.line(_wrapped(f"{label:<{_WIDTH}} {_text(name, value)}"))
 
     def progress(self, text: str) -> None:
         """Replace the line of progress; only on a terminal."""
@@ -98,6 +100,15 @@ def separated(about: Mapping[str, Any]) -> dict[str, Any]:
     """Whole numbers that are no bytes as text with separators of thousands."""
     is_count = {name: type(value) is int and not name.endswith("_bytes") for name, value in about.items()}
     return {name: f"{value:,}" if is_count[name] else value for name, value in about.items()}
+
+
+def _wrapped(text: str) -> str:
+    """A name and its value in lines as wide as the terminal; in one line for a file or a pipe."""
+    if not sys.stdout.isatty():
+        return text
+    width = max(2 * _WIDTH, shutil.get_terminal_size().columns)
+    indent = " " * (_WIDTH + 1)
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _text(name: str, value: Any) -> str:

@@ -197,6 +197,11 @@ class Fetch(Future[Lease]):
     queued: weakref.ref[Future[None]]
 
 
+def hurried_threads(num_threads: int, num_waited: int) -> int:
+    """The threads that fetch from now on, where a batch waits for so many shards; never fewer than before."""
+    return max(num_threads, min(num_waited, _MOST_FETCHERS))
+
+
 class ReaderProcess:
     """Mapped shards and fetches of one process. Its tables change under `lock`, which nobody holds while reading.
 
@@ -325,8 +330,8 @@ class ReaderProcess:
         with self.lock:
             self.begin(numbers, entry)
             waited = sum(not fetch.done() for number in numbers if (fetch := self.fetches.get(number)) is not None)
-        if self._fetchers.num_threads < min(waited, _MOST_FETCHERS):
-            self._fetchers.resize(min(waited, _MOST_FETCHERS))
+        if (threads := hurried_threads(self._fetchers.num_threads, waited)) > self._fetchers.num_threads:
+            self._fetchers.resize(threads)
 
     def could_fetch_more(self) -> bool:
         """Whether shards are waited for while threads are idle."""

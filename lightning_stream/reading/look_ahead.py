@@ -43,6 +43,11 @@ def furthest_ahead(predownload: int | None, device_batch_size: int, *, is_limite
     return depth if predownload is not None or is_limited else _FURTHER * depth
 
 
+def spare_requests(num_files: int, num_processes: int) -> int:
+    """How many ranges each process that reads may request of shards that are being fetched anyway."""
+    return num_files // (_FILES_PER_RANGE * num_processes)
+
+
 def read_ahead(
     reader: SampleReader,
     plan: BatchPlan,
@@ -57,7 +62,7 @@ def read_ahead(
     shard, the next batches need too few. The loader may change it at any time. However it ends, it takes back what it
     has announced.
     """
-    reader.spare_requests = reader.shards.num_files // (_FILES_PER_RANGE * plan.world.num_replicas * num_workers)
+    reader.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
     next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
     waiting: deque[tuple[MicroBatch, Announced | None]] = deque()
     infos = iter(infos)
