@@ -14,9 +14,9 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints, keep_all
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger
+from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, checkpoints, keep_all
 
 from lightning_stream import StreamingCallback, StreamingDataLoader
 from lightning_stream.loading.verdict import LiveChange, Verdict
@@ -212,6 +212,104 @@ def test_accumulated_batches_are_logged_once_per_step(shards: Path, tmp_path: Pa
     run = Run(shards, tmp_path, accumulate_grad_batches=2, logger=CSVLogger(tmp_path), log_every_n_steps=2, max_steps=4)
     assert [int(row["step"]) for row in logged(tmp_path)] == [1, 3]
     assert monitor_of(run).stats().num_batches == 8
+
+
+class Loses(Recorder):
+    """Logs its loss, and the axis that the user wants for it."""
+
+    axis: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        if self.axis is not None:
+            self.log("step", float(self.axis * (batch_idx + 1)))
+        return loss
+
+
+class OwnAxis(Loses):
+    axis = 1000
+
+
+class SameName(Loses):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("data/wait_ms", -1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class KeepsAll(Logger):
+    """A logger of the user's, which gets each call."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.calls.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("recorder", "steps"), [(Loses, [2, 5, 8]), (OwnAxis, [3000, 6000, 9000])])
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_metrics_are_in_the_row_of_the_loss_in_all_loggers(
+    shards: Path, tmp_path: Path, recorder: type[Recorder], steps: list[int], manual: bool
+) -> None:
+    loggers = [CSVLogger(tmp_path), KeepsAll(), KeepsAll()]
+    run = Run(
+        shards, tmp_path, recorder=recorder, logger=loggers, log_every_n_steps=3, max_steps=9, module={"manual": manual}
+    )  # fmt: skip
+    (table,) = tmp_path.glob("lightning_logs/*/metrics.csv")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [float(row["data/wait_ms"]) >= 0 for row in rows if row["loss"]] == 3 * [True]
+    assert len(rows) == 3
+    assert loggers[1].calls == loggers[2].calls
+    assert [step for step, metrics in loggers[1].calls if metrics.keys() >= METRICS | {"loss"}] == steps
+    assert run.trainer.logged_metrics.keys() >= METRICS | {"loss"}
+    assert "log_metrics" not in vars(run.trainer._logger_connector)
+
+
+def test_what_a_model_logs_under_the_same_name_counts(shards: Path, tmp_path: Path) -> None:
+    run = Run(shards, tmp_path, recorder=SameName, logger=CSVLogger(tmp_path), log_every_n_steps=3, max_steps=3)
+    assert [float(row["data/wait_ms"]) for row in logged(tmp_path)] == [-1.0]
+    assert run.trainer.callback_metrics["data/wait_ms"] == run.trainer.logged_metrics["data/wait_ms"] == -1.0
+
+
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 2}, {"logger": False, "val": False}])
+def test_the_metrics_reach_the_trainer_without_a_logger(shards: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    run = Run(shards, tmp_path, recorder=Loses, log_every_n_steps=2, max_steps=2, **options)
+    assert run.trainer.logged_metrics.keys() >= METRICS
+    assert run.trainer.callback_metrics.keys() >= METRICS
+    assert not METRICS & run.trainer.progress_bar_metrics.keys()
+
+
+def test_callbacks_monitor_the_metrics(shards: Path, tmp_path: Path) -> None:
+    best = ModelCheckpoint(
+        tmp_path / "ckpt", "{step}", monitor="data/samples_per_s", mode="max", save_top_k=1, every_n_train_steps=4
+    )  # fmt: skip
+    stops = EarlyStopping("data/samples_per_s", mode="max", stopping_threshold=1e-9, check_on_train_epoch_end=True)
+    run = Run(shards, tmp_path, callbacks=[best, stops], log_every_n_steps=4, logger=CSVLogger(tmp_path))
+    assert stops.stopped_epoch == 0 < run.trainer.current_epoch < EPOCHS
+    assert len(checkpoints(tmp_path)) == 1
+    assert float(best.best_model_score) in {float(row["data/samples_per_s"]) for row in logged(tmp_path)}
+
+
+def test_metrics_of_a_step_that_failed_are_not_logged_with_the_next_fit(shards: Path, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise OSError("as a model's might")
+
+    kept = KeepsAll()
+    run = Run(
+        shards, tmp_path, recorder=Loses, callbacks=[Fails()], raises=OSError, logger=kept, log_every_n_steps=3
+    )  # fmt: skip
+    assert "log_metrics" not in vars(run.trainer._logger_connector)
+    assert not any(METRICS & metrics.keys() for _, metrics in kept.calls)
 
 
 def test_nothing_is_logged_shown_or_said_where_the_monitor_is_off(
