@@ -154,8 +154,10 @@ def _at_the_start(stats: LoaderStats) -> Verdict:
     count, settings = stats.num_iterations, stats.settings
     each = sum(stats.first_waits.values()) / max(1, count)
     late = max(stats.first_waits, key=stats.first_waits.__getitem__)
-    if count > 1 and settings.num_workers and not settings.persistent_workers:
-        finding = f"Input-bound {_percent(stats.wait_share)}: the first batch of each epoch came after {each:.1f} s."
+    if count > 1 and late == "starting" and settings.num_workers and not settings.persistent_workers:
+        finding = (
+            f"Input-bound {_percent(stats.wait_share)}: starting and ending the workers takes {each:.1f} s an epoch."
+        )
         remedy = "Pass persistent_workers=True, which keeps the workers between epochs."
         return Verdict("epoch_start", finding, remedy, "persistent_workers", True)
     finding = f"Training waited {each:.1f} s for the first batch, and for little else."

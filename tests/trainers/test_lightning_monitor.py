@@ -17,6 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger
 from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, checkpoints, keep_all
+from support.metered_loading import check_parts, spend
 
 from lightning_stream import StreamingCallback, StreamingDataLoader
 from lightning_stream.loading.verdict import LiveChange, Verdict
@@ -61,12 +62,6 @@ class Spends(Callback):
 
     def on_save_checkpoint(self, *_: Any) -> None:
         spend(0.05)
-
-
-def spend(seconds: float) -> None:
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        pass
 
 
 class Takes(Callback):
@@ -114,17 +109,29 @@ def test_training_is_measured_without_its_validations(
     assert stats.validation_s == EPOCHS * 100.0 * (1 if val_check_interval == 1.0 else 2)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("when", [{"every_n_train_steps": 4}, {"every_n_epochs": 1}])
-def test_the_parts_of_a_run_add_up_to_it(shards: Path, tmp_path: Path, when: dict[str, int]) -> None:
-    spends = Spends()
-    run = Run(shards, tmp_path, callbacks=[spends, keep_all(tmp_path, **when)], val_check_interval=4)
-    stats, num_checkpoints = monitor_of(run).stats(), len(checkpoints(tmp_path))
-    assert num_checkpoints >= EPOCHS
-    assert num_checkpoints * 0.05 <= stats.pauses["checkpoint"] < num_checkpoints * 0.05 + 0.5 * stats.elapsed_s
-    assert stats.validation_s >= 2 * EPOCHS * 0.05
-    assert stats.training_s >= NUM_STEPS * 0.01
-    assert stats.elapsed_s + stats.validation_s == pytest.approx(spends.ended - spends.began, rel=0.02)
-    assert "save_checkpoint" not in vars(run.trainer)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_parts_of_a_run_add_up_to_it(
+    shards: Path, tmp_path: Path, num_workers: int, when: dict[str, int], accumulated: int
+) -> None:
+    folders = (tmp_path / str(number) for number in range(3))
+
+    def measure() -> tuple[float, float]:
+        folder, spends = next(folders), Spends()
+        run = Run(
+            shards, folder, callbacks=[spends, keep_all(folder, **when)], val_check_interval=4,
+            accumulate_grad_batches=accumulated, data={"num_workers": num_workers},
+        )  # fmt: skip
+        stats, num_checkpoints = monitor_of(run).stats(), len(checkpoints(folder))
+        assert num_checkpoints >= EPOCHS
+        assert num_checkpoints * 0.05 <= stats.pauses["checkpoint"] <= stats.elapsed_s - NUM_STEPS * 0.01
+        assert stats.validation_s >= 2 * EPOCHS * 0.05
+        assert stats.training_s >= NUM_STEPS * 0.01
+        assert "save_checkpoint" not in vars(run.trainer)
+        return stats.elapsed_s + stats.validation_s, spends.ended - spends.began
+
+    check_parts(measure)
 
 
 def test_a_trainers_own_way_to_save_is_restored(shards: Path, tmp_path: Path) -> None:
