@@ -30,7 +30,6 @@ from support.metered_loading import BATCH, check_parts, loader_over, served, spe
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.counters import NAMES, Counters  # noqa: E402
 from lightning_stream.loading.meter import Made, Meter, divided  # noqa: E402
-from lightning_stream.loading.verdict import verdict_of  # noqa: E402
 
 NUM_SAMPLES = 1024
 LIMIT_US = 25
@@ -55,11 +54,6 @@ def bytes_of(data: Path) -> int:
 def slow(sample: dict[str, Any]) -> dict[str, Any]:
     spend(0.003)
     return sample
-
-
-def slow_collate(samples: list[Any]) -> np.ndarray[Any, Any]:
-    spend(0.05)
-    return np.stack([sample["x"] for sample in samples])
 
 
 @given(asked=seconds, wait=seconds, began=seconds, stages=st.lists(seconds, min_size=5, max_size=5))
@@ -203,46 +197,6 @@ def test_bad_samples_are_counted(data: Path, tmp_path: Path) -> None:
             pass
     assert loader.stats().counters["bad_samples"] >= 1
     assert loader.stats().metrics()["data/bad_samples"] >= 1
-
-
-INJECTED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "a slow transform": ("transforming", "transform", {"transform": slow}),
-    "a slow collate function": ("collating", "collate", {"collate_fn": slow_collate}),
-}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("case", INJECTED)
-def test_a_real_delay_is_named(data: Path, tmp_path: Path, case: str, num_workers: int) -> None:
-    stage, cause, options = INJECTED[case]
-    loader = loader_over(data, tmp_path, num_workers, **options)
-    for _ in islice(loader, 16):
-        spend(0.002)
-    stats = loader.stats()
-    assert max(stats.work, key=stats.work.__getitem__) == stage, stats
-    if not num_workers:  # what a worker is late with depends on the machine, too
-        assert verdict_of(stats).cause == cause, stats
-
-
-def test_a_slow_store_is_named(data: Path, tmp_path: Path, server: WebServer) -> None:
-    with FaultProxy(server.url, Plan(latency_s=0.25)) as proxy:
-        loader = loader_over(f"{proxy.url}/data", tmp_path, shuffle=False)
-        for _ in loader:
-            pass
-    verdict = verdict_of(loader.stats())
-    assert verdict.cause == "store_latency", str(loader.stats())
-    assert verdict.setting == "num_workers"
-
-
-def test_a_throttled_store_is_named(data: Path, tmp_path: Path, server: WebServer) -> None:
-    options = {"first_pause_s": 0.05, "retries": 20}
-    with FaultProxy(server.url, Plan(probability={"error": 0.6})) as proxy:
-        loader = loader_over(
-            f"{proxy.url}/data", tmp_path, shuffle=False, predownload=BATCH, stream_config={"options": options}
-        )
-        for _ in loader:
-            pass
-    assert verdict_of(loader.stats()).cause == "throttled", loader.stats()
 
 
 def test_a_copy_of_a_loader_begins_at_zero(data: Path, tmp_path: Path) -> None:
