@@ -21,6 +21,7 @@ NAMES = (
     "decompress_s",  # of these threads
     "convert_s",  # of these threads: from another format, download included
     "retries",  # requests that failed and were sent again
+    "corrupt",  # of these, those whose answers did not have the bytes that the index promises
     "retry_s",  # pauses before these
     "throttled",  # answers that ask for fewer requests (status 429 and 503)
     "shards_fetched",

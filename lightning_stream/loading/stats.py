@@ -60,7 +60,7 @@ class LoaderStats:
         pauses: The parts of `compute_s` in which nothing was trained either: ``"checkpoint"``,
             ``"garbage_collection"``, ``"other_ranks"`` (which were late; under a trainer that reports them).
         validation_s: Seconds of validations, under a trainer or `StreamingDataLoader.aside`.
-        waits: The parts of `wait_s`, without those of each iteration's first batch, which are in `first_waits`.
+        waits: The parts of `wait_s`, without those of each iteration's first batch and end, which are in `first_waits`.
         work: Seconds of making batches by stage, over all workers, also of what was made ahead.
         cpu_s, all_cpu_s: Processor time of the threads that made them; of all threads of their processes meanwhile.
         counters: What `lightning_stream.counters` counts, over all workers.

@@ -53,10 +53,10 @@ class Verdict:
 
     Attributes:
         cause: One of ``"none"`` (not input-bound), ``"cold_start"``, ``"epoch_start"``, ``"throttled"``,
-            ``"store_errors"``, ``"small_cache"``, ``"look_ahead"``, ``"store_latency"``, ``"bandwidth"``,
-            ``"decompression"``, ``"other_process"``, ``"disk"``, ``"decoding"``, ``"transform"``, ``"collate"``,
-            ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``; or, where training is not input-bound but pauses,
-            ``"checkpoint"``, ``"garbage_collection"``, ``"other_ranks"``, ``"validation"``.
+            ``"store_errors"``, ``"corrupt_downloads"``, ``"small_cache"``, ``"look_ahead"``, ``"store_latency"``,
+            ``"bandwidth"``, ``"decompression"``, ``"other_process"``, ``"disk"``, ``"decoding"``, ``"transform"``,
+            ``"collate"``, ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``; or, where training is not
+            input-bound but pauses, ``"checkpoint"``, ``"garbage_collection"``, ``"other_ranks"``, ``"validation"``.
         finding: What was measured, as a sentence.
         remedy: What to change, as a sentence; empty where nothing needs to change.
         setting, value: The setting that the remedy names, and the value to try; None where it names none.
@@ -154,12 +154,14 @@ def _at_the_start(stats: LoaderStats) -> Verdict:
     count, settings = stats.num_iterations, stats.settings
     each = sum(stats.first_waits.values()) / max(1, count)
     late = max(stats.first_waits, key=stats.first_waits.__getitem__)
-    if count > 1 and settings.num_workers and not settings.persistent_workers:
-        finding = f"Input-bound {_percent(stats.wait_share)}: the first batch of each epoch came after {each:.1f} s."
+    if count > 1 and late == "starting" and settings.num_workers and not settings.persistent_workers:
+        finding = (
+            f"Input-bound {_percent(stats.wait_share)}: starting and ending the workers takes {each:.1f} s an epoch."
+        )
         remedy = "Pass persistent_workers=True, which keeps the workers between epochs."
         return Verdict("epoch_start", finding, remedy, "persistent_workers", True)
     finding = f"Training waited {each:.1f} s for the first batch, and for little else."
-    if late != "fetching":
+    if late != "fetching" or not stats.counters["shards_fetched"]:
         return Verdict("cold_start", finding)
     remedy = "Pass start_by_range=True, which reads the first samples before their shards have been fetched."
     return Verdict("cold_start", finding, remedy, "start_by_range", True)
@@ -194,6 +196,11 @@ def _fetching(stats: LoaderStats) -> Verdict:
 def _failing(stats: LoaderStats) -> Verdict:
     counted, workers = stats.counters, stats.settings.num_workers
     counts = f"{counted['retries']:,.0f} of {counted['requests']:,.0f} requests"
+    if counted["corrupt"] >= _RATHER * counted["retries"]:
+        finding = f"{counted['corrupt']:,.0f} downloads did not have the bytes that the index promises."
+        return Verdict(
+            "corrupt_downloads", finding, "Run `lightning-stream validate` on the dataset, and check the network."
+        )
     if counted["throttled"] < _RATHER * counted["retries"]:
         finding = f"{counts} to the store failed and were sent again."
         return Verdict("store_errors", finding, "Check the network and the store: its log messages name each failure.")
