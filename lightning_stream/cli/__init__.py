@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import lightning_stream
@@ -75,7 +76,8 @@ def _run(given: list[str], prog: str, out: Output) -> int:
         parser = options.parser
         return int(options.run(options, out))
     except (_UsageError, MissingExtraError) as error:
-        return out.error(str(error))
+        dashed = [one for one in given if one.startswith("-") and Path(one).exists()]
+        return out.error(". ".join([str(error), *(f"Pass the path {one} as ./{one}" for one in dashed)]))
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -68,6 +68,7 @@ def test_every_command_has_help_and_json() -> None:
         (["trian"], "invalid choice: 'trian'"),
         (["train", "+data=flowers"], "recipes live in the repository, not in the package; there, run: python train.py"),
         (["inspect"], "the following arguments are required: PATH|URL. See: lightning-stream inspect --help"),
+        (["inspect", "-dash"], "Pass the path -dash as ./-dash"),
         (["inspect", "nowhere"], "a dataset is a folder with an index.json; "),
         (["inspect", "nowhere", "--samples", "-1"], "--samples is a number of samples; found -1"),
         (["verify", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
@@ -89,6 +90,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     answer: Callable[..., tuple[int, Any]],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "-dash").mkdir()
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
