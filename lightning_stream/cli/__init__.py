@@ -52,15 +52,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream")
     given = list(sys.argv[1:] if arguments is None else arguments)
     out = Output(as_json="--json" in given)
     try:
-        code = _run(given, prog, out)
+        try:
+            code = _run(given, prog, out)
+        except KeyboardInterrupt:
+            code = out.error("interrupted", ExitCode.INTERRUPTED)
         out.close()
         return code
-    except KeyboardInterrupt:
-        return out.error("interrupted", ExitCode.INTERRUPTED)
-    except BrokenPipeError:
+    except OSError as error:
         # The interpreter flushes stdout once more at its exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.PIPE_CLOSED
+        return ExitCode.PIPE_CLOSED if isinstance(error, BrokenPipeError) else out.error(f"the output: {error}")
 
 
 def _run(given: list[str], prog: str, out: Output) -> int:

@@ -89,7 +89,7 @@ class Output:
         self._end_progress()
         if self.as_json:
             print(json.dumps(_finite(self.data), indent=1, allow_nan=False))
-        sys.stdout.flush()
+        print(end="", flush=True)  # there may be no stdout
 
     def _end_progress(self) -> None:
         if self._has_progress:

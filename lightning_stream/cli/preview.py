@@ -18,6 +18,7 @@ from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_ima
 from lightning_stream.formats.encodings.images import pillow
 from lightning_stream.formats.encodings.media import Media
 from lightning_stream.pages import page as html_page
+from lightning_stream.shared_files import Modes, make_folder, publish_bytes
 
 HELP = "write samples as a page of HTML, or images as one picture"
 EXAMPLES = """examples:
@@ -30,6 +31,7 @@ _FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # Pillow runs programs to open some o
 _SOUND = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg", b"RIFF": "wav"}
 _MOST_SOUND_BYTES = 4 << 20
 _TEXT_CHARACTERS = 600
+_MODES = Modes(0o644, 0o755)  # a preview is for others to look at
 _THUMB, _PICTURE_THUMB, _LABEL, _GAP = 320, 160, 28, 8  # pixels
 
 
@@ -69,10 +71,9 @@ def preview_path(text: str, flag: str) -> Path:
 
 def write_preview(path: Path, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
     """Write samples by their ids as a page, or their images as a picture; ValueError for a picture without images."""
-    if path.suffix == ".png":
-        _write_picture(path, samples)
-    else:
-        path.write_text(page(title, about, samples), encoding="utf-8")
+    content = _picture(samples) if path.suffix == ".png" else page(title, about, samples).encode()
+    make_folder(path.absolute().parent, _MODES)
+    publish_bytes(content, path, _MODES, durable=False)
 
 
 def page(title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> str:
@@ -153,8 +154,8 @@ def _sound(value: Any) -> str | None:
     return f"data:audio/{kind};base64,{base64.b64encode(value).decode()}"
 
 
-def _write_picture(path: Path, samples: Mapping[int, Mapping[str, Any]]) -> None:
-    """Write all images in a grid, each above its sample's id and short values."""
+def _picture(samples: Mapping[int, Mapping[str, Any]]) -> bytes:
+    """All images in a grid, each above its sample's id and short values, as PNG."""
     cells: list[tuple[Any, str]] = []
     for number, sample in samples.items():
         found = [_thumbnails(value, _PICTURE_THUMB) for value in sample.values()]
@@ -164,7 +165,9 @@ def _write_picture(path: Path, samples: Mapping[int, Mapping[str, Any]]) -> None
     if not cells:
         names = list(dict.fromkeys(name for sample in samples.values() for name in sample))
         raise ValueError(f"a .png shows images; these samples have none, but {as_text('', names)}.")
-    _grid(cells).save(path)
+    data = io.BytesIO()
+    _grid(cells).save(data, "PNG")
+    return data.getvalue()
 
 
 def _grid(cells: Sequence[tuple[Any, str]]) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_stream import MDSWriter
+from lightning_stream import MDSWriter, shared_files
 from lightning_stream.cli import main
 
 Answer = Callable[..., tuple[int, Any]]
@@ -211,6 +213,23 @@ def test_a_preview_of_no_samples_or_many_columns_stays_short(
         assert len(re.search('<p class="about">(.*)</p>', (tmp_path / "page.html").read_text())[1]) < 400
         assert main(["preview", str(tmp_path / name), "--out", str(tmp_path / "page.png")]) == 2
         assert len(capsys.readouterr().err) < 300
+
+
+def test_a_preview_replaces_a_former_one_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MDSWriter(out=str(tmp_path / "data"), columns={"about": "json"}) as writer:
+        writer.write({"about": "half a character: \ud800"})
+    path = tmp_path / "page.html"
+    assert main(["preview", str(tmp_path / "data"), "--out", str(path)]) == 0
+    former = path.read_text(encoding="utf-8")
+    assert "half a character: ?" in former
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shared_files, "publish", full)
+    assert main(["preview", str(tmp_path / "data"), "--out", str(path)]) == 2
+    assert path.read_text(encoding="utf-8") == former
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["data", "page.html"]
 
 
 def test_texts_do_not_act_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
