@@ -182,7 +182,7 @@ def _in_processes(work: Callable[[Path, range], None], scratch: Path) -> dict:
     num_shards = len(json.loads((_data() / "index.json").read_bytes())["shards"])
     clock, processes = Clock(), max(1, CASE.workers)
     fork = multiprocessing.get_context("fork")
-    parts = [fork.Process(target=work, args=(scratch, range(k, num_shards, WORKERS))) for k in range(WORKERS)]
+    parts = [fork.Process(target=work, args=(scratch, range(k, num_shards, processes))) for k in range(processes)]
     for part in parts:
         part.start()
     for part in parts:
