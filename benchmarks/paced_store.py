@@ -92,7 +92,7 @@ class _Server:
         await server.serve_forever()
 
     async def _client(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
-        with contextlib.closing(client), contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+        with contextlib.closing(client), contextlib.suppress(ConnectionError, RuntimeError, EOFError):
             while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 await self._answer(client, head.decode("latin1"))
