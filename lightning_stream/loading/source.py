@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import NotFoundError
+from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.packing import Bucketing, Packing, read_rows, split_rows
@@ -311,14 +312,14 @@ class SampleSource:
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})
 
-    def batch(self, batch: MicroBatch, collate: SeededCall | None) -> Any:
+    def batch(self, batch: MicroBatch, collate: SeededCall | None, out: Buffers | None = None) -> Any:
         """Read, transform and collate one micro-batch.
 
         Columns are gathered at once where nothing asks for single samples: no transform, no collate function, no
         subclass that reads samples in its own way.
         """
         if self.transform is None and collate is None and self.read_one is None:
-            return collate_columns(self._columns(batch))
+            return collate_columns(self._columns(batch, out))
         samples = self.samples(batch)
         began = perf_counter()
         if collate is None:
@@ -329,11 +330,11 @@ class SampleSource:
         self.reader.counters.collate_s += perf_counter() - began
         return collated
 
-    def _columns(self, batch: MicroBatch) -> dict[str, Any]:
+    def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
         if isinstance(self.reader, SwitchedReader):
-            return self.reader.batch_of(batch.delivered, batch.version)
+            return self.reader.batch_of(batch.delivered, batch.version, out)
         if batch.rows is None:
-            return self.reader.batch(batch.delivered)
+            return self.reader.batch(batch.delivered, out)
         assert self.packing is not None
         return read_rows(self.reader, batch.rows, self.packing)
 

@@ -69,17 +69,20 @@ class Pipeline(IterableDataset[Delivery]):
         source, size = self.source, self.settings.device_batch_size
         batches = self.settings.micro_batches(source, start)
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
-        order, counters = batches.plan.order, source.reader.counters
+        order, counters, out = batches.plan.order, source.reader.counters, None
+        if self.slots is not None:
+            self.slots.begin(index)
+            out = self.slots.empty
         for planned in ahead:
             ready = perf_counter()
             waited_s, transform_s, collate_s = counters.waited_s, counters.transform_s, counters.collate_s
-            batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate))
+            batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate, out))
             ended, waited_s = perf_counter(), counters.waited_s - waited_s
             transform_s, collate_s = counters.transform_s - transform_s, counters.collate_s - collate_s
             read_s = ended - ready - waited_s - transform_s - collate_s
             stages = (ready - began, waited_s, read_s, transform_s, collate_s)
             made = batch, info, Made(began, ended, stages, *processor.used(ended - began - waited_s))
-            yield made if self.slots is None else self.slots.put(index, made)
+            yield made if self.slots is None else self.slots.put(made)
             processor.begin()
             began = perf_counter()
 
