@@ -106,10 +106,9 @@ class SharedSlots:
         free = next((slot for slot in slots if self._states[slot] in (_FREE, _OUTDATED)), None)
         if free is None:
             return False
-        memory = self._memory.get(free)
-        if memory is None or self._states[free] == _OUTDATED or len(memory) < num_bytes:
-            if not self._make_memory(free, num_bytes):
-                return False
+        is_usable = self._states[free] != _OUTDATED and len(self._memory.get(free, b"")) >= max(1, num_bytes)
+        if not is_usable and not self._make_memory(free, num_bytes):
+            return False
         self._slot, self._used = free, 0
         return True
 
