@@ -144,7 +144,8 @@ def _wait_share(stats: LoaderStats, num_workers: int, fetch_threads: int, comput
     """
     makers = max(1, num_workers)
     making_s = (sum(stats.work.values()) - stats.work["fetching"] if computing_s is None else computing_s) / makers
-    making_s = max(making_s, stats.fetching_s / (makers * fetch_threads))
+    readers = 1 if stats.settings.workers == "threads" else makers
+    making_s = max(making_s, stats.fetching_s / (readers * fetch_threads))
     wait_s = max(0.0, making_s - (stats.compute_s if num_workers else 0.0))
     return wait_s / max(1e-9, wait_s + stats.compute_s)
 
@@ -170,7 +171,7 @@ def _at_the_start(stats: LoaderStats) -> Verdict:
 def _fetching(stats: LoaderStats) -> Verdict:
     """Why workers waited for shards."""
     counted, settings = stats.counters, stats.settings
-    makers = max(1, settings.num_workers)
+    makers = settings.num_readers
     unpacking_s = counted["verify_s"] + counted["decompress_s"] + counted["convert_s"]
     busy_s = stats.fetching_s
     fetched, requests = counted["shards_fetched"], max(1, counted["requests"])
@@ -194,7 +195,7 @@ def _fetching(stats: LoaderStats) -> Verdict:
 
 
 def _failing(stats: LoaderStats) -> Verdict:
-    counted, workers = stats.counters, stats.settings.num_workers
+    counted, workers = stats.counters, stats.settings.num_readers
     counts = f"{counted['retries']:,.0f} of {counted['requests']:,.0f} requests"
     if counted["corrupt"] >= _RATHER * counted["retries"]:
         finding = f"{counted['corrupt']:,.0f} downloads did not have the bytes that the index promises."
@@ -265,25 +266,29 @@ def _slow_store(stats: LoaderStats) -> Verdict:
     makers = max(1, settings.num_workers)
     more = makers + max(1, math.ceil(makers * (stats.elapsed_s / max(stats.compute_s, 1e-9) - 1)))
     more = min(more, max(settings.num_cores, 2 * makers))
-    parallel = f"num_workers from {settings.num_workers} to {more}, since each fetches {settings.fetch_threads} shards"
+    setting, each = "num_workers", settings.fetch_threads
+    parallel = f"num_workers from {settings.num_workers} to {more}, since each fetches {each} shards"
+    if settings.workers == "threads":
+        setting, more = "fetch_threads", 2 * each
+        parallel = f"fetch_threads from {each} to {more} (loader.tune), to fetch so many shards"
     if counted["first_byte_s"] >= _RATHER * counted["download_s"]:
         latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
         finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
         remedy = f"Raise {parallel} at a time, or write larger shards (size_limit)."
-        return Verdict("store_latency", finding, remedy, "num_workers", more, live=_more_threads(stats))
+        return Verdict("store_latency", finding, remedy, setting, more, live=_more_threads(stats))
     needed = counted["fetched_bytes"] / _MB / max(stats.compute_s, 1e-9)
     finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {needed:,.1f} MB/s."
     remedy = (
         f"If each connection is limited, raise {parallel} at a time. If the network is, write smaller samples "
         "(compression='zstd'), or train nearer to the data."
     )
-    return Verdict("bandwidth", finding, remedy, "num_workers", more, live=_more_threads(stats))
+    return Verdict("bandwidth", finding, remedy, setting, more, live=_more_threads(stats))
 
 
 def _more_threads(stats: LoaderStats) -> LiveChange | None:
     """Threads with which each worker fetches shards as fast as training needs them; no more than have one to fetch."""
     workers, now = stats.settings.num_workers, stats.settings.fetch_threads
-    needed = math.ceil(_SPARE * stats.fetching_s / max(1, workers) / max(stats.compute_s, 1e-9))
+    needed = math.ceil(_SPARE * stats.fetching_s / stats.settings.num_readers / max(stats.compute_s, 1e-9))
     covered = int(stats.settings.predownload / _samples_per_shard(stats))
     value = min(_MOST_THREADS, covered, max(2 * now, needed))
     if value <= now or stats.settings.cache_limit is not None:
@@ -300,6 +305,8 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
         computing_s = max(wall_s - work["fetching"], 1e-9)
         undisturbed = stats.cpu_s >= _UNDISTURBED * computing_s
         others_s = stats.all_cpu_s - stats.cpu_s
+        if settings.workers == "threads" and settings.num_workers and not undisturbed:
+            return _held_up(stats)
         if not undisturbed and stats.all_cpu_s >= _OTHERS * wall_s and others_s >= _OTHERS * stats.all_cpu_s:
             return _held_up(stats)
         if not undisturbed and settings.num_workers > settings.num_cores:
@@ -340,6 +347,9 @@ def _idle(stats: LoaderStats, stage: str) -> Verdict:
 
 def _held_up(stats: LoaderStats) -> Verdict:
     finding = "other Python threads of the process that makes batches hold Python's lock (the GIL)."
+    if stats.settings.num_workers and stats.settings.workers == "threads":
+        finding = "the threads that make batches wait for Python's lock (the GIL), or for a processor core."
+        return Verdict("gil", finding, "Pass workers='processes'.", "workers", "processes")
     if stats.settings.num_workers == 0:
         remedy = "Pass num_workers=1, which makes the batches in a process of its own."
         return Verdict("gil", finding, remedy, "num_workers", 1)
