@@ -68,8 +68,9 @@ class DecodeRandomCrop(_DecodeCrop):
         ratio: Least and greatest width of the part, divided by its height.
         flip: Probability that the part is mirrored.
         column: The column with the photo: of the encodings ``jpeg``, ``png`` or ``pil``, or ``bytes`` of image files.
-        decoder: What decodes JPEG files: ``"simplejpeg"``, ``"pillow"``, ``"torchvision"`` (never at a smaller scale),
-            or ``"auto"`` for simplejpeg if it is installed, else Pillow. Pillow decodes all other files.
+        decoder: What decodes JPEG files: ``"auto"`` for simplejpeg if it is installed, else Pillow; or
+            ``"simplejpeg"``, ``"pillow"``, or ``"torchvision"``, which decodes whole photos, and is deprecated since
+            torchvision 0.29. Pillow decodes all other files.
 
     With ``on_bad_sample="substitute"`` the reader decodes whole photos to find damaged ones, which costs the advantage.
 

@@ -158,6 +158,8 @@ def rgb(image: Image.Image) -> Image.Image:
     """Return an image of any mode as RGB, 8 bits a color."""
     if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
         image = pillow().fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:  # Pillow would warn
+        image = image.convert("RGBA")
     return image.convert("RGB")
 
 
