@@ -1,18 +1,27 @@
-"""Photo rows (JPEG, class) decoded to pixels, in one process, from local shards.
+"""Photo rows (JPEG, class) in one process, from local shards: decoded to pixels, and as random parts of 224 x 224.
 
 python benchmarks/read_photos.py [--rounds 3]      photos from $LIGHTNING_STREAM_SHARED/data or ../shared/data
+
+The first table is of 1,000 photos as they are. The others are of photos of one size, made of these: up to 640 x 480 one
+of them, beyond that several side by side, so that they are as detailed as photos of cameras (1.5 to 2 bits a pixel).
+From them come batches of uint8[n, 3, 224, 224], parts as torchvision's ``RandomResizedCrop(224)`` draws them, mirrored
+at random: with the decoders of this package, and with torchvision's transforms on Pillow's images and on tensors.
 """
 
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from side_by_side import Clock, main
 from write_photos import COLUMNS, photos
 
 BATCH = 64
+SIZES = {(320, 240): 1000, (500, 375): 700, (1024, 768): 250, (4000, 3000): 24}  # number of photos
+TILE = (640, 480)
 
 
 def prepare(folder: Path) -> None:
@@ -22,6 +31,79 @@ def prepare(folder: Path) -> None:
         with MDSWriter(out=folder / "mds", columns=COLUMNS, size_limit="16mb") as writer:
             for path, label in photos()[:1000]:
                 writer.write({"image": path.read_bytes(), "label": label})
+
+
+def prepare_size(folder: Path, size: tuple[int, int]) -> None:
+    from PIL import Image, ImageOps
+
+    from lightning_stream import MDSWriter
+
+    if (folder / "x".join(map(str, size)) / "index.json").exists():
+        return
+    found = [path for path, _ in photos()]
+    numbers = np.random.default_rng(1).permutation(len(found)).tolist() * 4
+    tile = (min(size[0], TILE[0]), min(size[1], TILE[1]))
+    with MDSWriter(out=folder / "x".join(map(str, size)), columns=COLUMNS, size_limit="16mb") as writer:
+        for label in range(SIZES[size]):
+            image = Image.new("RGB", size)
+            for x in range(0, size[0], tile[0]):
+                for y in range(0, size[1], tile[1]):
+                    photo = Image.open(found[numbers.pop()]).convert("RGB")
+                    image.paste(ImageOps.fit(photo, tile, Image.Resampling.BICUBIC), (x, y))
+            out = io.BytesIO()
+            image.save(out, "JPEG", quality=90)
+            writer.write({"image": out.getvalue(), "label": label})
+
+
+def _epoch(loader: Any) -> dict:
+    batches = iter(loader)
+    next(batches)  # imports and first pages are not what is measured
+    clock, count = Clock(), 0
+    for batch in batches:
+        assert batch["image"].shape[1:] == (3, 224, 224)
+        count += len(batch["image"])
+    return clock.stop(count)
+
+
+def _parts(folder: Path, size: tuple[int, int], transform: Any, num_workers: int = 0) -> dict:
+    from lightning_stream import StreamingDataLoader, StreamingDataset
+
+    dataset = StreamingDataset(local=folder / "x".join(map(str, size)), shuffle=True, transform=transform)
+    return _epoch(StreamingDataLoader(dataset, min(BATCH, SIZES[size] // 6), num_workers=num_workers))
+
+
+def parts(folder: Path, size: tuple[int, int], **options: Any) -> dict:
+    from lightning_stream import DecodeRandomCrop
+
+    return _parts(folder, size, DecodeRandomCrop(224, **options))
+
+
+def _torchvision(as_tensors: bool) -> Any:
+    from torchvision.transforms import v2
+
+    to_tensor, steps = v2.PILToTensor(), [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
+    change = v2.Compose([to_tensor, *steps] if as_tensors else [*steps, to_tensor])
+    return lambda sample: {"image": change(sample["image"].convert("RGB")), "label": sample["label"]}
+
+
+def parts_torchvision(folder: Path, size: tuple[int, int]) -> dict:
+    return _parts(folder, size, _torchvision(as_tensors=True))
+
+
+def parts_mosaic(folder: Path, size: tuple[int, int], as_tensors: bool) -> dict:
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    batch_size = min(BATCH, SIZES[size] // 6)
+
+    class Photos(StreamingDataset):
+        change = staticmethod(_torchvision(as_tensors))
+
+        def __getitem__(self, at: Any) -> Any:
+            return self.change(super().__getitem__(at))
+
+    local = str(folder / "x".join(map(str, size)))
+    dataset = Photos(local=local, shuffle=True, batch_size=batch_size, shuffle_algo="py1e")
+    return _epoch(StreamingDataLoader(dataset, batch_size=batch_size))
 
 
 def bare_decoder(_: Path) -> dict:
@@ -108,4 +190,14 @@ if __name__ == "__main__":
         "mosaic": mosaic,
         "litdata": litdata,
     }
-    main(__file__, contenders, prepare)
+    main(__file__, contenders, prepare, "decoded to pixels")
+    for width, height in SIZES:
+        name, size = f"{width}x{height}", (width, height)
+        contenders = {
+            f"ours {name}": partial(parts, size=size),
+            f"ours, Pillow {name}": partial(parts, size=size, decoder="pillow"),
+            f"ours, torchvision {name}": partial(parts_torchvision, size=size),
+            f"mosaic {name}": partial(parts_mosaic, size=size, as_tensors=False),
+            f"mosaic, tensors {name}": partial(parts_mosaic, size=size, as_tensors=True),
+        }
+        main(__file__, contenders, partial(prepare_size, size=size), f"\nparts of 224 x 224 of photos of {name}")

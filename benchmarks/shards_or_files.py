@@ -49,9 +49,9 @@ class Files:
 
 
 def _augmented() -> Any:
-    from recipes.data.images import ImageTransform, augmentation
+    from recipes.data.images import augmentation
 
-    return ImageTransform(augmentation(SIZE, crop_scale_min=0.4, jitter=0.25))
+    return augmentation(SIZE, crop_scale_min=0.4, jitter=0.25)
 
 
 def _from_files(transform: Any) -> dict:

@@ -41,13 +41,16 @@ class Clock:
         return {"samples": samples, "cpu": self._now() - self._cpu, "wall": time.perf_counter() - self._wall, **notes}
 
 
-def main(file: str, contenders: dict, prepare) -> None:
+def main(file: str, contenders: dict, prepare, title: str = "") -> None:
     """Run a benchmark file: as the parent of all contenders, or as one of them.
+
+    A file may call it several times, for groups of contenders with names of their own.
 
     Args:
         file: The benchmark's own path.
         contenders: Function by name; "mosaic..." and "litdata..." run in their own environments.
         prepare: Called once with the data folder by the parent, to write what is read.
+        title: Printed above the table.
     """
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--rounds", type=int, default=3)
@@ -56,15 +59,18 @@ def main(file: str, contenders: dict, prepare) -> None:
     parser.add_argument("--only", nargs="*")
     args = parser.parse_args()
     if args.contender:
-        sys.stdout.write(json.dumps(contenders[args.contender](args.folder)) + "\n")
+        if args.contender in contenders:
+            sys.stdout.write(json.dumps(contenders[args.contender](args.folder)) + "\n")
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.folder or Path(scratch)
         prepare(folder)
-        chosen = {name: python for name in args.only or contenders if (python := _python(name))}
+        names = [name for name in args.only or contenders if name in contenders]
+        chosen = {name: python for name in names if (python := _python(name))}
         rounds = [
             {name: _run(file, name, python, folder) for name, python in chosen.items()} for _ in range(args.rounds)
         ]
+    sys.stdout.write(title + "\n" if title and chosen else "")
     _print(rounds)
 
 
@@ -94,6 +100,8 @@ def _run(file: str, contender: str, python: str, folder: Path) -> dict:
 
 
 def _print(rounds: list[dict]) -> None:
+    if not rounds[0]:
+        return
     first = next(iter(rounds[0]))
     lines = [f"{'':26}{'per CPU-s':>12}{'per s':>12}{'ratio CPU':>11}{'ratio wall':>11}  notes"]
     for name in rounds[0]:

@@ -10,6 +10,8 @@ from lightning_stream.errors import MissingExtraError
 PUBLIC = {
     "CSVWriter",
     "ComposerMixtureFeedback",
+    "DecodeCenterCrop",
+    "DecodeRandomCrop",
     "GracefulStop",
     "JSONWriter",
     "LightningStreamError",

@@ -15,7 +15,8 @@ import numpy as np
 from lightning_stream.cli.arguments import add_dataset, add_reading, add_store_options, one_dataset_at
 from lightning_stream.cli.output import ExitCode, Output, as_text
 from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_image, plain, reader_of, with_class_names
-from lightning_stream.formats.encodings.images import pillow
+from lightning_stream.formats.encodings.images import pillow, rgb
+from lightning_stream.formats.encodings.jpeg import FORMATS
 from lightning_stream.formats.encodings.media import Media
 from lightning_stream.pages import page as html_page
 from lightning_stream.shared_files import Modes, make_folder, publish_bytes
@@ -27,7 +28,6 @@ EXAMPLES = """examples:
   lightning-stream preview shards/val --ids 17,1337 --out two.html
 """
 _IMAGE_STARTS = (b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF")
-_FORMATS = ("JPEG", "PNG", "GIF", "WEBP")  # Pillow runs programs to open some others
 _SOUND = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg", b"RIFF": "wav"}
 _MOST_SOUND_BYTES = 4 << 20
 _TEXT_CHARACTERS = 600
@@ -112,7 +112,7 @@ def images_in(value: Any) -> Iterator[Any]:
                 yield from images_in(one)
     elif isinstance(value, bytes) and value.startswith(_IMAGE_STARTS) and value[8:12] != b"WAVE":
         try:
-            yield pillow().open(io.BytesIO(value), formats=_FORMATS)
+            yield pillow().open(io.BytesIO(value), formats=FORMATS)
         except OSError:  # other bytes that begin so
             return
     elif isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3):
@@ -130,9 +130,7 @@ def _thumbnails(value: Any, size: int) -> tuple[list[Any], str]:
 
 
 def _thumbnail(image: Any, size: int) -> Any:
-    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
-        image = pillow().fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-    image = image.convert("RGB")
+    image = rgb(image)
     image.thumbnail((size, size))
     return image
 

@@ -10,10 +10,10 @@ import torch
 import xxhash
 from torchvision.transforms import v2
 
+from lightning_stream import DecodeCenterCrop
 from lightning_stream.convert import Inputs
 from lightning_stream.errors import FormatError, NotFoundError
 from recipes.data.base import PARTITION, SYNTHETIC, RecipeData
-from recipes.data.images import as_tensor
 from recipes.data.synthetic_text import captioned_shape
 
 CAPTION_PAD = 0
@@ -55,11 +55,11 @@ class CaptionedPixels:
 
     def __init__(self, size: int, length: int, flip: float) -> None:
         self.length = length
-        self.pixels = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.RandomHorizontalFlip(flip)])
+        self.crop, self.flip = DecodeCenterCrop(size), v2.RandomHorizontalFlip(flip)
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         number = torch.tensor(xxhash.xxh3_64_intdigest(sample["key"].encode()) >> 1)
-        image = self.pixels(as_tensor(sample["image"]))
+        image = self.flip(self.crop(sample)["image"])
         return {"image": image, "tokens": caption_tokens(sample["caption"], self.length), "number": number}
 
 

@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -13,13 +12,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import PIL.Image
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from lightning_stream import DecodeCenterCrop, DecodeRandomCrop
 from lightning_stream.convert import Inputs
 from lightning_stream.errors import FormatError, NotFoundError, UnavailableError
+from lightning_stream.formats.encodings.jpeg import Photo
 from lightning_stream.stores import open_store
 from recipes.data.base import SYNTHETIC, RecipeData
 from recipes.data.synthetic import write_flowers
@@ -32,7 +32,6 @@ _TRAIN_TAR, _VAL_TAR = "ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"
 _VAL_LABELS = ("imagenet_2012_validation_synset_labels.txt", "LOC_val_solution.csv")
 _IMAGENET_COLUMNS = {"image": "jpeg", "label": "int", "name": "str"}  # some of the files are PNG
 _CLASSES = "classes.json"
-_IMAGE_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
 
 
 class ImageData(RecipeData):
@@ -49,9 +48,9 @@ class ImageData(RecipeData):
     ) -> None:  # fmt: skip
         source = photos or source
         settings = {"synthetic_count": synthetic_count} if source == SYNTHETIC else {}
-        train = augmentation(image_size, crop_scale_min, color_jitter)
-        plain = shared.pop("transforms", (train, v2.Compose([v2.Resize(image_size), v2.CenterCrop(image_size)])))
-        super().__init__(source=source, settings=settings, transforms=[*map(ImageTransform, plain)], **shared)
+        val = ImageTransform(DecodeCenterCrop(image_size))
+        shared = {"transforms": (augmentation(image_size, crop_scale_min, color_jitter), val), **shared}
+        super().__init__(source=source, settings=settings, **shared)
         self.source_sha256, self.synthetic_count, self.downloads = source_sha256, synthetic_count, Path(downloads)
 
     def convert_source(self) -> None:
@@ -96,7 +95,7 @@ class Cifar10Data(ImageData):
 
     def __init__(self, *, padding: int = 4, **shared: Any) -> None:
         augment = v2.Compose([v2.RandomCrop(32, padding=padding), v2.RandomHorizontalFlip()])
-        super().__init__(transforms=(augment, v2.Identity()), **shared)
+        super().__init__(transforms=(ImageTransform(_as_stored, augment), ImageTransform(_as_stored)), **shared)
 
     def convert_source(self) -> None:
         """Convert both splits. The archive for Python is refused: it holds pickles, which run code when loaded."""
@@ -132,30 +131,33 @@ class ImageNetData(ImageData):
 
 
 class ImageTransform:
-    """A sample's image as a transformed tensor, uint8[3, h, w], with its label."""
+    """A sample's image as a decoded and changed tensor, uint8[3, h, w], with its label."""
 
-    def __init__(self, transform: Callable[[Tensor], Tensor]) -> None:
-        self.transform = transform
+    def __init__(
+        self, decode: Callable[[dict[str, Any]], dict[str, Any]], change: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.decode, self.change = decode, change
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        return {"image": self.transform(as_tensor(sample["image"])).contiguous(), "label": sample["label"]}
+        image = self.decode(sample)["image"]
+        return {"image": image if self.change is None else self.change(image), "label": sample["label"]}
 
 
-def augmentation(size: int, crop_scale_min: float, jitter: float) -> v2.Compose:
+def augmentation(size: int, crop_scale_min: float, jitter: float) -> ImageTransform:
     """Random crop, mirror and colors."""
-    crop = v2.RandomResizedCrop(size, scale=(crop_scale_min, 1.0), antialias=True)
-    return v2.Compose([crop, v2.RandomHorizontalFlip(), v2.ColorJitter(jitter, jitter, jitter)])
+    crop = DecodeRandomCrop(size, scale=(crop_scale_min, 1.0))
+    return ImageTransform(crop, v2.ColorJitter(jitter, jitter, jitter))
 
 
 def as_tensor(image: Any) -> Tensor:
-    """A PIL image of any mode, an image file's bytes or an array uint8[3, h, w] as RGB, uint8[3, h, w]."""
+    """An image of Pillow of any mode, an image file's bytes or an array uint8[3, h, w] as RGB, uint8[3, h, w]."""
     if isinstance(image, np.ndarray):
         return torch.from_numpy(image.copy())
-    if isinstance(image, bytes):  # of a folder with other images than JPEG and PNG files
-        image = PIL.Image.open(io.BytesIO(image), formats=_IMAGE_FORMATS)
-    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
-        image = PIL.Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-    return v2.functional.pil_to_tensor(image.convert("RGB"))
+    return torch.from_numpy(Photo(image).pixels()).permute(2, 0, 1)
+
+
+def _as_stored(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"image": as_tensor(sample["image"])}
 
 
 def read_cifar10(path: str) -> Iterator[dict[str, Any]]:

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _MAX_MODE_BYTES = 16
 _MAX_PIXELS_PER_BYTE = 8  # mode "1"
-_JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
 
 
 class _Pil(ViewEncoding):
     """Width, height, mode and raw pixels."""
 
     def encode(self, value: Any) -> bytes:
-        image = _require_image(value, "pil")
+        image = require_image(value, "pil")
         mode = image.mode.encode()
         return struct.pack("<III", *image.size, len(mode)) + mode + image.tobytes()
 
@@ -59,15 +59,15 @@ class _ImageFile(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview)):
             data = bytes(value)
-            if data.startswith((_JPEG, _PNG)):
+            if data.startswith((JPEG, _PNG)):
                 return data
             raise ValueError(
-                f"{self.name} takes the bytes of a JPEG or PNG file, which begin with {_JPEG!r} or {_PNG!r}; got "
+                f"{self.name} takes the bytes of a JPEG or PNG file, which begin with {JPEG!r} or {_PNG!r}; got "
                 f"{len(data)} bytes that begin with {data[:8]!r}. Write the opened image, which is then stored as "
                 f"{self.name.upper()}, or make it a column of 'bytes'."
             )
         pixels = isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.ndim in (2, 3)
-        image = _require_image(pillow().fromarray(value) if pixels else value, self.name)
+        image = require_image(pillow().fromarray(value) if pixels else value, self.name)
         if self.name == "jpeg" and image.format == "JPEG" and (original := _original_bytes(image)) is not None:
             return original
         out = BytesIO()
@@ -129,13 +129,38 @@ def pillow() -> Any:
     return Image
 
 
-def _require_image(value: Any, name: str) -> Image.Image:
+def require_image(value: Any, name: str) -> Image.Image:
+    """Return the value; TypeError if it is no image of Pillow, ValueError if its pixels can no longer be loaded."""
     if not isinstance(value, pillow().Image):
         raise TypeError(f"{name} takes a PIL image, or the encoded bytes; got {describe(value)}.")
     if getattr(value, "tile", None) and getattr(value, "fp", None) is None:
         raise ValueError(f"{name}: the image's file was closed before its pixels were loaded. Call its load() first.")
     image: Image.Image = value
     return image
+
+
+def file_bytes(image: Image.Image) -> bytes:
+    """Return the bytes of the file that an image was opened from; b"" where its pixels may differ from them.
+
+    Pixels that were never loaded cannot differ, unless `draft` made them smaller.
+    """
+    file: Any = getattr(image, "fp", None)
+    if not getattr(image, "tile", None) or file is None or getattr(image, "decoderconfig", ()):
+        return b""
+    position = file.tell()
+    file.seek(0)
+    data: bytes = file.read()
+    file.seek(position)
+    return data
+
+
+def rgb(image: Image.Image) -> Image.Image:
+    """Return an image of any mode as RGB, 8 bits a color."""
+    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+        image = pillow().fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:  # Pillow would warn
+        image = image.convert("RGBA")
+    return image.convert("RGB")
 
 
 def load_images(column: str, value: Any) -> None:
@@ -158,17 +183,10 @@ def _original_bytes(image: Image.Image) -> bytes | None:
     pixels are compared, and so are the size, the mode and all metadata.
     """
     unloaded = bool(getattr(image, "tile", None))
-    file: Any = getattr(image, "fp", None)
     name = getattr(image, "filename", "")
     try:
-        if not unloaded:
-            data = Path(name).read_bytes() if name else b""
-        else:
-            position = file.tell()
-            file.seek(0)
-            data = file.read()
-            file.seek(position)
-        if not data.startswith(_JPEG):
+        data = file_bytes(image) if unloaded else Path(name).read_bytes() if name else b""
+        if not data.startswith(JPEG):
             return None
         now = pillow().open(BytesIO(data), formats=("JPEG",))
         same = (now.format, now.size, now.mode, now.info) == ("JPEG", image.size, image.mode, image.info)
