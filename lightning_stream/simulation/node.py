@@ -16,6 +16,7 @@ from lightning_stream.simulation.shared import Call, Clock, Shared
 from lightning_stream.stores.retry import RetryPolicy, parts_of
 
 _MB = 1e6
+_RANGES = -1  # in the place of a shard: the samples that come by ranges
 INDEX_REQUESTS = 2  # one of them asks for versions
 _POLICY = RetryPolicy()
 
@@ -198,7 +199,9 @@ class NodeModel:
         worker.idle_threads += num_threads - worker.num_threads
         worker.num_threads = num_threads
         self._fetch_next(worker)
-        self.clock.after(self._by_range(worker, need), partial(self._read, worker))
+        range_s = self._by_range(worker, need)
+        worker.missing.add(_RANGES)
+        self.clock.after(range_s, partial(self._got, worker, _RANGES))
 
     def _by_range(self, worker: Worker, need: Need) -> float:
         """Read samples by ranges where that costs less than their shards; return the seconds."""
@@ -207,12 +210,16 @@ class NodeModel:
         seconds = found.num_rounds * self.latency_s + found.largest_bytes / self.link.fastest
         return seconds + found.num_requests * self.work.shard_s  # one after another, by Python's lock
 
+    def _got(self, worker: Worker, what: int) -> None:
+        """Make the batch in progress once the last of what it waits for is here."""
+        if what in worker.missing:
+            worker.missing.discard(what)
+            if not worker.missing:
+                self._read(worker)
+
     def _read(self, worker: Worker) -> None:
-        """Make the batch in progress if all is here."""
-        worker.missing -= worker.here
-        if worker.is_busy and not worker.missing:
-            seconds = worker.needs[worker.num_made].num_samples * self.work.sample_s
-            self.cores.add(self.clock.now, seconds, partial(self._made, worker))
+        seconds = worker.needs[worker.num_made].num_samples * self.work.sample_s
+        self.cores.add(self.clock.now, seconds, partial(self._made, worker))
 
     def _made(self, worker: Worker) -> None:
         worker.is_busy = False
@@ -326,7 +333,4 @@ class NodeModel:
             return  # nobody needs it any more
         worker.here.add(shard)
         self.disk.hold(shard)
-        if shard in worker.missing:
-            worker.missing.discard(shard)
-            if not worker.missing:
-                self._read(worker)
+        self._got(worker, shard)
