@@ -336,10 +336,9 @@ def _idle(stats: LoaderStats, stage: str) -> Verdict:
     if stage != "reading":
         return _crowded(stats)
     each_ms = 1000 * stats.work[stage] / stats.num_batches
-    finding = f"reading takes {each_ms:,.1f} ms a batch, and the processor hardly computes meanwhile: the disk is slow."
-    return Verdict(
-        "disk", finding, "Put the cache (local=) on a faster disk; or run fewer programs beside the training."
-    )
+    finding = f"reading takes {each_ms:,.1f} ms a batch, and hardly computes meanwhile: it waits for the disk."
+    remedy = "Put the cache (local=) on a faster disk; or, if other programs use the processor, run fewer of them."
+    return Verdict("disk", finding, remedy)
 
 
 def _held_up(stats: LoaderStats) -> Verdict:
