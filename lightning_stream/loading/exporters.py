@@ -35,9 +35,12 @@ class _Metric(NamedTuple):
 
 def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
     waits = {part: stats.waits[part] + stats.first_waits[part] for part in PARTS}
-    step = {"training": stats.training_s, **stats.pauses, "validation": stats.validation_s}
+    late = stats.pauses["other_ranks"]  # only found out when ranks compare: a part of what was training until then
+    step = {**stats.pauses, "training": stats.training_s + late, "validation": stats.validation_s}
+    del step["other_ranks"]
     yield _Metric("wait", "Time that training waited for data.", "seconds", True, "part", waits)
     yield _Metric("step", "Time in which training did not wait for data.", "seconds", True, "part", step)
+    yield _Metric("other_ranks", "Time of training in which other ranks were late.", "seconds", True, "", {"": late})
     yield _Metric("epoch", "Part of the epoch that is done.", "ratio", False, "", {"": stats.epoch_fraction})
     counted = stats.counters
     counts = {

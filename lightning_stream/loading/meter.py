@@ -106,6 +106,7 @@ class Meter:
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
         settings: The `LoadingSettings` when the latest iteration began, or they were changed; None before.
         live_settings: See `Counters`; those of this process and its workers.
+        is_aside: Whether the consumer does something else than training, which is measured when it ends.
         noted: Called with the time and the batch, for each one that is about to be handed out; None calls nothing.
     """
 
@@ -119,6 +120,7 @@ class Meter:
         self.settings: Any = None
         self.noted: Callable[[float, MicroBatch | None], object] | None = None
         self.waiting_since: float | None = None
+        self.is_aside = False
         self._training_since: float | None = None
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
         self.live_settings: NDArray[np.float64] = np.zeros(len(LIVE_SETTINGS))
@@ -152,15 +154,15 @@ class Meter:
 
     def spent(self, what: str, since: Mark, now: float) -> None:
         """Note what the consumer did since a mark instead of training: ``"validation"``, or one of `PAUSES`."""
-        seconds, is_training = now - since.at, self._training_since is not None
+        seconds = now - since.at
         self._collected += GARBAGE.seconds - since.collected
-        if what != "validation":
-            self.pauses[what] += seconds
-            self.compute_s += 0.0 if is_training else seconds
-            return
-        self.validation_s += seconds
         if self._training_since is not None:
             self._training_since += seconds
+        if what == "validation":
+            self.validation_s += seconds
+        else:
+            self.compute_s += seconds
+            self.pauses[what] += seconds
 
     def note(self, asked: float, got: float, made: Made, batch: MicroBatch | None, is_first: bool) -> None:
         """Count a batch that is about to be handed out."""

@@ -160,16 +160,26 @@ class LoaderQuestions:
     def aside(self, what: Literal["validation", "checkpoint"]) -> Iterator[None]:
         """Measure a block of your own training loop as a validation, or as writing a checkpoint, not as training.
 
+        A block inside another one is a part of that.
+
+        Raises:
+            ValueError: `what` is something else.
+
         Example::
 
             with loader.aside("checkpoint"):
                 torch.save({"model": model.state_dict(), "data": loader.state_dict()}, "run.pt")
         """
-        since = Mark.of(perf_counter())
+        if what not in ("validation", "checkpoint"):
+            raise ValueError(f'aside() measures a "validation" or a "checkpoint"; found {what!r}')
+        meter, since = self.meter, Mark.of(perf_counter())
+        is_inside, meter.is_aside = meter.is_aside, True
         try:
             yield
         finally:
-            self.meter.spent(what, since, perf_counter())
+            meter.is_aside = is_inside
+            if not is_inside:
+                meter.spent(what, since, perf_counter())
 
     def watch(self, after_s: float = 120.0, say: Callable[[str], object] = print) -> Watch:
         """Report, from a thread, while the first shards arrive, and where everything stands if no batch comes.

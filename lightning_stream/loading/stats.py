@@ -112,9 +112,9 @@ class LoaderStats:
 
     def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
         found: dict[str, Any] = {name: getattr(self, name) for name in _OF_THE_MOMENT}
-        for name in (one.name for one in fields(self) if one.name not in _OF_THE_MOMENT):
+        for name in _SUMMED:
             own, others = getattr(self, name), getattr(other, name)
-            if isinstance(own, Mapping):
+            if isinstance(own, dict):
                 found[name] = {key: own[key] + sign * others[key] for key in own}
             else:
                 found[name] = own + sign * others
@@ -231,3 +231,6 @@ class LoaderStats:
             f"{counted['retries']:,.0f} retries, {counted['bad_samples']:,.0f} bad samples."
         )
         return "\n".join([head, *table, foot, str(verdict_of(self))])
+
+
+_SUMMED = tuple(one.name for one in fields(LoaderStats) if one.name not in _OF_THE_MOMENT)

@@ -24,6 +24,8 @@ _BUSY = 0.5  # the part of the time that the connections are in use, from which 
 _UNDISTURBED = 0.75  # a thread that computes with less of a core than this is disturbed
 _OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor time: what its other threads use
 _SPARE = 1.1  # proposed workers make batches a little faster than they are needed
+_IDLE = 0.99  # the part of the time spent waiting from which on the loop does not train at all
+_WORTH = 1.1  # times as fast as now: a gain that is worth a sentence
 _MOST_THREADS = 32  # that each worker fetches with
 _MB = 1e6
 _PAUSES = {
@@ -120,8 +122,9 @@ def _of_waiting(stats: LoaderStats) -> Verdict:
     part = max(stats.waits, key=stats.waits.__getitem__)
     found = _CAUSES[part](stats)
     after, remedy = _predicted(stats, found), found.remedy
-    if after is not None:
-        remedy += f" Training would then wait about {100 * after:.0f}% of the time."
+    now = stats.compute_s / (steady_s + stats.compute_s)
+    if after is not None and (gain := (1 - after) / max(1e-9, now)) >= _WORTH:
+        remedy += f" Training would then be about {gain:.1f} times as fast."
     return replace(found, finding=f"Input-bound {_percent(steady)}: {found.finding}", remedy=remedy, wait_share=after)
 
 
@@ -226,7 +229,7 @@ def _small_cache(stats: LoaderStats, again: float) -> Verdict:
 def _unpacking(stats: LoaderStats) -> Verdict:
     counted, workers = stats.counters, _more_workers(stats)
     converts = counted["convert_s"] > counted["verify_s"] + counted["decompress_s"]
-    what = "read from its own format" if converts else "decompressed and verified"
+    what = "converted from the dataset's own format" if converts else "decompressed and verified"
     other = "convert the dataset to MDS" if converts else "write the dataset without compression"
     finding = f"shards are {what} more slowly than they are needed."
     if workers is None:
@@ -276,8 +279,9 @@ def _slow_store(stats: LoaderStats) -> Verdict:
         finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
         remedy = f"Raise {parallel} at a time, or write larger shards (size_limit)."
         return Verdict("store_latency", finding, remedy, setting, more, live=_more_threads(stats))
-    needed = counted["fetched_bytes"] / _MB / max(stats.compute_s, 1e-9)
-    finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {needed:,.1f} MB/s."
+    needed = f"{counted['fetched_bytes'] / _MB / max(stats.compute_s, 1e-9):,.1f} MB/s"
+    needed = needed if stats.wait_share < _IDLE else "far more"
+    finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {needed}."
     remedy = (
         f"If each connection is limited, raise {parallel} at a time. If the network is, write smaller samples "
         "(compression='zstd'), or train nearer to the data."
@@ -339,10 +343,9 @@ def _idle(stats: LoaderStats, stage: str) -> Verdict:
     if stage != "reading":
         return _crowded(stats)
     each_ms = 1000 * stats.work[stage] / stats.num_batches
-    finding = f"reading takes {each_ms:,.1f} ms a batch, and the processor hardly computes meanwhile: the disk is slow."
-    return Verdict(
-        "disk", finding, "Put the cache (local=) on a faster disk; or run fewer programs beside the training."
-    )
+    finding = f"reading takes {each_ms:,.1f} ms a batch, and hardly computes meanwhile: it waits for the disk."
+    remedy = "Put the cache (local=) on a faster disk; or, if other programs use the processor, run fewer of them."
+    return Verdict("disk", finding, remedy)
 
 
 def _held_up(stats: LoaderStats) -> Verdict:

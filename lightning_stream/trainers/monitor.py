@@ -38,8 +38,8 @@ class _Report:
     share: Row  # for the report of the run
 
     @classmethod
-    def of(cls, logged: LoaderStats, checked: LoaderStats, share: Row, is_due: bool = True) -> _Report:
-        verdict = verdict_of(checked) if is_due else None
+    def of(cls, logged: LoaderStats, checked: LoaderStats | None, share: Row) -> _Report:
+        verdict, checked = (None, LoaderStats()) if checked is None else (verdict_of(checked), checked)
         return cls(logged.metrics(), logged.training_s, checked.wait_s, checked.wait_share, verdict, share)
 
 
@@ -165,8 +165,9 @@ class DataMonitor:
         Rates and counts are added up; the others are those of the rank that has the worst value.
         """
         stats, now = self.stats(), perf_counter()
-        logged, is_due = stats - self._logged, now - self._checked_at >= _CHECKED_S
-        found = gathered(_Report.of(logged, stats - self._checked, self._share(), is_due))
+        logged = stats - self._logged
+        checked = stats - self._checked if now - self._checked_at >= _CHECKED_S else None
+        found = gathered(_Report.of(logged, checked, self._share()))
         self._follow_late_rank(found)
         self._last_step = step
         self._others_s += max(0.0, logged.training_s - min(one.training_s for one in found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -14,10 +15,17 @@ TESTS = str(Path(__file__).resolve().parent.parent)
 if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
-from support.metered_loading import loader_over, served, write_metered  # noqa: E402
+from support.metered_loading import BATCH, loader_over, served, spend, write_metered  # noqa: E402
 
-from lightning_stream import StreamingDataLoader, export_opentelemetry, export_prometheus  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    StreamingDataLoader,
+    StreamingDataset,
+    export_opentelemetry,
+    export_prometheus,
+)
 from lightning_stream.errors import MissingExtraError  # noqa: E402
+from lightning_stream.trainers import monitor as trainers_monitor  # noqa: E402
+from lightning_stream.trainers.monitor import DataMonitor  # noqa: E402
 
 TOTALS = {
     "lightning_stream_batches_total": lambda stats: stats.num_batches,
@@ -66,7 +74,7 @@ def test_prometheus_scrapes_the_stats(loader: StreamingDataLoader) -> None:
         assert sum(waits.values()) == pytest.approx(stats.wait_s)
         assert 'lightning_stream_wait_seconds_total{part="fetching",rank="0"}' in waits
         steps = sum(value for name, value in found.items() if name.startswith("lightning_stream_step_seconds_total{"))
-        assert steps == pytest.approx(stats.compute_s)
+        assert steps == pytest.approx(stats.compute_s + stats.validation_s)
         next(iter(loader))
         next_batch = scraped(server.server_port)['lightning_stream_batches_total{rank="0"}']
         assert next_batch == stats.num_batches + 1
@@ -92,6 +100,33 @@ def test_two_loaders_are_exported_together(data: Path, tmp_path: Path, loader: S
     del other
     gc.collect()
     assert 'loader="val"' not in prometheus.generate_latest(registry).decode()
+
+
+def test_counters_only_rise(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prometheus takes a value that falls for a restart, and counts all of it once more."""
+    prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")
+    monkeypatch.setattr(trainers_monitor, "gathered", lambda own: [own, replace(own, training_s=0.0)])  # another rank
+    registry, monitor = prometheus.CollectorRegistry(), DataMonitor(print, watch_after_s=None)
+    loader = StreamingDataLoader(StreamingDataset(local=data), BATCH)
+    monitor.attach(loader)
+    export_prometheus(monitor, registry)
+    values: dict[str, float] = {}
+    for number, _ in enumerate(loader):
+        spend(0.002)
+        if number % 4 == 1:
+            with loader.aside("checkpoint"):
+                spend(0.02)
+        if number % 4 == 3:
+            monitor.metrics(number)
+        for family in registry.collect():
+            for one in family.samples:
+                key = f"{one.name}{one.labels}"
+                assert one.value >= values.get(key, 0.0) - 1e-9, key
+                values[key] = one.value
+    late = values["lightning_stream_other_ranks_seconds_total{'rank': '0'}"]
+    training = values["lightning_stream_step_seconds_total{'rank': '0', 'part': 'training'}"]
+    assert 0 < late <= training
+    monitor.detach()
 
 
 def test_opentelemetry_reads_the_stats(loader: StreamingDataLoader) -> None:

@@ -106,6 +106,26 @@ def test_the_parts_add_up_to_the_time_of_the_loop(data: Path, tmp_path: Path, ho
     check_parts(measure)
 
 
+def test_a_checkpoint_within_a_validation_is_a_part_of_it(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(data, tmp_path)
+    for _ in islice(loader, 3):
+        with loader.aside("validation"):
+            spend(0.01)
+            with loader.aside("checkpoint"):
+                spend(0.01)
+    stats = loader.stats()
+    assert stats.pauses["checkpoint"] == 0.0
+    assert stats.validation_s >= 3 * 0.02
+    assert stats.training_s >= 0.0
+
+
+def test_a_block_has_one_of_two_names(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(data, tmp_path)
+    message = 'aside\\(\\) measures a "validation" or a "checkpoint"; found \'evaluation\''
+    with pytest.raises(ValueError, match=message), loader.aside("evaluation"):  # type: ignore[arg-type]
+        pytest.fail("it is refused before the block")
+
+
 def test_checkpoints_validations_and_garbage_collections_are_not_training(data: Path, tmp_path: Path) -> None:
     loader, kept = loader_over(data, tmp_path), []
     began = perf_counter()

@@ -165,6 +165,21 @@ def test_the_headroom_is_how_much_faster_training_could_be(times: float) -> None
     assert faster.samples_per_s == pytest.approx(times * stats.samples_per_s, rel=0.15)
 
 
+@pytest.mark.parametrize("case", ["a slow first byte", "few bytes per second", "too few workers"])
+def test_a_loop_that_only_reads_learns_how_much_faster_it_could_be(case: str) -> None:
+    verdict = verdict_of(measured(replace(CAUSES[case][1], compute=1e-6), 0))  # as a user's first benchmark
+    assert verdict.setting == "num_workers"
+    assert verdict.remedy.endswith(" times as fast.")
+    assert 3.5 <= float(verdict.remedy.split()[-4]) <= 4.5  # from 2 workers to 8
+    assert ("could use far more." in verdict.finding) == (verdict.cause == "bandwidth")
+
+
+def test_a_remedy_that_hardly_helps_promises_nothing() -> None:
+    verdict = verdict_of(measured(Loop(reading=2.0, settings=replace(TWO, num_workers=15, num_cores=16)), 0))
+    assert verdict.value == 16
+    assert "times as fast" not in str(verdict)
+
+
 def test_nothing_is_said_of_a_run_of_one_batch() -> None:
     assert verdict_of(LoaderStats()).cause == "none"
     assert verdict_of(measured(Loop(startup=9.0, steps=1), 0)).cause == "none"

@@ -23,6 +23,7 @@ BATCH, NUM_SAMPLES = 8, 128
 RANK = """
 import json, os, sys, time, torch
 from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream.loading.verdict import verdict_of
 from lightning_stream.trainers.monitor import DataMonitor
 rank, said, seen = int(sys.argv[2]), [], []
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
@@ -49,7 +50,8 @@ monitor.end()
 stats = whole - before
 parts = (whole.wait_s + whole.training_s + sum(whole.pauses.values())) / loop_s
 others = whole.pauses["other_ranks"]
-print(json.dumps([metrics, stats.wait_share, stats.samples_per_s, others, parts, said]), flush=True)
+cause = verdict_of(whole).cause
+print(json.dumps([metrics, stats.wait_share, stats.samples_per_s, others, cause, parts, said]), flush=True)
 torch.distributed.barrier()
 os._exit(0)  # gloo's own end may abort where the other rank has ended already
 """
@@ -82,6 +84,7 @@ def test_ranks_log_the_same_values_and_name_the_rank_that_waits(tmp_path: Path, 
     assert metrics["data/samples_per_s"] == pytest.approx(sum(rate for _, _, rate, *_ in found), rel=0.05)
     assert found[0][3] == pytest.approx(4 * 8 * 0.05, rel=0.25)  # what rank 0 waited for rank 1
     assert found[1][3] < 0.2
+    assert [one[4] for one in found] == ["other_ranks", "transform"]
     for *_, parts, said in found:
         assert parts == pytest.approx(1.0, abs=0.02)  # of the time of the loop
         assert len(said) == 1
