@@ -112,7 +112,7 @@ def _plots(kept: Mapping[str, Any], columns: Columns) -> list[Section]:
             "evicted": "evictions",
         }  # fmt: skip
         found.append(chart("Shards", "end_s", cache, **options))
-    streams = [name for name in columns if name.startswith("stream:")]
+    streams = sorted((one for one in columns if one.startswith("stream:")), key=lambda one: -_total(columns, one))
     if streams:
         same = os.path.commonprefix([name.rstrip("/") for name in streams]).rfind("/") + 1 or len("stream:")  # noqa: RUF071
         mixture: dict[str, str | tuple[str, str]] = {name[same:]: (name, "=drawn") for name in streams}
