@@ -92,9 +92,22 @@ def test_a_request_under_another_name_is_refused(server: PageServer, host: str) 
     assert "columns" not in answered
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "/../../etc/passwd", "//etc/passwd", "/values/..", "/%2e%2e/x", "*"])
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "/../../etc/passwd", "//etc/passwd", "/values/..", "/%2e%2e/x", "*", "http://["]
+)
 def test_the_server_reads_no_file(server: PageServer, path: str) -> None:
     assert asked(server, path)[0] in (404, 403)
+
+
+@pytest.mark.parametrize(("error", "is_shown"), [(ConnectionResetError(), False), (RuntimeError("defect"), True)])
+def test_a_browser_that_has_gone_is_no_error(
+    server: PageServer, capsys: pytest.CaptureFixture[str], error: Exception, is_shown: bool
+) -> None:
+    try:
+        raise error
+    except Exception:  # noqa: BLE001 - as http.server does around each request
+        server.handle_error(None, ("127.0.0.1", 1))
+    assert bool(capsys.readouterr().err) == is_shown
 
 
 def test_only_reading_requests_are_answered(server: PageServer) -> None:
