@@ -54,6 +54,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
         raise ValueError("--batch-size is at least 1, and --seconds and --step-ms are positive")
     found = datasets_at(options.remote, options.store_options, Reading.of(options))
     dataset = next((one for one in found if one.remote.rstrip("/").endswith("/train")), found[0])
+    if dataset.index.num_samples == dataset.index.num_deleted:
+        raise ValueError(f"bench reads samples; {dataset.store.url} has none")
     others = [one.store.url for one in found if one is not dataset]
     transform = None if options.transform is None else imported(options.transform, "--transform")
     with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
