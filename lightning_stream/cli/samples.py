@@ -73,7 +73,7 @@ def with_class_names(sample: dict[str, Any], classes: Mapping[str, Sequence[str]
 
     def named(name: str, value: Any) -> Any:
         names = classes.get(name, ())
-        return names[value] if isinstance(value, (int, np.integer)) and 0 <= value < len(names) else value
+        return names[int(value)] if isinstance(value, (int, np.integer)) and 0 <= value < len(names) else value
 
     return {name: named(name, value) for name, value in sample.items()}
 

@@ -200,7 +200,7 @@ def check_name(name: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the bucket (container, host) of a URL and the prefix in it; ValueError without a bucket, or with a password."""
+    """The bucket (container, host) of a URL and the prefix in it; ValueError without a bucket, or with a password."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket:
         raise ValueError(f"a URL names a bucket or container after '://'; got {redact(url)!r}")
