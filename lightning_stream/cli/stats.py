@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import Reading, add_dataset, add_reading, add_store_options, datasets_at
+from lightning_stream.cli.arguments import add_source, datasets_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import classes_of, is_image, reader_of
 from lightning_stream.formats.encodings.media import Media, measured
@@ -21,10 +21,8 @@ _AT_ONCE, _MOST_DISTINCT, _SHOWN = 256, 1000, 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``stats``."""
-    add_dataset(parser)
+    add_source(parser)
     parser.add_argument("-n", "--count", type=int, metavar="N", help="read the first N samples only")
-    add_reading(parser)
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -32,7 +30,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.count is not None and options.count < 1:
         raise ValueError(f"--count is at least 1; found {options.count}")
     out.data = {"datasets": []}
-    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+    for dataset in datasets_of(options):
         with reader_of(dataset, options.store_options) as reader:
             total = reader.snapshot.num_samples
             count, columns = min(total, options.count or total), dict[str, ColumnStats]()

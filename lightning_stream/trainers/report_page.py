@@ -88,6 +88,8 @@ def _delivered(launches: Sequence[Mapping[str, Any]]) -> str:
     if not all(one["checks"] and "lost" in one for one in launches):
         return ""
     (epoch, position), (end, end_position) = launches[0]["from"], launches[-1]["to"]
+    if (epoch, position) == (end, end_position):
+        return ""
     counts = f"{sum(one['lost'] for one in launches):,} lost, {sum(one['repeated'] for one in launches):,} repeated"
     if position == end_position == 0 and end > epoch:
         return f"Trained on {f'epochs {epoch}-{end - 1}' if end > epoch + 1 else f'epoch {epoch}'}: {counts}"
