@@ -258,6 +258,10 @@ def test_a_notebook_shows_settings_and_chain_or_why_there_is_none(folder: str, t
     missing = StreamingDataset(str(tmp_path / "<nothing>"))._repr_html_()
     assert "no such file" in missing.lower()
     assert "<nothing>" not in missing
+    for wrong in ("none://bucket/x", "s3://user:HUSH@bucket/x"):
+        shown = repr(StreamingDataset(wrong)) + StreamingDataset(wrong)._repr_html_()
+        assert wrong.partition("bucket")[1] in shown
+        assert "HUSH" not in shown
     many = StreamingDataset(streams=[Stream(folder)] * 100)
     assert len(repr(many)) < 6 * len(folder) + 200
     assert "... 100 streams" in repr(many)

@@ -75,7 +75,8 @@ def _measured(
     folder: str,
     out: Output,
 ) -> tuple[dict[str, Any], dict[int, float]]:
-    from lightning_stream.dataset import StreamingDataset, source_of
+    from lightning_stream import StreamingDataset  # which names the extra where torch is missing
+    from lightning_stream.dataset import source_of
 
     is_local = isinstance(dataset.store, LocalStore)
     stream = dataset.stream(folder, options.store_options)
