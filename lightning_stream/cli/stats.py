@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_stream.cli.arguments import add_source, datasets_of
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.cli.samples import classes_of, is_image, reader_of
+from lightning_stream.cli.samples import class_name, classes_of, is_image, reader_of
 from lightning_stream.formats.encodings.media import Media, measured
 
 HELP = "read samples and summarise each column: range, mean, missing values, counts"
@@ -73,9 +73,9 @@ class ColumnStats:
         if len(self._kinds) > 1 or "json" in self._kinds:
             about["kinds"] = dict(self._kinds.most_common())
         for name, limits in self._ranges.items():
-            about[name] = limits.summary()
+            about |= {name: found} if (found := limits.summary()) else {}
         if self._values:
-            named = {classes[key] if classes and 0 <= key < len(classes) else key: n for key, n in self._values.items()}
+            named = {class_name(key, classes): n for key, n in self._values.items()}
             about["distinct"] = len(named)
             repeated = Counter(named).most_common(_SHOWN)
             if repeated[0][1] > 1:
