@@ -41,6 +41,8 @@ from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.reading.switched import reader_of
 
+_SHOWN_STREAMS = 4
+
 
 class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
     """Samples streamed from one or several datasets in an order that is elastic, deterministic and resumable.
@@ -255,7 +257,9 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         given["batch_size"] = self._streaming_plain.batch_size
         defaults = signature(StreamingDataset).parameters
         settings = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
-        return f"{type(self).__name__}({', '.join([*map(repr, reader.streams), *known, *settings])})"
+        streams, count = [repr(one) for one in reader.streams[:_SHOWN_STREAMS]], len(reader.streams)
+        more = [f"... {count:,} streams"] if count > _SHOWN_STREAMS else []
+        return f"{type(self).__name__}({', '.join([*streams, *more, *known, *settings])})"
 
     @property
     def batch_tokens(self) -> int | None:

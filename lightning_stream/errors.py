@@ -126,10 +126,11 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-_USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+_USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")  # up to the last @: passwords may hold others
 _QUERY = re.compile(r"(?<=\S)\?[^\s'\")>]*=[^\s'\")>]*")
 _SECRET = re.compile(
-    r"(?i)\b(authorization|bearer|token|password|passwd|secret\w*|sig|signature|accountkey|sharedaccesssignature)\b"
+    r"(?i)\b(authorization|bearer|(?:\w+_)?token|\w*password|passwd|\w*secret\w*|sig|signature|accountkey|api_?key"
+    r"|access_?key|sharedaccesssignature)\b"
     r"(\"?'?\s*[:= ]\s*\"?'?)(?:bearer\s+|basic\s+)?[^\s,;&'\"]{4,}"
 )
 

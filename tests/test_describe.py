@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -251,9 +252,16 @@ def test_it_shows_no_credentials(folder: str, tmp_path: Path) -> None:
 def test_a_notebook_shows_settings_and_chain_or_why_there_is_none(folder: str, tmp_path: Path) -> None:
     dataset = StreamingDataset(folder, shuffle=True)
     shown = dataset._repr_html_()
-    assert shown.startswith("<pre>StreamingDataset(")
+    assert re.match("<pre style=[^>]*>StreamingDataset[(]", shown)
     assert "400 samples" in shown
     assert "batch_size=16" in StreamingDataLoader(dataset, batch_size=16)._repr_html_()
     missing = StreamingDataset(str(tmp_path / "<nothing>"))._repr_html_()
     assert "no such file" in missing.lower()
     assert "<nothing>" not in missing
+    for wrong in ("none://bucket/x", "s3://user:HUSH@bucket/x"):
+        shown = repr(StreamingDataset(wrong)) + StreamingDataset(wrong)._repr_html_()
+        assert wrong.partition("bucket")[1] in shown
+        assert "HUSH" not in shown
+    many = StreamingDataset(streams=[Stream(folder)] * 100)
+    assert len(repr(many)) < 6 * len(folder) + 200
+    assert "... 100 streams" in repr(many)

@@ -121,6 +121,13 @@ def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-opti
     parser.add_argument(flag, action=Pairs, metavar="KEY=VALUE", help=help_text)
 
 
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """Let a command take a dataset, how it is read, and the options of its store."""
+    add_dataset(parser)
+    add_reading(parser)
+    add_store_options(parser)
+
+
 def add_streams(parser: argparse.ArgumentParser) -> None:
     """Let a command take the datasets of a mixture."""
     parser.add_argument(
@@ -176,6 +183,11 @@ def datasets_at(remote: str, options: Mapping[str, Any] | None, how: Reading = _
         f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. Check the path "
         "or URL; a writer that did not finish leaves no index."
     )
+
+
+def datasets_of(options: argparse.Namespace) -> list[FoundDataset]:
+    """The datasets that the arguments of :func:`add_source` name; see :func:`datasets_at`."""
+    return datasets_at(options.remote, options.store_options, Reading.of(options))
 
 
 def _indexed(remote: str, options: Mapping[str, Any] | None) -> list[FoundDataset]:

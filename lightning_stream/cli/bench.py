@@ -10,15 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import (
-    FoundDataset,
-    Reading,
-    add_dataset,
-    add_reading,
-    add_store_options,
-    datasets_at,
-    imported,
-)
+from lightning_stream.cli.arguments import FoundDataset, add_source, datasets_of, imported
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.order.chain import readable
@@ -37,14 +29,12 @@ _MARGIN = 1.05  # more workers must pay by 5 %
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``bench``."""
-    add_dataset(parser)
+    add_source(parser)
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="samples of a batch (default: 64)")
     parser.add_argument("--num-workers", metavar="N,N...", help="numbers to try (default: 0, 1, 2, 4... processors)")
     parser.add_argument("--transform", metavar="MODULE:FUNCTION", help="the transform of the training run")
     parser.add_argument("--step-ms", type=float, metavar="MS", help="time of a training step without its data")
     parser.add_argument("--seconds", type=float, default=5.0, metavar="S", help="time of each measurement (default: 5)")
-    add_reading(parser)
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -52,8 +42,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     numbers = _numbers(options.num_workers)
     if options.batch_size < 1 or options.seconds <= 0 or (options.step_ms is not None and options.step_ms <= 0):
         raise ValueError("--batch-size is at least 1, and --seconds and --step-ms are positive")
-    found = datasets_at(options.remote, options.store_options, Reading.of(options))
+    found = datasets_of(options)
     dataset = next((one for one in found if one.remote.rstrip("/").endswith("/train")), found[0])
+    if dataset.index.num_samples == dataset.index.num_deleted:
+        raise ValueError(f"bench reads samples; {dataset.store.url} has none")
     others = [one.store.url for one in found if one is not dataset]
     transform = None if options.transform is None else imported(options.transform, "--transform")
     with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
@@ -83,7 +75,8 @@ def _measured(
     folder: str,
     out: Output,
 ) -> tuple[dict[str, Any], dict[int, float]]:
-    from lightning_stream.dataset import StreamingDataset, source_of
+    from lightning_stream import StreamingDataset  # which names the extra where torch is missing
+    from lightning_stream.dataset import source_of
 
     is_local = isinstance(dataset.store, LocalStore)
     stream = dataset.stream(folder, options.store_options)

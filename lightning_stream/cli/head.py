@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from lightning_stream.cli.arguments import Reading, add_dataset, add_reading, add_store_options, datasets_at
+from lightning_stream.cli.arguments import add_source, datasets_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import add_ids, chosen_ids, plain, reader_of
 
@@ -13,16 +13,14 @@ HELP = "print samples: the first ones, or those with some ids"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``head``."""
-    add_dataset(parser)
+    add_source(parser)
     add_ids(parser, 5)
-    add_reading(parser)
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Print samples of every dataset at the path or URL."""
     out.data = {"datasets": []}
-    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+    for dataset in datasets_of(options):
         out.line(dataset.store.url)
         samples = []
         with reader_of(dataset, options.store_options) as reader:

@@ -7,14 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import (
-    FoundDataset,
-    Reading,
-    add_dataset,
-    add_reading,
-    add_store_options,
-    datasets_at,
-)
+from lightning_stream.cli.arguments import FoundDataset, add_source, datasets_of
 from lightning_stream.cli.lengths import shown_lengths
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import classes_of, plain, reader_of
@@ -26,10 +19,8 @@ HELP = "show columns, samples, shards, sizes and hashes of a dataset"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``inspect``."""
-    add_dataset(parser)
-    add_reading(parser)
+    add_source(parser)
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="show the first N samples, too")
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -37,7 +28,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.samples < 0:
         raise ValueError(f"--samples is a number of samples; found {options.samples}")
     described = []
-    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+    for dataset in datasets_of(options):
         about = _of_files(dataset) if dataset.format else _description(dataset.index)
         if classes := classes_of(dataset):
             about["classes"] = classes

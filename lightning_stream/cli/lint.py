@@ -14,14 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import (
-    FoundDataset,
-    Reading,
-    add_dataset,
-    add_reading,
-    add_store_options,
-    datasets_at,
-)
+from lightning_stream.cli.arguments import FoundDataset, Reading, add_source, datasets_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.processes import ShardRange, num_processes, run_partitions
@@ -43,20 +36,18 @@ _REMEDY = "use fewer --num-workers"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``lint``."""
-    add_dataset(parser)
+    add_source(parser)
     parser.add_argument("--num-workers", type=int, metavar="N", help="processes (default: one per processor)")
     parser.add_argument(
         "--resume", metavar="FILE", help="note finished shards in this file, and skip those noted there"
     )
-    add_reading(parser)
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Decode all samples of every dataset at the path or URL."""
     workers = num_processes(options.num_workers)
     out.data = {"datasets": []}
-    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+    for dataset in datasets_of(options):
         bad = _lint(dataset, options, workers, out)
         out.data["datasets"].append({"url": dataset.store.url, "bad": bad})
         verdict = f"BAD ({len(bad):,})" if bad else "OK"

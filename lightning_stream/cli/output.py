@@ -90,7 +90,7 @@ class Output:
         """Print the JSON object."""
         self._end_progress()
         if self.as_json:
-            print(json.dumps(_finite(self.data), indent=1, allow_nan=False))
+            print(json.dumps(_finite(self.data), indent=1, allow_nan=False, default=str))
         print(end="", flush=True)  # there may be no stdout
 
     def _end_progress(self) -> None:

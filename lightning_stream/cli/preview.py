@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import add_dataset, add_reading, add_store_options, one_dataset_at
+from lightning_stream.cli.arguments import add_source, one_dataset_at
 from lightning_stream.cli.output import ExitCode, Output, as_text
 from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_image, plain, reader_of, with_class_names
 from lightning_stream.formats.encodings.images import pillow, rgb
@@ -37,11 +37,9 @@ _THUMB, _PICTURE_THUMB, _LABEL, _GAP = 320, 160, 28, 8  # pixels
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``preview``."""
-    add_dataset(parser)
+    add_source(parser)
     add_ids(parser, 48)
     parser.add_argument("--out", default="preview.html", metavar="FILE", help=".html or .png (default: preview.html)")
-    add_reading(parser)
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_stream.cli.arguments import Reading, add_reading, add_store_options, datasets_at
+from lightning_stream.cli.arguments import add_reading, add_store_options, datasets_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.num_workers < 1:
         raise ValueError(f"--num-workers is at least 1; found {options.num_workers}")
     out.data = {"datasets": []}
-    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+    for dataset in datasets_of(options):
         if isinstance(dataset.store, LocalStore):
             raise ValueError(f"pull downloads from a store; {dataset.remote} is a folder of this machine")
         split = dataset.remote.rstrip("/")[len(options.remote.rstrip("/")) :].strip("/")

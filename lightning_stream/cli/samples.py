@@ -70,12 +70,13 @@ def classes_of(dataset: FoundDataset) -> dict[str, list[str]]:
 
 def with_class_names(sample: dict[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """A sample with the names of its classes in place of their numbers."""
+    return {name: class_name(value, classes.get(name)) for name, value in sample.items()}
 
-    def named(name: str, value: Any) -> Any:
-        names = classes.get(name, ())
-        return names[value] if isinstance(value, (int, np.integer)) and 0 <= value < len(names) else value
 
-    return {name: named(name, value) for name, value in sample.items()}
+def class_name(value: Any, names: Sequence[str] | None) -> Any:
+    """The name of a class in place of its number; any other value as it is."""
+    is_number = names is not None and isinstance(value, (int, np.integer)) and 0 <= value < len(names)
+    return names[int(value)] if names and is_number else value
 
 
 def plain(value: Any) -> Any:

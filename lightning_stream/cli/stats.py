@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import Reading, add_dataset, add_reading, add_store_options, datasets_at
+from lightning_stream.cli.arguments import add_source, datasets_of
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.cli.samples import classes_of, is_image, reader_of
+from lightning_stream.cli.samples import class_name, classes_of, is_image, reader_of
 from lightning_stream.formats.encodings.media import Media, measured
 
 HELP = "read samples and summarise each column: range, mean, missing values, counts"
@@ -21,10 +21,8 @@ _AT_ONCE, _MOST_DISTINCT, _SHOWN = 256, 1000, 8
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``stats``."""
-    add_dataset(parser)
+    add_source(parser)
     parser.add_argument("-n", "--count", type=int, metavar="N", help="read the first N samples only")
-    add_reading(parser)
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
@@ -32,7 +30,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.count is not None and options.count < 1:
         raise ValueError(f"--count is at least 1; found {options.count}")
     out.data = {"datasets": []}
-    for dataset in datasets_at(options.remote, options.store_options, Reading.of(options)):
+    for dataset in datasets_of(options):
         with reader_of(dataset, options.store_options) as reader:
             total = reader.snapshot.num_samples
             count, columns = min(total, options.count or total), dict[str, ColumnStats]()
@@ -75,9 +73,9 @@ class ColumnStats:
         if len(self._kinds) > 1 or "json" in self._kinds:
             about["kinds"] = dict(self._kinds.most_common())
         for name, limits in self._ranges.items():
-            about[name] = limits.summary()
+            about |= {name: found} if (found := limits.summary()) else {}
         if self._values:
-            named = {classes[key] if classes and 0 <= key < len(classes) else key: n for key, n in self._values.items()}
+            named = {class_name(key, classes): n for key, n in self._values.items()}
             about["distinct"] = len(named)
             repeated = Counter(named).most_common(_SHOWN)
             if repeated[0][1] > 1:

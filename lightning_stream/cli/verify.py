@@ -7,14 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.cli.arguments import (
-    FoundDataset,
-    Reading,
-    add_dataset,
-    add_reading,
-    add_store_options,
-    datasets_at,
-)
+from lightning_stream.cli.arguments import FoundDataset, add_source, datasets_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import DigestError, FormatError, NotFoundError
 from lightning_stream.formats.codecs import decompress_file
@@ -30,18 +23,16 @@ HELP = "read every file and check its size, hashes and decompression, or its row
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``verify``."""
-    add_dataset(parser)
-    add_reading(parser)
+    add_source(parser)
     parser.add_argument("--shards", metavar="BEGIN:END", help="check only these shards, counted from 0")
     parser.add_argument("--num-workers", type=int, default=8, metavar="N", help="shards checked at once (default: 8)")
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Verify every dataset at the path or URL."""
     if options.num_workers < 1:
         raise ValueError(f"--num-workers is at least 1; found {options.num_workers}")
-    found = datasets_at(options.remote, options.store_options, Reading.of(options))
+    found = datasets_of(options)
     chosen = [_shards(options.shards, dataset) for dataset in found]
     verified = [_verify(*each, options.num_workers, out) for each in zip(found, chosen, strict=True)]
     out.data = {"datasets": verified}

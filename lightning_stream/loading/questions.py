@@ -49,7 +49,8 @@ def _as_html(shown: Any) -> str:
         chain = str(shown.describe(count_rows=False))
     except (LightningStreamError, ValueError) as error:
         chain = str(error)
-    return f"<pre>{escape(f'{shown!r}')}\n\n{escape(chain)}</pre>"
+    text = escape(f"{shown!r}\n\n{chain}")
+    return f'<pre style="white-space: pre-wrap">{text}</pre>'
 
 
 class DatasetQuestions:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from lightning_stream.errors import redact
 from lightning_stream.pages import Section, drawn_page, values_of
@@ -32,6 +33,11 @@ class PageServer(ThreadingHTTPServer):
         self.url = f"http://{_ADDRESS}:{self.server_port}/"
         self.hosts = {f"{name}:{self.server_port}" for name in (_ADDRESS, "localhost")}
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print what went wrong, unless a browser has closed its page."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
@@ -39,16 +45,16 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer with the page, or with what it shows for other values of its fields."""
-        url = urlsplit(self.path)
+        path, _, query = self.path.partition("?")
         if self.headers.get("Host") not in self.server.hosts:  # a name of another site that points here
             self._send(403, f"open {self.server.url} itself", "text/plain")
-        elif url.path == _PAGE:
+        elif path == _PAGE:
             sections, columns = self._drawn({}, is_quick=False)
             html = drawn_page(self.server.title, "", [self.server.fields, *sections], columns)
             self._send(200, html, "text/html")
-        elif url.path in (_VALUES, _QUICK) and len(self.path) <= _MOST_CHARACTERS:
-            given = {name: values[-1] for name, values in parse_qs(url.query, keep_blank_values=True).items()}
-            self._send_values(given, is_quick=url.path == _QUICK)
+        elif path in (_VALUES, _QUICK) and len(self.path) <= _MOST_CHARACTERS:
+            given = {name: values[-1] for name, values in parse_qs(query, keep_blank_values=True).items()}
+            self._send_values(given, is_quick=path == _QUICK)
         else:
             self._send(404, "there is no such page", "text/plain")
 

@@ -135,7 +135,11 @@ class Stream:
         self._in_place = InPlace(format, columns, number, _place_of(self)[1])
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({name_of(self)!r})"
+        try:
+            name = name_of(self)
+        except (ImportError, ValueError):  # of a URL that no store opens; using the stream raises it
+            name = redact(str(self.remote))
+        return f"{type(self).__name__}({name!r})"
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         """Download a file of the dataset to ``local/split/to_basename``; returns that path."""

@@ -200,10 +200,15 @@ def check_name(name: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the bucket (container, host) of a URL and the prefix in it; ValueError if there is no bucket."""
+    """The bucket (container, host) of a URL and the prefix in it; ValueError without a bucket, or with a password."""
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket:
         raise ValueError(f"a URL names a bucket or container after '://'; got {redact(url)!r}")
+    if ":" in bucket and "@" in bucket:
+        raise ValueError(
+            f"the URL of a bucket takes no user and password; one for {redact(url)} has some. Set the variables of the "
+            "credentials instead."
+        )
     return bucket, prefix.strip("/")
 
 

@@ -88,6 +88,8 @@ def _delivered(launches: Sequence[Mapping[str, Any]]) -> str:
     if not all(one["checks"] and "lost" in one for one in launches):
         return ""
     (epoch, position), (end, end_position) = launches[0]["from"], launches[-1]["to"]
+    if (epoch, position) == (end, end_position):
+        return ""
     counts = f"{sum(one['lost'] for one in launches):,} lost, {sum(one['repeated'] for one in launches):,} repeated"
     if position == end_position == 0 and end > epoch:
         return f"Trained on {f'epochs {epoch}-{end - 1}' if end > epoch + 1 else f'epoch {epoch}'}: {counts}"
@@ -112,7 +114,7 @@ def _plots(kept: Mapping[str, Any], columns: Columns) -> list[Section]:
             "evicted": "evictions",
         }  # fmt: skip
         found.append(chart("Shards", "end_s", cache, **options))
-    streams = [name for name in columns if name.startswith("stream:")]
+    streams = sorted((one for one in columns if one.startswith("stream:")), key=lambda one: -_total(columns, one))
     if streams:
         same = os.path.commonprefix([name.rstrip("/") for name in streams]).rfind("/") + 1 or len("stream:")  # noqa: RUF071
         mixture: dict[str, str | tuple[str, str]] = {name[same:]: (name, "=drawn") for name in streams}

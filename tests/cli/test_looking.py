@@ -8,6 +8,7 @@ import json
 import os
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -240,11 +241,12 @@ def test_texts_do_not_act_on_the_terminal(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_numbers_that_are_not_finite_are_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with MDSWriter(out=str(tmp_path), columns={"x": "float32", "v": "ndarray:float32:2"}) as writer:
-        writer.write({"x": np.nan, "v": np.array([1, np.inf], np.float32)})
+    columns = {"x": "float32", "v": "ndarray:float32:2", "d": "str_decimal"}
+    with MDSWriter(out=str(tmp_path), columns=columns) as writer:
+        writer.write({"x": np.nan, "v": np.array([1, np.inf], np.float32), "d": Decimal("1.10")})
     assert main(["head", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["datasets"][0]["samples"] == [{"id": 0, "x": None, "v": [1.0, None]}]
+    assert found["datasets"][0]["samples"] == [{"id": 0, "x": None, "v": [1.0, None], "d": "1.10"}]
 
 
 def test_a_label_that_is_no_number_keeps_its_value(tmp_path: Path) -> None:
@@ -253,5 +255,6 @@ def test_a_label_that_is_no_number_keeps_its_value(tmp_path: Path) -> None:
             writer.write({"label": label})
     (tmp_path / "manifest.json").write_text(json.dumps({"classes": {"label": ["daisy", "rose"]}}))
     assert main(["preview", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["stats", str(tmp_path)]) == 0
     page = (tmp_path / "page.html").read_text()
     assert re.findall("<dd>(.*?)</dd>", page) == ["none", "rose", "other", "9"]

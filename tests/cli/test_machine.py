@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_stream import LocalDataset, StreamingDataset
+from lightning_stream import LocalDataset, MDSWriter, StreamingDataset
 from lightning_stream.cli import main
 
 Answer = Callable[..., tuple[int, Any]]
@@ -156,6 +156,12 @@ def test_wrong_arguments_of_bench_are_refused(shards: Path, answer: Answer, give
     code, found = answer("bench", str(shards / "val"), *given)
     assert code == 2
     assert rule in found["error"]
+
+
+def test_bench_of_no_samples_is_refused(tmp_path: Path, answer: Answer) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"x": "int"}):
+        pass
+    assert "has none" in answer("bench", str(tmp_path))[1]["error"]
 
 
 def test_bench_and_doctor_name_the_splits_of_a_folder(shards: Path, answer: Answer) -> None:

@@ -103,11 +103,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert data == {"error": err.removeprefix("error: ").strip()}
 
 
-def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path) -> None:
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, shards: Path) -> None:
     (tmp_path / "last.ckpt").write_bytes(b"x")
-    done = program("explain", str(tmp_path), before="sys.modules['torch'] = None")
-    assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: [^\n]*'torch'[^\n]*lightning-stream\[torch\]'\n", done.stderr)
+    for arguments in (["explain", str(tmp_path)], ["bench", str(shards / "val")]):
+        done = program(*arguments, before="sys.modules['torch'] = None")
+        assert done.returncode == 2, done.stderr
+        assert re.fullmatch(r"error: [^\n]*'torch'[^\n]*lightning-stream\[torch\]'\n", done.stderr)
     done = program("inspect", "s3://bucket/x", before="sys.modules['boto3'] = None")
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(r"error: [^\n]*'boto3'[^\n]*lightning-stream\[s3\]'\n", done.stderr)

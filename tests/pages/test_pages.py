@@ -97,6 +97,17 @@ def test_the_server_reads_no_file(server: PageServer, path: str) -> None:
     assert asked(server, path)[0] in (404, 403)
 
 
+@pytest.mark.parametrize(("error", "is_shown"), [(ConnectionResetError(), False), (RuntimeError("defect"), True)])
+def test_a_browser_that_has_gone_is_no_error(
+    server: PageServer, capsys: pytest.CaptureFixture[str], error: Exception, is_shown: bool
+) -> None:
+    try:
+        raise error
+    except Exception:  # noqa: BLE001 - as http.server does around each request
+        server.handle_error(None, ("127.0.0.1", 1))
+    assert bool(capsys.readouterr().err) == is_shown
+
+
 def test_only_reading_requests_are_answered(server: PageServer) -> None:
     assert asked(server, "/values?nodes=4", method="POST")[0] == 501
 

@@ -214,6 +214,9 @@ def test_user_and_password_of_a_url_are_sent_and_not_shown() -> None:
     [
         ("GET https://host/x?X-Amz-Signature=abcdef&b=1 failed", "abcdef"),
         ("sftp://user:hunter2@host/x", "hunter2"),
+        ("sftp://user:hun@ter2@host/x", "ter2"),
+        ("aws_secret_access_key=hunter2", "hunter2"),
+        ("HF_TOKEN=hunter2, api_key: 'hunter2'", "hunter2"),
         ("{'Authorization': 'Bearer dapi123456'}", "dapi123456"),
         ("Authorization: Basic dXNlcjpw", "dXNlcjpw"),
         ("AccountKey=Zm9vYmFy;EndpointSuffix=x", "Zm9vYmFy"),
@@ -311,3 +314,10 @@ def test_the_same_bucket_at_two_endpoints_is_two_places(monkeypatch: pytest.Monk
     plain = open_store("s3://bucket/x")
     monkeypatch.setenv("S3_ENDPOINT_URL", "http://minio:9000")
     assert len({plain.url, open_store("s3://bucket/x").identity}) == 2
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs", "azure"])
+def test_a_bucket_takes_no_password_and_its_error_shows_none(scheme: str) -> None:
+    with pytest.raises(ValueError, match="takes no user and password") as caught:
+        open_store(f"{scheme}://user:hunter2@bucket/x", QUICK)
+    assert "hunter2" not in str(caught.value)
