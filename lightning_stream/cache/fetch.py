@@ -296,7 +296,8 @@ class _Published:
 
     def __init__(self, folder: CacheFolder, index: bytes | None) -> None:
         self._path, self._modes, self._index = folder.control / "published", folder.modes, index
-        self._where, self._version = str(folder.path / INDEX_NAME), None
+        self._where = str(folder.path / INDEX_NAME)
+        self._version: str | None = None
 
     def __call__(self, version: str | None) -> Index | None:
         """Return the folder's index if it was made of this version. To read a small one keeps the connection."""

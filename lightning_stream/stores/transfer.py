@@ -125,8 +125,8 @@ def _kernel_chunks(raw: Any, sock: socket.socket) -> Iterator[bytes]:
         begun = time.perf_counter()
 
 
-def _tls_chunks(raw: Any, sock: ssl.SSLSocket) -> Iterator[bytes]:
-    """The chunks of a response of known length over TLS, which gives at most a record of 16 KiB at a time.
+def _tls_chunks(raw: Any, sock: ssl.SSLSocket) -> Iterator[Any]:
+    """The chunks (bytes-like) of a response of known length over TLS, which gives a record of 16 KiB at a time.
 
     All but the first bytes, which came with the headers, and the last ones are read from the socket itself: `raw.read1`
     would take 1.3 CPU-seconds for the 65,000 records of a GB. The kernel waits as in `_kernel_chunks`, for no more
