@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import re
 import ssl
 import subprocess
@@ -131,7 +132,12 @@ class _Server:
         try:
             with path.open("rb") as file:
                 while begin < end:
-                    sent = await loop.sendfile(client.transport, file, begin, min(step, end - begin))
+                    if client.get_extra_info("sslcontext") is None:
+                        sent = await loop.sendfile(client.transport, file, begin, min(step, end - begin))
+                    else:
+                        sent = min(_PIECE_BYTES, end - begin)
+                        client.write(os.pread(file.fileno(), sent, begin))
+                        await client.drain()
                     begin += sent
                     if (piece_s := self.pace.piece_s(sent, self.sending)) > 0:
                         due += piece_s

@@ -27,7 +27,7 @@ from .errors import AccessError, AlreadyExistsError, ConflictError, FormatError,
 
 Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
-Known: TypeAlias = Callable[["str | None"], "bytes | None"]  # from the version of index.json to an index made of it
+Known: TypeAlias = Callable[["str | None"], "Index | None"]  # from the version of index.json to the index made of it
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
 _AT_ONCE = 16  # changes that are read at the same time
@@ -264,8 +264,8 @@ def without_versions(index: bytes) -> bytes:
 def _published(store: Store, known: Known | None = None) -> Version:
     """The version that index.json has, or a later one of the same log that is known."""
     with store.open(INDEX_NAME) as body:
-        data, where = (known and known(body.version)) or b"".join(body), f"{store.url}/{INDEX_NAME}"
-    index = Index.from_bytes(data, where)
+        where = f"{store.url}/{INDEX_NAME}"
+        index = (known and known(body.version)) or Index.from_bytes(b"".join(body), where)
     try:
         origin = msgspec.json.decode(index.data, type=_Top).versions
     except (ValueError, RecursionError) as error:

@@ -253,7 +253,7 @@ class IndexFile:
             self._folder.publish(draft, name)
         else:
             draft.unlink(missing_ok=True)
-        published.keep(new)
+        published.keep(index)
         return index
 
     @property
@@ -298,20 +298,26 @@ class _Published:
 
     def __init__(self, folder: CacheFolder, index: bytes | None) -> None:
         self._path, self._modes, self._index = folder.control / "published", folder.modes, index
+        self._where = str(folder.path / INDEX_NAME)
         self._version: str | None = None
 
-    def __call__(self, version: str | None) -> bytes | None:
+    def __call__(self, version: str | None) -> Index | None:
         """Return the folder's index if it was made of this version. To read a small one keeps the connection."""
         self._version = version
         with contextlib.suppress(FileNotFoundError):
             if self._index is not None and len(self._index) >= _LARGE_INDEX_BYTES and version is not None:
-                return self._index if self._path.read_bytes() == self._label(self._index) else None
+                label, _, kept = self._path.read_bytes().partition(b"\n")
+                if label == self._label(self._index):
+                    return Index.from_bytes(self._index, self._where, kept)
         return None
 
-    def keep(self, index: bytes) -> None:
+    def keep(self, index: Index) -> None:
         """Note that the folder's index, which is this one, was made of the version that was asked for."""
-        if self._version is not None and len(index) >= _LARGE_INDEX_BYTES:
-            publish_bytes(self._label(index), self._path, self._modes, durable=False)
+        if self._version is None or len(index.data) < _LARGE_INDEX_BYTES:
+            return
+        content = self._label(index.data) + b"\n" + index.to_keep()
+        if not self._path.is_file() or self._path.read_bytes() != content:
+            publish_bytes(content, self._path, self._modes, durable=False)
 
     def _label(self, index: bytes) -> bytes:
         return f"{digest('xxh3_128', index)} {self._version}".encode()

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
 from lightning_stream.formats.encodings import encoding_of_column
+from lightning_stream.formats.hashing import digest
 
 from .lengths import CountedFile
 from .schema import ROW_TYPES, SEPARATORS, Count, FileEntry, Origin, Schema, ShardEntry, check_basename
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
 _MAX_SHARD_BYTES = 1 << 32  # offsets have 32 bits
+_MARK_BYTES = 32
 
 
 class _File(msgspec.Struct, gc=False):
@@ -93,13 +95,11 @@ class Scan(NamedTuple):
     source_digest: str
 
 
-def scan_index(data: bytes, where: str) -> Scan:
-    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong."""
-    digest = blake2b(b"lightning-stream index 1", digest_size=32)
-    numbers = array("q")
-    schemas: list[Schema] = []
-    ids: dict[Any, int] = {}
-    seen: dict[str, int] = {}  # the hash of a file's description, by its name
+def scan_index(data: bytes, where: str, kept: bytes = b"") -> Scan:
+    """Read the text once and check every entry; FormatError with ``where`` and the shard if something is wrong.
+
+    The shards are not read again where ``kept`` is what `to_keep` made of the same text: this takes 0.4 s for 100,000.
+    """
     try:
         top = _decode_top(data)
     except _DECODE_ERRORS as error:
@@ -109,6 +109,45 @@ def scan_index(data: bytes, where: str) -> Scan:
             f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
             f"{start[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
         ) from error
+    deleted = None
+    if (file := top.deleted) is not None:
+        deleted = FileEntry(check_basename(file.basename, where), file.bytes, file.hashes)
+        if not file.hashes or file.bytes != 8 * file.samples:
+            raise FormatError(
+                f"{where}: deleted rows must have 8 bytes each and a hash; found {file.bytes:,} bytes for "
+                f"{file.samples:,} rows. Restore the index."
+            )
+    if kept and kept[-_MARK_BYTES:] == _mark(kept[:-_MARK_BYTES], data):
+        own = kept[-_MARK_BYTES - 32 : -_MARK_BYTES].hex()
+        numbers: NDArray[np.int64] = np.frombuffer(kept[: -_MARK_BYTES - 32], np.int64).reshape(-1, _FIELDS)
+        firsts = np.unique(numbers[:, -1], return_index=True)[1].tolist()
+        schemas = tuple(_schema(_decode_entry(top.shards[first])) for first in firsts)
+    else:
+        numbers, schemas, own = _scan_shards(data, top, where)
+    # After another change, such as an append, the shards are not only those that were converted.
+    source = former.source if (former := top.converted_from) and former.digest == own else ""
+    joined = tuple(b'{"shards": ' + bytes(text) + b', "version": 2}' for text in top.joined)
+    return Scan(numbers, schemas, deleted, joined, own, source)
+
+
+def to_keep(numbers: NDArray[np.int64], own: str, data: bytes) -> bytes:
+    """Return what spares `scan_index` the shards of a text: their numbers, the digest, and a mark of all three."""
+    content = numbers.astype(np.int64).tobytes() + bytes.fromhex(own)
+    return content + _mark(content, data)
+
+
+def _mark(content: bytes, data: bytes) -> bytes:
+    # The number grows whenever a scan of the same text gives others.
+    return digest("xxh3_128", content + f"scan 1 {digest('xxh3_128', data)}".encode()).encode()
+
+
+def _scan_shards(data: bytes, top: _Top, where: str) -> tuple[NDArray[np.int64], tuple[Schema, ...], str]:
+    """Read and check every entry; return the numbers, the schemas and the digest."""
+    found = blake2b(b"lightning-stream index 1", digest_size=32)
+    numbers = array("q")
+    schemas: list[Schema] = []
+    ids: dict[Any, int] = {}
+    seen: dict[str, int] = {}  # the hash of a file's description, by its name
     begin = end = 0
     for number, text in enumerate(top.shards):
         try:
@@ -119,7 +158,7 @@ def scan_index(data: bytes, where: str) -> Scan:
                 schemas.append(_schema(entry))
                 schema_id = ids[key] = len(ids)
                 if entry.raw_data.origin is None:  # data in another format stays the same, whatever is read of it
-                    digest.update(repr(key[:4]).encode())
+                    found.update(repr(key[:4]).encode())
             raw, stored, described = _sizes(entry, where)
             described = f"{entry.samples} {described}"
             name, mark = entry.raw_data.basename, hash(described)
@@ -127,26 +166,14 @@ def scan_index(data: bytes, where: str) -> Scan:
                 raise ValueError(f"{name} is also the file of a shard with other samples or bytes")
         except _DECODE_ERRORS as error:
             raise _bad_entry(f"{where}, shard {number}", error) from error
-        digest.update(f"{schema_id} {described}\n".encode())
+        found.update(f"{schema_id} {described}\n".encode())
         # Only white space and a comma lie between two entries.
         begin = data.index(b"{", end) if number else _place(data, text)
         end = begin + len(memoryview(text))
         numbers.extend((begin, end, entry.samples, raw, stored, schema_id))
-    found: NDArray[np.int64] = np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS)
-    deleted = None
     if (file := top.deleted) is not None:
-        deleted = FileEntry(check_basename(file.basename, where), file.bytes, file.hashes)
-        if not file.hashes or file.bytes != 8 * file.samples:
-            raise FormatError(
-                f"{where}: deleted rows must have 8 bytes each and a hash; found {file.bytes:,} bytes for "
-                f"{file.samples:,} rows. Restore the index."
-            )
-        digest.update(f"deleted {file.samples} {sorted(file.hashes.items())}\n".encode())
-    own, former = digest.hexdigest(), top.converted_from
-    # After another change, such as an append, the shards are not only those that were converted.
-    source = former.source if former and former.digest == own else ""
-    joined = tuple(b'{"shards": ' + bytes(text) + b', "version": 2}' for text in top.joined)
-    return Scan(found, tuple(schemas), deleted, joined, own, source)
+        found.update(f"deleted {file.samples} {sorted(file.hashes.items())}\n".encode())
+    return np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS), tuple(schemas), found.hexdigest()
 
 
 def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
