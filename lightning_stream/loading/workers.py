@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import weakref
@@ -35,7 +36,19 @@ _OPTIONS = ("num_workers", "pin_memory", "timeout", "prefetch_factor", "persiste
 _PREFETCHED = 2  # batches that a worker may have on their way, as torch has it
 _SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches that take less time
 
+_EXIT_S = 5
+
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
+_unfinished: set[futures.Future[Delivery]] = set()  # batches that threads of this process make, or are to make
+
+
+def _finish_batches() -> None:
+    """Let threads finish their batches before the interpreter ends, which would end them inside torch: a crash."""
+    futures.wait([batch for batch in list(_unfinished) if not batch.cancel()], timeout=_EXIT_S)
+
+
+atexit.register(_finish_batches)
+os.register_at_fork(after_in_child=_unfinished.clear)
 
 
 class Pipeline(IterableDataset[Delivery]):
@@ -117,6 +130,8 @@ class Pipeline(IterableDataset[Delivery]):
             began = perf_counter()
             for planned in ahead:
                 pending.append(pool.submit(make, planned, perf_counter() - began))
+                _unfinished.add(pending[-1])
+                pending[-1].add_done_callback(_unfinished.discard)
                 if len(pending) > self.in_progress:
                     yield self._made(pending.popleft())
                 began = perf_counter()
@@ -218,7 +233,10 @@ class Workers:
     def _batches(self, pipeline: Pipeline, options: dict[str, Any], init: Callable[[int], None] | None) -> MadeBatches:
         if not (options["num_workers"] or options["pin_memory"] or options["timeout"]):
             here = iter(pipeline)  # as torch would, at a tenth of the cost
-            return MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
+            made = MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
+            if pipeline.num_threads:
+                self._live.add(made)
+            return made
         # An iteration inside another one has workers of its own.
         keeps = options["persistent_workers"] and options["num_workers"] > 0 and not self._kept_is_in_use
         made_by = self._kept_loader if keeps else self._torch_loader
