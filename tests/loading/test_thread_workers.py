@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -223,12 +224,12 @@ def test_a_batch_that_takes_longer_than_the_timeout_raises(over: Any) -> None:
 
 
 def test_ctrl_c_ends_the_wait_for_a_batch(over: Any) -> None:
-    go = threading.Event()
+    go, once = threading.Event(), threading.Lock()
 
     def interrupt(sample: dict[str, Any], rng: Any) -> int:
-        if not go.is_set():
+        if once.acquire(blocking=False):
             _thread.interrupt_main()
-            go.wait(60)
+        go.wait(60)
         return int(sample["id"])
 
     loader = threads_over(over(transform=interrupt))
@@ -284,10 +285,57 @@ def test_what_threads_cannot_do_is_refused(over: Any, shards: Path, tmp_path: Pa
         threads_over(over(), collate_fn=drawing)
     with pytest.raises(ValueError, match="get_item"):
         threads_over(Reading(remote=shards, local=tmp_path / "own"))
-    with pytest.raises(ValueError, match="worker_init_fn and multiprocessing_context would do nothing"):
-        threads_over(over(), worker_init_fn=print, multiprocessing_context="spawn")
+    for given in ({"worker_init_fn": print}, {"multiprocessing_context": "spawn"}):
+        with pytest.raises(ValueError, match="workers='threads' starts none"):
+            threads_over(over(), **given)
     with pytest.raises(ValueError, match="'processes' or 'threads'; found 'thread'"):
         StreamingDataLoader(over(), 16, num_workers=2, workers="thread")
+
+
+@pytest.fixture
+def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return lambda count: monkeypatch.setattr("lightning_stream.loading.workers.num_cores", lambda: count)
+
+
+@pytest.mark.parametrize(
+    ("of_data", "of_loader", "num_cores", "expected"),
+    [
+        ({}, {}, 8, (0, "processes")),
+        ({}, {"prefetch_factor": 4, "persistent_workers": True}, 8, (0, "processes")),
+        ({"transform": drawing}, {}, 4, (3, "processes")),
+        ({"transform": drawing}, {}, 1, (1, "processes")),
+        ({"transform": noisy}, {"persistent_workers": True}, 64, (8, "processes")),
+        ({"transform": noisy}, {"workers": "threads"}, 4, (3, "threads")),
+        ({}, {"collate_fn": mixed_up, "world": World(1, 4, 2)}, 8, (3, "processes")),
+        ({"decoders": {"name": bytes}}, {}, 3, (2, "threads")),
+        ({"decoders": {"name": bytes}}, {"workers": "processes"}, 3, (2, "processes")),
+        ({"decoders": {"name": bytes}, "transform": drawing}, {}, 3, (2, "processes")),
+    ],
+)
+@pytest.mark.skipif(not getattr(sys, "_is_gil_enabled", lambda: True)(), reason="without the GIL, threads are chosen")
+def test_auto_chooses_workers_by_what_is_done_with_samples(
+    over: Any, cores: Any, of_data: Any, of_loader: Any, num_cores: int, expected: tuple[int, str]
+) -> None:
+    cores(num_cores)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # torch counts the real cores
+        loader = StreamingDataLoader(over(**of_data), 16, num_workers="auto", **of_loader)
+    assert (loader.num_workers, loader.workers) == expected
+
+
+def test_auto_says_once_what_it_chose_and_changes_no_batch(
+    over: Any, cores: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    cores(3)
+    caplog.set_level("INFO", "lightning_stream.loading.workers")
+    loader = StreamingDataLoader(over(transform=noisy), 16, num_workers="auto")
+    assert [record.getMessage() for record in caplog.records] == [
+        "num_workers='auto': 2 processes, with 3 cores per rank and the transform."
+    ]
+    assert all(map(equal, list(loader), list(StreamingDataLoader(over(transform=noisy), 16))))
+    assert len(caplog.records) == 1
+    with pytest.raises(ValueError, match="'auto'; found 'all'"):
+        StreamingDataLoader(over(), 16, num_workers="all")  # type: ignore[arg-type]
 
 
 ABANDONED = """
