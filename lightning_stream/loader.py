@@ -25,7 +25,7 @@ from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
-from lightning_stream.loading.workers import MadeBatches, Workers, check_workers
+from lightning_stream.loading.workers import MadeBatches, Workers, choose_workers
 from lightning_stream.order import OrderConfig, Position, Tail, World
 from lightning_stream.order.cache_need import ReadAhead
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
@@ -45,10 +45,10 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         batch_size: Samples per device and micro-batch. Defaults to the dataset's.
         global_batch_size: Samples of one optimizer step over all replicas, instead of `batch_size`.
         accumulate: Micro-batches of one optimizer step on each device.
-        num_workers: How many workers make batches; 0 makes them in this process, when they are asked for.
-        workers: What these are: ``"processes"``, or ``"threads"`` of this process, which share one reader and one set
-            of open shards. Threads suit work that releases the GIL, and every work on free-threaded Python; what the
-            transform and `collate_fn` draw at random must come from their parameter ``rng``.
+        num_workers: How many workers make batches. 0: this process makes each when it is asked for; ``"auto"``: see
+            `choose_workers`. The batches are always the same.
+        workers: ``"processes"`` (by default), or ``"threads"`` of this process, which share one reader. Threads suit
+            work that releases the GIL; the transform and `collate_fn` must draw from their parameter ``rng`` alone.
         collate_fn: From a list of samples to a batch, or from ``(samples, rng)``: what it draws at random depends on
             the batch's position in the run alone. The default makes dicts of tensors and lists.
         tail: What happens to an epoch's last partial batch: ``"pad"`` fills it with flagged repeats (training),
@@ -73,8 +73,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         *,
         global_batch_size: int | None = None,
         accumulate: int = 1,
-        num_workers: int = 0,
-        workers: Literal["processes", "threads"] = "processes",
+        num_workers: int | Literal["auto"] = 0,
+        workers: Literal["processes", "threads"] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tail: Tail | None = None,
         drop_last: bool | None = None,
@@ -94,7 +94,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         pin_memory_device: str = "",
         in_order: Literal[True] = True,
     ) -> None:
-        refuse_order((shuffle, sampler, batch_sampler, generator), in_order)
+        for_processes = worker_init_fn or multiprocessing_context
+        refuse_order((shuffle, sampler, batch_sampler, generator), in_order, workers, for_processes)
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
         check_classes(self, dataset, StreamingDataset)
         check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
@@ -108,9 +109,9 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         self.streaming, self._source = dataset, source_of(dataset)
         plain_iterations_of(dataset).has_loader |= not evaluation
         self._workers = Workers(dataset)
-        for_processes = {"worker_init_fn": worker_init_fn, "multiprocessing_context": multiprocessing_context}
-        check_workers(self._source, self._collate, workers, for_processes)
-        self.workers = workers
+        self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)
+        if num_workers == "auto" and not count:
+            prefetch_factor, persistent_workers = None, False
         self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
         self._last: MicroBatch | None = None
         self._driver: Driver | None = None
@@ -120,7 +121,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         super().__init__(
             dataset,
             batch_size=batch_size or dataset.batch_size or 1,
-            num_workers=num_workers if workers == "processes" else min(1, num_workers),  # or torch counts processes
+            num_workers=count if self.workers == "processes" else min(1, count),  # or torch counts processes
             collate_fn=collate_fn or collate_samples,
             pin_memory=pin_memory,
             timeout=timeout,
@@ -131,7 +132,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
             **extra,
         )
         # Accelerate and Lightning read arguments off the attributes of their names; torch has filled in its own.
-        vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop", num_workers=num_workers)
+        vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop", num_workers=count)
 
     # For Accelerate: this loader divides its batches itself, and its state is kept.
     _is_accelerate_prepared = use_stateful_dataloader = True
@@ -153,7 +154,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     @batch_size.setter
     def batch_size(self, value: int | None) -> None:
-        """Torch's constructor assigns what we derive: nothing to keep."""
+        """Torch's constructor assigns what follows from other settings: nothing to keep."""
 
     def detect_world(self) -> World:
         """The world as given to the loader or its dataset, or as detected now."""

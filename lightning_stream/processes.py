@@ -111,10 +111,23 @@ def _run_pool(
         alive.close()
 
 
+def num_cores() -> int:
+    """Processor cores that this process may use: those it is bound to, or fewer where its container has a quota."""
+    bound_to = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota, _, period = (cgroup_limit("cpu.max") or "max 1").partition(" ")
+    return bound_to if quota == "max" else max(1, min(bound_to, int(quota) // int(period)))
+
+
+def cgroup_limit(name: str) -> str | None:
+    """A limit of this container; None where there is none."""
+    path = Path("/sys/fs/cgroup", name)
+    return path.read_text().strip() if path.is_file() else None
+
+
 def num_processes(num_workers: int | None) -> int:
     """Return the number of processes that ``num_workers`` asks for; None asks for one per processor."""
     if num_workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return num_cores()
     if num_workers < 1:
         raise ValueError(f"num_workers must be 1 or more (1 uses this process); got {num_workers}.")
     return num_workers

@@ -21,6 +21,7 @@ from lightning_stream.cli.machine import timed_read
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
 from lightning_stream.order.chain import readable
+from lightning_stream.processes import cgroup_limit
 
 HELP = "check this machine: packages, processors, memory, cache folder, variables, a store"
 EXAMPLES = """exit codes: 0 if nothing is wrong, 1 if something is
@@ -104,7 +105,7 @@ def _versions() -> dict[str, str]:
 
 def _processors() -> Finding:
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = (_cgroup("cpu.max") or "max 1").partition(" ")
+    quota, _, period = (cgroup_limit("cpu.max") or "max 1").partition(" ")
     share = allowed if quota == "max" else int(quota) / int(period)
     found = f"{allowed} of {os.cpu_count()} may be used"
     if share < allowed:
@@ -116,16 +117,10 @@ def _processors() -> Finding:
 
 def _memory() -> Finding:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _cgroup("memory.max")
+    limit = cgroup_limit("memory.max")
     if limit and limit != "max" and int(limit) < total:
         return Finding("memory", f"{readable(int(limit))}, a limit below the machine's {readable(total)}")
     return Finding("memory", readable(total))
-
-
-def _cgroup(name: str) -> str | None:
-    """A limit of this container; None where there is none."""
-    path = Path("/sys/fs/cgroup", name)
-    return path.read_text().strip() if path.is_file() else None
 
 
 def _shared_memory() -> Finding:

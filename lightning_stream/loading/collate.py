@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,10 +28,11 @@ def collate_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _column(values) for name, values in columns.items()}
 
 
-def collate_samples(samples: Sequence[Any]) -> Any:
+def collate_samples(samples: Sequence[Any], out: Callable[[int], Any] | None = None) -> Any:
     """Collate samples: mappings key by key into one of the same type, anything else as torch does.
 
-    Arrays and tensors of one shape are stacked, others stay a list, and so do values that are lists.
+    Arrays and tensors of one shape are stacked, others stay a list, and so do values that are lists. `out` returns
+    memory of so many bytes to stack them in, or None.
     """
     first = samples[0]
     if isinstance(first, Mapping):
@@ -41,7 +42,7 @@ def collate_samples(samples: Sequence[Any]) -> Any:
                     f"samples of one batch must have the same keys; found {sorted(first)} and {sorted(sample)}. "
                     f"Make the transform return the same keys for every sample, or pass a collate_fn."
                 )
-        return _like(first, {name: _column([sample[name] for sample in samples]) for name in first})
+        return _like(first, {name: _column([sample[name] for sample in samples], out) for name in first})
     return default_collate(list(samples))
 
 
@@ -59,7 +60,7 @@ def _like(sample: Mapping[str, Any], batch: dict[str, Any]) -> Any:
     return clone
 
 
-def _column(values: Any) -> Any:
+def _column(values: Any, out: Callable[[int], Any] | None = None) -> Any:
     if isinstance(values, np.ndarray):
         return _tensor(values)
     if isinstance(values, Ragged):
@@ -69,16 +70,38 @@ def _column(values: Any) -> Any:
         if not all(isinstance(v, torch.Tensor) and v.shape == first.shape for v in values):
             return values
         # In a worker torch's own collate stacks into shared memory, which costs several times as much.
-        return torch.stack(values) if first.layout is torch.strided else default_collate(values)
+        return _stacked_tensors(values, out) if first.layout is torch.strided else default_collate(values)
     if isinstance(first, np.ndarray):
         same = all(isinstance(v, np.ndarray) and v.shape == first.shape and v.dtype == first.dtype for v in values)
-        return _tensor(np.stack(values)) if same else values
+        return _tensor(_stacked_arrays(values, out)) if same else values
     if isinstance(first, _NUMBERS):
         return default_collate(values) if all(isinstance(value, _NUMBERS) for value in values) else values
     if isinstance(first, (Mapping, tuple)):
         with suppress(TypeError, KeyError, RuntimeError):  # those that differ inside stay a list
             return default_collate(values)
     return values
+
+
+def _stacked_tensors(values: list[torch.Tensor], out: Callable[[int], Any] | None) -> torch.Tensor:
+    first, memory = values[0], None
+    if out is not None and all(
+        type(one) is torch.Tensor and one.dtype == first.dtype and one.is_contiguous() and not one.requires_grad
+        for one in values
+    ):
+        memory = out(first.nbytes * len(values)) if first.nbytes and first.device.type == "cpu" else None
+    if memory is None:
+        return torch.stack(values)
+    target = torch.frombuffer(memory, dtype=first.dtype).view(len(values), *first.shape)
+    return torch.stack(values, out=target)
+
+
+def _stacked_arrays(values: list[np.ndarray[Any, Any]], out: Callable[[int], Any] | None) -> np.ndarray[Any, Any]:
+    first, memory = values[0], None
+    if out is not None and first.dtype.kind in _TORCH_KINDS and all(one.flags.c_contiguous for one in values):
+        memory = out(first.nbytes * len(values)) if first.nbytes else None
+    if memory is None:
+        return np.stack(values)
+    return np.stack(values, out=np.frombuffer(memory, first.dtype).reshape(len(values), *first.shape))
 
 
 def _tensor(values: np.ndarray[Any, Any]) -> Any:

@@ -65,8 +65,10 @@ def check_arguments(
         raise ValueError(" ".join(problems))
 
 
-def refuse_order(given: tuple[Any, ...], in_order: bool) -> None:
-    """Raise ValueError for arguments of torch's loader that choose an order."""
+def refuse_order(given: tuple[Any, ...], in_order: bool, workers: str | None, for_processes: Any) -> None:
+    """Raise ValueError for arguments of torch's loader that choose an order, or that threads cannot have."""
+    if workers == "threads" and for_processes is not None:
+        raise ValueError("worker_init_fn and multiprocessing_context are for processes; workers='threads' starts none")
     if any(given) or not in_order:
         raise ValueError(
             "StreamingDataLoader does not take shuffle, sampler, batch_sampler, generator or in_order: the dataset "

@@ -103,4 +103,4 @@ class MixtureChanges:
     def batches_from(self, start: Position, settings: BatchSettings | None = None) -> MadeBatches:
         """Start making the batches from a position to the end of its epoch."""
         pipeline = Pipeline(self._source, settings or self.settings(), Start.of(start), self._collate)
-        return self._workers.batches(pipeline, self)  # type: ignore[arg-type]  # the loader itself
+        return self._workers.batches(pipeline, self)

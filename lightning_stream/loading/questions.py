@@ -33,7 +33,7 @@ from lightning_stream.order.chain import (
 )
 from lightning_stream.order.forget import Replay
 from lightning_stream.order.tracing import Explanation, TracedBatch
-from lightning_stream.processes import num_processes
+from lightning_stream.processes import num_cores
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.look_ahead import furthest_ahead
 
@@ -207,7 +207,7 @@ class LoaderQuestions:
             batch_size=size,
             num_workers=self.num_workers,
             workers=self.workers,
-            num_cores=max(1, num_processes(None) // world.ranks_per_node),
+            num_cores=max(1, num_cores() // world.ranks_per_node),
             fetch_threads=live("fetch_threads") or reader.config.fetch_threads,
             persistent_workers=self.persistent_workers or self.workers == "threads",
             predownload=size * furthest_ahead(predownload, size, is_limited=limit_bytes is not None),

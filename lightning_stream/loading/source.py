@@ -313,18 +313,18 @@ class SampleSource:
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})
 
-    def batch(self, batch: MicroBatch, collate: SeededCall | None, out: Buffers | None = None) -> Any:
+    def batch(self, batch: MicroBatch, collate: SeededCall | None, out: Callable[[int], Any] | None = None) -> Any:
         """Read, transform and collate one micro-batch.
 
         Columns are gathered at once where nothing asks for single samples: no transform, no collate function, no
-        subclass that reads samples in its own way.
+        subclass that reads samples in its own way. `out` returns memory of so many bytes for arrays, or None.
         """
         if self.transform is None and collate is None and self.read_one is None:
             return collate_columns(self._columns(batch, out))
         samples = self.samples(batch)
         began = perf_counter()
         if collate is None:
-            collated = collate_samples(samples)
+            collated = collate_samples(samples, out)
         else:
             with self._preserved(), self._named("collating", batch.sample_ids[:8].tolist()):
                 collated = collate(samples, batch.epoch, int(batch.positions[0]))

@@ -160,9 +160,9 @@ class SharedSlots:
         whole: NDArray[np.uint8] = np.frombuffer(self._memory[slot], np.uint8)  # every view of it keeps it alive
         self._states[slot] = _LENT
         weakref.finalize(whole, _take_back, self._states, slot, _forks[0], os.getpid()).atexit = False
-        arrays = [whole[begin:end] if lends else whole[begin:end].copy() for begin, end in ranges]
+        pickled, *arrays = [whole[begin:end] if lends else whole[begin:end].copy() for begin, end in ranges]
         del whole
-        return pickle.loads(arrays[0], buffers=arrays[1:])  # noqa: S301 - our own
+        return pickle.loads(pickled.data, buffers=arrays)  # noqa: S301 - our own
 
 
 def _take_back(states: NDArray[np.uint8], slot: int, forks: int, pid: int) -> None:

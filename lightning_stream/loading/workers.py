@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
+import logging
 import os
+import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, replace
 from time import perf_counter, process_time, thread_time
@@ -26,6 +29,7 @@ from lightning_stream.loading.transport import SharedSlots, shared_slots
 from lightning_stream.loading.worker_signals import leave_signals_to_the_trainer, let_terminate_end_at_once
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.processes import num_cores
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.threads import DaemonPool
@@ -35,7 +39,22 @@ _OPTIONS = ("num_workers", "pin_memory", "timeout", "prefetch_factor", "persiste
 _PREFETCHED = 2  # batches that a worker may have on their way, as torch has it
 _SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches that take less time
 
+_EXIT_S = 5
+_MOST_CHOSEN = 8  # workers; more only help where a batch takes longer than eight steps
+_OWN_READING = "the dataset's own get_item or __getitem__"
+_log = logging.getLogger(__name__)
+
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
+_unfinished: set[futures.Future[Delivery]] = set()  # batches that threads of this process make, or are to make
+
+
+def _finish_batches() -> None:
+    """Let threads finish their batches before the interpreter ends, which would end them inside torch: a crash."""
+    futures.wait([batch for batch in list(_unfinished) if not batch.cancel()], timeout=_EXIT_S)
+
+
+atexit.register(_finish_batches)
+os.register_at_fork(after_in_child=_unfinished.clear)
 
 
 class Pipeline(IterableDataset[Delivery]):
@@ -117,6 +136,8 @@ class Pipeline(IterableDataset[Delivery]):
             began = perf_counter()
             for planned in ahead:
                 pending.append(pool.submit(make, planned, perf_counter() - began))
+                _unfinished.add(pending[-1])
+                pending[-1].add_done_callback(_unfinished.discard)
                 if len(pending) > self.in_progress:
                     yield self._made(pending.popleft())
                 began = perf_counter()
@@ -218,7 +239,10 @@ class Workers:
     def _batches(self, pipeline: Pipeline, options: dict[str, Any], init: Callable[[int], None] | None) -> MadeBatches:
         if not (options["num_workers"] or options["pin_memory"] or options["timeout"]):
             here = iter(pipeline)  # as torch would, at a tenth of the cost
-            return MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
+            made = MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
+            if pipeline.num_threads:
+                self._live.add(made)
+            return made
         # An iteration inside another one has workers of its own.
         keeps = options["persistent_workers"] and options["num_workers"] > 0 and not self._kept_is_in_use
         made_by = self._kept_loader if keeps else self._torch_loader
@@ -288,25 +312,52 @@ class Workers:
         )
 
 
-def check_workers(
-    source: SampleSource, collate: SeededCall | None, workers: str, for_processes: Mapping[str, Any]
-) -> None:
-    """Refuse a kind of workers that does not exist, and what threads cannot do; raise ValueError."""
-    if workers not in ("processes", "threads"):
+def choose_workers(
+    source: SampleSource, collate: SeededCall | None, loader: Any, workers: str | None, num_workers: int | str
+) -> tuple[str, int]:
+    """Return what makes a loader's batches, ``"processes"`` or ``"threads"``, and how many of them.
+
+    For ``"auto"``: none where batches are gathered from columns, which takes less time than to hand them over. Where
+    functions of the user see each sample: a worker for each core that this rank may use, except one for the training.
+    These are threads where no lock of the interpreter keeps them from working at the same time, and processes
+    elsewhere.
+
+    Raises:
+        ValueError: There is no such kind of workers, or threads cannot do what they are to do.
+    """
+    if workers not in (None, "processes", "threads"):
         raise ValueError(f"workers is 'processes' or 'threads'; found {workers!r}")
-    if workers == "processes":
-        return
-    if given := [name for name, value in for_processes.items() if value is not None]:
-        raise ValueError(f"threads start no processes, so {' and '.join(given)} would do nothing. Omit it")
-    called = {"the transform": source.seeded, "collate_fn": collate}
-    found = [name for name, one in called.items() if one is not None and not one.can_share_process]
-    found += [] if source.read_one is None else ["the dataset's own get_item or __getitem__"]
-    if found:
+    if isinstance(num_workers, str):
+        if num_workers != "auto":
+            raise ValueError(f"num_workers is a number or 'auto'; found {num_workers!r}")
+        world, functions = loader.detect_world(), _functions(source, collate)
+        cores = max(1, num_cores() // world.ranks_per_node)
+        num_workers = min(_MOST_CHOSEN, max(1, cores - 1)) if functions else 0
+        has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
+        has_lock = has_lock and functions != ["decoders"]  # which seldom hold it
+        workers = workers or ("processes" if has_lock or _unfit_for_threads(source, collate) else "threads")
+        if not world.rank:
+            why = " and ".join(functions) or "no function to call for a sample"
+            _log.info("num_workers='auto': %d %s, with %d cores per rank and %s.", num_workers, workers, cores, why)
+    if workers == "threads" and (unfit := _unfit_for_threads(source, collate)):
         raise ValueError(
             "threads share the global random generators with the training, so the functions they call draw from a "
-            f"parameter rng alone; {' and '.join(found)} may draw otherwise. Add a parameter rng (a numpy Generator; a "
+            f"parameter rng alone; {' and '.join(unfit)} may draw otherwise. Add a parameter rng (a numpy Generator; a "
             "function that draws nothing ignores it), or pass workers='processes'"
         )
+    return workers or "processes", num_workers
+
+
+def _functions(source: SampleSource, collate: SeededCall | None) -> list[str]:
+    """The user's functions that are called for samples."""
+    found = {"decoders": source.reader.config.decoders, "the transform": source.transform, "collate_fn": collate}
+    return [name for name, one in {**found, _OWN_READING: source.read_one}.items() if one]
+
+
+def _unfit_for_threads(source: SampleSource, collate: SeededCall | None) -> list[str]:
+    called = {"the transform": source.seeded, "collate_fn": collate}
+    found = [name for name, one in called.items() if one is not None and not one.can_share_process]
+    return found + ([] if source.read_one is None else [_OWN_READING])
 
 
 @dataclass(frozen=True)

@@ -109,3 +109,41 @@ def test_a_mapping_stays_what_torch_makes_of_it() -> None:
         assert batch["y"] == [[0], [1], [2]]  # torch turns lists over
         assert samples[0]["x"] == 0
     assert batch.encodings == "fast"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [torch.full((3, 4), k, dtype=torch.bfloat16) for k in range(5)],
+        [torch.full((3,), k) for k in range(5)],
+        [torch.ones(2, dtype=torch.int32), torch.full((2,), 0.5)],
+        [torch.arange(6.0).reshape(2, 3).T] * 2,
+        [torch.ones(2, requires_grad=True)] * 2,
+        [torch.empty(0, 3)] * 2,
+        [np.full((2, 3), k, np.uint16) for k in range(5)],
+        [np.asfortranarray(np.arange(6).reshape(2, 3))] * 2,
+        [np.array(["a"]), np.array(["b"])],
+        [np.empty((0, 2))] * 2,
+    ],
+    ids=lambda values: f"{type(values[0]).__name__} {values[0].dtype} {tuple(values[0].shape)}",
+)
+def test_samples_are_stacked_in_given_memory_as_they_are_elsewhere(values: list[Any]) -> None:
+    given: list[bytearray] = []
+
+    def out(num_bytes: int) -> bytearray:
+        given.append(bytearray(num_bytes))
+        return given[-1]
+
+    samples = [{"x": value} for value in values]
+    found, none_left = collate_samples(samples, out)["x"], collate_samples(samples, lambda _: None)["x"]
+    expected = collate_samples(samples)["x"]
+    for one in (found, none_left):
+        assert type(one) is type(expected)
+        assert one.dtype == expected.dtype
+        assert one.shape == expected.shape
+        assert bool((one == expected).all())
+        if isinstance(one, torch.Tensor):
+            assert one.stride() == expected.stride()
+            assert one.requires_grad == expected.requires_grad
+    for memory in given:
+        assert bytes(memory) == expected.contiguous().view(torch.uint8).numpy().tobytes()
