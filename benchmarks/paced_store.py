@@ -11,7 +11,8 @@ import contextlib
 import json
 import multiprocessing
 import re
-import socket
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape
 
+CERTIFICATE, _KEY = "server.pem", "server.key"
 _PIECE_BYTES = 1 << 17
 
 
@@ -44,25 +46,36 @@ class Pace:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, pace: Pace) -> Iterator[str]:
+def serve(folder: Path, pace: Pace, *, tls: bool = False) -> Iterator[str]:
     """A server in a process of its own while the context lasts; gives its endpoint.
 
     The bucket's name is ignored: ``s3://anything/name`` is ``folder/name``. ``GET /_counts`` gives requests and bytes
-    since it was asked last, as JSON.
+    since it was asked last, as JSON. With ``tls``, the folder holds what `make_certificate` made.
     """
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
-    process = context.Process(target=_main, args=(folder, pace, its), daemon=True)
+    process = context.Process(target=_main, args=(folder, pace, tls, its), daemon=True)
     process.start()
     try:
-        yield f"http://127.0.0.1:{ours.recv()}"
+        yield f"http{'s' * tls}://127.0.0.1:{ours.recv()}"
     finally:
         process.terminate()
         process.join()
 
 
-def _main(folder: Path, pace: Pace, ready: Any) -> None:
-    asyncio.run(_Server(folder, pace).run(ready))
+def make_certificate(folder: Path) -> None:
+    """Make a certificate for 127.0.0.1 that signs itself; clients trust it by ``AWS_CA_BUNDLE``."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-keyout", folder / _KEY, "-out", folder / CERTIFICATE, "-days", "2", "-subj", "/CN=127.0.0.1"]
+    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+
+
+def _main(folder: Path, pace: Pace, tls: bool, ready: Any) -> None:
+    context = None
+    if tls:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(folder / CERTIFICATE, folder / _KEY)
+    asyncio.run(_Server(folder, pace).run(ready, context))
 
 
 class _Server:
@@ -73,31 +86,18 @@ class _Server:
         self.sent = 0
         self.sending = 0
 
-    async def run(self, ready: Any) -> None:
-        loop = asyncio.get_running_loop()
-        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listening:
-            listening.setblocking(False)
-            ready.send(listening.getsockname()[1])
-            tasks = set()
-            while True:
-                client, _ = await loop.sock_accept(listening)
-                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                task = loop.create_task(self._client(client))
-                tasks.add(task)
-                task.add_done_callback(tasks.discard)
+    async def run(self, ready: Any, tls: ssl.SSLContext | None) -> None:
+        server = await asyncio.start_server(self._client, "127.0.0.1", 0, backlog=1024, ssl=tls)
+        ready.send(server.sockets[0].getsockname()[1])
+        await server.serve_forever()
 
-    async def _client(self, client: socket.socket) -> None:
-        loop, waiting = asyncio.get_running_loop(), b""
-        with client, contextlib.suppress(ConnectionError):
+    async def _client(self, reader: asyncio.StreamReader, client: asyncio.StreamWriter) -> None:
+        with contextlib.closing(client), contextlib.suppress(ConnectionError, RuntimeError, EOFError):
             while True:
-                while b"\r\n\r\n" not in waiting:
-                    if not (more := await loop.sock_recv(client, 1 << 16)):
-                        return
-                    waiting += more
-                head, _, waiting = waiting.partition(b"\r\n\r\n")
+                head = await reader.readuntil(b"\r\n\r\n")
                 await self._answer(client, head.decode("latin1"))
 
-    async def _answer(self, client: socket.socket, head: str) -> None:
+    async def _answer(self, client: asyncio.StreamWriter, head: str) -> None:
         method, target, _ = head.split(" ", 2)
         url = urlsplit(target)
         name = unquote(url.path).lstrip("/").partition("/")[2]
@@ -113,7 +113,7 @@ class _Server:
             return await _send(client, "404 Not Found", b"<Error><Code>NoSuchKey</Code></Error>", method)
         return await self._send_file(client, path, head, method)
 
-    async def _send_file(self, client: socket.socket, path: Path, head: str, method: str) -> None:
+    async def _send_file(self, client: asyncio.StreamWriter, path: Path, head: str, method: str) -> None:
         loop = asyncio.get_running_loop()
         size = path.stat().st_size
         begin, end, status = 0, size, "200 OK"
@@ -122,7 +122,7 @@ class _Server:
             status = f"206 Partial Content\r\nContent-Range: bytes {begin}-{end - 1}/{size}"
         fields = f'ETag: "{size:x}"\r\nLast-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\nAccept-Ranges: bytes'
         fields += f"\r\nContent-Type: application/octet-stream\r\nContent-Length: {end - begin}"
-        await loop.sock_sendall(client, f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode())
+        client.write(f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode())
         if method == "HEAD":
             return
         due, first = time.monotonic(), begin
@@ -131,7 +131,7 @@ class _Server:
         try:
             with path.open("rb") as file:
                 while begin < end:
-                    sent = await loop.sock_sendfile(client, file, begin, min(step, end - begin))
+                    sent = await loop.sendfile(client.transport, file, begin, min(step, end - begin))
                     begin += sent
                     if (piece_s := self.pace.piece_s(sent, self.sending)) > 0:
                         due += piece_s
@@ -152,6 +152,7 @@ class _Server:
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()
 
 
-async def _send(client: socket.socket, status: str, body: bytes, method: str = "GET") -> None:
+async def _send(client: asyncio.StreamWriter, status: str, body: bytes, method: str = "GET") -> None:
     head = f"HTTP/1.1 {status}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    await asyncio.get_running_loop().sock_sendall(client, head + (b"" if method == "HEAD" else body))
+    client.write(head + (b"" if method == "HEAD" else body))
+    await client.drain()

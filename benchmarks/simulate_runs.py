@@ -3,8 +3,8 @@
 python benchmarks/simulate_runs.py [--only NAME ...] [--rounds 3]
 
 Each run is a process of its own with an empty cache. Its training step and its transform sleep, so that only what is
-simulated limits it. What a process, a client and a sample cost on this machine is measured once, in further processes
-and without the paced server's limits; nothing is fitted to the runs.
+simulated limits it. What a process, a client, a sample and a sleep cost on this machine is measured before each run, in
+another process and without the paced server's limits; nothing is fitted to the runs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from paced_store import Pace, serve
 
 WIDTH, BATCH = 1 << 16, 16  # bytes of a sample, samples of a batch
 DATA = {"small": (192, 16), "large": (24, 128)}  # shards, and samples of each: of 1 MB and of 8 MB
+SLEEPS = 100
 VARIABLES = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 
 
@@ -53,7 +54,6 @@ RUNS = {
     "slow connections, no workers": Run(Pace(0.025, 4e6), "large", num_workers=0, step_s=0.01),
     "all shards at once": Run(Pace(0.025, 4e6), "large", step_s=0.05, dataset={}),
     "latency": Run(Pace(0.3, 50e6)),
-    "latency, no workers": Run(Pace(0.2, 50e6), num_workers=0, step_s=0.01),
     "link of the node": Run(Pace(0.025, 20e6, 24e6), "large"),
     "transform": Run(NORMAL, sample_s=0.01),
     "transform, no workers": Run(NORMAL, num_workers=0, step_s=0.02, sample_s=0.003),
@@ -143,6 +143,10 @@ def measured_work(folder: Path, scratch: Path) -> dict[str, float]:
     found["sample_s"] = (runs[0]["spent_s"] - runs[0]["first_s"]) / (runs[0]["samples"] - BATCH)
     found["start_s"] = runs[0]["first_s"] - BATCH * found["sample_s"]
     found["worker_s"] = (runs[3]["first_s"] - runs[1]["first_s"]) / 2
+    begun = time.perf_counter()
+    for _ in range(SLEEPS):
+        time.sleep(0.003)
+    found["late_s"] = (time.perf_counter() - begun) / SLEEPS - 0.003  # how late a sleep ends here
     found["send_s"] = trained(here, scratch, Run(NORMAL, num_workers=1, step_s=0.01))["waits_s"]
     return found
 
@@ -186,13 +190,13 @@ def _write_state(data: Path, scratch: Path) -> None:
     (scratch / "state.json").write_text(json.dumps(loader.state_dict()))
 
 
-def predicted(folder: Path, run: Run, costs: dict[str, float]) -> dict[str, float]:
+def predicted(folder: Path, run: Run, costs: dict[str, float]) -> dict[str, Any]:
     """What the simulator expects of a run."""
     from lightning_stream import StreamingDataset
     from lightning_stream.dataset import source_of
     from lightning_stream.formats.sizes import parse_bytes
     from lightning_stream.order import OrderConfig, RunOrder, StreamWeights, World
-    from lightning_stream.simulation import Link, Node, Part, Shards, Training, Work, simulate
+    from lightning_stream.simulation import Link, Machine, Node, Part, Shards, Training, Work, simulate
 
     reader = source_of(StreamingDataset(local=folder / run.data)).reader
     (index,) = reader.indexes
@@ -203,19 +207,19 @@ def predicted(folder: Path, run: Run, costs: dict[str, float]) -> dict[str, floa
     if limit := run.dataset.get("cache_limit"):
         settings["cache_limit"] = parse_bytes(limit)
     link = Link(run.pace.latency_s, run.pace.bytes_per_s or 1e10, run.pace.all_bytes_per_s)
-    work = replace(Work(**costs), step_s=run.step_s, sample_s=costs["sample_s"] + run.sample_s)
+    late_s, work = costs["late_s"], Work(**{name: cost for name, cost in costs.items() if name != "late_s"})
+    sleeps = {"step_s": run.step_s, "sample_s": run.sample_s}
+    slept = {name: seconds + late_s for name, seconds in sleeps.items() if seconds}
+    work = replace(work, step_s=slept.get("step_s", 0.0), sample_s=work.sample_s + slept.get("sample_s", 0.0))
+    node = Node(num_workers=run.num_workers, num_cores=os.cpu_count(), **settings)
     shards = Shards.of([index], index_bytes=(folder / run.data / "index.json").stat().st_size)
     begun = time.perf_counter()
-    found = simulate(Part(training, shards), link=link, work=work, node=Node(num_workers=run.num_workers, **settings))
+    found = simulate(Part(training, shards), Machine(link, work, node))
     seconds = time.perf_counter() - begun
+    of_epoch = {"samples_per_s": found.samples_per_s, "MB": (found.download_bytes + shards.index_bytes) / 1e6}
     first_s = found.resume_s if run.resumes else found.first_batch_s
-    return {
-        "first_s": first_s,
-        "samples_per_s": found.samples_per_s,
-        "bytes": found.download_bytes + shards.index_bytes,
-        "limited_by": found.limited_by,
-        "simulated_in_s": seconds,
-    }
+    numbers = {"first_s": first_s, **({} if run.resumes else of_epoch)}
+    return {"numbers": numbers, "limited_by": found.limited_by, "simulated_in_s": seconds}
 
 
 def main() -> None:
@@ -236,35 +240,29 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
-        with serve(folder, Pace()) as endpoint:
-            measured = [_child("measured", endpoint, folder, "latency") for _ in range(args.rounds)]
-        costs = {
-            k: max(0.0, statistics.median(one[k] for one in measured))
-            for k in measured[0]
-            if k not in ("gets", "bytes")
-        }
-        sys.stdout.write(f"{json.dumps(costs)}\n\n")
         sys.stdout.write(f"{'':42}{'first batch':>22}{'samples/s':>22}{'MB':>22}  limited by\n")
         for name in args.only:
-            _compare(name, folder, costs, args.rounds)
+            _compare(name, folder, args.rounds)
 
 
-def _compare(name: str, folder: Path, costs: dict[str, float], rounds: int) -> None:
+def _compare(name: str, folder: Path, rounds: int) -> None:
     """Print what was predicted of a run, what was measured, and the difference."""
-    run = RUNS[name]
-    expected = predicted(folder, run, costs)
-    with serve(folder, run.pace) as endpoint:
-        runs = [_child("trained", endpoint, folder, name) for _ in range(rounds)]
-    first_s = statistics.median(one["first_s"] for one in runs)
-    rate = statistics.median(one["samples"] / (one["spent_s"] - one["first_s"]) for one in runs)
-    num_bytes = statistics.median(one["bytes"] for one in runs)
-    pairs = (
-        (expected["first_s"], first_s),
-        (expected["samples_per_s"], rate),
-        (expected["bytes"] / 1e6, num_bytes / 1e6),
-    )
+    run, runs, costs = RUNS[name], list[dict[str, float]](), list[dict[str, float]]()
+    with serve(folder, Pace()) as unpaced, serve(folder, run.pace) as paced:
+        for _ in range(rounds):
+            costs.append(_child("measured", unpaced, folder, name))
+            runs.append(_child("trained", paced, folder, name))
+    names = costs[0].keys() - {"gets", "bytes"}
+    expected = predicted(folder, run, {one: max(0.0, statistics.median(cost[one] for cost in costs)) for one in names})
+    measured = {
+        "first_s": [one["first_s"] for one in runs],
+        "samples_per_s": [one["samples"] / (one["spent_s"] - one["first_s"]) for one in runs],
+        "MB": [one["bytes"] / 1e6 for one in runs],
+    }
+    pairs = [(value, statistics.median(measured[name])) for name, value in expected["numbers"].items()]
     cells = "".join(f"{a:>8.2f} {b:>7.2f} {100 * (a / b - 1):+5.0f}%" for a, b in pairs)
-    sys.stdout.write(f"{name:42}{cells}  {expected['limited_by']} ({expected['simulated_in_s']:.2f} s)\n")
+    about = f"{expected['limited_by']} ({expected['simulated_in_s']:.2f} s)"
+    sys.stdout.write(f"{name:42}{cells:66}  {about}, load {os.getloadavg()[0]:.1f}\n")
     sys.stdout.flush()
 
 

@@ -5,6 +5,7 @@ A worker's counters are in memory that its trainer maps too, so that they can be
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -21,6 +22,7 @@ NAMES = (
     "decompress_s",  # of these threads
     "convert_s",  # of these threads: from another format, download included
     "retries",  # requests that failed and were sent again
+    "corrupt",  # of these, those whose answers did not have the bytes that the index promises
     "retry_s",  # pauses before these
     "throttled",  # answers that ask for fewer requests (status 429 and 503)
     "shards_fetched",
@@ -33,6 +35,12 @@ LIVE_SETTINGS = ("predownload", "fetch_threads")  # they may change while a load
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 
 
+class _Spent(threading.local):
+    """Seconds that a thread which makes batches has waited for shards, and spent in functions of the user."""
+
+    waited_s = transform_s = collate_s = 0.0
+
+
 class Counters:
     """The counters of one reader in one process, in the order of `NAMES`.
 
@@ -42,15 +50,15 @@ class Counters:
         values: Where the numbers are, float64[len(NAMES)]; None for memory of this process alone.
 
     Attributes:
-        waited_s, transform_s, collate_s: Seconds that the thread which makes batches has waited for shards, spent in
-            the user's transform, and in collating.
+        spent: `waited_s`, `transform_s` and `collate_s` of the thread that asks: seconds that it has waited for shards,
+            spent in the user's transform, and in collating.
         live_settings: What the loader sets while it runs, float64[len(LIVE_SETTINGS)]; 0: as the dataset has it.
     """
 
     def __init__(self, values: NDArray[np.float64] | None = None) -> None:
         self.values = np.zeros(len(NAMES)) if values is None else values
         self.live_settings: NDArray[np.float64] = np.zeros(len(LIVE_SETTINGS))
-        self.waited_s = self.transform_s = self.collate_s = 0.0
+        self.spent = _Spent()
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()
@@ -81,4 +89,4 @@ class Counters:
         try:
             yield
         finally:
-            self.waited_s += perf_counter() - began
+            self.spent.waited_s += perf_counter() - began

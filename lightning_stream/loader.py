@@ -25,7 +25,7 @@ from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
-from lightning_stream.loading.workers import MadeBatches, Workers
+from lightning_stream.loading.workers import MadeBatches, Workers, check_workers
 from lightning_stream.order import OrderConfig, Position, Tail, World
 from lightning_stream.order.cache_need import ReadAhead
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
@@ -45,7 +45,10 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         batch_size: Samples per device and micro-batch. Defaults to the dataset's.
         global_batch_size: Samples of one optimizer step over all replicas, instead of `batch_size`.
         accumulate: Micro-batches of one optimizer step on each device.
-        num_workers: Worker processes; 0 reads in this one.
+        num_workers: How many workers make batches; 0 makes them in this process, when they are asked for.
+        workers: What these are: ``"processes"``, or ``"threads"`` of this process, which share one reader and one set
+            of open shards. Threads suit work that releases the GIL, and every work on free-threaded Python; what the
+            transform and `collate_fn` draw at random must come from their parameter ``rng``.
         collate_fn: From a list of samples to a batch, or from ``(samples, rng)``: what it draws at random depends on
             the batch's position in the run alone. The default makes dicts of tensors and lists.
         tail: What happens to an epoch's last partial batch: ``"pad"`` fills it with flagged repeats (training),
@@ -71,6 +74,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         global_batch_size: int | None = None,
         accumulate: int = 1,
         num_workers: int = 0,
+        workers: Literal["processes", "threads"] = "processes",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tail: Tail | None = None,
         drop_last: bool | None = None,
@@ -104,6 +108,9 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         self.streaming, self._source = dataset, source_of(dataset)
         plain_iterations_of(dataset).has_loader |= not evaluation
         self._workers = Workers(dataset)
+        for_processes = {"worker_init_fn": worker_init_fn, "multiprocessing_context": multiprocessing_context}
+        check_workers(self._source, self._collate, workers, for_processes)
+        self.workers = workers
         self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
         self._last: MicroBatch | None = None
         self._driver: Driver | None = None
@@ -113,7 +120,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         super().__init__(
             dataset,
             batch_size=batch_size or dataset.batch_size or 1,
-            num_workers=num_workers,
+            num_workers=num_workers if workers == "processes" else min(1, num_workers),  # or torch counts processes
             collate_fn=collate_fn or collate_samples,
             pin_memory=pin_memory,
             timeout=timeout,
@@ -124,7 +131,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
             **extra,
         )
         # Accelerate and Lightning read arguments off the attributes of their names; torch has filled in its own.
-        vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop")
+        vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop", num_workers=num_workers)
 
     # For Accelerate: this loader divides its batches itself, and its state is kept.
     _is_accelerate_prepared = use_stateful_dataloader = True
@@ -258,7 +265,10 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         if self._checked != settings:
             self._checked = settings
             depth = read_ahead_depth(self._source.predownload, settings.device_batch_size)
-            ahead = ReadAhead(max(1, self.num_workers), depth, self.prefetch_factor or 0)
+            num_workers, finished = max(1, self.num_workers), self.prefetch_factor or 0
+            if self.workers == "threads":  # which look ahead together
+                num_workers, finished = 1, num_workers * finished
+            ahead = ReadAhead(num_workers, depth, finished)
             check_run(self._source.reader, self._run(settings), settings, ahead)
 
     @property

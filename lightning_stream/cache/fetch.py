@@ -87,6 +87,8 @@ class ShardFetcher:
             except FormatError as error:  # noqa: PERF203 (the loop is over retries)
                 if not left or is_full(error):
                     raise
+                self.counters.add("retries")
+                self.counters.add("corrupt")
                 here = None
 
     def _once(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path, here: Path | None) -> None:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 import lightning_stream
@@ -51,15 +52,16 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream")
     given = list(sys.argv[1:] if arguments is None else arguments)
     out = Output(as_json="--json" in given)
     try:
-        code = _run(given, prog, out)
+        try:
+            code = _run(given, prog, out)
+        except KeyboardInterrupt:
+            code = out.error("interrupted", ExitCode.INTERRUPTED)
         out.close()
         return code
-    except KeyboardInterrupt:
-        return out.error("interrupted", ExitCode.INTERRUPTED)
-    except BrokenPipeError:
+    except OSError as error:
         # The interpreter flushes stdout once more at its exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.PIPE_CLOSED
+        return ExitCode.PIPE_CLOSED if isinstance(error, BrokenPipeError) else out.error(f"the output: {error}")
 
 
 def _run(given: list[str], prog: str, out: Output) -> int:
@@ -75,7 +77,8 @@ def _run(given: list[str], prog: str, out: Output) -> int:
         parser = options.parser
         return int(options.run(options, out))
     except (_UsageError, MissingExtraError) as error:
-        return out.error(str(error))
+        dashed = [one for one in given if one.startswith("-") and Path(one).exists()]
+        return out.error(". ".join([str(error), *(f"Pass the path {one} as ./{one}" for one in dashed)]))
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -91,7 +94,7 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = _Parser(
         prog,
-        description="Convert, inspect and verify datasets; explain checkpoints; simulate orders; check this machine.",
+        description="Convert, inspect and verify datasets; explain checkpoints; simulate training; check this machine.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -28,6 +28,7 @@ EXAMPLES = """examples:
   lightning-stream cache prune --to 50gb
   lightning-stream cache prune s3://bucket/train --unused 7d
 """
+_UNKNOWN = "unknown"
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -37,7 +38,7 @@ class _Cache:
     def __init__(self, path: Path) -> None:
         self.path, folder = path, CacheFolder(path)
         self.evictor = Evictor(folder)
-        self.url = (folder.source() or " unknown").partition(" ")[2]
+        self.url = (folder.source() or f" {_UNKNOWN}").partition(" ")[2]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +87,8 @@ def _ls(options: argparse.Namespace, out: Output) -> int:
     found: list[dict[str, Any]] = []
     for cache in _caches(options):
         count, held, used = _held(cache)
-        found.append({"url": cache.url, "folder": str(cache.path), "shards": count, "bytes": held, "used": used})
+        if count or cache.url != _UNKNOWN:  # a path without a dataset leaves an empty folder
+            found.append({"url": cache.url, "folder": str(cache.path), "shards": count, "bytes": held, "used": used})
     out.data = {"caches": found, "bytes": sum(one["bytes"] for one in found)}
     out.line(f"{'size':>10}  {'shards':>8}  {'last read':16}  dataset")
     for one in sorted(found, key=lambda one: -one["bytes"]):

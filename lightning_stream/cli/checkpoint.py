@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -202,7 +202,7 @@ def _convert(checkpoint: Checkpoint, options: argparse.Namespace, out: Output) -
     trainer = "plain"
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         into = None if options.into is None else local_checkpoint(options.into, options.store_options, Path(folder))[1]
-        with readable_by_torch(options.into or ""):
+        with _named(into, options.into):
             trainer = write_position(state, options.out, into, steps=steps, trainer=options.to)
     done = state["position"] if "position" in state else state["sample_in_epoch"]
     out.data = {"checkpoint": checkpoint.name, "out": options.out, "trainer": trainer, "state": dict(state)}
@@ -255,26 +255,20 @@ def opened(checkpoint: str, options: Mapping[str, Any] | None) -> Iterator[Check
     read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
         name, path = local_checkpoint(checkpoint.rstrip("/"), options, Path(folder))
-        try:
-            with readable_by_torch(name):
-                state = read_position(path)
-        except StateError as error:
-            raise StateError(str(error).replace(str(path), name)) from error
+        with _named(path, name):
+            state = read_position(path)
         yield Checkpoint(name, path, state)
 
 
 @contextmanager
-def readable_by_torch(name: str) -> Iterator[None]:
-    """Raise StateError where a file holds more than plain values, or something else."""
+def _named(path: Path | None, name: str | None) -> Iterator[None]:
+    """Raise errors about a file with the name that the user gave, and warn of nothing in a file that is refused."""
     try:
-        yield
-    except (RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        if isinstance(error, StateError):
-            raise
-        raise StateError(
-            f"{name} is not a checkpoint that torch reads with weights_only=True ({type(error).__name__}). Check "
-            "the path; a file that you trust can be read in code: read_position(path, trusted=True)"
-        ) from error
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")
+            yield
+    except StateError as error:
+        raise StateError(str(error).replace(str(path), str(name))) from error
 
 
 def local_checkpoint(checkpoint: str, options: Mapping[str, Any] | None, folder: Path) -> tuple[str, Path]:
@@ -315,11 +309,8 @@ def _downloaded(store: Store, name: str, folder: Path) -> Path:
 
 def _download_sharded(store: Store, folder: Path) -> None:
     """Of a sharded checkpoint, download the metadata and the one file that holds the position."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from lightning_stream.trainers.sharded import METADATA, held_position
 
-    from lightning_stream.loading.plain import STATE_KEY
-
-    store.get(".metadata", folder / ".metadata")
-    held = FileSystemReader(folder).read_metadata().storage_data or {}
-    for name in {info.relative_path for index, info in held.items() if index.fqn.endswith(f".{STATE_KEY}")}:
-        store.get(name, folder / name)
+    store.get(METADATA, folder / METADATA)
+    if held := held_position(folder):
+        store.get(held.relative_path, folder / held.relative_path)

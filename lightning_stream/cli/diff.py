@@ -9,7 +9,7 @@ import numpy as np
 
 from lightning_stream.cli.arguments import add_reading, add_rules, add_store_options, add_streams, one_dataset_at
 from lightning_stream.cli.diff_runs import are_runs, diff_runs
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Output, as_text
 from lightning_stream.cli.samples import is_image, plain, reader_of
 
 HELP = "compare the samples of two datasets, or the order of two training runs"
@@ -89,7 +89,7 @@ def _verdict(about: dict[str, Any]) -> str:
     if first != second:
         parts.append(f"{first:,} and {second:,} samples")
     only = {which: about[f"columns_only_in_{which}"] for which in ("first", "second")}
-    parts += [f"only the {which} has {', '.join(names)}" for which, names in only.items() if names]
+    parts += [f"only the {which} has {as_text('', names)}" for which, names in only.items() if names]
     if count := about["different_values"]:
         parts.append(f"{count:,} different values in {about['compared_samples']:,} samples")
     return f"DIFFERENT: {'; '.join(parts)}"

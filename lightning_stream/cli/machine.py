@@ -16,13 +16,15 @@ from typing import Any
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.order.chain import readable
-from lightning_stream.simulation import CLOUDS, CLOUDS_DATE, Link, Node, Prices, Work
+from lightning_stream.simulation import CLOUDS, CLOUDS_DATE, Link, Machine, Node, Prices, Work
 from lightning_stream.stores import Store
 
 PROBED_BYTES = 8 << 20  # of one shard
 _CONNECTIONS = (4, 16)
 _IS_LIMIT = 0.75  # of what the connections should bring together
-_SECONDS = re.compile(r"([0-9]*\.?[0-9]+)(ms|s)")
+_VALUE = re.compile(r"([0-9]*\.?[0-9]+)([a-z]+)")
+_SECONDS = {"ms": 1e-3, "s": 1.0}
+_RATES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "mbit": 1e6 / 8, "gbit": 1e9 / 8}  # decimal, as networks are sold
 _PARTS = {"latency": "latency_s", "connection": "connection_bytes_per_s", "node": "node_bytes_per_s",
           "bucket": "bucket_bytes_per_s"}  # fmt: skip
 _CLOUD_OF_SCHEME = {"s3": "s3", "gs": "gcs", "az": "azure", "abfss": "azure", "abfs": "azure"}
@@ -30,9 +32,9 @@ _CLOUD_OF_SCHEME = {"s3": "s3", "gs": "gcs", "az": "azure", "abfss": "azure", "a
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Let a command take a link, prices, and what a node does."""
-    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
     found = parser.add_argument_group("simulated time: the link to the store, and the nodes")
-    text = "e.g. latency=20ms,connection=60mb,node=1.25gb,bucket=50gb: bytes a second (default: 30ms and 60mb)"
+    text = "e.g. latency=20ms,connection=60mb,node=10gbit,bucket=50gb: a second (default: 30ms and 60mb)"
     found.add_argument("--link", type=link_of, metavar="NAME=VALUE,...", help=text)
     text = "measure the link by reading from the store for so many seconds (default: 20)"
     found.add_argument("--probe", nargs="?", const=20.0, type=float, metavar="SECONDS", help=text)
@@ -42,58 +44,52 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
     found.add_argument("--sample-ms", type=float, default=0.1, metavar="MS", help=text)
     text = "time to verify and decompress a MB of a shard on one core (default: 0.5)"
     found.add_argument("--unpack-ms", type=float, default=0.5, metavar="MS", help=text)
-    found.add_argument("--num-workers", default=0, help="workers of each device (default: 0)", **number)
+    found.add_argument("--num-workers", default=0, type=int, help="workers of each device (default: 0)", metavar="N")
     found.add_argument("--prefetch-factor", default=2, help="batches that a worker makes ahead (default: 2)", **number)
     found.add_argument("--cores", help="cores of a node that workers may use (default: as many as needed)", **number)
-    found.add_argument("--start-by-range", action="store_true", help="read the first samples by ranges")
+    found.add_argument(
+        "--start-by-range", action=argparse.BooleanOptionalAction, help="read the first samples by ranges"
+    )
     text = f"list prices of {CLOUDS_DATE} by name ({', '.join(CLOUDS)}), or e.g. gb=0.09,requests=0.0004: dollars "
     text += "for a GB and for 1,000 requests (default: by the URL, from machines in the bucket's region)"
     found.add_argument("--price", type=prices_of, metavar="NAME", help=text)
-    found.add_argument("--curve", action=argparse.BooleanOptionalAction, default=True, help="also for 1 to 1,000 nodes")
+    text = "also for 1 to 1,000 nodes (default: unless the order must be planned sample by sample)"
+    found.add_argument("--curve", action=argparse.BooleanOptionalAction, help=text)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What is assumed of the store and of each node."""
+def machine_of(options: argparse.Namespace, store: Store, index: Index) -> Machine:
+    """What the flags of :func:`add_machine` say, with the probed link."""
+    times = {"step_s": options.step_ms, "sample_s": options.sample_ms, "unpack_s_per_mb": options.unpack_ms}
+    for flag, value in zip(("--step-ms", "--sample-ms", "--unpack-ms"), times.values(), strict=True):
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{flag} is 0 or more; found {value:g}")
+    limit = None if options.cache_limit is None else parse_bytes(options.cache_limit, "cache_limit")
+    names = ("num_workers", "predownload", "prefetch_factor", "start_by_range")
+    given = {name: getattr(options, name) for name in names}
+    link = options.link or Link()
+    if options.probe is not None:
+        link = replace(link, **probed(store, index, options.probe))
+    cloud = CLOUDS.get(_CLOUD_OF_SCHEME.get(store.url.partition("://")[0], ""))
+    work = Work(**{name: value / 1000 for name, value in times.items()})
+    return Machine(link, work, Node(**given, cache_limit=limit, num_cores=options.cores), options.price or cloud)
 
-    link: Link
-    work: Work
-    node: Node
-    prices: Prices | None
 
-    @classmethod
-    def of(cls, options: argparse.Namespace, store: Store, index: Index) -> Machine:
-        """What the flags of :func:`add_machine` say, with the probed link."""
-        times = {"step_s": options.step_ms, "sample_s": options.sample_ms, "unpack_s_per_mb": options.unpack_ms}
-        for flag, value in zip(("--step-ms", "--sample-ms", "--unpack-ms"), times.values(), strict=True):
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{flag} is 0 or more; found {value:g}")
-        limit = None if options.cache_limit is None else parse_bytes(options.cache_limit, "cache_limit")
-        names = ("num_workers", "predownload", "prefetch_factor", "start_by_range")
-        given = {name: getattr(options, name) for name in names}
-        link = options.link or Link()
-        if options.probe is not None:
-            link = replace(link, **probed(store, index, options.probe))
-        cloud = CLOUDS.get(_CLOUD_OF_SCHEME.get(store.url.partition("://")[0], ""))
-        work = Work(**{name: value / 1000 for name, value in times.items()})
-        return cls(link, work, Node(**given, cache_limit=limit, num_cores=options.cores), options.price or cloud)
+def positive(text: str) -> int:
+    """A whole number of at least 1; ArgumentTypeError for another text."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"takes a whole number, 1 or more; found {text!r}")
+    return int(text)
 
 
 def link_of(text: str) -> Link:
     """The link of ``latency=20ms,connection=60mb,node=1.25gb``; ArgumentTypeError for another text."""
     found: dict[str, float] = {}
     for name, value in _pairs(text, "--link", _PARTS, "latency=20ms,connection=60mb,node=1.25gb"):
-        match = _SECONDS.fullmatch(value)
-        if (name == "latency") != (match is not None) or value[-1].isdigit():
-            raise argparse.ArgumentTypeError(
-                f"a latency is e.g. 20ms or 0.1s, and a rate e.g. 60mb; found {name}={value}"
-            )
-        try:
-            number = parse_bytes(value, name) if match is None else float(match[1]) / (1000 if match[2] == "ms" else 1)
-            found[_PARTS[name]] = number
-            Link(**found)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+        match, units = _VALUE.fullmatch(value.lower()), _SECONDS if name == "latency" else _RATES
+        if match is None or match[2] not in units or not (float(match[1]) or name == "latency"):
+            rule = "a latency is e.g. 20ms or 0.1s, and a rate more than 0, e.g. 60mb or 10gbit"
+            raise argparse.ArgumentTypeError(f"{rule}; found {name}={value}")
+        found[_PARTS[name]] = float(match[1]) * units[match[2]]
     return Link(**found)
 
 

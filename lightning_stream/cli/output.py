@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
 
 _WIDTH, _SHOWN = 24, 12
+_MOST_DIGITS = 1e15  # a float has no more
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class ExitCode(IntEnum):
@@ -50,7 +55,7 @@ class Output:
         """Print a line of text."""
         self._end_progress()
         if not self.as_json:
-            print(text)
+            print(_visible(text))
 
     def lines(self, text: str) -> None:
         """Print lines of text below a title."""
@@ -64,29 +69,29 @@ class Output:
             if isinstance(value, Mapping):
                 self.line(label)
                 for inner, one in value.items():  # names of columns and settings, as they are
-                    self.line(f"{'    ' + inner.removesuffix('_bytes'):<{_WIDTH}} {_text(inner, one)}")
+                    self.line(f"{'    ' + inner.removesuffix('_bytes'):<{_WIDTH}} {as_text(inner, one)}")
             else:
-                self.line(f"{label:<{_WIDTH}} {_text(name, value)}")
+                self.line(_wrapped(f"{label:<{_WIDTH}} {as_text(name, value)}"))
 
     def progress(self, text: str) -> None:
         """Replace the line of progress; only on a terminal."""
         if sys.stderr.isatty():
-            print(f"\r{text}\x1b[K", end="", file=sys.stderr, flush=True)
+            print(f"\r{_visible(text)}\x1b[K", end="", file=sys.stderr, flush=True)
             self._has_progress = True
 
     def error(self, text: str, code: ExitCode = ExitCode.WRONG_USE) -> ExitCode:
         """Print an error as one line on stderr and, under ``--json``, as ``{"error": ...}`` on stdout."""
         self._end_progress()
         self.data = {"error": " ".join(text.split())}
-        print(f"error: {self.data['error']}", file=sys.stderr)
+        print(f"error: {_visible(self.data['error'])}", file=sys.stderr)
         return code
 
     def close(self) -> None:
         """Print the JSON object."""
         self._end_progress()
         if self.as_json:
-            print(json.dumps(self.data, indent=1))
-        sys.stdout.flush()
+            print(json.dumps(_finite(self.data), indent=1, allow_nan=False))
+        print(end="", flush=True)  # there may be no stdout
 
     def _end_progress(self) -> None:
         if self._has_progress:
@@ -100,17 +105,43 @@ def separated(about: Mapping[str, Any]) -> dict[str, Any]:
     return {name: f"{value:,}" if is_count[name] else value for name, value in about.items()}
 
 
-def _text(name: str, value: Any) -> str:
+def _wrapped(text: str) -> str:
+    """A name and its value in lines as wide as the terminal; in one line for a file or a pipe."""
+    if not sys.stdout.isatty():
+        return text
+    width = max(2 * _WIDTH, shutil.get_terminal_size().columns)
+    indent = " " * (_WIDTH + 1)
+    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def as_text(name: str, value: Any) -> str:
+    """A value on one line; a number with the unit that its name says, and the first items of a long list."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{inner} {_text(inner, one)}" for inner, one in value.items())
+        return ", ".join(f"{inner} {as_text(inner, one)}" for inner, one in value.items())
     if isinstance(value, list):
         more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
-        return ", ".join([_text(name, one) for one in value[:_SHOWN]] + more) or "none"
+        return ", ".join([as_text(name, one) for one in value[:_SHOWN]] + more) or "none"
     if isinstance(value, int) and name.endswith("_bytes"):
         from lightning_stream.order.chain import readable  # not before Ctrl-C is handled
 
         return readable(value)
-    return f"{value:.4g}" if isinstance(value, float) else "none" if value is None else str(value)
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 1e4 <= abs(value) < _MOST_DIGITS else f"{value:.4g}"
+    return "none" if value is None else str(value).replace("\n", "\\n")
+
+
+def _visible(text: str) -> str:
+    """A text whose control characters, which would act on the terminal, are escaped."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def _finite(value: Any) -> Any:
+    """A value as JSON has it: None for a number that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def in_flags(message: str, parser: argparse.ArgumentParser | None) -> str:

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.cli.arguments import add_dataset, add_reading, add_store_options, one_dataset_at
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Output, as_text
 from lightning_stream.cli.samples import add_ids, chosen_ids, classes_of, is_image, plain, reader_of, with_class_names
 from lightning_stream.formats.encodings.images import pillow, rgb
 from lightning_stream.formats.encodings.jpeg import FORMATS
 from lightning_stream.formats.encodings.media import Media
 from lightning_stream.pages import page as html_page
+from lightning_stream.shared_files import Modes, make_folder, publish_bytes
 
 HELP = "write samples as a page of HTML, or images as one picture"
 EXAMPLES = """examples:
@@ -30,6 +31,7 @@ _IMAGE_STARTS = (b"\xff\xd8", b"\x89PNG\r\n\x1a\n", b"GIF8", b"RIFF")
 _SOUND = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg", b"RIFF": "wav"}
 _MOST_SOUND_BYTES = 4 << 20
 _TEXT_CHARACTERS = 600
+_MODES = Modes(0o644, 0o755)  # a preview is for others to look at
 _THUMB, _PICTURE_THUMB, _LABEL, _GAP = 320, 160, 28, 8  # pixels
 
 
@@ -51,8 +53,8 @@ def run(options: argparse.Namespace, out: Output) -> int:
         ids = chosen_ids(options.ids, options.count, num_samples)
         classes = classes_of(dataset)
         samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
-        url, columns = dataset.store.url, dict(dataset.index.columns)
-        about = f"{len(ids):,} of {num_samples:,} samples · " + ", ".join(f"{k}: {v}" for k, v in columns.items())
+        url, columns = dataset.store.url, [f"{name}: {kind}" for name, kind in dataset.index.columns.items()]
+        about = f"{len(ids):,} of {num_samples:,} samples · columns: {as_text('', columns)}"
         write_preview(path, url, about, samples)
     out.data = {"url": url, "path": str(path), "ids": ids}
     out.line(f"{len(ids):,} samples of {url} in {path}")
@@ -69,32 +71,27 @@ def preview_path(text: str, flag: str) -> Path:
 
 def write_preview(path: Path, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
     """Write samples by their ids as a page, or their images as a picture; ValueError for a picture without images."""
-    if path.suffix == ".png":
-        _write_picture(path, samples)
-    else:
-        path.write_text(page(title, about, samples), encoding="utf-8")
+    content = _picture(samples) if path.suffix == ".png" else page(title, about, samples).encode()
+    make_folder(path.absolute().parent, _MODES)
+    publish_bytes(content, path, _MODES, durable=False)
 
 
 def page(title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> str:
     """A page of HTML that needs no other file, with one card for each sample."""
-    has_images = any(True for sample in samples.values() for value in sample.values() for _ in images_in(value))
-    width = 220 if has_images else 420
     cards = "\n".join(_card(number, sample) for number, sample in samples.items())
+    width = 220 if "<img" in cards else 420
     return html_page(title, about, f'<div class="cards" style="--card: {width}px">\n{cards}\n</div>')
 
 
 def _card(number: int, sample: Mapping[str, Any]) -> str:
     shown, rows = [], []
     for name, value in sample.items():
-        pictures = [_embedded(image) for image in images_in(value)]
-        sound = _sound(value)
+        images, problem = _thumbnails(value, _THUMB)
         label = html.escape(name)
-        if pictures:
-            shown += [f'<img loading="lazy" alt="{label} of sample {number}" src="{each}">' for each in pictures]
-        elif sound:
+        shown += [f'<img loading="lazy" alt="{label} of sample {number}" src="{_embedded(each)}">' for each in images]
+        if sound := _sound(value):
             shown.append(f'<audio controls preload="none" src="{sound}" aria-label="{label}"></audio>')
-        if not pictures:
-            rows.append(f"<dt>{label}</dt><dd>{html.escape(_text(value))}</dd>")
+        rows.append(f"<dt>{label}</dt><dd>{html.escape(_text(value) + problem)}</dd>")
     values = f"<dl>{''.join(rows)}</dl>" if rows else ""
     return f"<article><h2>sample {number:,}</h2>{''.join(shown)}{values}</article>"
 
@@ -102,7 +99,7 @@ def _card(number: int, sample: Mapping[str, Any]) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, str):
         return value if len(value) <= _TEXT_CHARACTERS else f"{value[:_TEXT_CHARACTERS]}… ({len(value):,} characters)"
-    return str(plain(value))
+    return as_text("", plain(value))
 
 
 def images_in(value: Any) -> Iterator[Any]:
@@ -124,6 +121,14 @@ def images_in(value: Any) -> Iterator[Any]:
             yield pillow().fromarray(np.ascontiguousarray(pixels.squeeze(-1) if pixels.shape[2:] == (1,) else pixels))
 
 
+def _thumbnails(value: Any, size: int) -> tuple[list[Any], str]:
+    """Small copies of the images that a value is or holds; and why there are none, if they cannot be decoded."""
+    try:
+        return [_thumbnail(image, size) for image in images_in(value)], ""
+    except Exception as error:  # noqa: BLE001 - Pillow raises anything for a damaged file
+        return [], f" (cannot be decoded: {error})"
+
+
 def _thumbnail(image: Any, size: int) -> Any:
     image = rgb(image)
     image.thumbnail((size, size))
@@ -132,7 +137,7 @@ def _thumbnail(image: Any, size: int) -> Any:
 
 def _embedded(image: Any) -> str:
     data = io.BytesIO()
-    _thumbnail(image, _THUMB).save(data, "JPEG", quality=85)
+    image.save(data, "JPEG", quality=85)
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
@@ -147,18 +152,20 @@ def _sound(value: Any) -> str | None:
     return f"data:audio/{kind};base64,{base64.b64encode(value).decode()}"
 
 
-def _write_picture(path: Path, samples: Mapping[int, Mapping[str, Any]]) -> None:
-    """Write all images in a grid, each above its sample's id and short values."""
+def _picture(samples: Mapping[int, Mapping[str, Any]]) -> bytes:
+    """All images in a grid, each above its sample's id and short values, as PNG."""
     cells: list[tuple[Any, str]] = []
     for number, sample in samples.items():
-        found = [image for value in sample.values() for image in images_in(value)]
+        found = [_thumbnails(value, _PICTURE_THUMB) for value in sample.values()]
         labels = [str(plain(value)) for value in sample.values() if isinstance(value, (int, str, np.integer))]
-        cells += [(_thumbnail(image, _PICTURE_THUMB), f"{number} · {' · '.join(labels)}") for image in found]
+        cells += [(image, f"{number} · {' · '.join(labels)}") for images, _ in found for image in images]
+        cells += [(pillow().new("RGB", (1, 1)), f"{number}{problem}") for _, problem in found if problem]
     if not cells:
-        raise ValueError(
-            f"a .png shows images; these samples have none, but {', '.join(next(iter(samples.values())))}."
-        )
-    _grid(cells).save(path)
+        names = list(dict.fromkeys(name for sample in samples.values() for name in sample))
+        raise ValueError(f"a .png shows images; these samples have none, but {as_text('', names)}.")
+    data = io.BytesIO()
+    _grid(cells).save(data, "PNG")
+    return data.getvalue()
 
 
 def _grid(cells: Sequence[tuple[Any, str]]) -> Any:

@@ -33,19 +33,20 @@ def chosen_ids(text: str | None, count: int, num_samples: int) -> list[int]:
         if count < 1:
             raise ValueError(f"--count is at least 1; found {count}")
         return list(range(min(count, num_samples)))
-    found: list[int] = []
+    ranges: list[range] = []
     for part in text.split(","):
         begin, colon, end = part.partition(":")
         try:
             first = int(begin or 0)
-            found += range(first, int(end) if end else num_samples) if colon else [first]
+            ranges.append(range(first, int(end) if end else num_samples) if colon else range(first, first + 1))
         except ValueError as error:
             raise ValueError(f"--ids takes numbers and ranges, e.g. 0:10,500; found {text!r}") from error
-    wrong = next((number for number in found if not 0 <= number < num_samples), None)
-    if wrong is not None or not found:
+    ends = [number for one in ranges if one for number in (one[0], one[-1])]
+    wrong = next((number for number in ends if not 0 <= number < num_samples), None)
+    if wrong is not None or not ends:
         shown = f"{wrong:,}" if wrong is not None else "none"
         raise ValueError(f"sample ids are 0 to {num_samples - 1:,} in this dataset; found {shown}")
-    return found
+    return [number for one in ranges for number in one]
 
 
 @contextmanager
@@ -69,8 +70,12 @@ def classes_of(dataset: FoundDataset) -> dict[str, list[str]]:
 
 def with_class_names(sample: dict[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """A sample with the names of its classes in place of their numbers."""
-    known = {name: names for name, names in classes.items() if name in sample and 0 <= sample[name] < len(names)}
-    return {name: known[name][value] if name in known else value for name, value in sample.items()}
+
+    def named(name: str, value: Any) -> Any:
+        names = classes.get(name, ())
+        return names[value] if isinstance(value, (int, np.integer)) and 0 <= value < len(names) else value
+
+    return {name: named(name, value) for name, value in sample.items()}
 
 
 def plain(value: Any) -> Any:
@@ -82,6 +87,8 @@ def plain(value: Any) -> Any:
     if hasattr(value, "shape"):
         small = isinstance(value, (np.ndarray, np.generic)) and value.size <= _SHOWN_NUMBERS
         return value.tolist() if small else f"{value.dtype}{list(value.shape)}"
+    if isinstance(value, list) and any(map(is_image, value)):
+        return [plain(one) for one in value]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return value if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,13 @@ from lightning_stream.cli.arguments import (
     mixtures_of,
 )
 from lightning_stream.cli.checkpoint import settings_of
-from lightning_stream.cli.machine import Machine, about_link, add_machine
+from lightning_stream.cli.machine import about_link, add_machine, machine_of, positive
 from lightning_stream.cli.output import ExitCode, Output, in_flags
 from lightning_stream.cli.simulate_page import add_pages, serve_page, write_report
 from lightning_stream.cli.training_run import lengths_name, training_of
+from lightning_stream.formats.index import Index
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.order import BatchPlan, RunOrder
+from lightning_stream.order import BatchPlan, RunOrder, StreamWeights
 from lightning_stream.order.balance import Balance, imbalance
 from lightning_stream.order.batching import METHODS
 from lightning_stream.order.chain import Chain, Stage, readable, stage_of_batches, stages_of_order
@@ -38,10 +38,13 @@ from lightning_stream.order.packing import LONG_DOCUMENTS
 from lightning_stream.order.quality import measure
 from lightning_stream.pages.server import Drawn
 from lightning_stream.reading.data_stages import stages_of_reader
-from lightning_stream.simulation import QUICK, Case, Part, Shards, Simulated, Training, simulate
-from lightning_stream.simulation.page import sections_of
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.simulation import QUICK, Machine, Part, Shards, Simulated, Training, simulate
+from lightning_stream.simulation.page import curve_table, duration, sections_of
 
-HELP = "simulate a training run: its shuffle quality, downloads, packed rows, balance, waiting time and price"
+HELP = "predict a training run: its first batch, throughput and limit, downloads and price, shuffle and packing"
 EXAMPLES = """examples:
   lightning-stream simulate s3://bucket/train --global-batch-size 256 --nodes 2 --devices 8
   lightning-stream simulate s3://bucket/train --global-batch-size 256 --shuffle-algo py1e
@@ -51,6 +54,7 @@ EXAMPLES = """examples:
   lightning-stream simulate --shards 100000 --shard-bytes 64mb --global-batch-size 256 --link latency=20ms,node=1gb
 """
 _APART = ("urls", "samples", "shards", "epoch_samples", "epoch_rows", "batches", "order", "chain")
+_NO_BATCH = "Nothing can be simulated: the epoch has fewer samples than a batch, and --tail=drop drops them."
 _NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000)
 
 
@@ -59,17 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, nargs="?")
     add_streams(parser)
     add_reading(parser)
-    number: dict[str, Any] = {"type": int, "metavar": "N"}
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
     training = parser.add_argument_group("training run")
     training.add_argument("--global-batch-size", help="samples of one optimizer step", **number)
     training.add_argument("--batch-size", help="samples of a micro-batch on one device", **number)
     training.add_argument("--nodes", default=1, help="machines (default: 1)", **number)
     training.add_argument("--devices", default=1, help="devices of each machine (default: 1)", **number)
-    training.add_argument("--epoch", default=0, help="the epoch to simulate (default: 0)", **number)
+    training.add_argument("--epoch", default=0, help="the epoch to simulate (default: 0)", type=int, metavar="N")
     training.add_argument("--tail", default="pad", choices=("pad", "exact", "drop"), help="last partial batch")
     dataset = parser.add_argument_group("settings of StreamingDataset, with its defaults, but shuffled")
     dataset.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True, help="shuffle the samples")
-    dataset.add_argument("--shuffle-seed", default=9176, **number)
+    dataset.add_argument("--shuffle-seed", default=9176, type=int, metavar="N")
     dataset.add_argument("--shuffle-algo", choices=("window", *MOSAIC_ALGORITHMS))
     dataset.add_argument("--shuffle-block-size", **number)
     dataset.add_argument("--partition-algo", default="relaxed", choices=("relaxed", "orig"))
@@ -80,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dataset.add_argument("--sampling-granularity", default=1, **number)
     dataset.add_argument("--epoch-size", metavar="N", help="samples of an epoch, e.g. 100k")
     dataset.add_argument("--replication", default=1, **number)
-    dataset.add_argument("--predownload", help="samples that each device downloads ahead", **number)
+    dataset.add_argument("--predownload", help="samples that each worker downloads ahead", type=int, metavar="N")
     dataset.add_argument("--cache-limit", metavar="SIZE", help="bytes of the cache of a node, e.g. 100gb")
     dataset.add_argument("--schedule", metavar="FILE", help="JSON file: a Schedule's points, or all of its arguments")
     dataset.add_argument("--balance", metavar="NAME", help="the lengths that shares are balanced by, e.g. tokens")
@@ -113,9 +117,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if (options.global_batch_size is None) == (options.batch_tokens is None):
         raise ValueError("simulate takes either --global-batch-size or --batch-tokens")
     with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
-        if options.shards is not None:
-            streams = [_imagined(options, folder)]
-        mixtures = mixtures_of(streams, options, folder)
+        mixtures = [_imagined(options)] if options.shards is not None else mixtures_of(streams, options, folder)
         if len(mixtures) > 1 and (options.report is not None or options.serve is not None):
             raise ValueError("--report and --serve show one dataset; this is a folder of splits. Pass one of them")
         if options.serve is not None:
@@ -132,23 +134,23 @@ def run(options: argparse.Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _imagined(options: argparse.Namespace, folder: str) -> str:
-    """The folder of a dataset that has an index alone."""
+def _imagined(options: argparse.Namespace) -> Mixture:
+    """A dataset that has an index alone, in memory."""
     if options.probe is not None:
         raise ValueError("--probe reads a dataset, and --shards imagines one: pass its link by --link")
-    if options.shard_bytes is None or options.shards < 1 or options.samples_per_shard < 1:
-        raise ValueError("--shards and --samples-per-shard are at least 1, and --shards needs --shard-bytes, e.g. 64mb")
+    if options.shard_bytes is None:
+        raise ValueError("--shards needs the size of each, e.g. --shard-bytes 64mb")
     size = parse_bytes(options.shard_bytes, "shard_bytes")
     entry = (
         '{"column_encodings":["bytes"],"column_names":["sample"],"column_sizes":[null],"compression":null,'
         '"format":"mds","hashes":[],"raw_data":{"basename":"shard.%d.mds","bytes":'
         f'{size},"hashes":{{}}}},"samples":{options.samples_per_shard},"size_limit":{size},"version":2,"zip_data":null}}'
     )
-    path = Path(folder, f"{options.shards} shards of {options.shard_bytes}")
-    path.mkdir()
-    shards = ",".join([entry % number for number in range(options.shards)])
-    (path / "index.json").write_text(f'{{"version":2,"shards":[{shards}]}}')
-    return str(path)
+    name = f"{options.shards:,} shards of {readable(size)}"
+    text = f'{{"version":2,"shards":[{",".join([entry % number for number in range(options.shards)])}]}}'
+    reader = SampleReader([Stream(local=name)], CacheDefaults(), ReaderConfig())
+    reader.indexes = (Index.from_bytes(text.encode(), name),)
+    return Mixture(reader, [StreamWeights()])
 
 
 def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dict[str, Any], list[Simulated]]:
@@ -181,25 +183,33 @@ def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dic
         balance = Balance.by_lengths(partial(mixture.reader.lengths, options.balance), training.device_batch_size)
         ratios = zip(("without_balance", "with_balance"), imbalance(plan, balance), strict=True)
         about["most_expensive_rank_over_mean"] = dict(ratios)
-    machine = Machine.of(options, mixture.reader.caches[0].store, indexes[0])
+    machine = machine_of(options, mixture.reader.caches[0].store, indexes[0])
     if options.cache_limit is not None or options.predownload is not None:
-        about |= _cache_need(Case(part, machine.link, machine.work, machine.node), options)
-    is_local = options.shards is None and all(cache.in_place for cache in mixture.reader.caches)
+        about |= _cache_need(part, machine, options)
     simulated: list[Simulated] = []
-    if options.report or (num_batches and not (is_local and options.link is None and options.probe is None)):
+    if not num_batches:
+        about["warning"] = _NO_BATCH
+    elif _is_timed(mixture, options):
         simulated = _simulated(mixture, part, machine, options)
     if options.report:
+        if not simulated:
+            raise ValueError(_NO_BATCH)
         write_report(options.report, _title(mixture), sections_of(simulated[0], simulated[1:], str(chain), quality))
     return chain, about, simulated
+
+
+def _is_timed(mixture: Mixture, options: argparse.Namespace) -> bool:
+    """Whether time is simulated: for data in a store, or where a flag asks for it."""
+    asks = (options.link, options.probe, options.price, options.report, options.curve, options.cores, options.shards)
+    is_asked = any(one is not None for one in asks) or options.step_ms or options.num_workers
+    return bool(is_asked) or not all(cache.in_place for cache in mixture.reader.caches)
 
 
 def _simulated(
     mixture: Mixture, part: Part, machine: Machine, options: argparse.Namespace, is_quick: bool = False
 ) -> list[Simulated]:
     """The training run, and the same on other numbers of nodes, unless that takes too long."""
-    if not part.training.plan().num_batches:
-        raise ValueError("nothing can be simulated: the epoch has fewer samples than one batch")
-    found = simulate(part, **vars(machine))
+    found = simulate(part, machine)
     return [found, *([] if is_quick else _curve(mixture, found, machine, options))]
 
 
@@ -210,13 +220,13 @@ def _serve(mixture: Mixture, options: argparse.Namespace) -> int:
     store, index = mixture.reader.caches[0].store, mixture.reader.indexes[0]
 
     def drawn(options: argparse.Namespace, is_quick: bool) -> Drawn:
-        training, machine = training_of(mixture, options), Machine.of(options, store, index)
+        training, machine = training_of(mixture, options), machine_of(options, store, index)
         part = Part(training, Shards.of(mixture.reader.indexes))
         found, *curve = _simulated(mixture, part, machine, options, is_quick)
         chain = _chain(mixture, training.run, training.plan(), lengths_name(options), options)
         return sections_of(found, curve, str(chain), _quality(part, options))
 
-    link = Machine.of(options, store, index).link
+    link = machine_of(options, store, index).link
     serve_page(_title(mixture), options, link, drawn, partial(print, flush=True))
     return ExitCode.OK
 
@@ -247,20 +257,25 @@ def _downloads(part: Part, options: argparse.Namespace) -> dict[str, Any]:
 
 def _curve(mixture: Mixture, found: Simulated, machine: Machine, options: argparse.Namespace) -> Iterator[Simulated]:
     """The same for other numbers of nodes, each of which trains on as many samples of a batch."""
-    for nodes in sorted({*_NODES, options.nodes}) if options.curve and not found.problem else ():
+    plans_all = lengths_name(options) is not None or options.shuffle_algo in MOSAIC_ALGORITHMS
+    if plans_all and options.curve:
+        raise ValueError(
+            "--curve takes an order that is computed piece by piece; packing, batches by length and the orders of "
+            "mosaicml-streaming are planned as a whole for each number of nodes. Omit --curve"
+        )
+    is_wanted = options.curve is not False and not plans_all and not found.problem
+    for nodes in sorted({*_NODES, options.nodes}) if is_wanted else ():
         if nodes == options.nodes:
             yield replace(found, timeline=None)
         elif (training := _scaled(mixture, nodes, options)) is not None:
-            yield replace(
-                simulate(Part(training, Shards.of(mixture.reader.indexes), QUICK), **vars(machine)), timeline=None
-            )
+            part = Part(training, Shards.of(mixture.reader.indexes), QUICK)
+            yield replace(simulate(part, machine), timeline=None)
 
 
 def _scaled(mixture: Mixture, nodes: int, options: argparse.Namespace) -> Training | None:
-    """The training run on another number of nodes; None where its order cannot be cut so, or takes too long to plan."""
+    """The training run on another number of nodes; None where its order cannot be cut so."""
     ranks, given = nodes * options.devices, options.nodes * options.devices
-    plans_all = lengths_name(options) is not None or options.shuffle_algo in MOSAIC_ALGORITHMS
-    if plans_all or ranks % options.replication or options.global_batch_size * ranks % given:
+    if ranks % options.replication or options.global_batch_size * ranks % given:
         return None
     size = options.global_batch_size * ranks // given
     scaled = argparse.Namespace(**{**vars(options), "nodes": nodes, "global_batch_size": size})
@@ -285,10 +300,10 @@ def _chain(
     ))  # fmt: skip
 
 
-def _cache_need(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+def _cache_need(part: Part, machine: Machine, options: argparse.Namespace) -> dict[str, Any]:
     """What the cache of a node must hold, and whether the loader would refuse its limit."""
-    about: dict[str, Any] = {"cache_needed_per_node_bytes": case.cache_need.num_bytes}
-    if (problem := case.problem) is not None:
+    about: dict[str, Any] = {"cache_needed_per_node_bytes": part.cache_need(machine.node).num_bytes}
+    if (problem := part.problem(machine.node)) is not None:
         about["cache_warning"] = in_flags(problem, options.parser)
     return about
 
@@ -304,24 +319,19 @@ def _padding_percent(plan: BatchPlan, lengths: NDArray[np.integer]) -> float:
 
 def _print_simulated(found: Simulated, curve: list[Simulated], out: Output) -> None:
     """Print what a training run waits for, with a line for each number of nodes."""
-    resumed = "" if found.resume_s is None else f"; {found.resume_s:.1f} s after a resume in the middle of the epoch"
+    resumed = (
+        "" if found.resume_s is None else f"; {duration(found.resume_s)} after a resume in the middle of the epoch"
+    )
+    price = "" if found.price_usd is None else f", ${found.price_usd:,.2f}"
     shown = {
-        "link": about_link(found.link),
-        "first batch": f"{found.first_batch_s:.1f} s{resumed}",
-        "throughput": f"{found.samples_per_s:,.0f} samples/s, the epoch in {found.epoch_s:,.0f} s",
-        "downloads": f"{readable(found.download_bytes)} in {found.num_requests:,} requests{_dollars(found, ', ')}",
+        "link": about_link(found.machine.link),
+        "first batch": f"{duration(found.first_batch_s)}{resumed}",
+        "throughput": f"{found.samples_per_s:,.0f} samples/s, the epoch in {duration(found.epoch_s)}",
+        "downloads": f"{readable(found.download_bytes)} in {found.num_requests:,} requests{price}",
         "waiting": found.finding,
     }
     out.show(shown)
-    rows = [["nodes", "first batch", "resume", "samples/s", "waits", "epoch", "downloads", "price", "limited by"]]
-    for one in curve:
-        resume = "" if one.resume_s is None else f"{one.resume_s:.1f} s"
-        row = [f"{one.num_nodes:,}", f"{one.first_batch_s:.1f} s", resume, f"{one.samples_per_s:,.0f}"]
-        row += [f"{one.wait_share:.0%}", f"{one.epoch_s:,.0f} s", readable(one.download_bytes), _dollars(one)]
-        rows.append([*row, one.limited_by])
-    for row in rows if len(curve) > 1 else ():
-        out.line("  " + "".join(f"{cell:>12}" for cell in row))
-
-
-def _dollars(found: Simulated, before: str = "") -> str:
-    return "" if found.price_usd is None else f"{before}${found.price_usd:,.2f}"
+    table = list(zip(*curve_table(curve), strict=True)) if len(curve) > 1 else []
+    widths = [max(map(len, column)) for column in table]
+    for row in zip(*table, strict=True):
+        out.line("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))

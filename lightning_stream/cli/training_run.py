@@ -92,6 +92,7 @@ def lengths_name(options: argparse.Namespace) -> str | None:
 
 def training_of(mixture: Mixture, options: argparse.Namespace) -> Training:
     """The training run of these options."""
+    mixture.reader.require_samples()
     world = World(0, options.nodes * options.devices, options.devices, options.replication)
     config = _order(options, world, mixture.reader)
     size = _batch_size(options, config.buckets)

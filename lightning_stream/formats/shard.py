@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -20,7 +20,8 @@ class Ragged(list[Any]):
 
 
 Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
-Buffers: TypeAlias = "Mapping[str, Any]"
+# Writable memory for columns of fixed size: by name, or new memory of so many bytes (None: there is no more of it).
+Buffers: TypeAlias = "Mapping[str, Any] | Callable[[int], Any]"
 
 DECODE_ERRORS = Exception  # also those of a caller's own decoder; `corrupt_error` makes them a `FormatError`
 

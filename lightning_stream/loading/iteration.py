@@ -117,9 +117,9 @@ class LoaderIterator:
                 self._made.close()
                 self._made, self._is_outdated = self._loader.batches_from(self.position), False
             batch, self.last_batch, made = next(self._made)
-        except BaseException:
-            self._loader.meter.gave_up()
+        except BaseException as error:
             self.close()
+            self._loader.meter.gave_up(perf_counter() if isinstance(error, StopIteration) else None)
             raise
         self.num_batches += 1
         self._loader.note_batch(self, asked, perf_counter(), made)

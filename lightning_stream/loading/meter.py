@@ -99,7 +99,8 @@ class Meter:
         reached, epoch_positions: The position behind the latest batch; about how many its epoch has.
         num_iterations: Iterations that have handed out a batch.
         num_ready: Batches that were made before they were requested.
-        first_waits, waits: Seconds by `PARTS`, of the waits for first batches of iterations, and for all others.
+        first_waits, waits: Seconds by `PARTS`, of the waits for first batches of iterations, and for all others. The
+            first part of `first_waits` has the ends of iterations, too, at which their workers end.
         work: Seconds by `STAGES` of the making of all batches, also of what cost no time.
         cpu_s, all_cpu_s: As in `Made`, added up.
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
@@ -135,8 +136,11 @@ class Meter:
             self.stop(now)
         self.waiting_since = now
 
-    def gave_up(self) -> None:
-        """Note that no batch came: the epoch is over, or an error was raised."""
+    def gave_up(self, over: float | None) -> None:
+        """Note that no batch came: the epoch was over, with its workers, at this time; or an error was raised."""
+        if over is not None and self.waiting_since is not None:
+            self.wait_s += over - self.waiting_since
+            self.first_waits[0] += over - self.waiting_since
         self.waiting_since = None
 
     def stop(self, now: float) -> None:

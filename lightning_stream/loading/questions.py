@@ -117,6 +117,7 @@ class LoaderQuestions:
     evaluation: bool
     _workers: Workers
     num_workers: int
+    workers: str
     persistent_workers: bool
     detect_world: Any
     _repr_html_ = _as_html
@@ -194,9 +195,10 @@ class LoaderQuestions:
         return LoadingSettings(
             batch_size=size,
             num_workers=self.num_workers,
+            workers=self.workers,
             num_cores=max(1, num_processes(None) // world.ranks_per_node),
             fetch_threads=live("fetch_threads") or reader.config.fetch_threads,
-            persistent_workers=self.persistent_workers,
+            persistent_workers=self.persistent_workers or self.workers == "threads",
             predownload=size * furthest_ahead(predownload, size, is_limited=limit_bytes is not None),
             cache_limit=limit_bytes,
             dataset_bytes=sum(int(index.raw_bytes.sum()) for index in reader.indexes),

@@ -89,6 +89,11 @@ class SeededCall:
     def __reduce__(self) -> tuple[Callable[..., SeededCall], tuple[Any, ...]]:
         return partial(SeededCall, collate=self._collate), (self.function, self._seed)  # a copy has its own generators
 
+    @property
+    def can_share_process(self) -> bool:
+        """Whether threads may call the function at the same time: it seeds nothing but a generator of its own."""
+        return self.takes_rng and not self._own
+
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
         """Call the function for a position in the run."""
         mixed = sample_seed(self._seed ^ _COLLATE if self._collate else self._seed, epoch, position)

@@ -6,7 +6,7 @@ A worker process gets one; it never calls the dataset back, except where a subcl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import NotFoundError
+from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.packing import Bucketing, Packing, read_rows, split_rows
@@ -122,12 +123,13 @@ class SampleSource:
     balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
     forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
     buckets: Bucketing | None = None  # how samples of similar lengths come together
-    _seeded: SeededCall | None = field(default=None, init=False, repr=False)
+    in_threads: bool = False  # whether threads of the training process make batches: see `check_workers`
+    seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
     switched: dict[Any, OrderConfig] = field(default_factory=dict, repr=False)  # settings with their switches
 
     def __post_init__(self) -> None:
-        self._seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
+        self.seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
         if any(len(versions_of(stream)) > 1 for stream in self.reader.streams):
             self._refuse_with_switches()
 
@@ -311,29 +313,29 @@ class SampleSource:
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})
 
-    def batch(self, batch: MicroBatch, collate: SeededCall | None) -> Any:
+    def batch(self, batch: MicroBatch, collate: SeededCall | None, out: Buffers | None = None) -> Any:
         """Read, transform and collate one micro-batch.
 
         Columns are gathered at once where nothing asks for single samples: no transform, no collate function, no
         subclass that reads samples in its own way.
         """
         if self.transform is None and collate is None and self.read_one is None:
-            return collate_columns(self._columns(batch))
+            return collate_columns(self._columns(batch, out))
         samples = self.samples(batch)
         began = perf_counter()
         if collate is None:
             collated = collate_samples(samples)
         else:
-            with preserved_generators(), self._named("collating", batch.sample_ids[:8].tolist()):
+            with self._preserved(), self._named("collating", batch.sample_ids[:8].tolist()):
                 collated = collate(samples, batch.epoch, int(batch.positions[0]))
-        self.reader.counters.collate_s += perf_counter() - began
+        self.reader.counters.spent.collate_s += perf_counter() - began
         return collated
 
-    def _columns(self, batch: MicroBatch) -> dict[str, Any]:
+    def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
         if isinstance(self.reader, SwitchedReader):
-            return self.reader.batch_of(batch.delivered, batch.version)
+            return self.reader.batch_of(batch.delivered, batch.version, out)
         if batch.rows is None:
-            return self.reader.batch(batch.delivered)
+            return self.reader.batch(batch.delivered, out)
         assert self.packing is not None
         return read_rows(self.reader, batch.rows, self.packing)
 
@@ -341,7 +343,7 @@ class SampleSource:
         """Read and transform the samples of one micro-batch: its rows, where samples are packed into rows."""
         if batch.rows is not None:
             rows, ids_of = split_rows(self._columns(batch)), np.split(batch.rows.ids, batch.rows.edges[1:-1])
-            with preserved_generators():
+            with self._preserved():
                 places = zip(rows, ids_of, batch.positions.tolist(), strict=True)
                 return [self._transformed(row, ids.tolist(), batch.epoch, at) for row, ids, at in places]
         ids = batch.delivered.tolist()
@@ -350,9 +352,13 @@ class SampleSource:
             read = partial(self.reader.sample_of, version=batch.version)
         if self.transform is None and self.read_one is None:
             return [read(sample_id) for sample_id in ids]
-        with preserved_generators():
+        with self._preserved():
             drawn = zip(ids, batch.positions.tolist(), strict=True)
             return [self._one(read, one, batch.epoch, at) for one, at in drawn]
+
+    def _preserved(self) -> AbstractContextManager[None]:
+        """Restore the global generators, except in threads: these never change them, but the training does."""
+        return nullcontext() if self.in_threads else preserved_generators()
 
     def _one(self, read: Callable[[int], Any], sample_id: int, epoch: int, position: int) -> Any:
         if self.read_one is None:
@@ -364,12 +370,12 @@ class SampleSource:
         return self._transformed(sample, [sample_id], epoch, position)
 
     def _transformed(self, sample: Any, ids: list[int], epoch: int, position: int) -> Any:
-        if self._seeded is None:
+        if self.seeded is None:
             return sample
         began = perf_counter()
         with self._named("transforming", ids):
-            transformed = self._seeded(sample, epoch, position)
-        self.reader.counters.transform_s += perf_counter() - began
+            transformed = self.seeded(sample, epoch, position)
+        self.reader.counters.spent.transform_s += perf_counter() - began
         return transformed
 
     @contextmanager

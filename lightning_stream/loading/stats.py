@@ -24,7 +24,8 @@ class LoadingSettings:
 
     Attributes:
         batch_size: Samples of a micro-batch on one device.
-        num_workers: Worker processes; 0: the training process makes the batches itself.
+        num_workers, workers: Workers, and whether these are processes or threads; 0: the training process makes the
+            batches itself.
         num_cores: Processor cores that this process and its workers may use.
         fetch_threads: Shards that each of these processes fetches at the same time.
         persistent_workers: Whether the workers stay between epochs.
@@ -34,12 +35,18 @@ class LoadingSettings:
 
     batch_size: int = 1
     num_workers: int = 0
+    workers: str = "processes"  # or "threads"
     num_cores: int = 1
     fetch_threads: int = 4
     persistent_workers: bool = False
     predownload: int = 8
     cache_limit: int | None = None
     dataset_bytes: int = 0
+
+    @property
+    def num_readers(self) -> int:
+        """Processes that fetch shards and make batches."""
+        return 1 if self.workers == "threads" else max(1, self.num_workers)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class LoaderStats:
         pauses: The parts of `compute_s` in which nothing was trained either: ``"checkpoint"``,
             ``"garbage_collection"``, ``"other_ranks"`` (which were late; under a trainer that reports them).
         validation_s: Seconds of validations, under a trainer or `StreamingDataLoader.aside`.
-        waits: The parts of `wait_s`, without those of each iteration's first batch, which are in `first_waits`.
+        waits: The parts of `wait_s`, without those of each iteration's first batch and end, which are in `first_waits`.
         work: Seconds of making batches by stage, over all workers, also of what was made ahead.
         cpu_s, all_cpu_s: Processor time of the threads that made them; of all threads of their processes meanwhile.
         counters: What `lightning_stream.counters` counts, over all workers.
@@ -164,7 +171,7 @@ class LoaderStats:
         makers = max(1, self.settings.num_workers)
         making_s = max(
             (sum(self.work.values()) - self.work["fetching"]) / makers,
-            self.fetching_s / (makers * self.settings.fetch_threads),
+            self.fetching_s / (self.settings.num_readers * self.settings.fetch_threads),
         )
         return self.compute_s / making_s if making_s > 0 and self.settings.num_workers else 0.0
 

@@ -1,9 +1,9 @@
 """Send batches from worker processes to the trainer through slots of shared memory that are used again.
 
-Torch puts every tensor that leaves a worker into a shared file of its own and sends its descriptor over a socket. For a
-small batch that costs several times the reading. Here a whole batch is copied into a slot and out of it again, after
-which the slot is free. The trainer gets memory of its own, as it does without workers. Torch itself sends
-a large batch, without a copy.
+Torch puts every tensor that leaves a worker into a shared file of its own and sends its descriptor over a socket: with
+each batch both processes pay for new memory, which costs several times the reading. Here a worker copies a whole batch
+into one of its slots, and the trainer gets tensors and arrays over that memory. The slot is free again once nothing
+refers to them, so a batch that is kept never changes.
 """
 
 from __future__ import annotations
@@ -25,23 +25,38 @@ from numpy.typing import NDArray
 from lightning_stream.formats.memory import MAP_OPTIONS
 from lightning_stream.loading.shared_position import memory_file
 
-# CPU of the trainer per batch, by a slot / torch: 0.5 MB 0.2 / 0.7 ms, 2 MB 0.4 / 1.1, 8 MB 1.4 / 1.3, 38 MB 9 / 1.2.
-_SLOT_BYTES = 4 << 20
-_ALIGNED = 64  # each array in a slot begins at a multiple; the slot's first byte says whether it is in use
+_ALIGNED = 64  # each array in a slot begins at a multiple
+_LEAST_BYTES = 1 << 20  # of a slot, which takes only the memory that batches have used
+_MOST_LENT = 3  # slots of a worker that batches in the trainer refer to; what arrives meanwhile is copied
+_FREE, _SENT, _LENT, _OUTDATED = range(4)
 _numbers = itertools.count()
 _created: weakref.WeakValueDictionary[int, SharedSlots] = weakref.WeakValueDictionary()  # in this process, by number
+_forks = [0]  # counts the beginnings and ends of forks of this process
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+os.register_at_fork(before=_count_fork, after_in_parent=_count_fork)
 
 
 class SharedSlots:
     """Slots of shared memory for the batches of a loader's workers; the memory ends with the last process that maps it.
 
     A batch never waits for a slot: if none is free, torch sends it. Each worker has `num_slots`; `fd` is the descriptor
-    of the memory, and `number` the name of these slots in the process that created them.
+    of their states, and `number` the name of these slots in the process that created them. A worker makes the memory of
+    a slot when it first needs it. It makes other memory for a larger batch, and after a fork, since the forked process
+    may read a batch that the trainer no longer has.
     """
 
     def __init__(self, num_slots: int, fd: int, number: int) -> None:
         self._num_slots, self._fd, self._number = num_slots, fd, number
-        self._memory: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, 0, **MAP_OPTIONS), np.uint8)
+        self._states: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, 0, **MAP_OPTIONS), np.uint8)
+        self._memory: dict[int, mmap.mmap] = {}  # of slots that this process has used
+        self._new: dict[int, Any] = {}  # how the trainer gets memory that it does not know yet
+        self._first = self._used = self._most = 0
+        self._slot: int | None = None  # of the batch that a worker makes now, which has used so many bytes of it
 
     def __reduce__(self) -> tuple[Callable[..., SharedSlots], tuple[Any, ...]]:
         return _attach, (self._num_slots, reduction.DupFd(self._fd), self._number)
@@ -49,50 +64,120 @@ class SharedSlots:
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:
         _close(self._fd)
 
-    def put(self, worker: int, batch: Any) -> Any:
-        """Copy a batch into a free slot of a worker, in that worker.
+    def begin(self, worker: int) -> None:
+        """Begin an iteration, in a worker."""
+        self._first, self._slot = worker * self._num_slots, None
+
+    def empty(self, num_bytes: int) -> memoryview | None:
+        """Memory for an array of the next batch, which then need not be copied by `put`; None if there is none."""
+        if self._slot is None and not self._take_slot(num_bytes):
+            return None
+        assert self._slot is not None
+        begin, self._used = self._used, self._used + _aligned(num_bytes)
+        self._most = max(self._most, self._used)
+        found = np.frombuffer(self._memory[self._slot], np.uint8)[begin : begin + num_bytes]
+        return found.data if len(found) == num_bytes else None
+
+    def put(self, batch: Any) -> Any:
+        """Copy a batch into a free slot of this worker, but not the arrays that are there already.
 
         Returns:
-            A handle to send once, which is unpickled as the batch; the batch itself if no slot is free, or it is large.
+            A handle to send once, which is unpickled as the batch; the batch itself if no slot is free.
         """
-        first = worker * self._num_slots
-        begins = (slot * _SLOT_BYTES for slot in range(first, first + self._num_slots))
-        begin = next((begin for begin in begins if not self._memory[begin]), None)
-        if begin is None:
-            return batch
-        pickler = _Pickler()
         try:
+            pickler = _Pickler()
             pickler.dump(batch)
-        except _TooLargeError:
-            return batch
-        arrays = [pickler.pickled(), *pickler.arrays]
-        sizes = [array.nbytes for array in arrays]
-        for array, (first, last) in zip(arrays, _ranges(begin, sizes), strict=True):
-            self._memory[first:last] = array
-        self._memory[begin] = 1
-        return _Handle(self._number, begin, sizes)
-
-    def get(self, begin: int, sizes: list[int]) -> Any:
-        """Copy a batch out of the slot that begins there, which is free then."""
-        try:
-            pickled, *arrays = [self._memory[first:last].copy() for first, last in _ranges(begin, sizes)]
+            arrays = [pickler.pickled(), *pickler.arrays]
+            if self._slot is None and not self._take_slot(0):
+                return batch
+            assert self._slot is not None
+            begins, end = self._places(arrays)
+            if end > len(self._memory[self._slot]):
+                if not self._make_memory(self._slot, sum(_aligned(array.nbytes) for array in arrays)):
+                    return batch
+                begins, end = self._places(arrays)
+            return self._sent(self._slot, arrays, begins, end)
         finally:
-            self._memory[begin] = 0
-        return pickle.loads(pickled, buffers=arrays)  # noqa: S301 - our own
+            self._slot = None
+
+    def _take_slot(self, num_bytes: int) -> bool:
+        """Choose a free slot of this worker for its next batch; returns whether there was one."""
+        slots = range(self._first, self._first + self._num_slots)
+        free = next((slot for slot in slots if self._states[slot] in (_FREE, _OUTDATED)), None)
+        if free is None:
+            return False
+        is_usable = self._states[free] != _OUTDATED and len(self._memory.get(free, b"")) >= max(1, num_bytes)
+        if not is_usable and not self._make_memory(free, num_bytes):
+            return False
+        self._slot, self._used = free, 0
+        return True
+
+    def _make_memory(self, slot: int, num_bytes: int) -> bool:
+        """Give a slot other memory; False if there is none. What it had stays mapped for those that refer to it."""
+        self._memory.pop(slot, None)
+        self._used, self._most = 0, max(self._most, num_bytes, _LEAST_BYTES)
+        try:
+            fd = memory_file("batch", 1 << self._most.bit_length())
+            try:
+                self._new[slot], self._memory[slot] = reduction.DupFd(fd), mmap.mmap(fd, 0, **MAP_OPTIONS)
+            finally:
+                os.close(fd)
+        except OSError:  # no memory, or no descriptor
+            return False
+        return True
+
+    def _places(self, arrays: list[NDArray[np.uint8]]) -> tuple[list[int], int]:
+        """Where each array is in the slot of this batch, or is to be copied to; and where the last one ends."""
+        assert self._slot is not None
+        memory = self._memory[self._slot]
+        base, end, begins = _address(np.frombuffer(memory, np.uint8)), self._used, []
+        for array in arrays:
+            begin = _address(array) - base
+            if not 0 <= begin <= len(memory) - array.nbytes:
+                begin, end = end, end + _aligned(array.nbytes)
+            begins.append(begin)
+        return begins, end
+
+    def _sent(self, slot: int, arrays: list[NDArray[np.uint8]], begins: list[int], end: int) -> _Handle:
+        target = np.frombuffer(self._memory[slot], np.uint8)
+        ranges = [(begin, begin + array.nbytes) for array, begin in zip(arrays, begins, strict=True)]
+        for array, (begin, stop) in zip(arrays, ranges, strict=True):
+            if begin >= self._used:
+                target[begin:stop] = array
+        self._most, self._states[slot] = max(self._most, end), _SENT
+        return _Handle(self._number, slot, ranges, self._new.pop(slot, None))
+
+    def get(self, slot: int, ranges: list[tuple[int, int]], new: Any) -> Any:
+        """The batch in a slot, over the slot's memory; over a copy of it where too many slots are in use."""
+        if new is not None:
+            fd = new.detach()
+            try:
+                self._memory[slot] = mmap.mmap(fd, 0, **MAP_OPTIONS)
+            finally:
+                os.close(fd)
+        first = slot // self._num_slots * self._num_slots
+        lends = np.count_nonzero(self._states[first : first + self._num_slots] == _LENT) < _MOST_LENT
+        whole: NDArray[np.uint8] = np.frombuffer(self._memory[slot], np.uint8)  # every view of it keeps it alive
+        self._states[slot] = _LENT
+        weakref.finalize(whole, _take_back, self._states, slot, _forks[0], os.getpid()).atexit = False
+        arrays = [whole[begin:end] if lends else whole[begin:end].copy() for begin, end in ranges]
+        del whole
+        return pickle.loads(arrays[0], buffers=arrays[1:])  # noqa: S301 - our own
 
 
-def _ranges(begin: int, sizes: list[int]) -> list[tuple[int, int]]:
-    """The ranges of arrays of these sizes in the slot that begins there."""
-    ends = itertools.accumulate((_aligned(size) for size in sizes), initial=begin + _ALIGNED)
-    return [(first, first + size) for first, size in zip(ends, sizes, strict=False)]
+def _take_back(states: NDArray[np.uint8], slot: int, forks: int, pid: int) -> None:
+    """Free a slot to which nothing in the trainer refers any more; forked processes do not own it."""
+    if os.getpid() == pid:
+        states[slot] = _FREE if forks == _forks[0] else _OUTDATED
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED) * _ALIGNED
 
 
-class _TooLargeError(Exception):
-    """A batch does not fit into a slot."""
+def _address(array: NDArray[Any]) -> int:
+    found: int = array.__array_interface__["data"][0]
+    return found
 
 
 class _Pickler(reduction.ForkingPickler):
@@ -103,14 +188,8 @@ class _Pickler(reduction.ForkingPickler):
 
     def __init__(self) -> None:
         self.arrays: list[NDArray[np.uint8]] = []
-        self._num_bytes = _ALIGNED
         self._file = io.BytesIO()
-        super().__init__(self, pickle.HIGHEST_PROTOCOL, True, self._collect)
-
-    def write(self, pickled: Any) -> None:
-        """Take pickled bytes."""
-        self._count(len(pickled))
-        self._file.write(pickled)
+        super().__init__(self._file, pickle.HIGHEST_PROTOCOL, True, self._collect)
 
     def pickled(self) -> NDArray[np.uint8]:
         return np.frombuffer(self._file.getbuffer(), np.uint8)
@@ -124,12 +203,6 @@ class _Pickler(reduction.ForkingPickler):
 
     def _collect(self, buffer: pickle.PickleBuffer) -> None:
         self.arrays.append(np.frombuffer(buffer.raw(), np.uint8))
-        self._count(self.arrays[-1].nbytes)
-
-    def _count(self, num_bytes: int) -> None:
-        self._num_bytes += _aligned(num_bytes)
-        if self._num_bytes > _SLOT_BYTES:
-            raise _TooLargeError
 
 
 def _storage(memory: Any) -> torch.UntypedStorage:
@@ -139,15 +212,15 @@ def _storage(memory: Any) -> torch.UntypedStorage:
 class _Handle:
     """A batch on its way: unpickled, it is the batch."""
 
-    def __init__(self, number: int, begin: int, sizes: list[int]) -> None:
-        self._arguments = number, begin, sizes
+    def __init__(self, number: int, slot: int, ranges: list[tuple[int, int]], new: Any) -> None:
+        self._arguments = number, slot, ranges, new
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return _arrive, self._arguments
 
 
-def _arrive(number: int, begin: int, sizes: list[int]) -> Any:
-    return _created[number].get(begin, sizes)
+def _arrive(number: int, slot: int, ranges: list[tuple[int, int]], new: Any) -> Any:
+    return _created[number].get(slot, ranges, new)
 
 
 def _attach(num_slots: int, handle: Any, number: int) -> SharedSlots:
@@ -156,12 +229,15 @@ def _attach(num_slots: int, handle: Any, number: int) -> SharedSlots:
 
 
 def shared_slots(num_workers: int, num_slots: int) -> SharedSlots | None:
-    """Create free slots, `num_slots` for each worker; None without workers, or on a system without such memory."""
+    """Create free slots for workers that each have at most `num_slots` batches on their way.
+
+    None without workers, or on a system without such memory.
+    """
     if not num_workers or not hasattr(os, "memfd_create"):
         return None
-    number = next(_numbers)
+    number, num_slots = next(_numbers), num_slots + _MOST_LENT
     try:
-        fd = memory_file("batches", num_workers * num_slots * _SLOT_BYTES)
+        fd = memory_file("slots", num_workers * num_slots)
         slots = _created[number] = SharedSlots(num_slots, fd, number)
     except OSError:
         return None

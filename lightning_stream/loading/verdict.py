@@ -53,10 +53,10 @@ class Verdict:
 
     Attributes:
         cause: One of ``"none"`` (not input-bound), ``"cold_start"``, ``"epoch_start"``, ``"throttled"``,
-            ``"store_errors"``, ``"small_cache"``, ``"look_ahead"``, ``"store_latency"``, ``"bandwidth"``,
-            ``"decompression"``, ``"other_process"``, ``"disk"``, ``"decoding"``, ``"transform"``, ``"collate"``,
-            ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``; or, where training is not input-bound but pauses,
-            ``"checkpoint"``, ``"garbage_collection"``, ``"other_ranks"``, ``"validation"``.
+            ``"store_errors"``, ``"corrupt_downloads"``, ``"small_cache"``, ``"look_ahead"``, ``"store_latency"``,
+            ``"bandwidth"``, ``"decompression"``, ``"other_process"``, ``"disk"``, ``"decoding"``, ``"transform"``,
+            ``"collate"``, ``"planning"``, ``"transport"``, ``"gil"``, ``"cores"``; or, where training is not
+            input-bound but pauses, ``"checkpoint"``, ``"garbage_collection"``, ``"other_ranks"``, ``"validation"``.
         finding: What was measured, as a sentence.
         remedy: What to change, as a sentence; empty where nothing needs to change.
         setting, value: The setting that the remedy names, and the value to try; None where it names none.
@@ -144,7 +144,8 @@ def _wait_share(stats: LoaderStats, num_workers: int, fetch_threads: int, comput
     """
     makers = max(1, num_workers)
     making_s = (sum(stats.work.values()) - stats.work["fetching"] if computing_s is None else computing_s) / makers
-    making_s = max(making_s, stats.fetching_s / (makers * fetch_threads))
+    readers = 1 if stats.settings.workers == "threads" else makers
+    making_s = max(making_s, stats.fetching_s / (readers * fetch_threads))
     wait_s = max(0.0, making_s - (stats.compute_s if num_workers else 0.0))
     return wait_s / max(1e-9, wait_s + stats.compute_s)
 
@@ -154,12 +155,14 @@ def _at_the_start(stats: LoaderStats) -> Verdict:
     count, settings = stats.num_iterations, stats.settings
     each = sum(stats.first_waits.values()) / max(1, count)
     late = max(stats.first_waits, key=stats.first_waits.__getitem__)
-    if count > 1 and settings.num_workers and not settings.persistent_workers:
-        finding = f"Input-bound {_percent(stats.wait_share)}: the first batch of each epoch came after {each:.1f} s."
+    if count > 1 and late == "starting" and settings.num_workers and not settings.persistent_workers:
+        finding = (
+            f"Input-bound {_percent(stats.wait_share)}: starting and ending the workers takes {each:.1f} s an epoch."
+        )
         remedy = "Pass persistent_workers=True, which keeps the workers between epochs."
         return Verdict("epoch_start", finding, remedy, "persistent_workers", True)
     finding = f"Training waited {each:.1f} s for the first batch, and for little else."
-    if late != "fetching":
+    if late != "fetching" or not stats.counters["shards_fetched"]:
         return Verdict("cold_start", finding)
     remedy = "Pass start_by_range=True, which reads the first samples before their shards have been fetched."
     return Verdict("cold_start", finding, remedy, "start_by_range", True)
@@ -168,7 +171,7 @@ def _at_the_start(stats: LoaderStats) -> Verdict:
 def _fetching(stats: LoaderStats) -> Verdict:
     """Why workers waited for shards."""
     counted, settings = stats.counters, stats.settings
-    makers = max(1, settings.num_workers)
+    makers = settings.num_readers
     unpacking_s = counted["verify_s"] + counted["decompress_s"] + counted["convert_s"]
     busy_s = stats.fetching_s
     fetched, requests = counted["shards_fetched"], max(1, counted["requests"])
@@ -192,8 +195,13 @@ def _fetching(stats: LoaderStats) -> Verdict:
 
 
 def _failing(stats: LoaderStats) -> Verdict:
-    counted, workers = stats.counters, stats.settings.num_workers
+    counted, workers = stats.counters, stats.settings.num_readers
     counts = f"{counted['retries']:,.0f} of {counted['requests']:,.0f} requests"
+    if counted["corrupt"] >= _RATHER * counted["retries"]:
+        finding = f"{counted['corrupt']:,.0f} downloads did not have the bytes that the index promises."
+        return Verdict(
+            "corrupt_downloads", finding, "Run `lightning-stream validate` on the dataset, and check the network."
+        )
     if counted["throttled"] < _RATHER * counted["retries"]:
         finding = f"{counts} to the store failed and were sent again."
         return Verdict("store_errors", finding, "Check the network and the store: its log messages name each failure.")
@@ -258,25 +266,29 @@ def _slow_store(stats: LoaderStats) -> Verdict:
     makers = max(1, settings.num_workers)
     more = makers + max(1, math.ceil(makers * (stats.elapsed_s / max(stats.compute_s, 1e-9) - 1)))
     more = min(more, max(settings.num_cores, 2 * makers))
-    parallel = f"num_workers from {settings.num_workers} to {more}, since each fetches {settings.fetch_threads} shards"
+    setting, each = "num_workers", settings.fetch_threads
+    parallel = f"num_workers from {settings.num_workers} to {more}, since each fetches {each} shards"
+    if settings.workers == "threads":
+        setting, more = "fetch_threads", 2 * each
+        parallel = f"fetch_threads from {each} to {more} (loader.tune), to fetch so many shards"
     if counted["first_byte_s"] >= _RATHER * counted["download_s"]:
         latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
         finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
         remedy = f"Raise {parallel} at a time, or write larger shards (size_limit)."
-        return Verdict("store_latency", finding, remedy, "num_workers", more, live=_more_threads(stats))
+        return Verdict("store_latency", finding, remedy, setting, more, live=_more_threads(stats))
     needed = counted["fetched_bytes"] / _MB / max(stats.compute_s, 1e-9)
     finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {needed:,.1f} MB/s."
     remedy = (
         f"If each connection is limited, raise {parallel} at a time. If the network is, write smaller samples "
         "(compression='zstd'), or train nearer to the data."
     )
-    return Verdict("bandwidth", finding, remedy, "num_workers", more, live=_more_threads(stats))
+    return Verdict("bandwidth", finding, remedy, setting, more, live=_more_threads(stats))
 
 
 def _more_threads(stats: LoaderStats) -> LiveChange | None:
     """Threads with which each worker fetches shards as fast as training needs them; no more than have one to fetch."""
     workers, now = stats.settings.num_workers, stats.settings.fetch_threads
-    needed = math.ceil(_SPARE * stats.fetching_s / max(1, workers) / max(stats.compute_s, 1e-9))
+    needed = math.ceil(_SPARE * stats.fetching_s / stats.settings.num_readers / max(stats.compute_s, 1e-9))
     covered = int(stats.settings.predownload / _samples_per_shard(stats))
     value = min(_MOST_THREADS, covered, max(2 * now, needed))
     if value <= now or stats.settings.cache_limit is not None:
@@ -293,6 +305,8 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
         computing_s = max(wall_s - work["fetching"], 1e-9)
         undisturbed = stats.cpu_s >= _UNDISTURBED * computing_s
         others_s = stats.all_cpu_s - stats.cpu_s
+        if settings.workers == "threads" and settings.num_workers and not undisturbed:
+            return _held_up(stats)
         if not undisturbed and stats.all_cpu_s >= _OTHERS * wall_s and others_s >= _OTHERS * stats.all_cpu_s:
             return _held_up(stats)
         if not undisturbed and settings.num_workers > settings.num_cores:
@@ -333,6 +347,9 @@ def _idle(stats: LoaderStats, stage: str) -> Verdict:
 
 def _held_up(stats: LoaderStats) -> Verdict:
     finding = "other Python threads of the process that makes batches hold Python's lock (the GIL)."
+    if stats.settings.num_workers and stats.settings.workers == "threads":
+        finding = "the threads that make batches wait for Python's lock (the GIL), or for a processor core."
+        return Verdict("gil", finding, "Pass workers='processes'.", "workers", "processes")
     if stats.settings.num_workers == 0:
         remedy = "Pass num_workers=1, which makes the batches in a process of its own."
         return Verdict("gil", finding, remedy, "num_workers", 1)

@@ -1,12 +1,14 @@
-"""A loader's batches, made in this process or in torch's workers, which may outlive an iteration."""
+"""A loader's batches, made in this process, in threads of it, or in torch's workers, which may outlive an iteration."""
 
 from __future__ import annotations
 
 import gc
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from dataclasses import dataclass, replace
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
@@ -22,12 +24,15 @@ from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.transport import SharedSlots, shared_slots
 from lightning_stream.loading.worker_signals import leave_signals_to_the_trainer, let_terminate_end_at_once
+from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
+from lightning_stream.threads import DaemonPool
 
 # A loader's options that torch's loader over whole batches gets too, as they are when an iteration begins.
 _OPTIONS = ("num_workers", "pin_memory", "timeout", "prefetch_factor", "persistent_workers", "multiprocessing_context")
+_PREFETCHED = 2  # batches that a worker may have on their way, as torch has it
 _SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches that take less time
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
@@ -50,6 +55,13 @@ class Pipeline(IterableDataset[Delivery]):
         self.slots: SharedSlots | None = None  # how small batches leave worker processes; None for torch's own way
         self.counters: SharedCounters | None = None  # those of worker processes
         self.trainer_pid = os.getpid()
+        self.num_threads = self.in_progress = 0  # threads that make batches; how many batches they are ahead at most
+        self.timeout: float = 0  # seconds to wait for a batch of theirs; 0 for ever
+
+    def use_threads(self, num_threads: int, prefetch_factor: int | None, timeout: float) -> None:
+        """Make the batches in threads of this process, each at most `prefetch_factor` batches ahead."""
+        self.source, self.num_threads, self.timeout = replace(self.source, in_threads=True), num_threads, timeout
+        self.in_progress = num_threads * (prefetch_factor or _PREFETCHED)
 
     def __iter__(self) -> Iterator[Delivery]:
         worker = get_worker_info()
@@ -64,24 +76,62 @@ class Pipeline(IterableDataset[Delivery]):
 
     def _batches(self, index: int, count: int) -> Iterator[Delivery]:
         start = self.start.upcoming if isinstance(self.start, SharedPosition) else self.start
-        processor = _Processor()
-        began = perf_counter()
-        source, size = self.source, self.settings.device_batch_size
+        source, size, slots, in_progress = self.source, self.settings.device_batch_size, self.slots, self.in_progress
         batches = self.settings.micro_batches(source, start)
-        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
-        order, counters = batches.plan.order, source.reader.counters
+        look_ahead = source.predownload, size, count, 1 + in_progress
+        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), *look_ahead)
+        order, processor, began = batches.plan.order, _Processor(), perf_counter()
+        if in_progress:
+            yield from self._by_threads(ahead, order)
+            return
+        if slots is not None:
+            slots.begin(index)
         for planned in ahead:
-            ready = perf_counter()
-            waited_s, transform_s, collate_s = counters.waited_s, counters.transform_s, counters.collate_s
-            batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate))
-            ended, waited_s = perf_counter(), counters.waited_s - waited_s
-            transform_s, collate_s = counters.transform_s - transform_s, counters.collate_s - collate_s
-            read_s = ended - ready - waited_s - transform_s - collate_s
-            stages = (ready - began, waited_s, read_s, transform_s, collate_s)
-            made = batch, info, Made(began, ended, stages, *processor.used(ended - began - waited_s))
-            yield made if self.slots is None else self.slots.put(index, made)
+            made = self._make(planned, order, perf_counter() - began, processor)
+            yield made if slots is None else slots.put(made)
             processor.begin()
             began = perf_counter()
+
+    def _make(self, planned: MicroBatch, order: EpochOrder, planning_s: float, processor: _Processor) -> Delivery:
+        """Make one batch, whose planning took so long."""
+        source, spent = self.source, self.source.reader.counters.spent
+        out = None if self.slots is None else self.slots.empty
+        began = perf_counter()
+        waited_s, transform_s, collate_s = spent.waited_s, spent.transform_s, spent.collate_s
+        batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate, out))
+        ended, waited_s = perf_counter(), spent.waited_s - waited_s
+        transform_s, collate_s = spent.transform_s - transform_s, spent.collate_s - collate_s
+        read_s = ended - began - waited_s - transform_s - collate_s
+        stages = (planning_s, waited_s, read_s, transform_s, collate_s)
+        used = processor.used(planning_s + ended - began - waited_s)
+        return batch, info, Made(began - planning_s, ended, stages, *used)
+
+    def _by_threads(self, ahead: Iterator[MicroBatch], order: EpochOrder) -> Iterator[Delivery]:
+        """Batches in their order, while threads make those that follow."""
+
+        def make(planned: MicroBatch, planning_s: float) -> Delivery:
+            return self._make(planned, order, planning_s, _Processor(self.num_threads))
+
+        pending: deque[futures.Future[Delivery]] = deque()
+        with DaemonPool(self.num_threads, "make") as pool:
+            began = perf_counter()
+            for planned in ahead:
+                pending.append(pool.submit(make, planned, perf_counter() - began))
+                if len(pending) > self.in_progress:
+                    yield self._made(pending.popleft())
+                began = perf_counter()
+            while pending:
+                yield self._made(pending.popleft())
+
+    def _made(self, batch: futures.Future[Delivery]) -> Delivery:
+        try:
+            return batch.result(self.timeout or None)
+        except futures.TimeoutError as error:
+            if batch.done():
+                raise  # an error of the user's own
+            raise RuntimeError(
+                f"no batch came within timeout={self.timeout} s: a shard or the transform is slow"
+            ) from error
 
 
 class _Processor:
@@ -90,8 +140,8 @@ class _Processor:
     Reading both takes 2 us, which is 1% of a batch of 256 token rows: of short batches, one in 16 is measured.
     """
 
-    def __init__(self) -> None:
-        self._num_unmeasured, self._shares = 0, (0.0, 0.0)
+    def __init__(self, num_threads: int = 1) -> None:
+        self._num_unmeasured, self._shares, self._num_threads = 0, (0.0, 0.0), num_threads
         self.begin()
 
     def begin(self) -> None:
@@ -105,7 +155,7 @@ class _Processor:
             self._num_unmeasured -= 1
             thread, process = self._shares
             return thread * computing_s, process * computing_s
-        thread_s, process_s = thread_time() - self._thread_s, process_time() - self._process_s
+        thread_s, process_s = thread_time() - self._thread_s, (process_time() - self._process_s) / self._num_threads
         if computing_s < _SHORT_S:
             self._num_unmeasured, self._shares = _UNMEASURED, (thread_s / computing_s, process_s / computing_s)
         return thread_s, process_s
@@ -157,14 +207,22 @@ class Workers:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["_dataset"])  # type: ignore[misc]
 
-    def batches(self, pipeline: Pipeline, options: DataLoader[Any]) -> MadeBatches:
-        """Begin one iteration, with the options that a loader has now."""
-        if not (options.num_workers or options.pin_memory or options.timeout):
+    def batches(self, pipeline: Pipeline, loader: Any) -> MadeBatches:
+        """Begin one iteration, with the options that a `StreamingDataLoader` has now."""
+        options = {name: getattr(loader, name) for name in _OPTIONS}
+        if loader.workers == "threads" and loader.num_workers:
+            pipeline.use_threads(loader.num_workers, loader.prefetch_factor, loader.timeout)
+            options = {"num_workers": 0, "pin_memory": loader.pin_memory, "persistent_workers": False, "timeout": 0}
+        return self._batches(pipeline, options, loader.worker_init_fn)
+
+    def _batches(self, pipeline: Pipeline, options: dict[str, Any], init: Callable[[int], None] | None) -> MadeBatches:
+        if not (options["num_workers"] or options["pin_memory"] or options["timeout"]):
             here = iter(pipeline)  # as torch would, at a tenth of the cost
             return MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
         # An iteration inside another one has workers of its own.
-        keeps = options.persistent_workers and options.num_workers > 0 and not self._kept_is_in_use
-        loader = self._kept_loader(pipeline, options) if keeps else self._torch_loader(pipeline, options)
+        keeps = options["persistent_workers"] and options["num_workers"] > 0 and not self._kept_is_in_use
+        made_by = self._kept_loader if keeps else self._torch_loader
+        loader = made_by(pipeline, options, init)
         batches = iter(loader)
         let_terminate_end_at_once(torch_private.worker_processes(batches))
         self._kept_is_in_use |= keeps
@@ -195,7 +253,7 @@ class Workers:
         for made in list(self._live):
             made.close()
 
-    def _kept_loader(self, pipeline: Pipeline, options: DataLoader[Any]) -> DataLoader[Any]:
+    def _kept_loader(self, pipeline: Pipeline, options: dict[str, Any], init: Any) -> DataLoader[Any]:
         """The loader of persistent workers, set to begin where the pipeline does."""
         start = pipeline.start
         assert isinstance(start, Start)
@@ -203,21 +261,21 @@ class Workers:
             self.release()
             shared = SharedPosition(start)
             moved = Pipeline(pipeline.source, pipeline.settings, shared, pipeline.collate)
-            self._kept = pipeline.settings, shared, self._torch_loader(moved, options)
+            self._kept = pipeline.settings, shared, self._torch_loader(moved, options, init)
         _, shared, loader = self._kept
         shared.upcoming = start
         return loader
 
-    def _torch_loader(self, pipeline: Pipeline, options: DataLoader[Any]) -> DataLoader[Any]:
+    def _torch_loader(self, pipeline: Pipeline, options: dict[str, Any], init: Any) -> DataLoader[Any]:
         """Torch's own loader over whole batches. It draws from a generator of its own, not the training's."""
         start = pipeline.start if isinstance(pipeline.start, Start) else pipeline.start.upcoming
-        if options.num_workers:
+        if num_workers := options["num_workers"]:
             # What every forked worker would import with its first batch, which takes some 30 ms in each.
             get_encoding("int")
             torch_private.import_nested_tensors()
             # A worker has at most so many batches in progress, and the slot of one is free before it makes another.
-            pipeline.counters = self.meter.attach(options.num_workers)
-            pipeline.slots = shared_slots(options.num_workers, max(1, options.prefetch_factor or 0))
+            pipeline.counters = self.meter.attach(num_workers)
+            pipeline.slots = shared_slots(num_workers, options["prefetch_factor"] or _PREFETCHED)
         of_start = sample_seed(pipeline.source.seed, start.epoch, start.position)
         seed = sample_seed(of_start, pipeline.settings.world.rank, 0)
         return DataLoader(
@@ -225,8 +283,29 @@ class Workers:
             batch_size=None,
             collate_fn=_as_it_is,
             generator=torch.Generator().manual_seed(seed),
-            worker_init_fn=_WorkerInit(self._dataset, options.worker_init_fn) if options.num_workers else None,
-            **{name: getattr(options, name) for name in _OPTIONS},
+            worker_init_fn=_WorkerInit(self._dataset, init) if num_workers else None,
+            **options,
+        )
+
+
+def check_workers(
+    source: SampleSource, collate: SeededCall | None, workers: str, for_processes: Mapping[str, Any]
+) -> None:
+    """Refuse a kind of workers that does not exist, and what threads cannot do; raise ValueError."""
+    if workers not in ("processes", "threads"):
+        raise ValueError(f"workers is 'processes' or 'threads'; found {workers!r}")
+    if workers == "processes":
+        return
+    if given := [name for name, value in for_processes.items() if value is not None]:
+        raise ValueError(f"threads start no processes, so {' and '.join(given)} would do nothing. Omit it")
+    called = {"the transform": source.seeded, "collate_fn": collate}
+    found = [name for name, one in called.items() if one is not None and not one.can_share_process]
+    found += [] if source.read_one is None else ["the dataset's own get_item or __getitem__"]
+    if found:
+        raise ValueError(
+            "threads share the global random generators with the training, so the functions they call draw from a "
+            f"parameter rng alone; {' and '.join(found)} may draw otherwise. Add a parameter rng (a numpy Generator; a "
+            "function that draws nothing ignores it), or pass workers='processes'"
         )
 
 

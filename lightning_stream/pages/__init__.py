@@ -37,7 +37,8 @@ def page(title: str, about: str, body: str, script: str = "") -> str:
     """A page of HTML with a body that is HTML already."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     title, about = html.escape(title), html.escape(about)
-    return _PAGE.format(title=title, about=about, body=body, digest=digest, style=_file("page.css"))
+    text = _PAGE.format(title=title, about=about, body=body, digest=digest, style=_file("page.css"))
+    return text.encode(errors="replace").decode()  # half a character, which JSON and names of files may hold
 
 
 def drawn_page(

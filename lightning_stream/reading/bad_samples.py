@@ -62,13 +62,13 @@ class HasBadData(Protocol):
 class BadData:
     """A policy, and the samples and shards that one process has found bad so far, with the reason.
 
-    `listed` are the drawn samples that are in the quarantine file.
+    `listed` are the drawn samples that are in the quarantine file, each with what the thread that listed it put there.
     """
 
     policy: BadDataPolicy = field(default_factory=BadDataPolicy)
     found: dict[int, str] = field(default_factory=dict)
     shards: dict[int, str] = field(default_factory=dict)
-    listed: set[int] = field(default_factory=set)
+    listed: dict[int, object] = field(default_factory=dict)
 
     def suspects(self, reader: SampleReader, ids: NDArray[np.int64]) -> bool:
         """Whether some of these are known to be bad."""
@@ -150,9 +150,8 @@ class BadData:
 
     def _quarantine(self, reader: SampleReader, epoch: int, position: int, drawn: int, delivered: int | None) -> None:
         """Add a line for a sample, in one write, since other processes append to the file too; once for each sample."""
-        if drawn in self.listed:
+        if self.listed.setdefault(drawn, mine := object()) is not mine:  # in one step: threads may find it together
             return
-        self.listed.add(drawn)
         reader.counters.add("bad_samples")
         path = self.path_of(reader)
         snapshot, ids = reader.snapshot, np.array([drawn])

@@ -194,7 +194,12 @@ class Announced(NamedTuple):
 class Fetch(Future[Lease]):
     """A shard that is being fetched; `queued` is the thread pool's call, for as long as the pool has it."""
 
-    queued: weakref.ref[Future[None]]
+    queued: weakref.ref[Future[None]] | None = None  # None: it has not been started
+
+
+def hurried_threads(num_threads: int, num_waited: int) -> int:
+    """The threads that fetch from now on, where a batch waits for so many shards; never fewer than before."""
+    return max(num_threads, min(num_waited, _MOST_FETCHERS))
 
 
 class ReaderProcess:
@@ -230,6 +235,8 @@ class ReaderProcess:
         self._counters = counters or Counters()
         self._wanted = 0  # shards that this process is to fetch, or fetches
         self._unfinished = 0  # these, and those that other processes fetch
+        # Until the first batch's shards have come, those of later batches: they would take their share of the network.
+        self._later: list[tuple[Fetch, ShardCache, ShardEntry]] | None = []
         self._counting = threading.Lock()
         self._fetchers = DaemonPool(fetch_threads, "fetch")
         self._waiters = DaemonPool(_WAITERS, "wait")
@@ -268,8 +275,8 @@ class ReaderProcess:
     def _give_up(self, number: int) -> None:
         """Cancel a fetch that waits for a thread; one that runs ends with a lease that nobody keeps."""
         fetch = self.fetches.pop(number, None)
-        if fetch is not None and (queued := fetch.queued()) is not None:
-            queued.cancel()
+        if fetch is not None and (waiting := fetch.queued() if fetch.queued else fetch) is not None:
+            waiting.cancel()
 
     @contextmanager
     def reading(self, numbers: list[int]) -> Iterator[None]:
@@ -284,7 +291,7 @@ class ReaderProcess:
                 self.open.close_all_but(self._max_open_shards)
 
     def fetch(self, shards: Sequence[tuple[ShardCache, ShardEntry]]) -> list[Fetch]:
-        """Begin to fetch shards, in this order.
+        """Begin to fetch shards, in this order; later, while the shards of the first call are being fetched.
 
         Other threads wait for what another process fetches already: the workers of a node need the same shards first,
         and would all wait for the few that one of them fetches.
@@ -293,27 +300,32 @@ class ReaderProcess:
         if threads != self._fetch_threads:
             self._fetch_threads = threads
             self._fetchers.resize(threads)
-        self._count(len(shards), len(shards))
-        return [self._fetch(cache, entry) for cache, entry in shards]
+        fetches = [(Fetch(), *shard) for shard in shards]
+        with self.lock:
+            if self._later is not None and self._unfinished:
+                self._later += fetches
+            else:
+                self._start(fetches)
+        return [fetch for fetch, _, _ in fetches]
 
-    def _fetch(self, cache: ShardCache, entry: ShardEntry) -> Fetch:
-        promise = Fetch()
+    def _start(self, fetches: list[tuple[Fetch, ShardCache, ShardEntry]]) -> None:
+        fetches = [one for one in fetches if not one[0].cancelled() and one[0].queued is None]
+        self._count(len(fetches), len(fetches))
+        for promise, cache, entry in fetches:
+            promise.add_done_callback(lambda _: self._count(0, -1))
+            queued = self._fetchers.submit(self._fetch_unless_busy, promise, cache, entry)
+            promise.queued = weakref.ref(queued)
+            queued.add_done_callback(lambda _: self._count(-1, 0))
+            follow(promise, queued, only_failures=True)
 
-        def unless_busy() -> None:
-            try:
-                # With fewer shards wanted than threads, the connections of the idle ones help with these.
-                promise.set_result(cache.lease(entry, 0, max(1, self._fetch_threads // max(1, self._wanted))))
-            except LockTimeoutError:
-                follow(promise, self._waiters.submit(cache.lease, entry))
-            except BaseException as error:  # noqa: BLE001 - raised where the shard is needed
-                promise.set_exception(error)
-
-        promise.add_done_callback(lambda _: self._count(0, -1))
-        queued = self._fetchers.submit(unless_busy)
-        promise.queued = weakref.ref(queued)
-        queued.add_done_callback(lambda _: self._count(-1, 0))
-        follow(promise, queued, only_failures=True)
-        return promise
+    def _fetch_unless_busy(self, promise: Fetch, cache: ShardCache, entry: ShardEntry) -> None:
+        try:
+            # With fewer shards wanted than threads, the connections of the idle ones help with these.
+            promise.set_result(cache.lease(entry, 0, max(1, self._fetch_threads // max(1, self._wanted))))
+        except LockTimeoutError:
+            follow(promise, self._waiters.submit(cache.lease, entry))
+        except BaseException as error:  # noqa: BLE001 - raised where the shard is needed
+            promise.set_exception(error)
 
     def begin(self, numbers: Sequence[int], entry: Callable[[int], tuple[ShardCache, ShardEntry]]) -> None:
         """Begin to fetch the shards that are neither open nor being fetched. The caller holds the lock."""
@@ -324,24 +336,31 @@ class ReaderProcess:
         """Fetch all shards at once that a batch waits for: with more connections than those of later batches."""
         with self.lock:
             self.begin(numbers, entry)
-            waited = sum(not fetch.done() for number in numbers if (fetch := self.fetches.get(number)) is not None)
-        if self._fetchers.num_threads < min(waited, _MOST_FETCHERS):
-            self._fetchers.resize(min(waited, _MOST_FETCHERS))
+            awaited = [fetch for number in numbers if (fetch := self.fetches.get(number)) and not fetch.done()]
+            self._start([one for one in self._later or () if one[0] in awaited])
+        if (threads := hurried_threads(self._fetchers.num_threads, len(awaited))) > self._fetchers.num_threads:
+            self._fetchers.resize(threads)
 
     def could_fetch_more(self) -> bool:
         """Whether shards are waited for while threads are idle."""
-        return self._unfinished > 0 and self._wanted < self._fetchers.num_threads
+        return self._unfinished > 0 and self._wanted + len(self._later or ()) < self._fetchers.num_threads
 
     def _count(self, wanted: int, unfinished: int) -> None:
         with self._counting:
             self._wanted += wanted
             self._unfinished += unfinished
+        if self._later is not None and unfinished < 0:
+            with self.lock:
+                if not self._unfinished and self._later is not None:
+                    later, self._later = self._later, None
+                    self._start(later)
 
     def close(self) -> None:
         """Close everything, without waiting for fetches that have begun."""
         self._fetchers.close()
         self._waiters.close()
         with self.lock:
+            self._later = None
             for number in list(self.fetches):
                 self._give_up(number)
             self.open.close_all_but(0)

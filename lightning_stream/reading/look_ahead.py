@@ -43,6 +43,11 @@ def furthest_ahead(predownload: int | None, device_batch_size: int, *, is_limite
     return depth if predownload is not None or is_limited else _FURTHER * depth
 
 
+def spare_requests(num_files: int, num_processes: int) -> int:
+    """How many ranges each process that reads may request of shards that are being fetched anyway."""
+    return num_files // (_FILES_PER_RANGE * num_processes)
+
+
 def read_ahead(
     reader: SampleReader,
     plan: BatchPlan,
@@ -50,16 +55,18 @@ def read_ahead(
     predownload: int | None,
     device_batch_size: int,
     num_workers: int = 1,
+    in_progress: int = 1,
 ) -> Iterator[MicroBatch]:
     """Yield micro-batches of a plan, while the shards of those that follow are fetched.
 
     Without a ``predownload``, it looks further ahead while connections are idle: in an order that reads shard after
     shard, the next batches need too few. The loader may change it at any time. However it ends, it takes back what it
-    has announced.
+    has announced. The caller reads at most `in_progress` of the latest batches, or else the next one is not requested.
     """
-    reader.spare_requests = reader.shards.num_files // (_FILES_PER_RANGE * plan.world.num_replicas * num_workers)
+    reader.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
     next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
     waiting: deque[tuple[MicroBatch, Announced | None]] = deque()
+    being_read: deque[Announced | None] = deque()
     infos = iter(infos)
     try:
         # Once all shards are open, which they then stay, nothing is fetched or evicted any more.
@@ -73,12 +80,15 @@ def read_ahead(
             if not waiting:
                 break
             next_use.advance(waiting[0][0].begin)
-            yield waiting[0][0]
-            reader.done_with(waiting.popleft()[1])
+            info, announced = waiting.popleft()
+            being_read.append(announced)
+            yield info
+            if len(being_read) >= in_progress:
+                reader.done_with(being_read.popleft())
         yield from infos
     finally:
         if not is_exiting():  # at the interpreter's exit, modules may be gone already
-            for _, announced in waiting:
+            for announced in (*being_read, *(announced for _, announced in waiting)):
                 reader.done_with(announced)
             reader.forget(next_use)
 

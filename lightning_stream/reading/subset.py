@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.formats.index import Index
+from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.fetches import Announced, NextUse, UseFlat
@@ -85,7 +86,7 @@ class SubsetReader(SampleReader):
         """Open the sample's shard."""
         self.whole.open_for(self.chosen[sample_id])
 
-    def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:
         """Gather samples of the subset as columns."""
         return self.whole.batch(self.chosen.select(ids), out)
 

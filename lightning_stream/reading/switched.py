@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.shard import Ragged
+from lightning_stream.formats.shard import Buffers, Ragged
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.switches import DataVersion
 from lightning_stream.reading.reader import SampleReader
@@ -61,13 +61,11 @@ class SwitchedReader(SampleReader):
         at = int(self._last_versions(ids)[0]) if version is None else version, int(self.snapshot.streams_of(ids)[0])
         return {name: one for name, one in found.items() if name not in self._lacks or not self._lacks[name][at]}
 
-    def batch(self, ids: NDArray[np.int64], out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:
         """Gather samples as columns, each with those of the last version that has it."""
         return self.batch_of(ids, None, out)
 
-    def batch_of(
-        self, ids: NDArray[np.int64], version: int | None, out: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
+    def batch_of(self, ids: NDArray[np.int64], version: int | None, out: Buffers | None = None) -> dict[str, Any]:
         """Gather samples as columns: those that a version has, and None for samples whose streams lack one there."""
         found = super().batch(ids, out)
         if not self._lacks:

@@ -1,17 +1,17 @@
 """What a training run will wait for: a node, its link to the store and its workers, on a simulated clock."""
 
-from lightning_stream.simulation.case import QUICK, Case, Part
+from lightning_stream.simulation.case import QUICK, Part
 from lightning_stream.simulation.needs import Shards, Training
 from lightning_stream.simulation.result import Simulated, Timeline
 from lightning_stream.simulation.run import simulate
-from lightning_stream.simulation.settings import CLOUDS, CLOUDS_DATE, Link, Node, Prices, Work
+from lightning_stream.simulation.settings import CLOUDS, CLOUDS_DATE, Link, Machine, Node, Prices, Work
 
 __all__ = [
     "CLOUDS",
     "CLOUDS_DATE",
     "QUICK",
-    "Case",
     "Link",
+    "Machine",
     "Node",
     "Part",
     "Prices",

@@ -1,4 +1,4 @@
-"""A training run with all assumptions, its simulated steps, and how the rest of its epoch continues."""
+"""The steps of a training run that are simulated, and how the rest of its epoch continues."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_stream.reading.look_ahead import read_ahead_depth
 from lightning_stream.simulation.needs import Need, Shards, Training
 from lightning_stream.simulation.node import NodeModel
 from lightning_stream.simulation.result import INPUT_BOUND
-from lightning_stream.simulation.settings import Link, Node, Work
+from lightning_stream.simulation.settings import Machine, Node
 
 _MICRO_BATCHES, _POSITIONS = 6000, 1 << 21  # simulated step by step, at most; the rest continues like their end
 _LEAST_STEPS = 3
@@ -23,6 +23,7 @@ _LEAST_EFFICIENCY = 0.05
 # Of an epoch whose downloads are counted; those of a longer one are estimated.
 _EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256
 _FASTER, _FURTHER = 1e15, 16
+MOST_GAIN = 100.0
 _PAYS = 1.02  # the gain from which on a single limit explains the throughput
 _MB = 1e6
 
@@ -63,7 +64,7 @@ class Part:
         training = self.training
         epoch, size, world = training.epoch, training.batch_size, training.world
         stored, samples = self.shards.stored_bytes, training.run.epoch(epoch).documents.num_samples
-        if samples > _EXACT_SAMPLES or world.num_replicas > _EXACT_REPLICAS:
+        if samples > _EXACT_SAMPLES or (world.num_replicas > _EXACT_REPLICAS and self.num_steps > 1):
             return estimate_downloads(training.run, epoch=epoch, batch_size=size, world=world, shard_bytes=stored)
         tail = training.tail
         return plan_downloads(training.run, epoch=epoch, batch_size=size, world=world, tail=tail, shard_bytes=stored)
@@ -78,50 +79,33 @@ class Part:
         """What each rank of the busiest node reads in the simulated steps."""
         return self.training.needs(self.busiest, 0, self.num_simulated)
 
-    def needs_of_resume(self) -> list[list[Need]] | None:
-        """The same from the middle of the epoch on; None where the epoch is too short."""
+    def model(self, machine: Machine) -> NodeModel:
+        """The busiest node in the simulated steps."""
+        return NodeModel(self.needs, self.training, self.shards, machine)
+
+    def resume_s(self, machine: Machine) -> float | None:
+        """Seconds to the first batch from the middle of the epoch; None where the epoch is too short."""
         half = self.num_steps // 2
+        if not half:
+            return None
         start = self.training.plan().bounds(half)[0]
         count = min(self.num_steps - half, -(-self.num_simulated // 2))
-        return self.training.needs(self.busiest, start, count) if half else None
+        model = NodeModel(self.training.needs(self.busiest, start, count), self.training, self.shards, machine)
+        model.run(1)
+        return model.first_batch_s if model.step_ends else None
 
-
-@dataclass(frozen=True, eq=False)
-class Case:
-    """Some steps of a training run, with all assumptions."""
-
-    part: Part
-    link: Link
-    work: Work
-    node: Node
-
-    def model(self, needs: list[list[Need]] | None = None) -> NodeModel:
-        """A node that reads these, or the simulated steps of the epoch."""
-        training, rate = self.part.training, self.link.of_node(self.part.training.world.num_nodes)
-        return NodeModel(
-            needs or self.part.needs,
-            self.part.shards,
-            self.link,
-            self.work,
-            self.node,
-            device_batch_size=training.device_batch_size,
-            link_bytes_per_s=rate,
-        )
-
-    @property
-    def cache_need(self) -> CacheNeed:
+    def cache_need(self, node: Node) -> CacheNeed:
         """What the cache of a node must hold at once; the loader refuses a smaller limit."""
-        training, node, shards = self.part.training, self.node, self.part.shards
+        training, shards = self.training, self.shards
         size, raw, stored = training.device_batch_size, shards.raw_bytes, int(shards.stored_bytes.sum())
         depth = read_ahead_depth(node.predownload, size)
         ahead = ReadAhead(max(1, node.num_workers), depth, node.prefetch_factor if node.num_workers else 0)
         packed = stored / max(1, int(raw.sum())) * bool((shards.stored_bytes != raw).any())
         return need_of_node(training.run, raw, ahead, device_batch_size=size, world=training.world, packed=packed)
 
-    @property
-    def problem(self) -> str | None:
+    def problem(self, node: Node) -> str | None:
         """Why the loader would not start; None if it would."""
-        limit, need = self.node.cache_limit, self.cache_need
+        limit, need = node.cache_limit, self.cache_need(node)
         if limit is None or limit >= need.num_bytes:
             return None
         return (
@@ -130,26 +114,18 @@ class Case:
             "Raise it, or lower predownload, num_workers or window."
         )
 
-    def resume_s(self) -> float | None:
-        """Seconds to the first batch from the middle of the epoch; None where there is none."""
-        if (needs := self.part.needs_of_resume()) is None:
-            return None
-        model = self.model(needs)
-        model.run(1)
-        return model.first_batch_s if model.step_ends else None
-
 
 class Outcome:
-    """A simulated case, and how the rest of its epoch continues."""
+    """The simulated steps of a training run on a machine, and how the rest of its epoch continues."""
 
-    def __init__(self, case: Case) -> None:
-        self.case, self.model = case, case.model()
+    def __init__(self, part: Part, machine: Machine) -> None:
+        self.part, self.machine, self.model = part, machine, part.model(machine)
         self.model.run()
-        self.is_stuck = len(self.model.step_ends) < case.part.num_simulated
-        bytes_once = int(case.part.shards.stored_bytes[list(self.model.disk.were_here)].sum())
+        self.is_stuck = len(self.model.step_ends) < part.num_simulated
+        bytes_once = int(part.shards.stored_bytes[list(self.model.disk.were_here)].sum())
         self.again = max(1.0, self.model.num_bytes / max(1, bytes_once))
-        left_steps = case.part.num_steps - case.part.num_simulated
-        left_bytes = int(case.part.downloads.num_bytes.max()) * self.again - self.model.num_bytes
+        self.left_steps = left_steps = part.num_steps - part.num_simulated
+        left_bytes = int(part.downloads.num_bytes.max()) * self.again - self.model.num_bytes
         self.demands = self._seconds(left_steps, max(0.0, left_bytes)) if left_steps else self._of_second_half()
         self.rest_s = max(self.demands.values()) / self._efficiency() if left_steps else 0.0
         self.end_s = self.model.step_ends[-1] if self.model.step_ends else self.model.clock.now
@@ -158,8 +134,8 @@ class Outcome:
 
     def _seconds(self, num_steps: float, num_bytes: float) -> dict[str, float]:
         """The seconds that each resource of the node needs for so many steps and bytes, if nothing else limits them."""
-        case, node, work, link = self.case, self.case.node, self.case.work, self.case.link
-        training, model, world = case.part.training, self.model, case.part.training.world
+        node, work, link = self.machine.node, self.machine.work, self.machine.link
+        training, model, world = self.part.training, self.model, self.part.training.world
         processes = len(model.ranks) * max(1, node.num_workers)
         per_byte = [total / max(1, model.num_bytes) for total in (model.num_requests, model.num_raw_bytes)]
         requests, raw_bytes = (each * num_bytes for each in per_byte)
@@ -201,22 +177,22 @@ class Outcome:
         """Seconds of a step after the start."""
         ends, half = self.model.step_ends, len(self.model.step_ends) // 2
         if self.rest_s:
-            return self.rest_s / (self.case.part.num_steps - self.case.part.num_simulated)
+            return self.rest_s / self.left_steps
         return (ends[-1] - ends[half - 1]) / (len(ends) - half) if half else self.after_first_s
 
     @property
     def wait_share(self) -> float:
         """The part of the time after the first batch that training waits for data."""
-        train_s = self.case.part.num_steps * self.case.work.step_s
-        return max(0.0, 1 - train_s / self.after_first_s) if self.after_first_s > 0 else 0.0
+        train_s = self.part.num_steps * self.machine.work.step_s
+        return max(0.0, 1 - train_s / max(self.after_first_s, train_s)) if train_s else 1.0
 
     def gains(self) -> dict[str, float]:
         """How much faster the epoch is after its first batch, if one limit is lifted."""
-        case, found = self.case, {}
-        for name, lifted in _lifted(case).items():
-            other = Outcome(lifted)
+        found = {}
+        for name, lifted in _lifted(self.machine, self.part.training.device_batch_size).items():
+            other = Outcome(self.part, lifted)
             if not other.is_stuck:
-                found[name] = self.after_first_s / max(other.after_first_s, 1e-9)
+                found[name] = min(MOST_GAIN, self.after_first_s / max(other.after_first_s, 1e-9))
         return found
 
     def limited_by(self, gains: dict[str, float]) -> str:
@@ -232,22 +208,21 @@ class Outcome:
         return max((one for one in self.demands if one != "training"), key=self.demands.__getitem__)
 
 
-def _lifted(case: Case) -> dict[str, Case]:
-    """The same case without one of its limits."""
-    link, work, node = case.link, case.work, case.node
-    size = case.part.training.device_batch_size
-    further = _FURTHER * max(1, read_ahead_depth(node.predownload, size)) * size
+def _lifted(machine: Machine, device_batch_size: int) -> dict[str, Machine]:
+    """The same machine without one of its limits."""
+    link, work, node = machine.link, machine.work, machine.node
+    further = _FURTHER * max(1, read_ahead_depth(node.predownload, device_batch_size)) * device_batch_size
     lifted = {
-        "latency": replace(case, link=replace(link, latency_s=0.0)),
-        "connection": replace(case, link=replace(link, connection_bytes_per_s=_FASTER)),
-        "workers": replace(case, work=replace(work, sample_s=0.0, send_s=0.0)),
-        "unpacking": replace(case, work=replace(work, unpack_s_per_mb=0.0, shard_s=0.0)),
-        "look_ahead": replace(case, node=replace(node, predownload=further)),
+        "latency": replace(machine, link=replace(link, latency_s=0.0)),
+        "connection": replace(machine, link=replace(link, connection_bytes_per_s=_FASTER)),
+        "workers": replace(machine, work=replace(work, sample_s=0.0, send_s=0.0)),
+        "unpacking": replace(machine, work=replace(work, unpack_s_per_mb=0.0, shard_s=0.0)),
+        "look_ahead": replace(machine, node=replace(node, predownload=further)),
     }
     if link.of_node(1) is not None:
-        lifted["link"] = replace(case, link=replace(link, node_bytes_per_s=None, bucket_bytes_per_s=None))
+        lifted["link"] = replace(machine, link=replace(link, node_bytes_per_s=None, bucket_bytes_per_s=None))
     if node.num_cores is not None:
-        lifted["cores"] = replace(case, node=replace(node, num_cores=None))
+        lifted["cores"] = replace(machine, node=replace(node, num_cores=None))
     if node.cache_limit is not None:
-        lifted["cache"] = replace(case, node=replace(node, cache_limit=None))
+        lifted["cache"] = replace(machine, node=replace(node, cache_limit=None))
     return lifted

@@ -16,7 +16,7 @@ class Disk:
 
     Attributes:
         fetching: What happens when a shard is here, by the shards that are being fetched.
-        peak_bytes, most_held_bytes: The most bytes that it had, and that were in use, at once.
+        peak_bytes: The most bytes that it had at once.
         num_fetched_again: Shards that had been here before.
         were_here: All that were fetched.
     """
@@ -24,12 +24,12 @@ class Disk:
     def __init__(self, shards: Shards, limit_bytes: int | None, needs: Sequence[Sequence[Need]]) -> None:
         self.limit_bytes = limit_bytes
         self.fetching: dict[int, list[Call]] = {}
-        self.peak_bytes = self.most_held_bytes = self.num_fetched_again = 0
+        self.peak_bytes = self.num_fetched_again = 0
         self._raw, self._stored = shards.raw_bytes, shards.stored_bytes
         self._here: set[int] = set()
         self.were_here: set[int] = set()
         self._held: Counter[int] = Counter()
-        self._bytes = self._held_bytes = 0
+        self._bytes = 0
         self._waiting: list[Call] = []
         self._uses: defaultdict[int, list[int]] = defaultdict(list)  # the steps that need a shard
         if limit_bytes is not None:
@@ -76,15 +76,10 @@ class Disk:
     def hold(self, shard: int) -> None:
         """Keep a shard that a process has opened."""
         self._held[shard] += 1
-        if self._held[shard] == 1:
-            self._held_bytes += int(self._raw[shard])
-            self.most_held_bytes = max(self.most_held_bytes, self._held_bytes)
 
     def release(self, shard: int) -> None:
         """Undo one `hold`."""
         self._held[shard] -= 1
-        if not self._held[shard]:
-            self._held_bytes -= int(self._raw[shard])
 
     def wait(self, call: Call) -> None:
         """Let a fetch wait for space."""

@@ -6,11 +6,12 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
 
-from lightning_stream.reading.look_ahead import furthest_ahead, read_ahead_depth
+from lightning_stream.reading.fetches import hurried_threads
+from lightning_stream.reading.look_ahead import furthest_ahead, spare_requests
 from lightning_stream.simulation.disk import Disk
-from lightning_stream.simulation.needs import Need, Shards
+from lightning_stream.simulation.needs import Need, Shards, Training
 from lightning_stream.simulation.ranges import RangeReads
-from lightning_stream.simulation.settings import Link, Node, Work
+from lightning_stream.simulation.settings import Machine
 from lightning_stream.simulation.shared import Call, Clock, Shared
 from lightning_stream.stores.retry import RetryPolicy, parts_of
 
@@ -22,13 +23,13 @@ _POLICY = RetryPolicy()
 class Worker:
     """A process that makes every n-th batch of a rank."""
 
-    def __init__(self, needs: Sequence[Need], threads: int, num_ahead: int) -> None:
-        self.needs = needs
+    def __init__(self, needs: Sequence[Need], num_threads: int, num_ahead: int, ranges: RangeReads) -> None:
+        self.needs, self.ranges = needs, ranges
         self.credits = num_ahead  # batches that it may make before another one is taken
         self.has_started = self.is_busy = False
         self.num_announced = self.num_made = 0
         self.queue: deque[int] = deque()  # shards that wait for a thread
-        self.idle_threads = threads
+        self.num_threads = self.idle_threads = num_threads
         self.num_wanted = 0  # shards that it is to fetch, or fetches
         self.num_unfinished = 0  # these, and those that other processes fetch
         self.here: set[int] = set()
@@ -37,7 +38,11 @@ class Worker:
         self.awaited: Counter[int] = Counter()  # announced batches by shard, under a cache limit
         self.has_client = False
         self.on_client: list[Call] = []  # what waits for the client of the store
-        self.ranges = RangeReads()
+
+    @property
+    def could_fetch_more(self) -> bool:
+        """Whether shards are waited for while threads are idle."""
+        return self.num_unfinished > 0 and self.num_wanted < self.num_threads
 
 
 class Rank:
@@ -64,9 +69,7 @@ class NodeModel:
 
     Args:
         needs: The micro-batches of each rank.
-        shards, link, work, node: The data, and what is assumed of the machine.
-        device_batch_size: Samples of a micro-batch.
-        link_bytes_per_s: Of the node.
+        training, shards, machine: The run, its data, and what is assumed of the nodes.
 
     Attributes:
         first_batch_s: When the first batches were taken on all ranks.
@@ -74,28 +77,21 @@ class NodeModel:
         made: Micro-batches that had been made by then.
         fetched: Bytes that had been fetched by then.
         num_fetched, num_requests, num_bytes, num_raw_bytes: The shards that were fetched, with the requests and bytes.
-        num_range_requests, num_range_bytes: The same for samples that came by ranges.
     """
 
     def __init__(
         self,
         needs: Sequence[Sequence[Need]],
+        training: Training,
         shards: Shards,
-        link: Link,
-        work: Work,
-        node: Node,
-        *,
-        device_batch_size: int,
-        link_bytes_per_s: float | None,
+        machine: Machine,
     ) -> None:
-        self.shards, self.latency_s, self.work, self.node = shards, link.latency_s, work, node
-        self.link = Shared(link.connection_bytes_per_s, link_bytes_per_s)
-        self.cores = Shared(1.0, node.num_cores)
+        link, self.work, self.node = machine.link, machine.work, machine.node
+        self.training, self.shards, self.latency_s = training, shards, link.latency_s
+        self.link = Shared(link.connection_bytes_per_s, link.of_node(training.world.num_nodes))
+        self.cores = Shared(1.0, self.node.num_cores)
         self.clock = Clock(self.link, self.cores)
-        is_limited = node.cache_limit is not None
-        self.disk = Disk(shards, node.cache_limit, needs)
-        self.depth = read_ahead_depth(node.predownload, device_batch_size)
-        self.furthest = furthest_ahead(node.predownload, device_batch_size, is_limited=is_limited)
+        self.disk = Disk(shards, self.node.cache_limit, needs)
         self.ranks = [self._rank(own) for own in needs]
         self.num_steps = 1 + max(own[-1].step for own in needs)
         self.num_done = self.num_first = 0  # ranks that have finished the step; that have a batch
@@ -104,13 +100,20 @@ class NodeModel:
         self.made: list[int] = []
         self.fetched: list[int] = []
         self.num_fetched = self.num_requests = self.num_bytes = self.num_made = 0
-        self.num_range_requests = self.num_range_bytes = self.num_raw_bytes = 0
+        self.num_raw_bytes = 0
 
     def _rank(self, needs: Sequence[Need]) -> Rank:
         count, node = max(1, self.node.num_workers), self.node
         first = node.prefetch_factor if node.num_workers else 0
-        workers = [Worker(needs[k::count], node.fetch_threads, first) for k in range(count)]
+        spare = spare_requests(len(self.shards.num_samples), self.training.world.num_replicas * count)
+        ranges = [RangeReads(self.shards, node.start_by_range, spare) for _ in range(count)]
+        workers = [Worker(needs[k::count], node.fetch_threads, first, ranges[k]) for k in range(count)]
         return Rank(needs, workers)
+
+    @property
+    def ranges(self) -> list[RangeReads]:
+        """What each worker has read by ranges."""
+        return [worker.ranges for rank in self.ranks for worker in rank.workers]
 
     def run(self, num_steps: int | None = None) -> None:
         """Train so many steps, or all; fewer were done afterwards where the loader would have stopped."""
@@ -180,26 +183,27 @@ class NodeModel:
         if worker.num_made:
             self._take_back(worker, worker.needs[worker.num_made - 1])
         while worker.num_announced < len(worker.needs):
-            waiting = worker.num_announced - worker.num_made
-            could_fetch_more = worker.num_unfinished > 0 and worker.num_wanted < self.node.fetch_threads
-            if waiting > (self.furthest if could_fetch_more else self.depth):
+            is_limited = self.disk.limit_bytes is not None or not worker.could_fetch_more
+            allowed = furthest_ahead(self.node.predownload, self.training.device_batch_size, is_limited=is_limited)
+            if worker.num_announced - worker.num_made > allowed:
                 break
             self._announce(worker, worker.needs[worker.num_announced])
             worker.num_announced += 1
         need = worker.needs[worker.num_made]
         worker.missing = need.shards.keys() - worker.here
-        range_s = self._by_range(worker, need) if worker.missing and self.node.start_by_range else 0.0
-        if range_s:
-            self.clock.after(range_s, partial(self._read, worker))
-        else:
+        if not worker.missing:
             self._read(worker)
+            return
+        num_threads = hurried_threads(worker.num_threads, len(worker.missing))
+        worker.idle_threads += num_threads - worker.num_threads
+        worker.num_threads = num_threads
+        self._fetch_next(worker)
+        self.clock.after(self._by_range(worker, need), partial(self._read, worker))
 
     def _by_range(self, worker: Worker, need: Need) -> float:
         """Read samples by ranges where that costs less than their shards; return the seconds."""
-        found = worker.ranges.read(self.shards, {shard: need.shards[shard] for shard in worker.missing})
-        worker.missing -= found.shards
-        self.num_range_requests += found.num_requests
-        self.num_range_bytes += found.num_bytes
+        found = worker.ranges.read({shard: need.shards[shard] for shard in worker.missing})
+        worker.missing.difference_update(found.shards)
         seconds = found.num_rounds * self.latency_s + found.largest_bytes / self.link.fastest
         return seconds + found.num_requests * self.work.shard_s  # one after another, by Python's lock
 
@@ -248,17 +252,22 @@ class NodeModel:
         while worker.queue and worker.idle_threads:
             shard = worker.queue.popleft()
             if self.disk.has(shard):
-                worker.num_wanted -= 1
-                self._arrived(worker, shard)
+                self.clock.after(0.0, partial(self._found, worker, partial(self._arrived, worker, shard)))
             elif (others := self.disk.fetching.get(shard)) is not None:
-                worker.num_wanted -= 1
                 others.append(partial(self._arrived, worker, shard))
+                self.clock.after(0.0, partial(self._found, worker))
             else:
                 worker.idle_threads -= 1
                 self.disk.fetching[shard] = []
                 # With fewer shards wanted than threads, the connections of the idle ones help.
                 connections = max(1, self.node.fetch_threads // max(1, worker.num_wanted))
                 self._make_space(worker, shard, connections)
+
+    def _found(self, worker: Worker, then: Call | None = None) -> None:
+        """Let a thread find a shard that is here or comes: when it runs, the worker has announced its next batches."""
+        worker.num_wanted -= 1
+        if then is not None:
+            then()
 
     def _make_space(self, worker: Worker, shard: int, connections: int) -> None:
         if not self.disk.make_space(shard, worker.needs[worker.num_made].step):

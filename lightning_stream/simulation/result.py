@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_stream.simulation.settings import Link, Node, Prices, Work
+from lightning_stream.simulation.settings import Machine
 
 INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
 
@@ -40,13 +40,14 @@ class Simulated:
         epoch_s: Seconds of the epoch, the time to the first batch included.
         samples_per_s: Samples per second over all nodes after the first batch, in the simulated part of the epoch.
         steady_samples_per_s: The same after the start, when the look-ahead is full.
-        needed_samples_per_s: Those that training uses if it never waits.
+        needed_samples_per_s: Those that training uses if it never waits; None if a step takes no time.
         wait_share: The part of the time after the first batch that training waits for data, from 0 to 1.
         limited_by: What limits the throughput: ``"training"`` (it is not input-bound), ``"latency"``,
             ``"connection"`` (its bytes per second), ``"link"`` (of a node or of the bucket), ``"workers"``,
             ``"cores"``, ``"unpacking"``, ``"look_ahead"`` or ``"cache"``.
         finding: A sentence that says so, with what to change.
-        gains: For each of these, the throughput relative to now if it were unlimited; empty if not input-bound.
+        gains: For each of these, the throughput relative to now if it were unlimited, at most 100; empty if not
+            input-bound.
         download_bytes: Of all nodes in the epoch.
         busiest_node_bytes: Of the node that downloads most.
         num_requests: Of all nodes in the epoch.
@@ -58,7 +59,7 @@ class Simulated:
         simulated_share: The part of the epoch that was simulated step by step; the rest continues like its end.
         problem: Why the loader would stop, e.g. a cache limit below what is in use; None if it would not.
         timeline: Samples over time; not in curves over the number of nodes.
-        link, work, node, prices: What was assumed.
+        machine: What was assumed of the store and the nodes.
     """
 
     num_nodes: int
@@ -68,7 +69,7 @@ class Simulated:
     epoch_s: float
     samples_per_s: float
     steady_samples_per_s: float
-    needed_samples_per_s: float
+    needed_samples_per_s: float | None
     wait_share: float
     limited_by: str
     finding: str
@@ -84,10 +85,7 @@ class Simulated:
     simulated_share: float
     problem: str | None
     timeline: Timeline | None
-    link: Link
-    work: Work
-    node: Node
-    prices: Prices | None
+    machine: Machine
 
     @property
     def is_input_bound(self) -> bool:

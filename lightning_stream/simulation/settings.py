@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -90,7 +90,8 @@ class Node:
         cache_limit: Bytes of the cache of a node; None: no limit.
         prefetch_factor: Batches that each worker makes ahead.
         fetch_threads: Shards that each worker fetches at the same time.
-        start_by_range: Whether samples may come by ranges while their shards are being fetched.
+        start_by_range: Whether samples may come by ranges while their shards are being fetched; None: where a whole
+            batch may, and that adds few requests.
         num_cores: Processor cores of a node that workers may use; None: as many as they need.
 
     Raises:
@@ -102,11 +103,24 @@ class Node:
     cache_limit: int | None = None
     prefetch_factor: int = 2
     fetch_threads: int = 4
-    start_by_range: bool = False
+    start_by_range: bool | None = None
     num_cores: int | None = None
 
     def __post_init__(self) -> None:
         _check(self, positive=("prefetch_factor", "fetch_threads", "num_cores"))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is assumed of the store and of each node; no `prices`: they are unknown.
+
+    Example: ``Machine(Link(latency_s=0.1), Work(step_s=0.25), Node(num_workers=8))``.
+    """
+
+    link: Link = field(default_factory=Link)
+    work: Work = field(default_factory=Work)
+    node: Node = field(default_factory=Node)
+    prices: Prices | None = None
 
 
 def _check(value: Any, positive: tuple[str, ...] = ()) -> None:

@@ -262,7 +262,7 @@ class RetryBudget:
         self._counters.add("retries")
         self._counters.add("throttled", error.is_throttled)
         level = logging.WARNING if 2 * self._in_a_row > self._policy.retries else logging.INFO
-        _log.log(level, "%s; trying again in %.2f s (failure %d)", error, pause_s, self.failures)
+        _log.log(level, "%s; trying again in %.2f s (failure %d)", str(error).rstrip("."), pause_s, self.failures)
         with self._counters.timed("retry_s"):
             time.sleep(pause_s)
 

@@ -36,13 +36,13 @@ def read_position(checkpoint: str | os.PathLike[str], *, trusted: bool = False) 
         trusted: Whether to read a file that holds other objects than plain ones, which runs code that the file names.
 
     Raises:
-        StateError: The checkpoint holds no position, or several.
+        StateError: The checkpoint holds no position, or several; or it is none that torch reads without running code.
         FileNotFoundError: There is no such file or folder.
     """
     path = Path(checkpoint)
     if not path.exists():
         raise FileNotFoundError(f"a position is read from a checkpoint's file or folder, but there is none at {path}")
-    return position_of(_read_folder(path, trusted) if path.is_dir() else _read_file(path, trusted), str(path))
+    return position_of(_read(path, trusted), str(path))
 
 
 def position_of(content: Any, name: str) -> Mapping[str, Any]:
@@ -171,7 +171,7 @@ def _with_position(path: Path, state: Mapping[str, Any], steps: int) -> tuple[st
             f"a position is written into a checkpoint of one file; {path} is a sharded one. Load that as it is, and "
             "move the position in the training script: start_at(read_position(...), data)"
         )
-    content = dict(_read_file(path, trusted=False))
+    content = dict(_read(path, trusted=False))
     trainer = trainer_of(content)
     if trainer == "lightning":
         if not content.get("loops"):
@@ -209,27 +209,33 @@ def _steps_of(state: Mapping[str, Any]) -> int:
     return position.num_steps(None) if buckets is None or buckets.batch_tokens is None else -1
 
 
-def _read_file(path: Path, trusted: bool) -> Mapping[str, Any]:
+def _read(path: Path, trusted: bool) -> Any:
+    """What a file holds, or what a folder holds beside its shards. StateError where torch cannot read it."""
+    try:
+        return _read_folder(path, trusted) if path.is_dir() else _read_file(path, trusted)
+    except (OSError, StateError):
+        raise
+    except Exception as error:  # torch raises anything for a file that is damaged, or is none of its own
+        raise StateError(
+            f"{path} is not a checkpoint that torch reads with weights_only={not trusted} ({type(error).__name__}). "
+            "Check the path; a file that you trust can be read in code: read_position(path, trusted=True)"
+        ) from error
+
+
+def _read_file(path: Path, trusted: bool) -> Any:
     if path.suffix == ".json":
-        return json.loads(path.read_bytes())  # type: ignore[no-any-return]
+        return json.loads(path.read_bytes())
     reconstruct: Any = np.empty(0).__reduce__()[0]  # numpy keeps it in a private module, which it has moved
     with torch.serialization.safe_globals([*_PLAIN, reconstruct]):
         # Mapped, tensors are read only where they are used; files of torch before 1.6 are no zip files.
         is_zip = zipfile.is_zipfile(path)
-        found: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=not trusted, mmap=is_zip)
-    return found
+        return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=is_zip)
 
 
-def _read_folder(path: Path, trusted: bool) -> Mapping[str, Any]:
+def _read_folder(path: Path, trusted: bool) -> Any:
     """Read the file beside the shards (Lightning), or only the one key (Composer)."""
     if (path / "meta.pt").is_file():
         return _read_file(path / "meta.pt", trusted)
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
+    from lightning_stream.trainers.sharded import position_in
 
-    wanted: dict[str, Any] = {"state": {"dataset_state": {"train": {STATE_KEY: ""}}}}
-    reader = FileSystemReader(path)
-    if f"state.dataset_state.train.{STATE_KEY}" not in reader.read_metadata().state_dict_metadata:
-        return {}
-    load(wanted, storage_reader=reader, no_dist=True)
-    return wanted
+    return position_in(path, trusted)

@@ -128,6 +128,7 @@ class RunReport:
         former = self._file.former(continues=bool(here.epoch or here.position)) if self._is_first else None
         if former is not None:
             (self._kept, self._rows), self._interval_s = former, float(former[0]["interval_s"])
+        self._kept["name"] = self.path.resolve().parent.name
         self._last_s = self._rows[-1]["end_s"] if self._rows else 0.0
         self._began, self._shared = perf_counter() - self._last_s, self._stats()
         if self._is_first and (is_alone or world.num_ranks == 1):
@@ -209,7 +210,8 @@ class RunReport:
         row |= {"epoch": here.epoch, "position": here.position}
         self._has_ended = False
         is_first = self._last_s == self._kept["launches"][-1]["at_s"]
-        if not is_first and now - self._row_began < self._interval_s:
+        # A trainer logs between two batches, too: a row without a batch would have no rate.
+        if not is_first and (now - self._row_began < self._interval_s or not row["batches"]):
             self._rows[-1] = _joined(self._rows[-1], row)
         else:
             self._rows.append(row)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from lightning_stream.loading.meter import PARTS
@@ -24,12 +23,12 @@ def page_of(kept: Mapping[str, Any], rows: Columns) -> str:
     """
     columns = _with_computed(rows)
     latest = kept["launches"][-1]
-    sections = [_figures(kept, rows), *_outcome(kept), *(_plots(kept, columns) if columns["end_s"] else [])]
+    sections = [_outcome(kept), _figures(rows), *(_plots(kept, columns) if columns["end_s"] else [])]
     sections += [_launches(kept["launches"]), *_messages(kept["messages"]), *_bad(kept["bad"], rows)]
     sections += [text("Settings", kept["settings"], code=True)]
     about = f"Last written {latest['written']}. Drag over a plot to zoom in; double-click to see all of it."
     hover = {"end_s": [["epoch", "epoch"], ["sample", "position"], ["step", "step"]]}
-    return drawn_page("Data of a training run", about, sections, columns, kept=kept, hover=hover)
+    return drawn_page(f"{kept['name']}: data of a training run", about, sections, columns, kept=kept, hover=hover)
 
 
 def _with_computed(rows: Columns) -> dict[str, Sequence[float]]:
@@ -42,7 +41,6 @@ def _with_computed(rows: Columns) -> dict[str, Sequence[float]]:
     found["=took_s"] = [end - start for start, end in zip(starts, found["end_s"], strict=True)]
     opened = zip(rows["shards_here"], rows["shards_fetched"], strict=True)
     found["=opened"] = [here + fetched for here, fetched in opened]
-    found["=downloaded"] = list(accumulate(rows["fetched_bytes"]))
     streams = [rows[name] for name in rows if name.startswith("stream:")]
     found["=drawn"] = [sum(row) for row in zip(*streams, strict=True)] if streams else []
     return found
@@ -52,41 +50,38 @@ def _total(rows: Columns, name: str) -> float:
     return sum(rows.get(name, ()))
 
 
-def _figures(kept: Mapping[str, Any], rows: Columns) -> Section:
-    latest = kept["launches"][-1]
+def _figures(rows: Columns) -> Section:
     trained_s = _total(rows, "compute_s") + _total(rows, "wait_s")
     opened = _total(rows, "shards_here") + _total(rows, "shards_fetched")
-    epoch, position = latest["to"]
     shown = {
-        "samples handed out": f"{_total(rows, 'samples'):,.0f}",
-        "samples per second": f"{_total(rows, 'samples') / trained_s:,.0f}" if trained_s else "-",
         "of the time waited for data": f"{_total(rows, 'wait_s') / trained_s:.1%}" if trained_s else "-",
+        "samples per second": f"{_total(rows, 'samples') / trained_s:,.0f}" if trained_s else "-",
+        "samples handed out": f"{_total(rows, 'samples'):,.0f}",
         "downloaded": readable(int(_total(rows, "fetched_bytes"))),
         "of the shards were in the cache": f"{_total(rows, 'shards_here') / opened:.0%}" if opened else "-",
         "requests were sent again": f"{_total(rows, 'retries'):,.0f}",
         "bad samples": f"{_total(rows, 'bad_samples'):,.0f}",
-        "reached": f"epoch {epoch}, sample {position:,}",
     }
     if tokens := _total(rows, "tokens"):
         shown["tokens"] = f"{tokens:,.0f}"
     return figures(shown)
 
 
-def _outcome(kept: Mapping[str, Any]) -> list[Section]:
-    """How the run ended, the verdict, and what was lost or repeated."""
+def _outcome(kept: Mapping[str, Any]) -> Section:
+    """How the run ended, what was lost or repeated, and the verdict."""
     latest = kept["launches"][-1]
     ended = latest.get("ended")
     if ended is None:
-        lines = [f"Training, or killed after this page was last written: {latest['written']}."]
+        title, lines = "Training, or killed", [f"This page was written while it trained, at {latest['written']}."]
     else:
-        lines = ["Training has finished." if ended == "finished" else f"Training stopped: {ended}"]
+        title, lines = ("Training has finished", []) if ended == "finished" else ("Training stopped", [ended])
     if latest.get("last_row_ranks", 1) < latest["measured_ranks"]:
         lines.append("The plots lack what the other ranks measured since the row before the last one.")
     if latest["measured_ranks"] < latest["ranks"]:
         lines.append(f"Measured in the first of {latest['ranks']} processes.")
     lines.append(_delivered(kept["launches"]))
     lines += [latest.get("ledger", ""), latest.get("verdict", "")]
-    return [text("Outcome", "\n".join(line for line in lines if line))]
+    return text(title, "\n".join(line for line in lines if line))
 
 
 def _delivered(launches: Sequence[Mapping[str, Any]]) -> str:
@@ -111,7 +106,6 @@ def _plots(kept: Mapping[str, Any], columns: Columns) -> list[Section]:
     if _total(columns, "fetched_bytes"):
         rate = {"downloads": ("fetched_bytes", "=took_s")}
         found.append(chart("Downloads", "end_s", rate, **options, y_unit="bytes/s"))
-        found.append(chart("Downloaded so far", "end_s", {"bytes": "=downloaded"}, **options, y_unit="bytes"))
     if _total(columns, "=opened"):
         cache: dict[str, str | tuple[str, str]] = {
             "in the cache already": "shards_here", "fetched": "shards_fetched", "fetched again": "shards_fetched_again",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -193,3 +195,57 @@ def test_a_run_over_some_samples_cannot_move_to_mosaicml_streaming(
     flags = ["--to", "mosaicml-streaming", "--stream", numbers, "--exclude-ids", str(tmp_path / "ids.txt")]
     code, about = answer("checkpoint", "convert", str(tmp_path / "run.pt"), str(tmp_path / "out.pt"), *flags)
     assert (code, "omits some" in about["error"]) == (2, True)
+
+
+class Evil:
+    """A value whose unpickling makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["pickle", "torch", "sharded", "sharded value", "text", "empty"])
+def test_a_file_that_is_no_checkpoint_is_refused_and_runs_no_code(tmp_path: Path, kind: str, capsys: Any) -> None:
+    path, evil = tmp_path / "last.ckpt", Evil(tmp_path / "made")
+    if kind == "sharded value":
+        from torch.distributed import checkpoint as dcp
+
+        path = tmp_path / "sharded"
+        content = {"state": {"dataset_state": {"train": {"lightning_stream": evil}}}}
+        dcp.save(content, checkpoint_id=path, no_dist=True)
+    elif kind == "sharded":
+        path = tmp_path / "sharded"
+        path.mkdir()
+        (path / ".metadata").write_bytes(pickle.dumps(evil))
+    elif kind == "torch":
+        torch.save({"x": evil}, path)
+    else:
+        path.write_bytes({"pickle": pickle.dumps(evil), "text": b"junk", "empty": b""}[kind])
+    for arguments in (["show"], ["convert", str(tmp_path / "out.pt")]):
+        assert main(["checkpoint", arguments[0], str(path), *arguments[1:]]) == 2
+        assert re.fullmatch(r"error: .*is not a checkpoint that torch reads.*\n", capsys.readouterr().err)
+    assert not evil.path.exists()
+    with pytest.raises(StateError, match="trusted=True"):
+        read_position(path)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_metadata_of_a_sharded_checkpoint_names_files_of_its_folder(tmp_path: Path, numbers: str) -> None:
+    from torch.distributed import checkpoint as dcp
+
+    from lightning_stream.trainers.sharded import held_position
+
+    state = json.dumps(after(3, numbers)[0])
+    model = {"w": torch.zeros(3, dtype=torch.bfloat16), "steps": [1, 2]}
+    content = {"state": {"model": model, "dataset_state": {"train": {"lightning_stream": state}}}}
+    dcp.save(content, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    assert read_position(tmp_path / "sharded") == read_position(tmp_path / "sharded", trusted=True) == json.loads(state)
+    name = held_position(tmp_path / "sharded").relative_path
+    found = (tmp_path / "sharded" / ".metadata").read_bytes()
+    (tmp_path / "sharded" / ".metadata").write_bytes(found.replace(name.encode(), b"/" + name.encode()[1:]))
+    with pytest.raises(StateError, match="holds its files in one folder"):
+        read_position(tmp_path / "sharded")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lightning_stream import MDSWriter
+from lightning_stream import MDSWriter, shared_files
 from lightning_stream.cli import main
 
 Answer = Callable[..., tuple[int, Any]]
@@ -56,6 +58,7 @@ def test_head_prints_the_first_samples_or_those_asked_for(photos: Path, answer: 
     ("given", "rule"),
     [
         (["--ids", "60"], "sample ids are 0 to 59 in this dataset; found 60"),
+        (["--ids", "3,0:99999999999999"], "found 99,999,999,999,998"),
         (["--ids", "5:5"], "found none"),
         (["--ids", "x"], "--ids takes numbers and ranges"),
         (["-n", "0"], "--count is at least 1"),
@@ -182,3 +185,73 @@ def test_lint_names_a_shard_that_is_missing(damaged: Path, answer: Answer) -> No
     first = found["datasets"][0]["bad"][0]
     assert (first["shard"], first["id"]) == (0, None)
     assert "shard.00000.mds" in first["error"]
+
+
+def test_a_preview_shows_the_samples_beside_an_image_that_cannot_be_decoded(tmp_path: Path) -> None:
+    whole, bomb = jpeg(1, width=4000), io.BytesIO()
+    images.new("1", (20_000, 20_000)).save(bomb, "PNG")  # more pixels than Pillow opens
+    with MDSWriter(out=str(tmp_path / "data"), columns={"image": "bytes", "label": "int"}) as writer:
+        for label, image in enumerate((whole, whole[:-20], bomb.getvalue())):
+            writer.write({"image": image, "label": label})
+    for name in ("page.html", "page.png"):
+        assert main(["preview", str(tmp_path / "data"), "--out", str(tmp_path / name)]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<img ") == 1
+    assert page.count("cannot be decoded") == 2
+    with images.open(tmp_path / "page.png") as sheet:
+        assert sheet.width > 2 * 160
+
+
+def test_a_preview_of_no_samples_or_many_columns_stays_short(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, count in (("none", 0), ("wide", 1)):
+        with MDSWriter(out=str(tmp_path / name), columns={f"c{k}": "int" for k in range(500)}) as writer:
+            for _ in range(count):
+                writer.write(dict.fromkeys((f"c{k}" for k in range(500)), 1))
+        assert main(["preview", str(tmp_path / name), "--out", str(tmp_path / "page.html")]) == 0
+        assert len(re.search('<p class="about">(.*)</p>', (tmp_path / "page.html").read_text())[1]) < 400
+        assert main(["preview", str(tmp_path / name), "--out", str(tmp_path / "page.png")]) == 2
+        assert len(capsys.readouterr().err) < 300
+
+
+def test_a_preview_replaces_a_former_one_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MDSWriter(out=str(tmp_path / "data"), columns={"about": "json"}) as writer:
+        writer.write({"about": "half a character: \ud800"})
+    path = tmp_path / "page.html"
+    assert main(["preview", str(tmp_path / "data"), "--out", str(path)]) == 0
+    former = path.read_text(encoding="utf-8")
+    assert "half a character: ?" in former
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shared_files, "publish", full)
+    assert main(["preview", str(tmp_path / "data"), "--out", str(path)]) == 2
+    assert path.read_text(encoding="utf-8") == former
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["data", "page.html"]
+
+
+def test_texts_do_not_act_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"text": "str"}) as writer:
+        writer.write({"text": "\x1b[2Jred\nnew\u202e\x9b"})
+    assert main(["head", str(tmp_path)]) == 0
+    assert r"\x1b[2Jred\nnew\u202e\x9b" in capsys.readouterr().out
+
+
+def test_numbers_that_are_not_finite_are_null_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"x": "float32", "v": "ndarray:float32:2"}) as writer:
+        writer.write({"x": np.nan, "v": np.array([1, np.inf], np.float32)})
+    assert main(["head", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["datasets"][0]["samples"] == [{"id": 0, "x": None, "v": [1.0, None]}]
+
+
+def test_a_label_that_is_no_number_keeps_its_value(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"label": "json"}) as writer:
+        for label in (None, 1, "other", 9):
+            writer.write({"label": label})
+    (tmp_path / "manifest.json").write_text(json.dumps({"classes": {"label": ["daisy", "rose"]}}))
+    assert main(["preview", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert re.findall("<dd>(.*?)</dd>", page) == ["none", "rose", "other", "9"]

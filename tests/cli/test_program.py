@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -68,6 +69,7 @@ def test_every_command_has_help_and_json() -> None:
         (["trian"], "invalid choice: 'trian'"),
         (["train", "+data=flowers"], "recipes live in the repository, not in the package; there, run: python train.py"),
         (["inspect"], "the following arguments are required: PATH|URL. See: lightning-stream inspect --help"),
+        (["inspect", "-dash"], "Pass the path -dash as ./-dash"),
         (["inspect", "nowhere"], "a dataset is a folder with an index.json; "),
         (["inspect", "nowhere", "--samples", "-1"], "--samples is a number of samples; found -1"),
         (["verify", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
@@ -89,6 +91,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     answer: Callable[..., tuple[int, Any]],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "-dash").mkdir()
     assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -119,8 +122,9 @@ def test_ctrl_c_is_one_line_and_exit_code_130(shards: Path) -> None:
     during_read = "import os\nfrom lightning_stream.stores import LocalStore\n"
     during_read += f"LocalStore.get = lambda *a: os.kill(os.getpid(), {int(signal.SIGINT)})"
     for before in (during_import, during_read):
-        done = program("verify", str(shards), before=before, timeout=60)
+        done = program("verify", str(shards), "--json", before=before, timeout=60)
         assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
+        assert json.loads(done.stdout) == {"error": "interrupted"}
 
 
 def test_a_closed_pipe_is_quiet(shards: Path) -> None:
@@ -133,6 +137,18 @@ def test_a_closed_pipe_is_quiet(shards: Path) -> None:
     )
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_an_output_that_cannot_be_written_is_one_line(shards: Path) -> None:
+    code = f"import sys; from lightning_stream.cli import main; sys.exit(main(['inspect', {str(shards)!r}, '--json']))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: the output: [^\n]*No space left on device\n", done.stderr)
 
 
 def test_pipes_get_no_control_codes(shards: Path, tmp_path: Path) -> None:
@@ -172,7 +188,8 @@ def test_columns_and_files_that_are_not_there_are_named(
     code, found = answer("stats", str(shards), "--columns", "label", "--count", "3")
     assert (code, [list(one["columns"]) for one in found["datasets"]]) == (0, [["label"], ["label"]])
     assert "has no column nope; it has label, name, x" in answer("stats", str(shards), "--columns", "nope")[1]["error"]
-    page = tmp_path / "none" / "page.html"
-    error = answer("preview", str(shards / "val"), "--out", str(page))[1]["error"]
-    assert error == f"{page}: No such file or directory. Check the path"
+    (tmp_path / "file").touch()
+    error = answer("preview", str(shards / "val"), "--out", str(tmp_path / "file" / "page.html"))[1]["error"]
+    assert error == f"{tmp_path}/file: File exists. Check the path"
+    assert answer("preview", str(shards / "val"), "--out", str(tmp_path / "new" / "page.html"))[0] == 0
     assert "--by MODULE:FUNCTION" in answer("lengths", str(shards / "val"), "--column", "label")[1]["error"]

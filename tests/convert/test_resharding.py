@@ -48,7 +48,7 @@ def stored(folder: Path) -> list[dict[str, bytes]]:
     for number in range(index.num_shards):
         shard = open_shard(index.entry(number), folder, allow_unsafe_types=True)
         assert isinstance(shard, MdsShard)
-        found += [shard.stored_values(row) for row in range(shard.num_samples)]
+        found += [bytes(shard.stored(row)) for row in range(shard.num_samples)]
     return found
 
 

@@ -1,4 +1,4 @@
-"""A batch that leaves a worker arrives as it was, in memory of its own."""
+"""A batch that leaves a worker arrives as it was, and never changes while anything refers to it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def slots_of(num_workers: int, num_slots: int) -> SharedSlots:
     slots = shared_slots(num_workers, num_slots)
     assert slots is not None
     return slots
+
+
+def put(slots: SharedSlots, worker: int, batch: Any) -> Any:
+    slots.begin(worker)
+    return slots.put(batch)
 
 
 def sent(handle: Any) -> Any:
@@ -92,9 +97,9 @@ def test_whatever_is_in_a_batch_arrives_as_it_was() -> None:
     slots = slots_of(2, 1)
     for worker in (0, 1, 1, 0):
         batch = a_batch()
-        handle = slots.put(worker, batch)
+        handle = put(slots, worker, batch)
         assert is_handle(handle)
-        assert len(ForkingPickler.dumps(handle)) < 600
+        assert len(ForkingPickler.dumps(handle)) < 1000
         arrived = sent(handle)
         assert_same(batch, arrived)
         assert arrived["again"] is arrived["tokens"]
@@ -103,42 +108,151 @@ def test_whatever_is_in_a_batch_arrives_as_it_was() -> None:
         assert not arrived["tokens"].is_shared()
 
 
-def test_what_arrived_is_untouched_by_what_comes_after_it() -> None:
-    slots = slots_of(1, 1)
-    first = sent(slots.put(0, {"x": torch.full((5000,), 1), "y": np.full(5000, 1), "z": ["1" * 5000]}))
-    second = sent(slots.put(0, {"x": torch.full((5000,), 2), "y": np.full(5000, 2), "z": ["2" * 5000]}))
-    for number, batch in ((1, first), (2, second)):
-        assert set(batch["x"].tolist()) == set(batch["y"].tolist()) == {number}
-        assert batch["z"] == [str(number) * 5000]
+def full(value: int, size: int = 5000) -> dict[str, Any]:
+    return {"x": torch.full((size,), value), "y": np.full(size, value), "z": [str(value) * size]}
 
 
-def test_without_a_free_slot_or_with_too_much_for_one_a_batch_goes_as_it_is() -> None:
+def assert_full(batch: dict[str, Any], value: int) -> None:
+    assert set(batch["x"].tolist()) == set(batch["y"].tolist()) == {value}
+    assert batch["z"] == [str(value) * len(batch["x"])]
+
+
+def test_batches_that_are_kept_never_change_and_never_fill_the_slots() -> None:
     slots = slots_of(2, 2)
-    batches = [{"x": torch.full((100,), number)} for number in range(3)]
-    put = [slots.put(0, batch) for batch in batches]
-    assert [is_handle(one) for one in put] == [True, True, False]
-    assert put[2] is batches[2]
-    assert is_handle(slots.put(1, batches[0]))  # another worker has slots of its own
-    assert sent(put[1])["x"].tolist() == [1] * 100
-    assert is_handle(slots.put(0, batches[2]))
-    assert sent(put[0])["x"].tolist() == [0] * 100
-    for large in ({"x": torch.ones(1 << 20)}, {"x": [bytes(1 << 22)]}, {"x": list(np.ones((5, 1 << 17)))}):
-        assert slots.put(0, large) is large
-    assert is_handle(slots.put(0, batches[0]))  # a large batch takes no slot
+    kept = [sent(put(slots, number % 2, full(number, 5000 + number * 100_000 % 300_000))) for number in range(40)]
+    for number, batch in enumerate(kept):
+        assert_full(batch, number)
+
+
+def test_a_view_of_a_part_of_a_batch_keeps_its_slot() -> None:
+    slots = slots_of(1, 1)
+    views = [
+        sent(put(slots, 0, full(0)))["x"][7:9].view(2, 1),
+        torch.from_numpy(sent(put(slots, 0, full(1)))["x"].numpy()[::2]),
+        torch.from_dlpack(sent(put(slots, 0, full(2)))["x"]),
+        sent(put(slots, 0, full(3)))["y"][None, ::-1],
+        sent(put(slots, 0, full(4)))["x"].share_memory_(),
+    ]
+    for number in range(5, 15):
+        assert_full(sent(put(slots, 0, full(number))), number)
+    assert [set(view.ravel().tolist()) for view in views] == [{number} for number in range(5)]
+
+
+def test_a_slot_is_used_again_when_its_batch_is_gone() -> None:
+    slots = slots_of(1, 1)
+    places = {sent(put(slots, 0, full(number)))["x"].data_ptr() for number in range(10)}
+    assert len(places) == 1
+    held = [sent(put(slots, 0, full(number))) for number in range(6)]
+    copies = [batch["x"].data_ptr() for batch in held]
+    del held
+    assert sent(put(slots, 0, full(7)))["x"].data_ptr() in places
+    assert len(set(copies)) == 6
+
+
+def test_without_a_free_slot_a_batch_goes_as_it_is() -> None:
+    slots = slots_of(2, 2)
+    batches = [full(number) for number in range(6)]
+    handles = [put(slots, 0, batch) for batch in batches]
+    assert [is_handle(one) for one in handles] == [True] * 5 + [False]
+    assert handles[5] is batches[5]
+    assert is_handle(put(slots, 1, batches[0]))  # another worker has slots of its own
+    for number in (1, 0, 4, 2, 3):
+        assert_full(sent(handles[number]), number)
+    assert is_handle(put(slots, 0, batches[5]))
+
+
+def test_arrays_that_are_made_in_a_slot_are_not_copied() -> None:
+    slots = slots_of(1, 1)
+    for _ in range(2):  # the second batch finds memory of the right size
+        slots.begin(0)
+        made = [np.frombuffer(slots.empty(size) or bytearray(size), np.int64) for size in (8, 8 << 20, 80)]
+        for number, array in enumerate(made):
+            array[:] = number
+        batch = {"made": [torch.from_numpy(array) for array in made], "other": torch.full((3,), 3)}
+        places = [array.__array_interface__["data"][0] for array in made]
+        handle = slots.put(batch)
+        arrived = sent(handle)
+        assert [set(one.tolist()) for one in arrived["made"]] == [{0}, {1}, {2}]
+        assert arrived["other"].tolist() == [3] * 3
+        del batch
+    assert len({one.data_ptr() - place for one, place in zip(arrived["made"], places, strict=True)}) == 1
+
+
+def test_a_batch_that_finds_no_memory_goes_as_it_is_and_keeps_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    slots = slots_of(1, 1)
+    slots.begin(0)
+    made = np.frombuffer(slots.empty(800) or b"", np.int64)
+    made[:] = 1
+    batch = {"made": made, "other": np.zeros(1 << 20)}
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "memory_file", refuse)
+        assert slots.put(batch) is batch
+        assert slots.empty(8) is None
+    for number in range(2, 9):
+        assert_full(sent(put(slots, 0, full(number))), number)
+    assert set(made.tolist()) == {1}
+
+
+def test_an_iteration_that_ends_inside_a_batch_leaves_nothing_in_the_next_one() -> None:
+    slots = slots_of(1, 1)
+    slots.begin(0)
+    lost = np.frombuffer(slots.empty(800), np.int64)
+    slots.begin(0)
+    assert_full(sent(slots.put(full(1))), 1)
+    del lost
+
+
+def test_a_forked_process_reads_what_its_parent_had_at_the_fork() -> None:
+    slots = slots_of(1, 1)
+    held = [sent(put(slots, 0, full(1)))]
+    go, done = multiprocessing.Pipe(), multiprocessing.Pipe()
+
+    def read() -> None:
+        go[1].recv()
+        done[0].send((set(held[0]["x"].tolist()), set(held[0]["y"].tolist())))
+
+    child = multiprocessing.get_context("fork").Process(target=read)
+    child.start()
+    held.clear()
+    for number in range(2, 9):
+        assert_full(sent(put(slots, 0, full(number))), number)
+    kept = sent(put(slots, 0, full(9)))
+    go[0].send(None)
+    assert done[1].recv() == ({1}, {1})
+    child.join(60)
+    assert child.exitcode == 0
+    for number in range(10, 15):
+        assert_full(sent(put(slots, 0, full(number))), number)
+    assert_full(kept, 9)
+
+
+def test_a_forked_process_that_drops_a_batch_does_not_free_its_slot() -> None:
+    slots = slots_of(1, 1)
+    held = [sent(put(slots, 0, full(1)))]
+    child = multiprocessing.get_context("fork").Process(target=held.clear)
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    for number in range(2, 9):
+        assert_full(sent(put(slots, 0, full(number))), number)
+    assert_full(held[0], 1)
 
 
 def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
     slots = slots_of(1, 1)
     for _ in range(2):
         with pytest.raises((pickle.PicklingError, AttributeError)):
-            slots.put(0, {"x": lambda: 1})
-    assert is_handle(slots.put(0, {"x": 1}))
+            put(slots, 0, {"x": lambda: 1})
+    assert is_handle(put(slots, 0, {"x": 1}))
 
 
 def test_memory_that_was_shared_before_stays_shared() -> None:
     slots = slots_of(1, 1)
     shared = torch.zeros(2000).share_memory_()
-    arrived = sent(slots.put(0, {"x": shared}))["x"]
+    arrived = sent(put(slots, 0, {"x": shared}))["x"]
     shared[7] = 1
     assert arrived[7] == 1
 
@@ -169,6 +283,10 @@ def test_workers_deliver_what_this_process_would(tmp_path: Path, options: dict[s
         for one, other in zip(alone, many, strict=True):
             assert_same(one, other)
             assert not other["x"].is_shared()  # else it came torch's way
+    kept = [list(many), list(many)]
+    for batches in kept:
+        for one, other in zip(alone, batches, strict=True):
+            assert_same(one, other)
 
 
 def test_an_iteration_leaves_no_descriptor_behind(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def test_the_values_below_the_pointer_are_shown_and_a_drag_zooms_all_plots_of_th
         assert found.errors == []
 
 
-def test_a_series_can_be_hidden(static: str) -> None:
+def test_a_series_can_be_hidden_and_a_single_one_needs_no_legend(static: str) -> None:
     with opened(static) as found:
+        assert [found.page.locator(".legend").nth(k).is_visible() for k in range(3)] == [False, True, False]
         found.page.get_by_role("button", name="others").click()
         assert found.page.locator('path[data-name="others"]').count() == 0
         assert found.page.locator("svg").nth(1).locator("path").count() == 1

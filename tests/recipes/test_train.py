@@ -56,7 +56,7 @@ def test_a_run_ends_with_a_summary_and_a_picture(flowers: Flowers, capsys: pytes
     summary = json.loads((folder / "summary.json").read_text())
     assert "synthetic flowers, not photos" in out
     assert f"Validation accuracy {summary['history']['1']['val/accuracy']:.1%} on " in out
-    assert set(summary["paths"]) == {"shards", "checkpoint", "best", "log", "picture"}
+    assert set(summary["paths"]) == {"shards", "checkpoint", "best", "log", "picture", "report"}
     for path in summary["paths"].values():
         assert Path(path).exists()
         assert path in out

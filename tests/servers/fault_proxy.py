@@ -30,6 +30,7 @@ class Plan:
 
     Attributes:
         latency_s: Before each answer.
+        bytes_per_s: Of the bodies of answers, on each connection; None: no limit.
         probability: Of each fault per answered request, by its name in `FAULTS`.
         resumed: Of each fault per request that resumes a body (a range that does not begin at 0), by its name.
         only: Faults befall requests whose path holds this.
@@ -40,6 +41,7 @@ class Plan:
     """
 
     latency_s: float = 0.0
+    bytes_per_s: float | None = None
     probability: dict[str, float] = field(default_factory=dict)
     resumed: dict[str, float] = field(default_factory=dict)
     only: str = "shard"
@@ -170,7 +172,12 @@ class FaultProxy:
             head = b"\r\n".join(line for line in head.split(b"\r\n") if not line.lower().startswith(b"etag:"))
         cut = self._random.randrange(len(body)) if fault in ("reset", "truncate", "stall") and body else len(body)
         self.counts["bytes"] += cut
-        writer.write(head + body[:cut])
+        piece = cut if self.plan.bytes_per_s is None else 1 << 14
+        writer.write(head)
+        for begin in range(0, cut, max(1, piece)):
+            if self.plan.bytes_per_s is not None:
+                await asyncio.sleep(piece / self.plan.bytes_per_s)
+            writer.write(body[begin : min(cut, begin + piece)])
         await writer.drain()
         if cut == len(body):
             return True

@@ -14,8 +14,8 @@ from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeight
 from lightning_stream.order.downloads import estimate_factor, plan_downloads
 from lightning_stream.simulation import (
     QUICK,
-    Case,
     Link,
+    Machine,
     Node,
     Part,
     Prices,
@@ -48,7 +48,7 @@ def shards(count: int = 24, num_bytes: int = MB, num_samples: int = 32) -> Shard
 
 
 def simulated(of: Training | None = None, data: Shards | None = None, **given: Any) -> Simulated:
-    return simulate(Part(of or training(), data or shards()), **{"link": FAST, "work": FREE, "node": Node(), **given})
+    return simulate(Part(of or training(), data or shards()), Machine(**{"link": FAST, "work": FREE, **given}))
 
 
 @pytest.mark.parametrize("workers", [0, 1, 4])
@@ -89,6 +89,35 @@ def test_each_limit_is_named() -> None:
     few = training(canonical_nodes=1, window=1)
     found = {name: simulated(few, **{"work": work, "node": two, **given}).limited_by for name, given in cases.items()}
     assert found == {name: name for name in cases}
+
+
+def test_a_gain_has_a_bound_where_nothing_else_limits() -> None:
+    found = simulated(work=replace(FREE, sample_s=0.001))
+    assert (found.limited_by, found.gains["workers"]) == ("workers", 100)
+    assert found.finding.startswith("Making batches limits training. ")
+    assert "over 100 times as fast" in found.finding
+    assert (found.needed_samples_per_s, found.wait_share) == (None, 1.0)
+
+
+def test_an_epoch_of_one_batch_has_a_finite_rate() -> None:
+    found = simulated(training((4,)), shards(1, MB, 4))
+    assert found.samples_per_s == pytest.approx(4 / found.epoch_s)
+
+
+def test_all_shards_that_a_batch_waits_for_are_fetched_at_once() -> None:
+    link = Link(latency_s=0.5, connection_bytes_per_s=1e12)
+    for nodes, num_rounds in ((1, 1), (4, 1), (12, 1), (24, 2)):
+        run = training(batch_size=24, canonical_nodes=nodes, window=1)
+        found = simulated(run, link=link, node=Node(start_by_range=False))
+        waited = len(run.needs(0, 0, 1)[0][0].shards)
+        assert waited == nodes
+        assert found.first_batch_s == pytest.approx(2 * 0.5 + num_rounds * 0.5, abs=1e-3)
+
+
+def test_a_worker_looks_ahead_before_its_threads_find_what_others_fetch() -> None:
+    run, data = training((128,) * 24, canonical_nodes=1, window=4), shards(24, MB, 128)
+    one, two = (simulated(run, data, link=Link(0.0, MB, 4 * MB), node=Node(num_workers=n)) for n in (1, 2))
+    assert two.first_batch_s == pytest.approx(one.first_batch_s, rel=0.01)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -147,10 +176,10 @@ def _shards_in_order(run: Training) -> list[int]:
 def test_a_cache_that_is_too_small_fetches_again_as_a_replay_does(limit: int) -> None:
     run = training((32,) * 24, batch_size=4, canonical_nodes=1, window=24)
     node = Node(predownload=4, cache_limit=limit * MB, fetch_threads=1)
-    case = Case(Part(run, shards()), FAST, replace(FREE, step_s=1.0), node)
-    model = case.model()
+    part = Part(run, shards())
+    model = part.model(Machine(FAST, replace(FREE, step_s=1.0), node))
     model.run()
-    assert len(model.step_ends) == case.part.num_steps
+    assert len(model.step_ends) == part.num_steps
     assert model.num_fetched == replayed_fetches(run, limit, 1)
     assert model.disk.num_fetched_again == model.num_fetched - 24
     assert (model.disk.num_fetched_again > 0) == (limit < 24)
@@ -181,10 +210,21 @@ def test_idle_connections_split_a_large_shard() -> None:
 
 def test_ranges_make_the_first_batch_earlier() -> None:
     link, data = Link(0.02, 4 * MB), shards(24, 32 * MB)
-    plain = simulated(training(), data, link=link)
+    plain = simulated(training(), data, link=link, node=Node(start_by_range=False))
     ranged = simulated(training(), data, link=link, node=Node(start_by_range=True))
     assert ranged.first_batch_s < 1 < plain.first_batch_s
     assert ranged.download_bytes > plain.download_bytes
+
+
+def test_by_default_whole_batches_come_by_range_within_the_requests_to_spare() -> None:
+    link, found = Link(0.02, 4 * MB), {}
+    for count in (100, 10_000):  # shards, a twentieth of which is the number of requests
+        data, run = shards(count, 32 * MB), training((32,) * count, canonical_nodes=16, window=1)
+        modes = [simulate(Part(run, data, 0.01), Machine(link, FREE, Node(0, start_by_range=one)))
+                 for one in (None, False, True)]  # fmt: skip
+        found[count] = [one.first_batch_s for one in modes]
+    assert found[100][0] == found[100][1] > found[100][2]
+    assert found[10_000][0] == found[10_000][2] < found[10_000][1]
 
 
 def test_a_resume_in_the_middle_waits_for_its_own_shards_alone() -> None:
@@ -209,7 +249,7 @@ def test_the_timeline_has_few_points_and_never_trains_on_what_is_not_ready() -> 
 def test_a_part_of_the_steps_predicts_the_whole_epoch(given: dict[str, Any]) -> None:
     run, data = training((32,) * 400, canonical_nodes=2, window=2), shards(400)
     given = {"work": replace(FREE, step_s=0.02), "node": Node(num_workers=2), **given}
-    whole, part = (simulate(Part(run, data, most), **{"link": FAST, **given}) for most in (1.0, 0.05))
+    whole, part = (simulate(Part(run, data, most), Machine(**{"link": FAST, **given})) for most in (1.0, 0.05))
     assert part.simulated_share < 0.5 < whole.simulated_share
     assert part.epoch_s == pytest.approx(whole.epoch_s, rel=0.1)
     assert part.download_bytes == whole.download_bytes
@@ -218,7 +258,7 @@ def test_a_part_of_the_steps_predicts_the_whole_epoch(given: dict[str, Any]) -> 
 def test_a_hundred_thousand_shards_on_a_thousand_nodes_are_a_few_steps() -> None:
     for nodes in (1, 1000):
         run = training((1000,) * 100_000, batch_size=256 * nodes, nodes=nodes, devices=8)
-        found = simulate(Part(run, Shards.alike(100_000, 64 * MB, 1000), QUICK), node=Node(num_workers=4))
+        found = simulate(Part(run, Shards.alike(100_000, 64 * MB, 1000), QUICK), Machine(node=Node(num_workers=4)))
         assert found.simulated_share < 0.02
         assert found.num_nodes == nodes
         assert found.epoch_s > 0

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import json
 
 import pytest
 
 from lightning_stream.stores import open_store
 from lightning_stream.stores.retry import RetryingStore
-from lightning_stream.stores.s3 import S3Store
+from lightning_stream.stores.s3 import S3Store, _make_loader
 from lightning_stream.stores.transfer import PerProcess
 
 
@@ -52,3 +53,19 @@ def test_making_an_s3_client_collects_nothing(monkeypatch: pytest.MonkeyPatch) -
         gc.callbacks.remove(collected)
     assert client.meta.service_model.service_name == "s3"
     assert 2 not in seen
+
+
+def test_services_are_described_as_by_the_loader_of_botocore() -> None:
+    loaders = pytest.importorskip("botocore.loaders", reason="needs botocore: pip install lightning-stream[s3]")
+    usual = loaders.Loader()
+    ours = _make_loader(list(usual.search_paths))
+    services = usual.list_available_services("service-2")
+    assert {"s3", "sts", "sso", "sso-oidc"} <= set(services) <= set(ours.list_available_services("service-2"))
+    for service in ("s3", "sts", "sso-oidc"):
+        for kind in ("service-2", "endpoint-rule-set-1", "paginators-1"):
+            found, expected = (one.load_service_model(service, kind) for one in (ours, usual))
+            assert json.dumps(found) == json.dumps(expected)  # the order of the keys included
+    for name in ("endpoints", "partitions", "sdk-default-configuration"):
+        assert json.dumps(ours.load_data(name)) == json.dumps(usual.load_data(name))
+    with pytest.raises(loaders.UnknownServiceError):
+        ours.load_service_model("no-such-service", "service-2")

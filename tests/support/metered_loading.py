@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
@@ -44,3 +44,19 @@ def spend(seconds: float) -> None:
     end = perf_counter() + seconds
     while perf_counter() < end:
         pass
+
+
+def check_parts(measure: Callable[[], tuple[float, float]]) -> None:
+    """Check that the measured parts of a loop are its whole time, within 2 %.
+
+    `measure` runs the loop, and gives both. Other programs may interrupt a run between two readings of the clock, so
+    the best of three counts; none may have parts that are longer than the loop.
+    """
+    shares = []
+    for _ in range(3):
+        parts_s, whole_s = measure()
+        assert parts_s <= whole_s * 1.0001
+        shares.append(parts_s / whole_s)
+        if shares[-1] >= 0.98:
+            return
+    raise AssertionError(f"the parts are {shares} of the loop")

@@ -117,7 +117,7 @@ def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters:
         if number:
             asked += workers[0].noisy(loop.compute)
             for what, seconds in loop.paused.items():
-                since, asked = Mark(asked, 0.0), asked + workers[0].noisy(seconds)
+                since, asked = Mark.of(asked), asked + workers[0].noisy(seconds)
                 meter.spent(what, since, asked)
         meter.asked(asked, number == 0)
         worker = workers[number % len(workers)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import pytest
 from support.composer_runs import EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH, Run, write_shards
+from support.metered_loading import check_parts, spend
 
 from lightning_stream.loading.verdict import Verdict
 from lightning_stream.trainers import monitor as trainers_monitor
@@ -85,3 +87,48 @@ def test_nothing_is_logged_where_the_monitor_is_off(shards: Path, tmp_path: Path
     kept = composer.loggers.InMemoryLogger()
     Run(shards, tmp_path, loggers=[kept], data={"monitor": False})
     assert not METRICS & kept.data.keys()
+
+
+class Spends(composer.Callback):  # type: ignore[misc]  # Composer has no types
+    """Lets steps, evaluations and checkpoints take real time, and measures the training loop."""
+
+    began = ended = 0.0
+
+    def fit_start(self, state: Any, logger: Any) -> None:
+        self.began = perf_counter()
+
+    def before_forward(self, state: Any, logger: Any) -> None:
+        spend(0.01)
+
+    def eval_start(self, state: Any, logger: Any) -> None:
+        spend(0.02)
+
+    def batch_checkpoint(self, state: Any, logger: Any) -> None:
+        spend(0.01)
+
+    epoch_checkpoint = batch_checkpoint
+
+    def fit_end(self, state: Any, logger: Any) -> None:
+        self.ended = perf_counter()
+
+    eval_after_all = fit_end  # the last one comes after the end
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("micro_batch", [16, 4])
+def test_the_parts_of_a_run_add_up_to_it(shards: Path, tmp_path: Path, num_workers: int, micro_batch: int) -> None:
+    folders = (tmp_path / str(number) for number in range(3))
+
+    def measure() -> tuple[float, float]:
+        spends = Spends()
+        run = Run(
+            shards, next(folders), callbacks=[spends], evaluates="4ba", save_interval="5ba",
+            device_train_microbatch_size=micro_batch, data={"num_workers": num_workers},
+        )  # fmt: skip
+        stats = run.trainer.state.callbacks[0].monitor.stats()
+        assert stats.pauses["checkpoint"] >= 6 * 0.01
+        assert stats.validation_s >= 8 * 0.02
+        assert stats.training_s >= EPOCHS * STEPS_PER_EPOCH * 0.01
+        return stats.elapsed_s + stats.validation_s, spends.ended - spends.began
+
+    check_parts(measure)

@@ -14,9 +14,10 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger
-from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run, checkpoints, keep_all
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger, Logger
+from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, checkpoints, keep_all
+from support.metered_loading import check_parts, spend
 
 from lightning_stream import StreamingCallback, StreamingDataLoader
 from lightning_stream.loading.verdict import LiveChange, Verdict
@@ -61,12 +62,6 @@ class Spends(Callback):
 
     def on_save_checkpoint(self, *_: Any) -> None:
         spend(0.05)
-
-
-def spend(seconds: float) -> None:
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        pass
 
 
 class Takes(Callback):
@@ -114,17 +109,29 @@ def test_training_is_measured_without_its_validations(
     assert stats.validation_s == EPOCHS * 100.0 * (1 if val_check_interval == 1.0 else 2)
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("when", [{"every_n_train_steps": 4}, {"every_n_epochs": 1}])
-def test_the_parts_of_a_run_add_up_to_it(shards: Path, tmp_path: Path, when: dict[str, int]) -> None:
-    spends = Spends()
-    run = Run(shards, tmp_path, callbacks=[spends, keep_all(tmp_path, **when)], val_check_interval=4)
-    stats, num_checkpoints = monitor_of(run).stats(), len(checkpoints(tmp_path))
-    assert num_checkpoints >= EPOCHS
-    assert num_checkpoints * 0.05 <= stats.pauses["checkpoint"] < num_checkpoints * 0.05 + 0.5 * stats.elapsed_s
-    assert stats.validation_s >= 2 * EPOCHS * 0.05
-    assert stats.training_s >= NUM_STEPS * 0.01
-    assert stats.elapsed_s + stats.validation_s == pytest.approx(spends.ended - spends.began, rel=0.02)
-    assert "save_checkpoint" not in vars(run.trainer)
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_the_parts_of_a_run_add_up_to_it(
+    shards: Path, tmp_path: Path, num_workers: int, when: dict[str, int], accumulated: int
+) -> None:
+    folders = (tmp_path / str(number) for number in range(3))
+
+    def measure() -> tuple[float, float]:
+        folder, spends = next(folders), Spends()
+        run = Run(
+            shards, folder, callbacks=[spends, keep_all(folder, **when)], val_check_interval=4,
+            accumulate_grad_batches=accumulated, data={"num_workers": num_workers},
+        )  # fmt: skip
+        stats, num_checkpoints = monitor_of(run).stats(), len(checkpoints(folder))
+        assert num_checkpoints >= EPOCHS
+        assert num_checkpoints * 0.05 <= stats.pauses["checkpoint"] <= stats.elapsed_s - NUM_STEPS * 0.01
+        assert stats.validation_s >= 2 * EPOCHS * 0.05
+        assert stats.training_s >= NUM_STEPS * 0.01
+        assert "save_checkpoint" not in vars(run.trainer)
+        return stats.elapsed_s + stats.validation_s, spends.ended - spends.began
+
+    check_parts(measure)
 
 
 def test_a_trainers_own_way_to_save_is_restored(shards: Path, tmp_path: Path) -> None:
@@ -212,6 +219,104 @@ def test_accumulated_batches_are_logged_once_per_step(shards: Path, tmp_path: Pa
     run = Run(shards, tmp_path, accumulate_grad_batches=2, logger=CSVLogger(tmp_path), log_every_n_steps=2, max_steps=4)
     assert [int(row["step"]) for row in logged(tmp_path)] == [1, 3]
     assert monitor_of(run).stats().num_batches == 8
+
+
+class Loses(Recorder):
+    """Logs its loss, and the axis that the user wants for it."""
+
+    axis: int | None = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        if self.axis is not None:
+            self.log("step", float(self.axis * (batch_idx + 1)))
+        return loss
+
+
+class OwnAxis(Loses):
+    axis = 1000
+
+
+class SameName(Loses):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("data/wait_ms", -1.0)
+        return super().training_step(batch, batch_idx)
+
+
+class KeepsAll(Logger):
+    """A logger of the user's, which gets each call."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[int, dict[str, float]]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        assert step is not None
+        self.calls.append((step, dict(metrics)))
+
+    def log_hyperparams(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("recorder", "steps"), [(Loses, [2, 5, 8]), (OwnAxis, [3000, 6000, 9000])])
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_metrics_are_in_the_row_of_the_loss_in_all_loggers(
+    shards: Path, tmp_path: Path, recorder: type[Recorder], steps: list[int], manual: bool
+) -> None:
+    loggers = [CSVLogger(tmp_path), KeepsAll(), KeepsAll()]
+    run = Run(
+        shards, tmp_path, recorder=recorder, logger=loggers, log_every_n_steps=3, max_steps=9, module={"manual": manual}
+    )  # fmt: skip
+    (table,) = tmp_path.glob("lightning_logs/*/metrics.csv")
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert [float(row["data/wait_ms"]) >= 0 for row in rows if row["loss"]] == 3 * [True]
+    assert len(rows) == 3
+    assert loggers[1].calls == loggers[2].calls
+    assert [step for step, metrics in loggers[1].calls if metrics.keys() >= METRICS | {"loss"}] == steps
+    assert run.trainer.logged_metrics.keys() >= METRICS | {"loss"}
+    assert "log_metrics" not in vars(run.trainer._logger_connector)
+
+
+def test_what_a_model_logs_under_the_same_name_counts(shards: Path, tmp_path: Path) -> None:
+    run = Run(shards, tmp_path, recorder=SameName, logger=CSVLogger(tmp_path), log_every_n_steps=3, max_steps=3)
+    assert [float(row["data/wait_ms"]) for row in logged(tmp_path)] == [-1.0]
+    assert run.trainer.callback_metrics["data/wait_ms"] == run.trainer.logged_metrics["data/wait_ms"] == -1.0
+
+
+@pytest.mark.parametrize("options", [{"logger": False}, {"fast_dev_run": 2}, {"logger": False, "val": False}])
+def test_the_metrics_reach_the_trainer_without_a_logger(shards: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    run = Run(shards, tmp_path, recorder=Loses, log_every_n_steps=2, max_steps=2, **options)
+    assert run.trainer.logged_metrics.keys() >= METRICS
+    assert run.trainer.callback_metrics.keys() >= METRICS
+    assert not METRICS & run.trainer.progress_bar_metrics.keys()
+
+
+def test_callbacks_monitor_the_metrics(shards: Path, tmp_path: Path) -> None:
+    best = ModelCheckpoint(
+        tmp_path / "ckpt", "{step}", monitor="data/samples_per_s", mode="max", save_top_k=1, every_n_train_steps=4
+    )  # fmt: skip
+    stops = EarlyStopping("data/samples_per_s", mode="max", stopping_threshold=1e-9, check_on_train_epoch_end=True)
+    run = Run(shards, tmp_path, callbacks=[best, stops], log_every_n_steps=4, logger=CSVLogger(tmp_path))
+    assert stops.stopped_epoch == 0 < run.trainer.current_epoch < EPOCHS
+    assert len(checkpoints(tmp_path)) == 1
+    assert float(best.best_model_score) in {float(row["data/samples_per_s"]) for row in logged(tmp_path)}
+
+
+def test_metrics_of_a_step_that_failed_are_not_logged_with_the_next_fit(shards: Path, tmp_path: Path) -> None:
+    class Fails(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                raise OSError("as a model's might")
+
+    kept = KeepsAll()
+    run = Run(
+        shards, tmp_path, recorder=Loses, callbacks=[Fails()], raises=OSError, logger=kept, log_every_n_steps=3
+    )  # fmt: skip
+    assert "log_metrics" not in vars(run.trainer._logger_connector)
+    assert not any(METRICS & metrics.keys() for _, metrics in kept.calls)
 
 
 def test_nothing_is_logged_shown_or_said_where_the_monitor_is_off(

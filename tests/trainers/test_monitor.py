@@ -35,6 +35,7 @@ def slow(sample):  # rank 1 is late from its fifth batch on
 loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[3], transform=slow), 8)
 monitor = DataMonitor(said.append)
 monitor.attach(loader)
+began = time.perf_counter()
 for step, batch in enumerate(loader):
     end = time.perf_counter() + 0.01
     while time.perf_counter() < end:
@@ -43,10 +44,12 @@ for step, batch in enumerate(loader):
     if step in (1, 3, 5):
         before = monitor.stats()
         monitor.metrics(step)
-metrics, whole = monitor.metrics(8), monitor.stats()
+loop_s, metrics, whole = time.perf_counter() - began, monitor.metrics(8), monitor.stats()
 monitor.end()
 stats = whole - before
-print(json.dumps([metrics, stats.wait_share, stats.samples_per_s, whole.pauses["other_ranks"], said]), flush=True)
+parts = (whole.wait_s + whole.training_s + sum(whole.pauses.values())) / loop_s
+others = whole.pauses["other_ranks"]
+print(json.dumps([metrics, stats.wait_share, stats.samples_per_s, others, parts, said]), flush=True)
 torch.distributed.barrier()
 os._exit(0)  # gloo's own end may abort where the other rank has ended already
 """
@@ -79,7 +82,8 @@ def test_ranks_log_the_same_values_and_name_the_rank_that_waits(tmp_path: Path, 
     assert metrics["data/samples_per_s"] == pytest.approx(sum(rate for _, _, rate, *_ in found), rel=0.05)
     assert found[0][3] == pytest.approx(4 * 8 * 0.05, rel=0.25)  # what rank 0 waited for rank 1
     assert found[1][3] < 0.2
-    for *_, said in found:
+    for *_, parts, said in found:
+        assert parts == pytest.approx(1.0, abs=0.02)  # of the time of the loop
         assert len(said) == 1
         assert said[0].startswith("Rank 1: Input-bound")
         assert "the transform takes" in said[0]

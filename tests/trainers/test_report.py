@@ -85,6 +85,28 @@ def test_the_columns_add_up_to_the_loaders_own_stats(data: Path) -> None:
     assert [one["name"] for one in mixture["series"]] == ["code", "text"]
 
 
+def test_what_is_logged_between_two_batches_makes_no_row_without_a_rate(data: Path) -> None:
+    loader = loader_of(data)
+    with RunReport(data / "run/data_report.html", loader) as report:
+        report._interval_s = 0.0
+        for _ in loader:
+            report.add([report.share()])
+    values = values_in(data / "run/data_report.html")
+    assert all(values["columns"]["batches"])
+    assert total(values, "samples") == NUM_SAMPLES
+    assert total(values, "compute_s") == pytest.approx(loader.stats().compute_s, abs=1e-4)
+
+
+def test_the_page_begins_with_the_name_of_the_run_and_how_it_ended(data: Path) -> None:
+    with pytest.raises(RuntimeError):
+        train(PositionTracker(loader_of(data)), data / "run 7/data_report.html", stop_at=3)
+    page = (data / "run 7/data_report.html").read_text(encoding="utf-8")
+    assert "<title>run 7: data of a training run</title>" in page
+    first = embedded(page)["sections"][0]
+    assert first["title"] == "Training stopped"
+    assert first["text"].startswith(f"RuntimeError: {EVIL}")
+
+
 def test_many_streams_are_shown_as_the_largest_and_the_rest(tmp_path: Path) -> None:
     streams = [Stream(remote=str(tmp_path / f"s{k}")) for k in range(25)]
     for k in range(25):

@@ -26,7 +26,8 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
     All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
-    fixed-size column, writable C-contiguous memory of n values, to be filled and returned.
+    fixed-size column, writable C-contiguous memory of n values, to be filled and returned; or it is a function that
+    returns new memory of a number of bytes.
 
     ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
     FormatError for damaged bytes.
@@ -82,15 +83,16 @@ def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s) -> li
 def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: int, out: Buffers | None) -> Batch:
     """Put the columns of groups of rows, in ascending order each, in the order of all rows; see `gather_mixed`."""
     batch: Batch = {}
+    out = {} if out is None or callable(out) else out
     for name, in_all in common.items():
         found = [(rows, part[name]) for rows, part in groups if name in part]
         if not in_all:
             batch[name] = _listed(found, num_rows)
-        elif len(found) == 1 and name not in (out or {}):
+        elif len(found) == 1 and name not in out:
             batch[name] = found[0][1]
         else:
-            batch[name] = _in_order(name, found, num_rows, out or {})
-    if wrong := [name for name in out or {} if not isinstance(batch.get(name), np.ndarray)]:
+            batch[name] = _in_order(name, found, num_rows, out)
+    if wrong := [name for name in out if not isinstance(batch.get(name), np.ndarray)]:
         raise ValueError(f"out: no column {wrong[0]!r} of fixed size in all of the data.")
     return batch
 
@@ -107,12 +109,13 @@ def gather_rows(
         name = where(int(which[bad_row]))
         raise FormatError(f"{name}, sample {indices[bad_row]}: its columns do not fill it. Fetch the shard again.")
     values: Batch = {}
-    out = out or {}
+    allocate, out = (out, {}) if callable(out) else (None, out or {})
     for column, (at, size) in zip(layout.columns, places, strict=True):
         if not column.is_read:
             continue
         if column.gathered and isinstance(size, int):
-            values[column.name] = _numbers(window, column, at, size, out.get(column.name))
+            memory = out.get(column.name) if allocate is None else allocate(len(at) * size)
+            values[column.name] = _numbers(window, column, at, size, memory)
             continue
         if column.name in out:
             raise ValueError(f"out: column {column.name!r} has no fixed size, so it cannot be written to given memory.")
@@ -253,7 +256,9 @@ def _decoded(window: AddressWindow, column: Column, at: Int64s, size: _Sizes) ->
     return values, 0, error
 
 
-def _in_order(name: str, parts: list[tuple[Int64s, Any]], num_rows: int, out: Buffers) -> NDArray[Any] | list[Any]:
+def _in_order(
+    name: str, parts: list[tuple[Int64s, Any]], num_rows: int, out: Mapping[str, Any]
+) -> NDArray[Any] | list[Any]:
     first = parts[0][1]
     if isinstance(first, np.ndarray):
         shape = (num_rows, *first.shape[1:])

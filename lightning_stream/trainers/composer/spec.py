@@ -36,6 +36,7 @@ def data_spec(
     evaluation: bool = False,
     tail: Tail | None = None,
     num_workers: int = 0,
+    workers: Literal["processes", "threads"] = "processes",
     collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool | None = None,
     prefetch_factor: int | None = None,
@@ -74,7 +75,7 @@ def data_spec(
         evaluation: Whether this is for evaluation: each sample once, always in the same order, no position.
         tail: What happens to an epoch's last partial batch: ``"pad"`` (training; padding has no weight in the loss),
             ``"drop"`` or ``"exact"`` (evaluation).
-        num_workers: Worker processes per rank.
+        num_workers, workers: Workers per rank, which are ``"processes"`` or ``"threads"``: see `StreamingDataLoader`.
         collate_fn: From a list of samples to a batch.
         pin_memory: None pins where there is CUDA.
         prefetch_factor, persistent_workers, multiprocessing_context: As in `torch.utils.data.DataLoader`.
@@ -110,6 +111,7 @@ def data_spec(
         evaluation=evaluation,
         tail=tail,
         num_workers=num_workers,
+        workers=workers,
         collate_fn=collate_fn,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         prefetch_factor=prefetch_factor,

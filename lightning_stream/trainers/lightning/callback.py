@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -83,8 +84,7 @@ class StreamingCallback(Callback):
         self.report = chosen_path(report, monitor is not False)
         self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
         self.monitor = self._new_monitor()  # of the latest fit
-        self._hide_position: Callable[[], object] = loops.do_nothing
-        self._end_timing: Callable[[], object] = loops.do_nothing
+        self._changes, self._logging = ExitStack(), ExitStack()  # of the trainer during a fit; of its next logging
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._from: Position | None = None  # where this fit begins
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
@@ -179,8 +179,8 @@ class StreamingCallback(Callback):
         self._end_monitor(exception)
 
     def _end_monitor(self, error: BaseException | None) -> None:
-        self._hide_position()
-        self._end_timing()
+        self._changes.close()
+        self._logging.close()
         self.monitor.stop(error)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -202,14 +202,14 @@ class StreamingCallback(Callback):
         self._end_monitor(None)
         self.monitor = self._new_monitor()
         self.monitor.attach(loader)
-        self._end_timing = loops.time_checkpoints(trainer, self.monitor)
+        loops.time_checkpoints(trainer, self.monitor, self._changes)
         path = loops.report_path(trainer) if self.report is True else self.report
         if path:
             step = partial(getattr, trainer, "global_step")
             self.monitor.begin_report(RunReport(path, loader, self.tracker, step=step, say=self.tracker.say))
         if self.show_position:
             waiting = self.monitor.short if self.monitor.is_on else None
-            self._hide_position = loops.show_in_bar(trainer, self.tracker, waiting)
+            loops.show_in_bar(trainer, self.tracker, waiting, self._changes)
         at, self._enters_at = self._enters_at, None
         loops.follow_length(trainer, loader, self.tracker.position.epoch if at is None else at.epoch)
         is_inside = at is not None and at.epoch == self.tracker.position.epoch
@@ -256,7 +256,7 @@ class StreamingCallback(Callback):
             return
         self._sync(trainer)
         if self.monitor.is_on and loops.logs_now(trainer):
-            loops.log(trainer, self.monitor.metrics(trainer.global_step))
+            loops.log(trainer, self.monitor.metrics(trainer.global_step), self._logging)
         if self.tracker.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
             pl_module.log("stream/num_substituted", float(self._num_substituted), **options)

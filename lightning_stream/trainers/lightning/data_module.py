@@ -43,7 +43,7 @@ class StreamingDataModule(LightningDataModule):
             gets ``global_batch_size / (replicas * accumulation)`` at a time.
         batch_size: Samples per device and micro-batch, instead.
         eval_batch_size: Samples per device in validation, test and prediction; defaults to the training's.
-        num_workers: Worker processes per rank.
+        num_workers, workers: Workers per rank, which are ``"processes"`` or ``"threads"``: see `StreamingDataLoader`.
         eval_num_workers: The same in evaluation; defaults to `num_workers`.
         collate_fn: From a list of samples to a batch.
         tail: What happens to a training epoch's last partial batch: ``"pad"``, ``"drop"`` or ``"exact"``. Evaluation is
@@ -77,6 +77,7 @@ class StreamingDataModule(LightningDataModule):
         batch_size: int | None = None,
         eval_batch_size: int | None = None,
         num_workers: int = 0,
+        workers: Literal["processes", "threads"] = "processes",
         eval_num_workers: int | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         tail: Tail = "pad",
@@ -114,6 +115,7 @@ class StreamingDataModule(LightningDataModule):
         self.tail, self.pin_memory, self.replication, self.prepare = tail, pin_memory, replication, prepare
         self.on_mismatch = on_mismatch
         self._worker_arguments: dict[str, Any] = {
+            "workers": workers,
             "collate_fn": collate_fn,
             "timeout": timeout,
             "worker_init_fn": worker_init_fn,
