@@ -20,7 +20,7 @@ from side_by_side import Clock, main
 from write_photos import COLUMNS, photos
 
 BATCH = 64
-SIZES = {(320, 240): 1000, (500, 375): 700, (1024, 768): 250, (4000, 3000): 24}  # number of photos
+SIZES = {(320, 240): 600, (500, 375): 400, (1024, 768): 150, (4000, 3000): 18}  # number of photos
 TILE = (640, 480)
 
 

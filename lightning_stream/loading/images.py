@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_stream.errors import FormatError, needs
+from lightning_stream.errors import FormatError, needs, suggesting
 from lightning_stream.formats.encodings.jpeg import DECODERS, Decoder, Photo, Pixels
 from lightning_stream.formats.sizes import whole
 
@@ -81,14 +81,16 @@ class DecodeRandomCrop(_DecodeCrop):
         MissingExtraError: The decoder is not installed.
     """
 
+    @suggesting
     def __init__(
         self, size: int | tuple[int, int], *, scale: tuple[float, float] = (0.08, 1.0),
         ratio: tuple[float, float] = (3 / 4, 4 / 3), flip: float = 0.5, column: str = "image", decoder: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(size, column, decoder)
-        self.scale, self.ratio, self.flip = tuple(scale), tuple(ratio), flip
-        for name, given, most in (("scale", self.scale, 1), ("ratio", self.ratio, math.inf)):
-            if len(given) != 2 or not 0 < given[0] <= given[1] <= most:
+        self.scale, self.ratio, self.flip = scale, ratio, flip
+        for name, given, most in (("scale", scale, 1), ("ratio", ratio, math.inf)):
+            numbers = list(given) if isinstance(given, Iterable) else []
+            if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1] <= most:
                 limit = " of at most 1" if most == 1 else ""
                 raise ValueError(f"{name} must be two numbers above 0{limit}, the least first; found {given!r}.")
         if not 0 <= flip <= 1:
@@ -142,6 +144,7 @@ class DecodeCenterCrop(_DecodeCrop):
         resize: Pixels of the photo's shorter side before it is cropped; None for the greater number of `size`.
     """
 
+    @suggesting
     def __init__(
         self, size: int | tuple[int, int], *, resize: int | None = None, column: str = "image", decoder: str = "auto"
     ) -> None:

@@ -146,6 +146,7 @@ ODD = {
     "progressive": lambda: photo(progressive=True),
     "no color subsampling": lambda: photo(subsampling=0),
     "oriented": lambda: photo(exif=_exif(6)),
+    "RGB without YCbCr": lambda: photo(keep_rgb=True),
     "restarts": lambda: photo(restart_marker_blocks=3),
     "bytes after the end": lambda: photo() + bytes(7),
     "two pictures": lambda: photo() + photo(),
@@ -213,6 +214,7 @@ def test_what_is_no_photo_is_a_type_error_that_names_the_column(value: Any) -> N
         ({"size": "224"}, "size must be"),
         ({"size": 22.5}, "size must be"),
         ({"size": 8, "scale": (0.0, 1.0)}, "scale must be"),
+        ({"size": 8, "scale": 0.5}, "scale must be two numbers"),
         ({"size": 8, "scale": (0.5, 1.5)}, "scale must be two numbers above 0 of at most 1"),
         ({"size": 8, "ratio": (2, 1)}, "ratio must be"),
         ({"size": 8, "flip": 1.2}, "flip must be a probability"),
@@ -222,6 +224,11 @@ def test_what_is_no_photo_is_a_type_error_that_names_the_column(value: Any) -> N
 def test_mistakes_are_named_when_it_is_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DecodeRandomCrop(**options)
+
+
+def test_a_misspelled_argument_is_named() -> None:
+    with pytest.raises(TypeError, match=r"DecodeRandomCrop\(\) got .* 'scales'. Did you mean 'scale'"):
+        DecodeRandomCrop(8, scales=(0.5, 1))  # type: ignore[call-arg]
 
 
 def test_a_resize_below_the_size_and_an_absent_column_are_refused() -> None:

@@ -144,8 +144,9 @@ def file_bytes(image: Image.Image) -> bytes:
 
     Pixels that were never loaded cannot differ, unless `draft` made them smaller.
     """
-    file: Any = getattr(image, "fp", None)
-    if not getattr(image, "tile", None) or file is None or getattr(image, "decoderconfig", ()):
+    opened: Any = image
+    file = getattr(opened, "fp", None)
+    if file is None or not opened.tile or opened.decoderconfig:
         return b""
     position = file.tell()
     file.seek(0)
