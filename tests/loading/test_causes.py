@@ -56,7 +56,9 @@ STORES = {
     "few bytes per second": Store("bandwidth", {"bytes_per_s": 1 << 18}),
     "refused requests": Store("throttled", {"probability": {"error": 0.6}}, {"predownload": BATCH, **RETRIES}),
     "broken connections": Store("store_errors", {"probability": {"reset": 0.5}}, {"predownload": BATCH, **RETRIES}),
-    "spoiled answers": Store("corrupt_downloads", {"latency_s": 0.2, "probability": {"flip": 1.0}, "left": 4}),
+    "spoiled answers": Store(  # one each of the first two; two of one are an error
+        "corrupt_downloads", {"latency_s": 0.2, "probability": {"flip": 1.0}, "left": 2}, {"start_by_range": False}
+    ),
     "a look-ahead that is too short": Store("look_ahead", {"latency_s": 0.1}, {"predownload": BATCH}),
     "a cache that is too small": Store(
         "small_cache", {"latency_s": 0.05}, {"cache_limit": 600_000, "num_canonical_nodes": 1, "window": 2}, epochs=3
@@ -116,7 +118,7 @@ def test_a_slow_function_is_named(
 @pytest.fixture
 def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that passes only while this process computes: other programs are a cause of their own."""
-    for module in ("iteration", "workers"):
+    for module in ("iteration", "workers", "source"):
         monkeypatch.setattr(f"lightning_stream.loading.{module}.perf_counter", process_time)
 
 
