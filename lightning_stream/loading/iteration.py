@@ -55,6 +55,8 @@ class Loader(Protocol):
 
     @property
     def meter(self) -> Meter: ...
+    @property
+    def last_batch(self) -> MicroBatch | None: ...
     def stats(self) -> LoaderStats: ...
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]: ...
     def batches_from(self, start: Position) -> MadeBatches: ...
@@ -156,6 +158,8 @@ class LoaderIterator:
         if not self._is_over:
             self._is_over = True
             made, self._made = self._made, None
+            if self.is_measured and self.last_batch is self._loader.last_batch:  # else another one trains by now
+                self._loader.meter.stop(perf_counter())
             if made is not None:
                 made.close()
             self._loader.note_end(self)

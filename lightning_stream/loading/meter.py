@@ -90,8 +90,8 @@ class Meter:
 
     Attributes:
         wait_s, longest_wait_s: Seconds that the consumer waited for batches; the longest wait.
-        compute_s: Seconds between the hand-out of a batch and the request for the next one of the same iteration,
-            validations excluded; and of checkpoints written between iterations.
+        compute_s: Seconds between the hand-out of a batch and the request for the next one of the same iteration, or
+            the end of the iteration, validations excluded; and of checkpoints written between iterations.
         pauses: The parts of `compute_s`, by `PAUSES`, in which the consumer did not train.
         validation_s: Seconds of validations.
         num_batches, num_samples, num_tokens: What was handed out, padding excluded.
@@ -146,7 +146,7 @@ class Meter:
         self.waiting_since = None
 
     def stop(self, now: float) -> None:
-        """Note that training stops: a batch is requested, or an epoch ends."""
+        """Note that training stops: a batch is requested, or an epoch or iteration ends."""
         if self._training_since is not None:
             self.compute_s += now - self._training_since
             self.pauses["garbage_collection"] += GARBAGE.seconds - self._collected

@@ -106,6 +106,34 @@ def test_the_parts_add_up_to_the_time_of_the_loop(data: Path, tmp_path: Path, ho
     check_parts(measure)
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_the_step_before_a_break_counts(data: Path, tmp_path: Path, num_workers: int) -> None:
+    def measure() -> tuple[float, float]:
+        loader, whole_s = loader_over(data, tmp_path, num_workers), 0.0
+        for _ in range(2):
+            began = perf_counter()
+            for number, _ in enumerate(loader):
+                spend(0.02)
+                if number == 4:
+                    spend(0.1)
+                    whole_s += perf_counter() - began
+                    break
+        return loader.stats().elapsed_s, whole_s + 1e-3  # a break takes time, too
+
+    check_parts(measure)
+
+
+def test_another_iteration_that_ends_ends_no_step(data: Path, tmp_path: Path) -> None:
+    loader = loader_over(data, tmp_path)
+    other, trains = iter(loader), iter(loader)
+    next(other)
+    next(trains)
+    other.close()
+    spend(0.05)
+    next(trains)
+    assert loader.stats().compute_s >= 0.05
+
+
 def test_a_checkpoint_within_a_validation_is_a_part_of_it(data: Path, tmp_path: Path) -> None:
     loader = loader_over(data, tmp_path)
     for _ in islice(loader, 3):

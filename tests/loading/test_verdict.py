@@ -26,6 +26,10 @@ CAUSES: dict[str, tuple[str, Loop]] = {
         Loop(latency=0.1, transfer=2.0, counted={"retries": 0.6, "retry_s": 0.5, "throttled": 0.6}, **SLOW),
     ),
     "broken connections": ("store_errors", Loop(latency=0.1, transfer=2.0, counted={"retries": 0.5}, **SLOW)),
+    "spoiled answers": (
+        "corrupt_downloads",
+        Loop(latency=0.1, transfer=2.0, counted={"retries": 0.2, "corrupt": 0.2, "throttled": 0.02}, **SLOW),
+    ),
     "a cache that is too small": (
         "small_cache",
         Loop(latency=0.1, transfer=2.0, shard_every=1, settings=LIMITED, counted={

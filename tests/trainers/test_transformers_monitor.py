@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", reason="pip install 'lightning-stream[transformers]'")
 
 import numpy as np  # noqa: E402
+from support.metered_loading import spend  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.loading.verdict import Verdict  # noqa: E402
@@ -22,12 +23,6 @@ from lightning_stream.trainers.transformers import StreamingTrainerCallback  # n
 NUM_SAMPLES, BATCH, EPOCHS = 64, 8, 2
 METRICS = {"data/wait_ms", "data/wait_share", "data/samples_per_s", "data/epoch_fraction"}
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-
-
-def spend(seconds: float) -> None:
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        pass
 
 
 class Model(torch.nn.Module):
