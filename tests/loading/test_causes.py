@@ -56,8 +56,10 @@ STORES = {
     "few bytes per second": Store("bandwidth", {"bytes_per_s": 1 << 18}),
     "refused requests": Store("throttled", {"probability": {"error": 0.6}}, {"predownload": BATCH, **RETRIES}),
     "broken connections": Store("store_errors", {"probability": {"reset": 0.5}}, {"predownload": BATCH, **RETRIES}),
-    "spoiled answers": Store(  # one each of the first two; two of one are an error
-        "corrupt_downloads", {"latency_s": 0.2, "probability": {"flip": 1.0}, "left": 2}, {"start_by_range": False}
+    "spoiled answers": Store(  # a second one of a shard would be an error
+        "corrupt_downloads",
+        {"latency_s": 0.2, "probability": {"flip": 1.0}, "once": True, "left": 4},
+        {"start_by_range": False},
     ),
     "a look-ahead that is too short": Store("look_ahead", {"latency_s": 0.1}, {"predownload": BATCH}),
     "a cache that is too small": Store(

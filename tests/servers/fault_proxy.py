@@ -34,6 +34,7 @@ class Plan:
         probability: Of each fault per answered request, by its name in `FAULTS`.
         resumed: Of each fault per request that resumes a body (a range that does not begin at 0), by its name.
         only: Faults befall requests whose path holds this.
+        once: And that are the first ones of their path.
         method: And that are of this method. A "flip" spoils what is sent with a PUT, and what is answered to a GET.
         burst: An "error" makes this many requests in a row fail.
         left: How many more faults may be injected.
@@ -45,6 +46,7 @@ class Plan:
     probability: dict[str, float] = field(default_factory=dict)
     resumed: dict[str, float] = field(default_factory=dict)
     only: str = "shard"
+    once: bool = False
     method: str = "GET"
     burst: int = 1
     left: int = 1 << 60
@@ -144,6 +146,8 @@ class FaultProxy:
 
     def _draw(self, method: bytes, path: bytes, *, resumed: bool) -> str | None:
         if method != self.plan.method.encode() or self.plan.only.encode() not in path or self.plan.left <= 0:
+            return None
+        if self.plan.once and self.asked[method.decode(), urlsplit(path.decode()).path] > 1:
             return None
         if self._burst_left > 0:
             self._burst_left -= 1
