@@ -211,7 +211,7 @@ def predicted(folder: Path, run: Run, costs: dict[str, float]) -> dict[str, Any]
     sleeps = {"step_s": run.step_s, "sample_s": run.sample_s}
     slept = {name: seconds + late_s for name, seconds in sleeps.items() if seconds}
     work = replace(work, step_s=slept.get("step_s", 0.0), sample_s=work.sample_s + slept.get("sample_s", 0.0))
-    node = Node(num_workers=run.num_workers, num_cores=os.cpu_count(), **settings)
+    node = Node(num_workers=run.num_workers, **settings)
     shards = Shards.of([index], index_bytes=(folder / run.data / "index.json").stat().st_size)
     begun = time.perf_counter()
     found = simulate(Part(training, shards), Machine(link, work, node))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
 from lightning_stream.order.chain import readable
 from lightning_stream.order.downloads import DownloadPlan, estimate_downloads, plan_downloads
@@ -64,8 +66,12 @@ class Part:
         training = self.training
         epoch, size, world = training.epoch, training.batch_size, training.world
         stored, samples = self.shards.stored_bytes, training.run.epoch(epoch).documents.num_samples
-        if samples > _EXACT_SAMPLES or (world.num_replicas > _EXACT_REPLICAS and self.num_steps > 1):
-            return estimate_downloads(training.run, epoch=epoch, batch_size=size, world=world, shard_bytes=stored)
+        if samples > _EXACT_SAMPLES or world.num_replicas > _EXACT_REPLICAS:
+            found = estimate_downloads(training.run, epoch=epoch, batch_size=size, world=world, shard_bytes=stored)
+            if self.num_steps > 1:
+                return found
+            first = {shard for own in training.needs(0, 0, 1) for need in own for shard in need.shards}
+            return replace(found, num_bytes=np.full(world.num_nodes, int(stored[list(first)].sum())))
         tail = training.tail
         return plan_downloads(training.run, epoch=epoch, batch_size=size, world=world, tail=tail, shard_bytes=stored)
 
