@@ -18,9 +18,9 @@ from lightning_stream.simulation.settings import Machine, Node
 
 _MICRO_BATCHES, _POSITIONS = 6000, 1 << 21  # simulated step by step, at most; the rest continues like their end
 _LEAST_STEPS = 3
-QUICK = 0.1
+QUICK = 0.3
 """Of the steps of a detailed simulation: enough for a curve."""
-_STEADY_STEPS = 8  # from so many on, their second half shows what the look-ahead costs
+_STEADY_STEPS = 9  # from so many on, their last third shows what the look-ahead costs
 _LEAST_EFFICIENCY = 0.05
 # Of an epoch whose downloads are counted; those of a longer one are estimated.
 _EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256
@@ -132,7 +132,7 @@ class Outcome:
         self.again = max(1.0, self.model.num_bytes / max(1, bytes_once))
         self.left_steps = left_steps = part.num_steps - part.num_simulated
         left_bytes = int(part.downloads.num_bytes.max()) * self.again - self.model.num_bytes
-        self.demands = self._seconds(left_steps, max(0.0, left_bytes)) if left_steps else self._of_second_half()
+        self.demands = self._seconds(left_steps, max(0.0, left_bytes)) if left_steps else self._of_end()
         self.rest_s = max(self.demands.values()) / self._efficiency() if left_steps else 0.0
         self.end_s = self.model.step_ends[-1] if self.model.step_ends else self.model.clock.now
         self.epoch_s = self.end_s + self.rest_s
@@ -164,27 +164,32 @@ class Outcome:
         largest = max(("connection", "latency", "unpacking"), key=found.__getitem__)
         return {**found, largest: fetching_s}
 
-    def _of_second_half(self) -> dict[str, float]:
-        model, half = self.model, len(self.model.step_ends) // 2
-        if not half:
+    @property
+    def _steady_from(self) -> int:
+        """The first of the last third of the simulated steps: it starts with a full look-ahead."""
+        return 2 * len(self.model.step_ends) // 3
+
+    def _of_end(self) -> dict[str, float]:
+        model, first = self.model, self._steady_from
+        if not first:
             return self._seconds(1, model.num_bytes)
-        return self._seconds(len(model.step_ends) - half, model.fetched[-1] - model.fetched[half - 1])
+        return self._seconds(len(model.step_ends) - first, model.fetched[-1] - model.fetched[first - 1])
 
     def _efficiency(self) -> float:
-        """The part of the possible throughput that the second half of the simulated steps had."""
+        """The part of the possible throughput that the last third of the simulated steps had."""
         ends = self.model.step_ends
         if len(ends) < _STEADY_STEPS:
             return 1.0
-        spent_s = ends[-1] - ends[len(ends) // 2 - 1]
-        return min(1.0, max(_LEAST_EFFICIENCY, max(self._of_second_half().values()) / max(spent_s, 1e-9)))
+        spent_s = ends[-1] - ends[self._steady_from - 1]
+        return min(1.0, max(_LEAST_EFFICIENCY, max(self._of_end().values()) / max(spent_s, 1e-9)))
 
     @property
     def steady_step_s(self) -> float:
         """Seconds of a step after the start."""
-        ends, half = self.model.step_ends, len(self.model.step_ends) // 2
+        ends, first = self.model.step_ends, self._steady_from
         if self.rest_s:
             return self.rest_s / self.left_steps
-        return (ends[-1] - ends[half - 1]) / (len(ends) - half) if half else self.after_first_s
+        return (ends[-1] - ends[first - 1]) / (len(ends) - first) if first else self.after_first_s
 
     @property
     def wait_share(self) -> float:

@@ -255,6 +255,16 @@ def test_a_part_of_the_steps_predicts_the_whole_epoch(given: dict[str, Any]) -> 
     assert part.download_bytes == whole.download_bytes
 
 
+@pytest.mark.parametrize("nodes", [16, 32, 64])
+def test_a_point_of_the_curve_is_near_a_simulation_of_all_steps(nodes: int) -> None:
+    run = training((1000,) * 2000, batch_size=256 * nodes, nodes=nodes, devices=8)
+    machine = Machine(Link(0.05, 20 * MB, 600 * MB), Work(step_s=0.1), Node(num_workers=2))
+    data = Shards.alike(2000, 64 << 20, 1000)
+    whole, part = (simulate(Part(run, data, most), machine) for most in (4.0, QUICK))
+    assert part.simulated_share < 0.4 < whole.simulated_share == 1.0
+    assert part.epoch_s == pytest.approx(whole.epoch_s, rel=0.1)
+
+
 def test_a_hundred_thousand_shards_on_a_thousand_nodes_are_a_few_steps() -> None:
     for nodes in (1, 1000):
         run = training((1000,) * 100_000, batch_size=256 * nodes, nodes=nodes, devices=8)
