@@ -85,10 +85,6 @@ class Part:
         """What each rank of the busiest node reads in the simulated steps."""
         return self.training.needs(self.busiest, 0, self.num_simulated)
 
-    def model(self, machine: Machine) -> NodeModel:
-        """The busiest node in the simulated steps."""
-        return NodeModel(self.needs, self.training, self.shards, machine)
-
     def resume_s(self, machine: Machine) -> float | None:
         """Seconds to the first batch from the middle of the epoch; None where the epoch is too short."""
         half = self.num_steps // 2
@@ -125,7 +121,8 @@ class Outcome:
     """The simulated steps of a training run on a machine, and how the rest of its epoch continues."""
 
     def __init__(self, part: Part, machine: Machine) -> None:
-        self.part, self.machine, self.model = part, machine, part.model(machine)
+        self.part, self.machine = part, machine
+        self.model = NodeModel(part.needs, part.training, part.shards, machine)
         self.model.run()
         self.is_stuck = len(self.model.step_ends) < part.num_simulated
         bytes_once = int(part.shards.stored_bytes[list(self.model.disk.were_here)].sum())

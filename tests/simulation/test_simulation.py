@@ -25,6 +25,7 @@ from lightning_stream.simulation import (
     Work,
     simulate,
 )
+from lightning_stream.simulation.node import NodeModel
 
 FAST = Link(latency_s=0.0, connection_bytes_per_s=1e15)
 FREE = Work(
@@ -177,7 +178,7 @@ def test_a_cache_that_is_too_small_fetches_again_as_a_replay_does(limit: int) ->
     run = training((32,) * 24, batch_size=4, canonical_nodes=1, window=24)
     node = Node(predownload=4, cache_limit=limit * MB, fetch_threads=1)
     part = Part(run, shards())
-    model = part.model(Machine(FAST, replace(FREE, step_s=1.0), node))
+    model = NodeModel(part.needs, run, part.shards, Machine(FAST, replace(FREE, step_s=1.0), node))
     model.run()
     assert len(model.step_ends) == part.num_steps
     assert model.num_fetched == replayed_fetches(run, limit, 1)
