@@ -3,8 +3,8 @@
 python benchmarks/simulate_runs.py [--only NAME ...] [--rounds 3]
 
 Each run is a process of its own with an empty cache. Its training step and its transform sleep, so that only what is
-simulated limits it. What a process, a client, a sample and a sleep cost on this machine is measured before each run, in
-another process and without the paced server's limits; nothing is fitted to the runs.
+simulated limits it. What a process, a client and a sample cost on this machine is measured before each run, in another
+process and without the paced server's limits; nothing is fitted to the runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from paced_store import Pace, serve
 
 WIDTH, BATCH = 1 << 16, 16  # bytes of a sample, samples of a batch
 DATA = {"small": (192, 16), "large": (24, 128)}  # shards, and samples of each: of 1 MB and of 8 MB
-SLEEPS = 100
 VARIABLES = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
 
 
@@ -65,13 +64,15 @@ RUNS = {
 
 
 class Slow:
-    """A transform that takes a while."""
+    """A transform or a step that takes so long on average: after a sleep that ended late, the next one is shorter."""
 
     def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+        self.seconds, self.late_s = seconds, 0.0
 
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        time.sleep(self.seconds)
+    def __call__(self, sample: Any = None) -> Any:
+        begun = time.perf_counter()
+        time.sleep(max(0.0, self.seconds - self.late_s))
+        self.late_s += time.perf_counter() - begun - self.seconds
         return sample
 
 
@@ -101,11 +102,11 @@ def trained(remote: str, scratch: Path, run: Run) -> dict[str, float]:
     loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=run.num_workers)
     if run.resumes:
         loader.load_state_dict(json.loads((scratch / "state.json").read_text()))
-    first_s, count = 0.0, 0
+    first_s, count, step = 0.0, 0, Slow(run.step_s)
     for batch in loader:
         first_s = first_s or time.perf_counter() - begun
         count += len(batch["x"])
-        time.sleep(run.step_s)
+        step()
     spent_s = time.perf_counter() - begun
     stats, names = loader.stats(), ("verify_s", "fetched_bytes")
     waits_s = (stats.wait_s - sum(stats.first_waits.values())) / max(1, stats.num_batches - 1)
@@ -143,10 +144,6 @@ def measured_work(folder: Path, scratch: Path) -> dict[str, float]:
     found["sample_s"] = (runs[0]["spent_s"] - runs[0]["first_s"]) / (runs[0]["samples"] - BATCH)
     found["start_s"] = runs[0]["first_s"] - BATCH * found["sample_s"]
     found["worker_s"] = (runs[3]["first_s"] - runs[1]["first_s"]) / 2
-    begun = time.perf_counter()
-    for _ in range(SLEEPS):
-        time.sleep(0.003)
-    found["late_s"] = (time.perf_counter() - begun) / SLEEPS - 0.003  # how late a sleep ends here
     found["send_s"] = trained(here, scratch, Run(NORMAL, num_workers=1, step_s=0.01))["waits_s"]
     return found
 
@@ -207,11 +204,8 @@ def predicted(folder: Path, run: Run, costs: dict[str, float]) -> dict[str, Any]
     if limit := run.dataset.get("cache_limit"):
         settings["cache_limit"] = parse_bytes(limit)
     link = Link(run.pace.latency_s, run.pace.bytes_per_s or 1e10, run.pace.all_bytes_per_s)
-    late_s, work = costs["late_s"], Work(**{name: cost for name, cost in costs.items() if name != "late_s"})
-    sleeps = {"step_s": run.step_s, "sample_s": run.sample_s}
-    slept = {name: seconds + late_s for name, seconds in sleeps.items() if seconds}
-    work = replace(work, step_s=slept.get("step_s", 0.0), sample_s=work.sample_s + slept.get("sample_s", 0.0))
-    node = Node(num_workers=run.num_workers, num_cores=os.cpu_count(), **settings)
+    work = replace(Work(**costs), step_s=run.step_s, sample_s=costs["sample_s"] + run.sample_s)
+    node = Node(num_workers=run.num_workers, **settings)
     shards = Shards.of([index], index_bytes=(folder / run.data / "index.json").stat().st_size)
     begun = time.perf_counter()
     found = simulate(Part(training, shards), Machine(link, work, node))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+import numpy as np
+
 from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
 from lightning_stream.order.chain import readable
 from lightning_stream.order.downloads import DownloadPlan, estimate_downloads, plan_downloads
@@ -16,9 +18,9 @@ from lightning_stream.simulation.settings import Machine, Node
 
 _MICRO_BATCHES, _POSITIONS = 6000, 1 << 21  # simulated step by step, at most; the rest continues like their end
 _LEAST_STEPS = 3
-QUICK = 0.1
+QUICK = 0.3
 """Of the steps of a detailed simulation: enough for a curve."""
-_STEADY_STEPS = 8  # from so many on, their second half shows what the look-ahead costs
+_STEADY_STEPS = 9  # from so many on, their last third shows what the look-ahead costs
 _LEAST_EFFICIENCY = 0.05
 # Of an epoch whose downloads are counted; those of a longer one are estimated.
 _EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256
@@ -64,8 +66,12 @@ class Part:
         training = self.training
         epoch, size, world = training.epoch, training.batch_size, training.world
         stored, samples = self.shards.stored_bytes, training.run.epoch(epoch).documents.num_samples
-        if samples > _EXACT_SAMPLES or (world.num_replicas > _EXACT_REPLICAS and self.num_steps > 1):
-            return estimate_downloads(training.run, epoch=epoch, batch_size=size, world=world, shard_bytes=stored)
+        if samples > _EXACT_SAMPLES or world.num_replicas > _EXACT_REPLICAS:
+            found = estimate_downloads(training.run, epoch=epoch, batch_size=size, world=world, shard_bytes=stored)
+            if self.num_steps > 1:
+                return found
+            first = {shard for own in training.needs(0, 0, 1) for need in own for shard in need.shards}
+            return replace(found, num_bytes=np.full(world.num_nodes, int(stored[list(first)].sum())))
         tail = training.tail
         return plan_downloads(training.run, epoch=epoch, batch_size=size, world=world, tail=tail, shard_bytes=stored)
 
@@ -78,10 +84,6 @@ class Part:
     def needs(self) -> list[list[Need]]:
         """What each rank of the busiest node reads in the simulated steps."""
         return self.training.needs(self.busiest, 0, self.num_simulated)
-
-    def model(self, machine: Machine) -> NodeModel:
-        """The busiest node in the simulated steps."""
-        return NodeModel(self.needs, self.training, self.shards, machine)
 
     def resume_s(self, machine: Machine) -> float | None:
         """Seconds to the first batch from the middle of the epoch; None where the epoch is too short."""
@@ -119,14 +121,15 @@ class Outcome:
     """The simulated steps of a training run on a machine, and how the rest of its epoch continues."""
 
     def __init__(self, part: Part, machine: Machine) -> None:
-        self.part, self.machine, self.model = part, machine, part.model(machine)
+        self.part, self.machine = part, machine
+        self.model = NodeModel(part.needs, part.training, part.shards, machine)
         self.model.run()
         self.is_stuck = len(self.model.step_ends) < part.num_simulated
         bytes_once = int(part.shards.stored_bytes[list(self.model.disk.were_here)].sum())
         self.again = max(1.0, self.model.num_bytes / max(1, bytes_once))
         self.left_steps = left_steps = part.num_steps - part.num_simulated
         left_bytes = int(part.downloads.num_bytes.max()) * self.again - self.model.num_bytes
-        self.demands = self._seconds(left_steps, max(0.0, left_bytes)) if left_steps else self._of_second_half()
+        self.demands = self._seconds(left_steps, max(0.0, left_bytes)) if left_steps else self._of_end()
         self.rest_s = max(self.demands.values()) / self._efficiency() if left_steps else 0.0
         self.end_s = self.model.step_ends[-1] if self.model.step_ends else self.model.clock.now
         self.epoch_s = self.end_s + self.rest_s
@@ -158,27 +161,32 @@ class Outcome:
         largest = max(("connection", "latency", "unpacking"), key=found.__getitem__)
         return {**found, largest: fetching_s}
 
-    def _of_second_half(self) -> dict[str, float]:
-        model, half = self.model, len(self.model.step_ends) // 2
-        if not half:
+    @property
+    def _steady_from(self) -> int:
+        """The first of the last third of the simulated steps: it starts with a full look-ahead."""
+        return 2 * len(self.model.step_ends) // 3
+
+    def _of_end(self) -> dict[str, float]:
+        model, first = self.model, self._steady_from
+        if not first:
             return self._seconds(1, model.num_bytes)
-        return self._seconds(len(model.step_ends) - half, model.fetched[-1] - model.fetched[half - 1])
+        return self._seconds(len(model.step_ends) - first, model.fetched[-1] - model.fetched[first - 1])
 
     def _efficiency(self) -> float:
-        """The part of the possible throughput that the second half of the simulated steps had."""
+        """The part of the possible throughput that the last third of the simulated steps had."""
         ends = self.model.step_ends
         if len(ends) < _STEADY_STEPS:
             return 1.0
-        spent_s = ends[-1] - ends[len(ends) // 2 - 1]
-        return min(1.0, max(_LEAST_EFFICIENCY, max(self._of_second_half().values()) / max(spent_s, 1e-9)))
+        spent_s = ends[-1] - ends[self._steady_from - 1]
+        return min(1.0, max(_LEAST_EFFICIENCY, max(self._of_end().values()) / max(spent_s, 1e-9)))
 
     @property
     def steady_step_s(self) -> float:
         """Seconds of a step after the start."""
-        ends, half = self.model.step_ends, len(self.model.step_ends) // 2
+        ends, first = self.model.step_ends, self._steady_from
         if self.rest_s:
             return self.rest_s / self.left_steps
-        return (ends[-1] - ends[half - 1]) / (len(ends) - half) if half else self.after_first_s
+        return (ends[-1] - ends[first - 1]) / (len(ends) - first) if first else self.after_first_s
 
     @property
     def wait_share(self) -> float:

@@ -205,10 +205,11 @@ class NodeModel:
 
     def _by_range(self, worker: Worker, need: Need) -> float:
         """Read samples by ranges where that costs less than their shards; return the seconds."""
-        found = worker.ranges.read({shard: need.shards[shard] for shard in worker.missing})
-        worker.missing.difference_update(found.shards)
-        seconds = found.num_rounds * self.latency_s + found.largest_bytes / self.link.fastest
-        return seconds + found.num_requests * self.work.shard_s  # one after another, by Python's lock
+        chosen = worker.ranges.chosen({shard: need.shards[shard] for shard in worker.missing})
+        worker.missing.difference_update(chosen)
+        num_requests, rounds, largest_bytes = worker.ranges.read({shard: need.shards[shard] for shard in chosen})
+        seconds = rounds * self.latency_s + largest_bytes / self.link.fastest
+        return seconds + num_requests * self.work.shard_s  # one after another, by Python's lock
 
     def _got(self, worker: Worker, what: int) -> None:
         """Make the batch in progress once the last of what it waits for is here."""

@@ -4,24 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from lightning_stream.reading.range_reads import REQUEST_BYTES, THREADS, are_cheaper
 from lightning_stream.simulation.needs import Shards
 
 
-class Ranged(NamedTuple):
-    """What was read by ranges for a batch: of these shards, in so many rounds of requests that go out together."""
-
-    shards: list[int]
-    num_requests: int = 0
-    num_bytes: int = 0
-    num_rounds: int = 0
-    largest_bytes: int = 0
-
-
 class RangeReads:
-    """What one process has read by ranges so far.
+    """What one process has read by ranges so far: so many requests and bytes.
 
     Args:
         shards: The data.
@@ -34,38 +23,33 @@ class RangeReads:
         self._has_table: set[int] = set()
         self.num_requests = self.num_bytes = 0
 
-    def read(self, wanted: Mapping[int, int]) -> Ranged:
-        """Read so many samples of each shard by ranges, where that is cheaper than the shard."""
+    def chosen(self, wanted: Mapping[int, int]) -> list[int]:
+        """The shards of which so many samples are read by ranges, because that is cheaper than the shard."""
         if self._starts is False or (self._starts is None and self.num_requests >= self._spare_requests):
-            return Ranged([])
+            return []
         found = [shard for shard, count in wanted.items() if self._is_cheaper(shard, count)]
-        num_requests = sum(1 + wanted[shard] for shard in found)
-        is_too_much = len(found) < len(wanted) or self.num_requests + num_requests > self._spare_requests
-        if self._starts is None and is_too_much:
-            return Ranged([])
-        return self._read({shard: wanted[shard] for shard in found})
+        num_requests = self.num_requests + sum(1 + wanted[shard] for shard in found)
+        is_whole = len(found) == len(wanted) and num_requests <= self._spare_requests
+        return found if self._starts or is_whole else []
 
     def _is_cheaper(self, shard: int, count: int) -> bool:
         size, samples = int(self._shards.raw_bytes[shard]), int(self._shards.num_samples[shard])
-        table, spent = self._table_bytes(shard), self._spent[shard]
-        cost = table + REQUEST_BYTES * (table > 0)
-        return bool(self._shards.has_ranges[shard]) and are_cheaper(count, size, samples, table=cost, spent=spent)
+        table = 0 if shard in self._has_table else REQUEST_BYTES + 4 * samples
+        is_cheaper = are_cheaper(count, size, samples, table=table, spent=self._spent[shard])
+        return bool(self._shards.has_ranges[shard]) and is_cheaper
 
-    def _table_bytes(self, shard: int) -> int:
-        return 0 if shard in self._has_table else 4 * int(self._shards.num_samples[shard])
-
-    def _read(self, wanted: Mapping[int, int]) -> Ranged:
-        num_requests = num_bytes = largest = num_tables = 0
+    def read(self, wanted: Mapping[int, int]) -> tuple[int, int, int]:
+        """Read so many samples of each shard: the requests, in how many rounds, and the bytes of the largest."""
+        num_requests = largest = num_tables = 0
         for shard, count in wanted.items():
-            each = int(self._shards.raw_bytes[shard]) // max(1, int(self._shards.num_samples[shard]))
-            table = self._table_bytes(shard)
-            requests, size = count + (table > 0), count * each + table
+            samples, is_first = int(self._shards.num_samples[shard]), shard not in self._has_table
+            each = int(self._shards.raw_bytes[shard]) // max(1, samples)
+            requests, size = count + is_first, count * each + 4 * samples * is_first
             self._spent[shard] += requests * REQUEST_BYTES + size
-            num_tables += table > 0
-            num_requests, num_bytes, largest = num_requests + requests, num_bytes + size, max(largest, each)
+            self.num_bytes += size
+            num_requests, largest, num_tables = num_requests + requests, max(largest, each), num_tables + is_first
         self._has_table.update(wanted)
         self.num_requests += num_requests
-        self.num_bytes += num_bytes
         # Samples of one size are requested together with the tables.
         rounds = -(-num_requests // THREADS) + (num_tables > 0 and not self._shards.has_equal_sizes)
-        return Ranged(list(wanted), num_requests, num_bytes, rounds, largest)
+        return num_requests, rounds, largest

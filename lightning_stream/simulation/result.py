@@ -87,11 +87,6 @@ class Simulated:
     timeline: Timeline | None
     machine: Machine
 
-    @property
-    def is_input_bound(self) -> bool:
-        """Whether training waits for data again and again."""
-        return self.wait_share >= INPUT_BOUND
-
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        return {**asdict(self), "is_input_bound": self.is_input_bound}
+        return {**asdict(self), "is_input_bound": self.wait_share >= INPUT_BOUND}

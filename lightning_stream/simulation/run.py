@@ -10,6 +10,7 @@ from lightning_stream.simulation.result import INPUT_BOUND, Simulated, Timeline
 from lightning_stream.simulation.settings import Machine
 
 _POINTS = 500
+_SHOWN_GAIN = 1.05
 _LEAST_S = 1e-6  # an epoch of one batch takes no time after it, if training takes none
 
 
@@ -82,7 +83,7 @@ def _finding(outcome: Outcome, limited_by: str, gains: dict[str, float]) -> str:
         return f"Not input-bound: training waits {share} of the time for data."
     gain = gains.get(limited_by, 1.0)
     times = f"over {gain:.0f}" if gain == MOST_GAIN else f"{gain:.1f}"
-    faster = f" Without this limit, it would be {times} times as fast." if gain > 1 else ""
+    faster = f" Without this limit, it would be {times} times as fast." if gain >= _SHOWN_GAIN else ""
     waits = f"Input-bound: training waits {share} of the time for data. " if outcome.machine.work.step_s else ""
     return f"{waits}{_LIMITS[limited_by]}{faster}"
 

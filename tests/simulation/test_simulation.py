@@ -25,6 +25,7 @@ from lightning_stream.simulation import (
     Work,
     simulate,
 )
+from lightning_stream.simulation.node import NodeModel
 
 FAST = Link(latency_s=0.0, connection_bytes_per_s=1e15)
 FREE = Work(
@@ -177,7 +178,7 @@ def test_a_cache_that_is_too_small_fetches_again_as_a_replay_does(limit: int) ->
     run = training((32,) * 24, batch_size=4, canonical_nodes=1, window=24)
     node = Node(predownload=4, cache_limit=limit * MB, fetch_threads=1)
     part = Part(run, shards())
-    model = part.model(Machine(FAST, replace(FREE, step_s=1.0), node))
+    model = NodeModel(part.needs, run, part.shards, Machine(FAST, replace(FREE, step_s=1.0), node))
     model.run()
     assert len(model.step_ends) == part.num_steps
     assert model.num_fetched == replayed_fetches(run, limit, 1)
@@ -253,6 +254,16 @@ def test_a_part_of_the_steps_predicts_the_whole_epoch(given: dict[str, Any]) -> 
     assert part.simulated_share < 0.5 < whole.simulated_share
     assert part.epoch_s == pytest.approx(whole.epoch_s, rel=0.1)
     assert part.download_bytes == whole.download_bytes
+
+
+@pytest.mark.parametrize("nodes", [16, 32, 64])
+def test_a_point_of_the_curve_is_near_a_simulation_of_all_steps(nodes: int) -> None:
+    run = training((1000,) * 2000, batch_size=256 * nodes, nodes=nodes, devices=8)
+    machine = Machine(Link(0.05, 20 * MB, 600 * MB), Work(step_s=0.1), Node(num_workers=2))
+    data = Shards.alike(2000, 64 << 20, 1000)
+    whole, part = (simulate(Part(run, data, most), machine) for most in (4.0, QUICK))
+    assert part.simulated_share < 0.4 < whole.simulated_share == 1.0
+    assert part.epoch_s == pytest.approx(whole.epoch_s, rel=0.1)
 
 
 def test_a_hundred_thousand_shards_on_a_thousand_nodes_are_a_few_steps() -> None:
