@@ -37,6 +37,7 @@ class Plan:
         method: And that are of this method. A "flip" spoils what is sent with a PUT, and what is answered to a GET.
         burst: An "error" makes this many requests in a row fail.
         left: How many more faults may be injected.
+        once: Only the first request for each path goes wrong.
         seed: Of the draws.
     """
 
@@ -48,6 +49,7 @@ class Plan:
     method: str = "GET"
     burst: int = 1
     left: int = 1 << 60
+    once: bool = False
     seed: int = 0
 
 
@@ -144,6 +146,8 @@ class FaultProxy:
 
     def _draw(self, method: bytes, path: bytes, *, resumed: bool) -> str | None:
         if method != self.plan.method.encode() or self.plan.only.encode() not in path or self.plan.left <= 0:
+            return None
+        if self.plan.once and self.asked[method.decode(), urlsplit(path.decode()).path] > 1:
             return None
         if self._burst_left > 0:
             self._burst_left -= 1
