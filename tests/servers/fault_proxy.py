@@ -34,10 +34,10 @@ class Plan:
         probability: Of each fault per answered request, by its name in `FAULTS`.
         resumed: Of each fault per request that resumes a body (a range that does not begin at 0), by its name.
         only: Faults befall requests whose path holds this.
-        once: And that are the first ones of their path.
         method: And that are of this method. A "flip" spoils what is sent with a PUT, and what is answered to a GET.
         burst: An "error" makes this many requests in a row fail.
         left: How many more faults may be injected.
+        once: Only the first request for each path goes wrong.
         seed: Of the draws.
     """
 
@@ -46,10 +46,10 @@ class Plan:
     probability: dict[str, float] = field(default_factory=dict)
     resumed: dict[str, float] = field(default_factory=dict)
     only: str = "shard"
-    once: bool = False
     method: str = "GET"
     burst: int = 1
     left: int = 1 << 60
+    once: bool = False
     seed: int = 0
 
 
