@@ -157,9 +157,13 @@ def _picture(samples: Mapping[int, Mapping[str, Any]]) -> bytes:
     cells: list[tuple[Any, str]] = []
     for number, sample in samples.items():
         found = [_thumbnails(value, _PICTURE_THUMB) for value in sample.values()]
-        labels = [str(plain(value)) for value in sample.values() if isinstance(value, (int, str, np.integer))]
+        labels = [as_text("", plain(value)) for value in sample.values() if isinstance(value, (int, str, np.integer))]
         cells += [(image, f"{number} · {' · '.join(labels)}") for images, _ in found for image in images]
-        cells += [(pillow().new("RGB", (1, 1)), f"{number}{problem}") for _, problem in found if problem]
+        cells += [
+            (pillow().new("RGB", (_PICTURE_THUMB, _PICTURE_THUMB), "#ddd"), f"{number}{problem}")
+            for _, problem in found
+            if problem
+        ]
     if not cells:
         names = list(dict.fromkeys(name for sample in samples.values() for name in sample))
         raise ValueError(f"a .png shows images; these samples have none, but {as_text('', names)}.")
