@@ -14,7 +14,7 @@ from lightning_stream.cache.fetch import verify
 from lightning_stream.cache.folder import CONTROL, CacheFolder, cache_root, default_folder
 from lightning_stream.cli.arguments import add_store_options
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.errors import DigestError, FormatError
+from lightning_stream.errors import DigestError, FormatError, redact
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.order.chain import readable
@@ -65,7 +65,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
 def _caches(options: argparse.Namespace) -> list[_Cache]:
     if options.dataset is not None:
         path = _folder(options)
-        return [_Cache(path)] if (path / CONTROL).is_dir() else []
+        if not (path / CONTROL).is_dir():
+            raise ValueError(f"this machine keeps no cache of {redact(options.dataset)}. See `cache ls`")
+        return [_Cache(path)]
     root = cache_root()
     return [_Cache(path.parent) for path in sorted(root.glob(f"*/{CONTROL}"))] if root.is_dir() else []
 
