@@ -106,7 +106,7 @@ def test_the_cache_of_one_version_is_verified(url: str, tmp_path: Path, answer: 
         (["prune"], "prune needs --to BYTES"),
         (["ls", "--to", "1gb"], "belong to `cache prune`"),
         (["prune", "--unused", "soon"], "--unused is a time such as"),
-        (["verify", "s3://bucket/typo"], "keeps no cache of s3://bucket/typo"),
+        (["verify", "/no/such/folder"], "keeps no cache of /no/such/folder"),
     ],
 )
 def test_wrong_arguments_of_cache_are_refused(answer: Answer, given: list[str], rule: str) -> None:
