@@ -46,7 +46,7 @@ class PageFile:
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
-        self.path, self._say, self._has_failed = path, say, False
+        self.path, self._say, self._has_failed = path.absolute(), say, False  # a run may change its folder
         self._stamp: tuple[int, int] | None = None  # of the page that this launch wrote or continues
 
     def former(self, *, continues: bool) -> tuple[dict[str, Any], list[Row]] | None:

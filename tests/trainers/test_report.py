@@ -107,6 +107,16 @@ def test_the_page_begins_with_the_name_of_the_run_and_how_it_ended(data: Path) -
     assert first["text"].startswith(f"RuntimeError: {EVIL}")
 
 
+def test_a_run_that_changes_its_folder_writes_one_page(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data)
+    with RunReport("page.html", loader_of(data)) as report:
+        (data / "other").mkdir()
+        monkeypatch.chdir(data / "other")
+    assert report.path == data / "page.html"
+    assert values_in(data / "page.html")["kept"]["launches"][0]["ended"] == "finished"
+    assert list(Path().iterdir()) == []
+
+
 def test_many_streams_are_shown_as_the_largest_and_the_rest(tmp_path: Path) -> None:
     streams = [Stream(remote=str(tmp_path / f"s{k}")) for k in range(25)]
     for k in range(25):
