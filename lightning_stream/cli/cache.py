@@ -14,8 +14,8 @@ from lightning_stream.cache.fetch import verify
 from lightning_stream.cache.folder import CONTROL, CacheFolder, cache_root, default_folder
 from lightning_stream.cli.arguments import add_store_options
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.errors import DigestError, FormatError
-from lightning_stream.formats.index import INDEX_NAME, Index
+from lightning_stream.errors import DigestError, FormatError, redact
+from lightning_stream.formats.index import Index
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.order.chain import readable
 from lightning_stream.stores import LocalStore, open_store
@@ -29,6 +29,7 @@ EXAMPLES = """examples:
   lightning-stream cache prune s3://bucket/train --unused 7d
 """
 _UNKNOWN = "unknown"
+_INDEXES = "index*.json"  # of the newest version, and of those that were asked for
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
@@ -64,7 +65,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
 def _caches(options: argparse.Namespace) -> list[_Cache]:
     if options.dataset is not None:
         path = _folder(options)
-        return [_Cache(path)] if (path / CONTROL).is_dir() else []
+        if not (path / CONTROL).is_dir():
+            raise ValueError(f"this machine keeps no cache of {redact(options.dataset)}. See `cache ls`")
+        return [_Cache(path)]
     root = cache_root()
     return [_Cache(path.parent) for path in sorted(root.glob(f"*/{CONTROL}"))] if root.is_dir() else []
 
@@ -103,14 +106,11 @@ def _verify(options: argparse.Namespace, out: Output) -> int:
     damaged: list[dict[str, Any]] = []
     num_shards, caches = 0, _caches(options)
     for cache in caches:
-        index_path, evictor = cache.path / INDEX_NAME, cache.evictor
+        evictor = cache.evictor
         held = {entry.names[0]: entry for entry in evictor.log.entries()}
-        if not index_path.is_file():
-            continue
-        index = Index.from_file(index_path)
-        for entry in map(index.entry, range(index.num_shards)):
-            if entry.raw.basename not in held:
-                continue
+        indexes = [Index.from_file(path) for path in cache.path.glob(_INDEXES)]
+        entries = (index.entry(number) for index in indexes for number in range(index.num_shards))
+        for entry in {entry.raw.basename: entry for entry in entries if entry.raw.basename in held}.values():
             num_shards += 1
             out.progress(f"{num_shards:,} shards")
             try:

@@ -282,15 +282,19 @@ def local_checkpoint(checkpoint: str, options: Mapping[str, Any] | None, folder:
         if found or path.is_file() or any((path / one).is_file() for one in ("meta.pt", ".metadata")):
             path = max(found, key=lambda one: one.stat().st_mtime, default=path)
             return str(path), path
-    elif not above.endswith("/") and (parent := open_store(above, options)).exists(name):
-        return checkpoint, _downloaded(parent, name, folder)
     else:
-        for one in (*_OF_A_RUN, "meta.pt"):
-            if store.exists(one):
-                return f"{store.url}/{one}", _downloaded(store, one, folder)
-        if store.exists(".metadata"):
-            _download_sharded(store, folder)
-            return store.url, folder
+        parent = None if above.endswith("/") else open_store(above, options)
+        # A web server may answer for a folder, too, with a page that lists it.
+        is_there = parent is not None and parent.exists(name)
+        if not is_there or not Path(name).suffix:
+            for one in (*_OF_A_RUN, "meta.pt"):
+                if store.exists(one):
+                    return f"{store.url}/{one}", _downloaded(store, one, folder)
+            if store.exists(".metadata"):
+                _download_sharded(store, folder)
+                return store.url, folder
+        if parent is not None and is_there:
+            return checkpoint, _downloaded(parent, name, folder)
     raise NotFoundError(
         f"there is no checkpoint at {store.url}, and no {', '.join(_LATEST)} below it. Check the path or URL."
     )

@@ -50,9 +50,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
     for dataset in datasets_of(options):
         bad = _lint(dataset, options, workers, out)
         out.data["datasets"].append({"url": dataset.store.url, "bad": bad})
-        verdict = f"BAD ({len(bad):,})" if bad else "OK"
+        verdict, done = (f"BAD ({len(bad):,})", "checked") if bad else ("OK", "decoded")
         count = dataset.index.num_samples - dataset.index.num_deleted
-        out.line(f"{verdict}: {dataset.store.url}: {count:,} samples decoded")
+        out.line(f"{verdict}: {dataset.store.url}: {count:,} samples {done}")
     return ExitCode.NO if any(one["bad"] for one in out.data["datasets"]) else ExitCode.OK
 
 

@@ -124,7 +124,7 @@ def _thumbnails(value: Any, size: int) -> tuple[list[Any], str]:
     try:
         return [_thumbnail(image, size) for image in images_in(value)], ""
     except Exception as error:  # noqa: BLE001 - Pillow raises anything for a damaged file
-        return [], f" (cannot be decoded: {error})"
+        return [], f" (cannot be decoded: {' '.join(str(error).split())})"
 
 
 def _thumbnail(image: Any, size: int) -> Any:
@@ -153,11 +153,12 @@ def _sound(value: Any) -> str | None:
 def _picture(samples: Mapping[int, Mapping[str, Any]]) -> bytes:
     """All images in a grid, each above its sample's id and short values, as PNG."""
     cells: list[tuple[Any, str]] = []
+    size = (_PICTURE_THUMB, _PICTURE_THUMB)
     for number, sample in samples.items():
         found = [_thumbnails(value, _PICTURE_THUMB) for value in sample.values()]
-        labels = [str(plain(value)) for value in sample.values() if isinstance(value, (int, str, np.integer))]
+        labels = [as_text("", plain(value)) for value in sample.values() if isinstance(value, (int, str, np.integer))]
         cells += [(image, f"{number} · {' · '.join(labels)}") for images, _ in found for image in images]
-        cells += [(pillow().new("RGB", (1, 1)), f"{number}{problem}") for _, problem in found if problem]
+        cells += [(pillow().new("RGB", size, "#ddd"), f"{number}{problem}") for _, problem in found if problem]
     if not cells:
         names = list(dict.fromkeys(name for sample in samples.values() for name in sample))
         raise ValueError(f"a .png shows images; these samples have none, but {as_text('', names)}.")

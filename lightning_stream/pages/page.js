@@ -92,7 +92,7 @@ class Chart {
 
   draw() {
     const {about, x} = this, width = this.place.clientWidth || 600, values = this.values();
-    const start = about.intervals ? Math.min(0, x[0]) : x[0];
+    const start = about.log ? x[0] : Math.min(0, x[0]);
     const [from, to] = zooms[about.x] || [start, Math.max(x[x.length - 1], start + 1e-9)];
     const at = about.log ? Math.log10 : (value) => value;
     this.toX = (value) => LEFT + (at(value) - at(from)) / (at(to) - at(from) || 1) * (width - LEFT - RIGHT);
@@ -170,9 +170,10 @@ class Chart {
     const line = (list) => list.map(([x, y]) => `${x.toFixed(1)} ${y.toFixed(1)}`).join("L");
     const path = runs.map((run) => {
       const over = run.flatMap((i) => points(upper, i));
+      if (over.length < 2) over.push(over[0]);  // a dot
       return lower ? `M${line([...over, ...run.flatMap((i) => points(lower, i)).reverse()])}Z` : `M${line(over)}`;
     }).join("");
-    const style = lower ? `fill:${color(k)};fill-opacity:.75` : `fill:none;stroke:${color(k)};stroke-width:1.7`;
+    const style = lower ? `fill:${color(k)};fill-opacity:.75` : `fill:none;stroke:${color(k)};stroke-width:1.7;stroke-linecap:round`;
     return element("path", {d: path, style: `${style};stroke-linejoin:round`, "data-name": this.about.series[k].name});
   }
 

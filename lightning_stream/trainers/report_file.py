@@ -46,7 +46,7 @@ class PageFile:
     """
 
     def __init__(self, path: Path, say: Callable[[str], object]) -> None:
-        self.path, self._say, self._has_failed = path, say, False
+        self.path, self._say, self._has_failed = path.absolute(), say, False  # a run may change its folder
         self._stamp: tuple[int, int] | None = None  # of the page that this launch wrote or continues
 
     def former(self, *, continues: bool) -> tuple[dict[str, Any], list[Row]] | None:
@@ -60,7 +60,7 @@ class PageFile:
             page_of(found[0], values["columns"])  # all that the next page will need is there
             if found[0]["format"] != FORMAT or not found[0]["interval_s"] > 0:
                 raise ValueError(f"format {found[0]['format']!r}")
-        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, OSError, RecursionError) as error:
             found, problem = None, f"{type(error).__name__}: {error}"
         if found is not None and continues:
             self._stamp = _stamp(self.path)
@@ -104,6 +104,8 @@ def _free_name(path: Path) -> Path:
 
 def _rows_in(values: Mapping[str, Any]) -> list[Row]:
     names = [name for name in values["columns"] if not name.startswith("=")]  # the others are computed from these
+    if odd := [name for name in names if not all(isinstance(one, (int, float)) for one in values["columns"][name])]:
+        raise TypeError(f"the column {odd[0]} holds other values than numbers")
     rows = zip(*(values["columns"][name] for name in names), strict=True)
     return [dict(zip(names, row, strict=True)) for row in rows]
 

@@ -191,9 +191,9 @@ def test_lint_names_a_shard_that_is_missing(damaged: Path, answer: Answer) -> No
 def test_a_preview_shows_the_samples_beside_an_image_that_cannot_be_decoded(tmp_path: Path) -> None:
     whole, bomb = jpeg(1, width=4000), io.BytesIO()
     images.new("1", (20_000, 20_000)).save(bomb, "PNG")  # more pixels than Pillow opens
-    with MDSWriter(out=str(tmp_path / "data"), columns={"image": "bytes", "label": "int"}) as writer:
-        for label, image in enumerate((whole, whole[:-20], bomb.getvalue())):
-            writer.write({"image": image, "label": label})
+    with MDSWriter(out=str(tmp_path / "data"), columns={"image": "bytes", "label": "str"}) as writer:
+        for number, image in enumerate((whole, whole[:-20], bomb.getvalue())):
+            writer.write({"image": image, "label": f"of two\nlines {number}"})
     for name in ("page.html", "page.png"):
         assert main(["preview", str(tmp_path / "data"), "--out", str(tmp_path / name)]) == 0
     page = (tmp_path / "page.html").read_text()

@@ -92,12 +92,21 @@ def test_a_damaged_shard_in_a_cache_is_deleted(url: str, tmp_path: Path, answer:
     assert answer("cache", "verify") == (0, {"shards": 6, "damaged": []})
 
 
+def test_the_cache_of_one_version_is_verified(url: str, tmp_path: Path, answer: Answer) -> None:
+    digest = answer("inspect", f"{url}/val")[1]["datasets"][0]["digest"]
+    assert answer("pull", f"{url}/val", "--version", digest[:12])[0] == 0
+    damaged = next((tmp_path / "cache").glob("*val*/shard.00000.mds"))
+    damaged.write_bytes(bytes(damaged.stat().st_size))
+    assert len(answer("cache", "verify")[1]["damaged"]) == 1
+
+
 @pytest.mark.parametrize(
     ("given", "rule"),
     [
         (["prune"], "prune needs --to BYTES"),
         (["ls", "--to", "1gb"], "belong to `cache prune`"),
         (["prune", "--unused", "soon"], "--unused is a time such as"),
+        (["verify", "/no/such/folder"], "keeps no cache of /no/such/folder"),
     ],
 )
 def test_wrong_arguments_of_cache_are_refused(answer: Answer, given: list[str], rule: str) -> None:

@@ -76,6 +76,7 @@ def test_explain_reads_a_checkpoint_in_a_store(shards: Path, tmp_path: Path, ans
     trained(StreamingDataset(remote=str(shards / "train"), shuffle=True), tmp_path / "last.ckpt")
     with WebServer() as server:
         server.objects["/runs/flowers/checkpoints/last.ckpt"] = (tmp_path / "last.ckpt").read_bytes()
+        server.objects["/runs/flowers"] = b"<html>a server may list a folder</html>"
         for url in ("runs/flowers/checkpoints/last.ckpt", "runs/flowers"):
             code, about = answer("explain", f"{server.url}/{url}")
             assert (code, about["samples_trained_on"]) == (0, 24)
@@ -106,6 +107,7 @@ def test_explain_downloads_only_the_position_of_a_sharded_checkpoint(
         for file in (tmp_path / "ep0").iterdir():
             server.objects[f"/run/ep0/{file.name}"] = file.read_bytes()
         server.objects["/run/ep0/weights.distcp"] = b"never asked for"
+        server.objects["/run/ep0"] = b"<html>a server may list a folder</html>"
         code, about = answer("explain", f"{server.url}/run/ep0")
         assert server.count("GET", "weights") == 0
     assert (code, about["samples_trained_on"]) == (0, 8)

@@ -17,6 +17,7 @@ import pytest
 import lightning_stream
 from lightning_stream import MDSWriter
 from lightning_stream.cli import build_parser, main
+from lightning_stream.cli.output import as_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -150,6 +151,15 @@ def test_an_output_that_cannot_be_written_is_one_line(shards: Path) -> None:
         )  # fmt: skip
     assert done.returncode == 2
     assert re.fullmatch(r"error: the output: [^\n]*No space left on device\n", done.stderr)
+
+
+def test_a_program_without_an_output_succeeds(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["inspect", str(shards)]) == 0
+
+
+def test_large_numbers_have_separators_and_no_exponent() -> None:
+    assert as_text("mean", [27896.4, 1234567.0, 0.000012, 1e300]) == "27,896, 1,234,567, 1.2e-05, 1e+300"
 
 
 def test_pipes_get_no_control_codes(shards: Path, tmp_path: Path) -> None:

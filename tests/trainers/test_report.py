@@ -107,6 +107,16 @@ def test_the_page_begins_with_the_name_of_the_run_and_how_it_ended(data: Path) -
     assert first["text"].startswith(f"RuntimeError: {EVIL}")
 
 
+def test_a_run_that_changes_its_folder_writes_one_page(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(data)
+    with RunReport("page.html", loader_of(data)) as report:
+        (data / "other").mkdir()
+        monkeypatch.chdir(data / "other")
+    assert report.path == data / "page.html"
+    assert values_in(data / "page.html")["kept"]["launches"][0]["ended"] == "finished"
+    assert list(Path().iterdir()) == []
+
+
 def test_many_streams_are_shown_as_the_largest_and_the_rest(tmp_path: Path) -> None:
     streams = [Stream(remote=str(tmp_path / f"s{k}")) for k in range(25)]
     for k in range(25):
@@ -178,6 +188,7 @@ def test_credentials_are_not_in_the_page(data: Path) -> None:
         b'<script type="application/json" id="page">{"kept": {}, "columns": {}}</script>',
         b'<script type="application/json" id="page">{"kept": {"format": 1, "launches": []</script>',
         b'<script type="application/json" id="page">{"kept": {"format": 1, "launches": [{}]}, "columns": {}}</script>',
+        b'<script type="application/json" id="page">' + b"[" * 100_000 + b"</script>",
     ],
 )  # fmt: skip
 def test_a_former_page_that_is_damaged_or_foreign_is_kept_beside(data: Path, former: bytes) -> None:
@@ -188,6 +199,21 @@ def test_a_former_page_that_is_damaged_or_foreign_is_kept_beside(data: Path, for
     assert (data / "data_report-1.html").read_bytes() == former
     assert "data_report-1.html" in said[0]
     assert values_in(path)["kept"]["launches"][0]["ended"] == "finished"
+
+
+def test_a_former_page_whose_rows_are_no_numbers_is_kept_beside(data: Path) -> None:
+    path, tracker, said = data / "data_report.html", PositionTracker(loader_of(data)), list[str]()
+    with pytest.raises(RuntimeError):
+        train(tracker, path, stop_at=3)
+    former = path.read_text(encoding="utf-8").replace('"evictions": [0', '"evictions": [null')
+    path.write_text(former, encoding="utf-8")
+    loader = loader_of(data)
+    loader.load_state_dict(tracker.state())
+    with RunReport(path, loader, say=said.append):
+        assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES - 3 * BATCH
+    assert (data / "data_report-1.html").read_text(encoding="utf-8") == former
+    assert "evictions" in said[0]
+    assert len(values_in(path)["kept"]["launches"]) == 1
 
 
 def test_a_run_that_starts_over_keeps_the_page_of_the_former_run(data: Path) -> None:
