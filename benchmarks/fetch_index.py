@@ -1,6 +1,7 @@
 """A dataset of 100,000 shards and 10^9 samples: seconds until the first batch of a start and of a resume, and memory.
 
 python benchmarks/fetch_index.py [--shards 100000] [--rounds 3]
+python benchmarks/fetch_index.py --shards 10000 --shard-mb 64 --nodes 128    # first batches from 128 large shards
 
 From an S3 server of this machine with 25 ms to the first byte and 60 MB/s on a connection: into an empty cache; again
 with the index there; and resumed in the middle of the epoch. "ready" is when the first batch's sample ids are known.
@@ -26,15 +27,20 @@ from pathlib import Path
 
 from paced_store import Pace, serve
 
-SAMPLES, LINKS = 10_000, 30_000
+SAMPLES, ROW_BYTES, LINKS = 10_000, 2048, 30_000
 
 
-def write(folder: Path, num_shards: int) -> None:
-    """One shard under many names: a file may have 65,000 of them."""
+def write(folder: Path, num_shards: int, shard_mb: int) -> int:
+    """One shard under many names: a file may have 65,000 of them. Returns its samples."""
+    import numpy as np
+
     from lightning_stream import MDSWriter
 
-    with MDSWriter(out=folder, columns={"id": "int"}) as writer:
-        writer.write_batch({"id": range(SAMPLES)})
+    samples = (shard_mb << 20) // (ROW_BYTES + 8) or SAMPLES
+    with MDSWriter(
+        out=folder, columns={"id": f"ndarray:uint8:{ROW_BYTES if shard_mb else 8}"}, size_limit=None
+    ) as writer:
+        writer.write_batch({"id": np.zeros((samples, ROW_BYTES if shard_mb else 8), np.uint8)})
     index = json.loads((folder / "index.json").read_bytes())
     (shard,), content = index["shards"], (folder / "shard.00000.mds").read_bytes()
     raws = [{**shard["raw_data"], "basename": f"shard.{number:06}.mds"} for number in range(num_shards)]
@@ -46,6 +52,7 @@ def write(folder: Path, num_shards: int) -> None:
             path.write_bytes(content)
     shards = [{**shard, "raw_data": raw} for raw in raws]
     (folder / "index.json").write_text(json.dumps({**index, "shards": shards}, sort_keys=True))
+    return samples
 
 
 class Clock:
@@ -64,14 +71,15 @@ class Clock:
         return dict(zip(("ready", "cpu", "MiB"), taken, strict=True))
 
 
-def ours(remote: str, local: str, state: Path) -> dict:
+def ours(remote: str, local: str, state: Path, nodes: int) -> dict:
     import boto3  # noqa: F401
     import torch  # noqa: F401
 
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
     clock = Clock()
-    loader = StreamingDataLoader(StreamingDataset(remote=remote, local=local, shuffle=True), 256)
+    dataset = StreamingDataset(remote=remote, local=local, shuffle=True, num_canonical_nodes=nodes)
+    loader = StreamingDataLoader(dataset, 256)
     if state.exists():
         loader.load_state_dict(json.loads(state.read_bytes()))
     assert len(loader.trace(0).ids) == 256
@@ -84,7 +92,7 @@ def ours(remote: str, local: str, state: Path) -> dict:
     return found
 
 
-def mosaic(remote: str, local: str, state: Path) -> dict:  # noqa: ARG001
+def mosaic(remote: str, local: str, state: Path, nodes: int) -> dict:  # noqa: ARG001
     import streaming
 
     clock = Clock()
@@ -92,10 +100,11 @@ def mosaic(remote: str, local: str, state: Path) -> dict:  # noqa: ARG001
     return {**clock.read(), "first": float("nan")}
 
 
-def _run(python: str, contender: str, remote: str, local: Path, endpoint: str, state: Path) -> dict:
+def _run(python: str, contender: str, remote: str, local: Path, endpoint: str, state: Path, nodes: int = 16) -> dict:
     settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
     env = {**os.environ, **settings, "S3_ENDPOINT_URL": endpoint, "PYTHONWARNINGS": "ignore"}
     command = [python, __file__, "--contender", contender, "--remote", remote, "--local", str(local), "--state", state]
+    command += ["--nodes", str(nodes)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, check=True, timeout=600)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -103,6 +112,8 @@ def _run(python: str, contender: str, remote: str, local: Path, endpoint: str, s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shards", type=int, default=100_000)
+    parser.add_argument("--shard-mb", type=int, default=0, help="0: 120 KB")
+    parser.add_argument("--nodes", type=int, default=16, help="canonical nodes: shards that the first batch needs")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--contender", choices=("ours", "mosaic"), help=argparse.SUPPRESS)
     parser.add_argument("--remote", help=argparse.SUPPRESS)
@@ -110,12 +121,12 @@ def main() -> None:
     parser.add_argument("--state", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.contender:
-        found = {"ours": ours, "mosaic": mosaic}[args.contender](args.remote, args.local, args.state)
+        found = {"ours": ours, "mosaic": mosaic}[args.contender](args.remote, args.local, args.state, args.nodes)
         sys.stdout.write("\n" + json.dumps(found) + "\n")
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        write(folder / "data", args.shards)
+        samples = write(folder / "data", args.shards, args.shard_mb)
         none, middle = folder / "none", folder / "none.middle"
         cases = {"from S3": none, "index in the cache": none, "resumed in the middle": middle}
         found: dict[str, list[dict]] = {}
@@ -123,13 +134,13 @@ def main() -> None:
             for number, (name, state) in itertools.product(range(args.rounds), cases.items()):
                 cache = folder / f"cache{number}"
                 found.setdefault(name, []).append(
-                    _run(sys.executable, "ours", "s3://bucket/data", cache, endpoint, state)
+                    _run(sys.executable, "ours", "s3://bucket/data", cache, endpoint, state, args.nodes)
                 )
         if python := os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON"):
             found["mosaic, local"] = [_run(python, "mosaic", str(folder / "data"), folder, "", none)]
         megabytes = (folder / "data" / "index.json").stat().st_size / 1e6
         sys.stdout.write(
-            f"{args.shards:,} shards, {args.shards * SAMPLES:,} samples, an index of {megabytes:.0f} MB\n"
+            f"{args.shards:,} shards, {args.shards * samples:,} samples, an index of {megabytes:.0f} MB\n"
             f"{'':28}{'ready s':>9}{'first batch s':>15}{'CPU-s':>8}{'MiB':>8}\n"
         )
         for name, runs in found.items():

@@ -344,14 +344,16 @@ class SampleReader:
             fetch = process.fetches.get(number)
             if number in process.open or (fetch is not None and (fetch.done() or starts is False)):
                 continue
-            awaited.update([number] if fetch is not None else [])
+            cache, entry = self.entry(number)
+            if fetch is not None and not cache.present(entry):  # else it is opened soon
+                awaited.add(number)
             if self.ranges_are_cheaper(number, len(samples := indices(k))):
-                found[number] = (*self.entry(number), samples)
+                found[number] = (cache, entry, samples)
         if starts is None:  # the batch comes earlier only if it waits for none of them
             num_requests = sum(1 + len(found[number][2]) for number in awaited & found.keys())
             if awaited - found.keys() or process.ranges.num_requests + num_requests > self.spare_requests:
                 found = {number: one for number, one in found.items() if number not in awaited}
-        process.hurry(list(awaited), self.entry)
+        process.hurry(list(awaited - found.keys()), self.entry)
         with self.counters.waiting():
             return process.ranges.shards(found) if found else {}
 

@@ -13,7 +13,7 @@ from servers.shards import make_dataset, shard_content
 from lightning_stream import MDSWriter, StreamingDataset
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.dataset import source_of
-from lightning_stream.errors import LockTimeoutError
+from lightning_stream.errors import LockTimeoutError, NotFoundError
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import World
@@ -114,6 +114,67 @@ def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle
         fetch.result(30)
     assert not process.could_fetch_more()
     process.close()
+
+
+class Gate:
+    """A cache whose shards come once `go` is set; it notes which were asked for, and `fails` for some."""
+
+    def __init__(self, *fails: int) -> None:
+        self.go, self.fails = threading.Event(), fails
+        self.asked: list[int] = []
+
+    def lease(self, entry: int, wait_s: float | None = None, connections: int = 1) -> Lease:
+        self.asked.append(entry)
+        assert self.go.wait(30)
+        if entry in self.fails:
+            raise NotFoundError(f"no shard {entry}")
+        return Lease(Path(), None)
+
+    def entry(self, number: int) -> Any:
+        return self, number
+
+
+@pytest.mark.parametrize("fails", [(), (0,)])
+def test_shards_of_later_batches_are_fetched_once_those_of_the_first_have_come(fails: tuple[int, ...]) -> None:
+    cache = Gate(*fails)
+    process = ReaderProcess(8, 4, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
+    with process.lock:
+        process.announce([0, 1])
+        process.begin([0, 1], cache.entry)
+        later, unused = process.announce([2, 3]), process.announce([4])
+        process.begin([2, 3, 4], cache.entry)
+    fetches = dict(process.fetches)
+    process.take_back(unused.numbers)
+    assert not process.could_fetch_more()
+    with pytest.raises(TimeoutError):
+        fetches[2].result(0.2)
+    assert sorted(cache.asked) == [0, 1]
+    process.hurry([3], cache.entry)  # a sample that is read now
+    with pytest.raises(TimeoutError):
+        fetches[3].result(0.2)
+    assert sorted(cache.asked) == [0, 1, 3]
+    cache.go.set()
+    fetches[2].result(30)
+    assert fetches[4].cancelled()
+    assert sorted(cache.asked) == [0, 1, 2, 3]
+    with process.lock:
+        process.begin([5, 6], cache.entry)
+    for number in (5, 6):
+        process.fetches[number].result(30)
+    process.take_back(later.numbers)
+    process.close()
+
+
+def test_a_process_that_is_closed_fetches_no_shards_of_later_batches() -> None:
+    cache = Gate()
+    process = ReaderProcess(8, 4, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
+    first, second = (process.fetch([cache.entry(number)])[0] for number in (0, 1))
+    process.fetches.update({0: first, 1: second})
+    process.close()
+    cache.go.set()
+    first.result(30)
+    assert second.cancelled()
+    assert cache.asked == [0]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from servers.web import Handler, WebServer  # noqa: E402
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import FormatError, StoreError  # noqa: E402
 from lightning_stream.reading import look_ahead, range_reads  # noqa: E402
+from lightning_stream.reading.fetches import ReaderProcess  # noqa: E402
 
 WIDTH, NUM_SAMPLES, SHARD_BYTES = 1 << 16, 240, 6 << 20
 
@@ -244,6 +245,26 @@ def test_by_default_training_starts_by_range_within_the_requests_to_spare(
     asked = served.asked()
     assert sorted(name for name, value in asked if value is None) == [f"shard.0000{k}.mds" for k in range(3)]
     assert (0 < len(asked) - 3 <= 30) if not options else len(asked) == 3
+
+
+def test_a_start_by_range_does_not_wait_because_a_shard_is_in_the_cache(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look_ahead, "_FILES_PER_RANGE", 0.1)  # 30 requests for 3 shards
+    served.dataset(tmp_path).reader.fetch(np.array([1]))
+    waited: list[int] = []
+    monkeypatch.setattr(ReaderProcess, "hurry", lambda _, numbers, entry: waited.extend(numbers))
+    served.server.slow = threading.Event()
+    dataset = served.dataset(tmp_path, shuffle=True)
+    batches = iter(StreamingDataLoader(dataset, 4))
+    seen = next(batches)["id"].tolist()  # though the other shards cannot have come yet
+    needed = {f"shard.0000{number}.mds" for number in dataset.snapshot.shards_of(np.array(seen)).tolist()}
+    assert len(needed) > 1
+    assert {name for name, value in served.asked() if value is not None} == needed - {"shard.00001.mds"}
+    assert set(waited) <= {1}  # no further connection is opened for shards that the batch does not wait for
+    served.server.slow.set()
+    seen += [number for batch in batches for number in batch["id"].tolist()]
+    assert sorted(seen) == list(range(NUM_SAMPLES))
 
 
 def test_a_subset_of_few_samples_reads_only_these(served: Served, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_a_connection_that_becomes_slow_is_given_up(server: SecureServer) -> Non
     server.objects["/x"], server.slow_after = PIECE * 128, 3_000_000
     store: Any = open_store(server.url, {"timeout_s": 0.5, "first_pause_s": 0.001})
     assert store.read("x") == server.objects["/x"]
-    assert 3 <= server.count("GET") <= 5  # what a broken chunk held comes again
+    assert server.count("GET") == 3
 
 
 def test_a_deadline_ends_a_server_that_sends_a_byte_now_and_then(server: SecureServer) -> None:
