@@ -6,7 +6,9 @@ python benchmarks/read_photos.py [--rounds 3]      photos from $LIGHTNING_STREAM
 from __future__ import annotations
 
 import io
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from side_by_side import Clock, main
@@ -72,6 +74,16 @@ def ours_pillow(folder: Path) -> dict:
     return _ours(folder, {})
 
 
+def by_loader(folder: Path, **workers: Any) -> dict:
+    from lightning_stream import StreamingDataLoader, StreamingDataset
+    from lightning_stream.formats.encodings.jpeg import decode_jpeg
+
+    dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True, decoders={"image": decode_jpeg})
+    loader = StreamingDataLoader(dataset, BATCH, **workers)
+    clock = Clock()
+    return clock.stop(sum(len(batch["image"]) for _ in range(4) for batch in loader))
+
+
 def mosaic(folder: Path) -> dict:
     from streaming import StreamingDataset
 
@@ -105,6 +117,9 @@ if __name__ == "__main__":
         "bare decoder": bare_decoder,
         "ours, scaled": ours_scaled,
         "ours, PIL images": ours_pillow,
+        "loader": by_loader,
+        "loader, two threads": partial(by_loader, num_workers=2, workers="threads"),
+        "loader, two workers": partial(by_loader, num_workers=2),
         "mosaic": mosaic,
         "litdata": litdata,
     }
