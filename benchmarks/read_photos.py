@@ -154,6 +154,16 @@ def ours_pillow(folder: Path) -> dict:
     return _ours(folder, {})
 
 
+def by_loader(folder: Path, **workers: Any) -> dict:
+    from lightning_stream import StreamingDataLoader, StreamingDataset
+    from lightning_stream.formats.encodings.jpeg import decode_jpeg
+
+    dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True, decoders={"image": decode_jpeg})
+    loader = StreamingDataLoader(dataset, BATCH, **workers)
+    clock = Clock()
+    return clock.stop(sum(len(batch["image"]) for _ in range(4) for batch in loader))
+
+
 def mosaic(folder: Path) -> dict:
     from streaming import StreamingDataset
 
@@ -187,6 +197,9 @@ if __name__ == "__main__":
         "bare decoder": bare_decoder,
         "ours, scaled": ours_scaled,
         "ours, PIL images": ours_pillow,
+        "loader": by_loader,
+        "loader, two threads": partial(by_loader, num_workers=2, workers="threads"),
+        "loader, two workers": partial(by_loader, num_workers=2),
         "mosaic": mosaic,
         "litdata": litdata,
     }

@@ -1,4 +1,7 @@
-"""Shuffled token rows (int32 x 1,024) in batches of 256, in one process or with two workers, from local shards.
+"""Shuffled token rows (int32 x 1,024) in batches of 256, in one process, threads or workers, from local shards.
+
+Where others make the batches, `trainer_ms` is the processor time of the training process per batch. "torch's way" sends
+the batches of our workers as torch sends those of a dataset of its own.
 
 python benchmarks/read_tokens.py [--rounds 3]
 """
@@ -6,6 +9,8 @@ python benchmarks/read_tokens.py [--rounds 3]
 from __future__ import annotations
 
 import ctypes
+import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -45,13 +50,20 @@ def touched(folder: Path) -> dict:
     return {"score": round(sum(counts) / len(counts) / (num_shards * (1 - (1 - 1 / num_shards) ** BATCH)), 2)}
 
 
-def two_workers(folder: Path) -> dict:
+def handed_over(folder: Path, workers: str = "processes", rows: int = BATCH, by_torch: bool = False) -> dict:
+    import lightning_stream.loading.workers
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
+    if by_torch:
+        lightning_stream.loading.workers.shared_slots = lambda *_: None
     dataset = StreamingDataset(local=str(folder / "mds"), shuffle=True)
-    loader = StreamingDataLoader(dataset, batch_size=BATCH, num_workers=2)
-    clock = Clock()
-    return clock.stop(sum(len(batch["tokens"]) for _ in range(EPOCHS) for batch in loader))
+    given = {"num_workers": 2, "workers": workers, "persistent_workers": True}
+    loader = StreamingDataLoader(dataset, batch_size=rows, **given)
+    clock, began = Clock(), time.process_time()
+    count = sum(len(batch["tokens"]) for _ in range(EPOCHS) for batch in loader)
+    trainer_ms = 1000 * (time.process_time() - began) * rows / count
+    loader.close()  # its workers are counted once they have ended
+    return clock.stop(count, trainer_ms=round(trainer_ms, 2))
 
 
 def read_batch(folder: Path) -> dict:
@@ -141,7 +153,12 @@ if __name__ == "__main__":
         {
             "ours": ours,
             "ours, read_batch": read_batch,
-            "ours, two workers": two_workers,
+            "ours, two workers": handed_over,
+            "ours, two threads": partial(handed_over, workers="threads"),
+            "torch's way": partial(handed_over, by_torch=True),
+            "64 MB, two workers": partial(handed_over, rows=64 * BATCH),
+            "64 MB, two threads": partial(handed_over, rows=64 * BATCH, workers="threads"),
+            "64 MB, torch's way": partial(handed_over, rows=64 * BATCH, by_torch=True),
             "bare numpy": bare_numpy,
             "numpy, one .npy file": one_npy_file,
             "mosaic": mosaic,

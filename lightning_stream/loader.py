@@ -45,8 +45,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         batch_size: Samples per device and micro-batch. Defaults to the dataset's.
         global_batch_size: Samples of one optimizer step over all replicas, instead of `batch_size`.
         accumulate: Micro-batches of one optimizer step on each device.
-        num_workers: How many workers make batches. 0: this process makes each when it is asked for; ``"auto"``: see
-            `choose_workers`. The batches are always the same.
+        num_workers: How many workers make batches. 0: this process makes each when it is asked for; ``"auto"``: by
+            the cores, and by what is done with samples. The batches are always the same.
         workers: ``"processes"`` (by default), or ``"threads"`` of this process, which share one reader. Threads suit
             work that releases the GIL; the transform and `collate_fn` must draw from their parameter ``rng`` alone.
         collate_fn: From a list of samples to a batch, or from ``(samples, rng)``: what it draws at random depends on

@@ -1,9 +1,10 @@
-"""All private names of torch that this package uses; `test_torch_private` tests each of them."""
+"""All private names of torch and of `multiprocessing` that are used; `test_torch_private` tests each of them."""
 
 from __future__ import annotations
 
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing import forkserver, get_context
 from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
@@ -13,6 +14,17 @@ def end_workers(batches: Any) -> None:
     """End the worker processes of torch's iterator, as its destructor does; torch has no public name for it."""
     if isinstance(batches, _MultiProcessingDataLoaderIter):
         batches._shutdown_workers()  # noqa: SLF001
+
+
+def preload_in_forkserver(context: Any) -> None:
+    """Let a forkserver import torch and this package before it forks the first worker, not in each worker.
+
+    Modules that the program has chosen itself stay.
+    """
+    found = get_context(context) if context is None or isinstance(context, str) else context
+    server = getattr(forkserver, "_forkserver", None)
+    if found.get_start_method() == "forkserver" and getattr(server, "_preload_modules", None) == ["__main__"]:
+        found.set_forkserver_preload(["__main__", "lightning_stream.loader"])
 
 
 def worker_processes(batches: Any) -> list[Any]:

@@ -119,7 +119,7 @@ class SharedSlots:
         try:
             fd = memory_file("batch", 1 << self._most.bit_length())
             try:
-                self._new[slot], self._memory[slot] = reduction.DupFd(fd), mmap.mmap(fd, 0, **MAP_OPTIONS)
+                self._new[slot], self._memory[slot] = _sendable(fd), mmap.mmap(fd, 0, **MAP_OPTIONS)
             finally:
                 os.close(fd)
         except OSError:  # no memory, or no descriptor
@@ -163,6 +163,24 @@ class SharedSlots:
         pickled, *arrays = [whole[begin:end] if lends else whole[begin:end].copy() for begin, end in ranges]
         del whole
         return pickle.loads(pickled.data, buffers=arrays)  # noqa: S301 - our own
+
+
+class _FileOfProcess:
+    """A descriptor that another process opens by its name under /proc, where there is no socket to send it over."""
+
+    def __init__(self, fd: int) -> None:
+        self._path = f"/proc/{os.getpid()}/fd/{os.dup(fd)}"
+
+    def detach(self) -> int:
+        """Open the file, in the process that received this."""
+        return os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _sendable(fd: int) -> Any:
+    try:
+        return reduction.DupFd(fd)
+    except OSError:  # the path of a socket in the folder for temporary files may be too long
+        return _FileOfProcess(fd)
 
 
 def _take_back(states: NDArray[np.uint8], slot: int, forks: int, pid: int) -> None:

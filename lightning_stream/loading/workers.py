@@ -297,6 +297,7 @@ class Workers:
             # What every forked worker would import with its first batch, which takes some 30 ms in each.
             get_encoding("int")
             torch_private.import_nested_tensors()
+            torch_private.preload_in_forkserver(options["multiprocessing_context"])
             # A worker has at most so many batches in progress, and the slot of one is free before it makes another.
             pipeline.counters = self.meter.attach(num_workers)
             pipeline.slots = shared_slots(num_workers, options["prefetch_factor"] or _PREFETCHED)

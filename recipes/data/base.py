@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from lightning_stream.convert import ConversionResult, convert, read_manifest
 from lightning_stream.dataset import StreamingDataset
@@ -36,7 +36,8 @@ class RecipeData(StreamingDataModule):
         compression: str | None = "auto", hashes: list[str] | None = None, size_limit: int | str | None = "64mb",
         val_fraction: float | None = 0.1, conversion_workers: int | None = None, overwrite: bool = False,
         cache_limit: int | str | None = None, num_canonical_nodes: int | None = None, shuffle: bool = True,
-        seed: int = 1, forget: Sequence[int] | None = None, num_workers: int = 0, persistent_workers: bool = True,
+        seed: int = 1, forget: Sequence[int] | None = None,
+        num_workers: int | Literal["auto"] = 0, persistent_workers: bool = True,
         settings: Mapping[str, Any] | None = None, transforms: Sequence[Transform | None] = (None, None),
         dataset: Mapping[str, Any] | None = None, **loading: Any,
     ) -> None:  # fmt: skip
@@ -55,7 +56,7 @@ class RecipeData(StreamingDataModule):
             {"remote": f"{self.uri}/{split}", "local": f"{cache}/{split}", "transform": transform, **common}
             for split, transform in zip(("train", "val"), transforms, strict=True)
         )
-        workers = {"num_workers": num_workers, "persistent_workers": persistent_workers and num_workers > 0}
+        workers = {"num_workers": num_workers, "persistent_workers": persistent_workers and num_workers != 0}
         sizes = {"global_batch_size": 64, "eval_batch_size": 64}
         order: dict[str, Any] = {"shuffle": shuffle, "forget": forget}
         super().__init__({**train, **order}, val, seed_steps=seed, **{**sizes, **workers, **loading})

@@ -47,7 +47,7 @@ class ComposerTrainer:
             dist.initialize_dist(options["device"])
         on_first_rank(data.prepare_data)
         model.build(data)
-        workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
+        workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers != 0}
         sizes: dict[str, Any] = {"global_batch_size": data.global_batch_size, "tail": data.tail}
         report = Path(self.folder) / REPORT
         train = data_spec(data.train_dataset, token_column=data.token_column, report=report, **sizes, **workers)

@@ -113,7 +113,7 @@ class TorchTrainer:
         self.model, self.world, on_gpu = model, detect_world(), self.device.type == "cuda"
         model.build(data)
         model.to(self.device)
-        common: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers > 0}
+        common: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers != 0}
         common |= {"pin_memory": on_gpu, "world": self.world}
         sizes: dict[str, Any] = {"global_batch_size": data.global_batch_size, "tail": data.tail}
         accumulate = self.accumulate_grad_batches

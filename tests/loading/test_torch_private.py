@@ -1,7 +1,9 @@
-"""What we rely on inside torch: this file fails when a new version lays it out otherwise."""
+"""What we rely on inside torch and multiprocessing: this file fails when a new version lays it out otherwise."""
 
 from __future__ import annotations
 
+import multiprocessing
+from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -34,3 +36,16 @@ def test_a_workers_dataset_can_be_replaced_and_its_processes_ended() -> None:
     torch_private.end_workers(batches)
     assert not process.is_alive()
     assert torch_private.worker_processes(iter([])) == []
+
+
+def test_a_forkserver_preloads_the_package_unless_the_program_chose_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = forkserver.ForkServer()
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    monkeypatch.setattr(forkserver, "set_forkserver_preload", server.set_forkserver_preload)
+    torch_private.preload_in_forkserver("fork")
+    assert server._preload_modules == ["__main__"]
+    torch_private.preload_in_forkserver(multiprocessing.get_context("forkserver"))
+    assert server._preload_modules == ["__main__", "lightning_stream.loader"]
+    server.set_forkserver_preload(["json"])
+    torch_private.preload_in_forkserver("forkserver")
+    assert server._preload_modules == ["json"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -308,3 +311,23 @@ def test_an_iteration_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     dataset[0]
     before = after_one(3)
     assert [after_one(stop) for stop in (100, 0, 3)] == [before] * 3
+
+
+LONG = """
+import sys
+from lightning_stream import StreamingDataLoader, StreamingDataset
+
+if __name__ == "__main__":
+    batches = list(StreamingDataLoader(StreamingDataset(local=sys.argv[1]), 16, num_workers=2))
+    print(sum(len(batch["id"]) for batch in batches), int(sum(batch["x"].sum() for batch in batches)))
+"""
+
+
+def test_the_folder_for_temporary_files_may_have_a_long_name(tmp_path: Path) -> None:
+    data, folder = write(tmp_path / "set"), tmp_path / ("long" * 30)
+    folder.mkdir()
+    script = tmp_path / "script.py"
+    script.write_text(LONG)
+    command, env = [sys.executable, script, data], {**os.environ, "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+    assert (ended.returncode, ended.stdout) == (0, f"150 {600 * sum(range(150))}\n"), ended.stderr

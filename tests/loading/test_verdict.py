@@ -193,3 +193,15 @@ def test_a_verdict_is_a_finding_and_a_remedy() -> None:
     verdict = verdict_of(measured(CAUSES["a slow first byte"][1], 0))
     assert str(verdict).startswith("Input-bound ")
     assert "ms to the first byte of an answer. Raise num_workers from 2 to" in str(verdict)
+
+
+def test_threads_get_remedies_that_threads_can_have() -> None:
+    threads = replace(TWO, workers="threads")
+    assert (TWO.num_readers, NONE.num_readers, threads.num_readers) == (2, 1, 1)
+    locked = verdict_of(measured(Loop(reading=0.6, cpu=0.5, settings=threads), 0))
+    assert (locked.cause, locked.setting, locked.value) == ("gil", "workers", "processes")
+    busy = verdict_of(measured(Loop(reading=0.6, settings=threads), 0))
+    assert (busy.cause, busy.setting) == ("decoding", "num_workers")
+    waits = verdict_of(measured(Loop(latency=2.0, transfer=0.1, shard_every=1, settings=threads), 0))
+    assert (waits.cause, waits.setting, waits.value) == ("store_latency", "fetch_threads", 8)
+    assert "Raise fetch_threads from 4 to 8 (loader.tune)" in waits.remedy

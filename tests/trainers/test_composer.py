@@ -51,6 +51,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
         {"dropout": 0.5, "evaluates": "4ba"},
         {"dropout": 0.5, "evaluates": "1ep"},
         {"dropout": 0.5, "data": {"num_workers": 2}},
+        {"dropout": 0.5, "data": {"num_workers": 2, "workers": "threads"}},
         {"dropout": 0.5, "data": {"num_workers": 2, "persistent_workers": True}},
         {"dropout": 0.5, "device_train_microbatch_size": 5},
         {"train_subset_num_batches": 6},

@@ -35,6 +35,7 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -
     [
         {},
         {"data": {"num_workers": 2}},
+        {"data": {"num_workers": 2, "workers": "threads"}},
         {"data": {"num_workers": 2, "persistent_workers": True}},
         {"accumulate_grad_batches": 4},
         {"module": {"manual": True}},
