@@ -153,8 +153,8 @@ class DecodeCenterCrop(_DecodeCrop):
         if not isinstance(self.resize, int) or self.resize < max(self.size):
             raise ValueError(f"resize must be a whole number of at least {max(self.size)}, the size; found {resize!r}.")
 
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sample with the middle of its photo."""
+    def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator | None = None) -> dict[str, Any]:  # noqa: ARG002
+        """Return the sample with the middle of its photo. It draws nothing: `rng` allows it in threads."""
         return self._decoded(sample)
 
     def _crop(self, photo: Photo) -> Tensor:

@@ -280,9 +280,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("transform", [DecodeRandomCrop(SIZE), colored])
 def test_parts_are_the_same_with_workers_on_other_devices_and_after_a_resume(shards: Path, transform: Any) -> None:
-    def loader_of(rank: int = 0, ranks: int = 1, workers: int = 0) -> StreamingDataLoader:
+    def loader_of(rank: int = 0, ranks: int = 1, **options: Any) -> StreamingDataLoader:
         dataset = StreamingDataset(local=shards, shuffle=True, world=(rank, ranks), transform=transform)
-        return StreamingDataLoader(dataset, 8 // ranks, num_workers=workers)
+        return StreamingDataLoader(dataset, 8 // ranks, **options)
 
     def seen(*loaders: StreamingDataLoader) -> list[tuple[int, bytes]]:
         batches = [list(loader) for loader in loaders]
@@ -297,7 +297,9 @@ def test_parts_are_the_same_with_workers_on_other_devices_and_after_a_resume(sha
     whole, following = seen(loader), seen(loader)
     assert len(whole) == 24
     assert whole != following  # another epoch draws other parts
-    assert seen(loader_of(workers=2)) == whole
+    assert seen(loader_of(num_workers=2)) == whole
+    if transform is not colored:
+        assert seen(loader_of(num_workers=2, workers="threads")) == whole
     assert seen(loader_of(0, 2), loader_of(1, 2)) == whole
     stopped = loader_of()
     batches = iter(stopped)
@@ -305,6 +307,15 @@ def test_parts_are_the_same_with_workers_on_other_devices_and_after_a_resume(sha
     resumed = loader_of()
     resumed.load_state_dict(stopped.state_dict())
     assert seen(resumed) == [one for one in whole if one[0] not in first]
+
+
+def test_middles_are_the_same_in_threads(shards: Path) -> None:
+    dataset = StreamingDataset(local=shards, transform=DecodeCenterCrop(SIZE))
+    batches = [
+        list(StreamingDataLoader(dataset, 8, **given)) for given in ({}, {"num_workers": 2, "workers": "threads"})
+    ]
+    for one, other in zip(*batches, strict=True):
+        assert torch.equal(one["image"], other["image"])
 
 
 def test_crops_can_be_sent_to_other_processes() -> None:
