@@ -49,8 +49,8 @@ class DecodeRandomCrop(_DecodeCrop):
 
     The part is drawn as torchvision's ``RandomResizedCrop`` draws it, before anything is decoded. Rows below it are not
     decoded, and a part of a JPEG that is at least twice, four or eight times as large as `size` is decoded at a half, a
-    quarter or an eighth of its size. Where it is smaller, the pixels are those of torchvision's function for tensors.
-    What is drawn depends on the sample's position in the training run alone.
+    quarter or an eighth of its size. Any other has the pixels of torchvision's function, rounded up or down. What is
+    drawn depends on the sample's position in the training run alone.
 
     Example::
 
@@ -132,8 +132,8 @@ class DecodeCenterCrop(_DecodeCrop):
     """Transform: the middle of each photo, as a tensor uint8[3, height, width], RGB. For validation.
 
     The photo is resized so that its shorter side has `resize` pixels, then cropped. A JPEG that is at least twice, four
-    or eight times as large is decoded at a half, a quarter or an eighth of its size. A smaller one has the pixels of
-    torchvision's ``Resize`` and ``CenterCrop`` for tensors.
+    or eight times as large is decoded at a half, a quarter or an eighth of its size. Any other has the pixels of
+    torchvision's ``Resize`` and ``CenterCrop``, rounded up or down.
 
     Example::
 
