@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_stream.errors import FormatError, needs, suggesting
+from lightning_stream.formats.encodings.base import type_name
 from lightning_stream.formats.encodings.jpeg import DECODERS, Decoder, Photo, Pixels
 from lightning_stream.formats.sizes import whole
 
@@ -29,9 +30,12 @@ class _DecodeCrop:
             raise ValueError(f"decoder must be one of {', '.join(DECODERS)}; found {decoder!r}.")
 
     def _decoded(self, sample: Mapping[str, Any], **drawn: Any) -> dict[str, Any]:
+        name = type(self).__name__
+        if not isinstance(sample, Mapping):
+            raise TypeError(f"{name} takes a sample, a dict; got {type_name(sample)}. Pass it as transform=.")
         if self.column not in sample:
             found = ", ".join(map(str, sample))
-            raise ValueError(f"{type(self).__name__} needs a column {self.column!r}; found {found}. Pass column=.")
+            raise ValueError(f"{name} needs a column {self.column!r}; found {found}. Pass column=.")
         try:
             image = self._crop(Photo(sample[self.column], self.decoder), **drawn)
         except TypeError as error:

@@ -232,6 +232,12 @@ def test_mistakes_are_named_when_it_is_made(options: dict[str, Any], message: st
         DecodeRandomCrop(**options)
 
 
+def test_a_crop_among_the_decoders_says_where_it_belongs(shards: Path) -> None:
+    dataset = StreamingDataset(local=shards, decoders={"image": DecodeRandomCrop(SIZE)})
+    with pytest.raises(FormatError, match=r"takes a sample, a dict; got bytes. Pass it as transform=."):
+        dataset[0]
+
+
 def test_a_misspelled_argument_is_named() -> None:
     with pytest.raises(TypeError, match=r"DecodeRandomCrop\(\) got .* 'scales'. Did you mean 'scale'"):
         DecodeRandomCrop(8, scales=(0.5, 1))  # type: ignore[call-arg]

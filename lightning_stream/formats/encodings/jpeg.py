@@ -106,14 +106,14 @@ def _rows_above(data: bytes, bottom: int | None) -> bytes | None:
     if bottom is None or not data.endswith(b"\xff\xd9"):
         return None
     at, frame = 2, 0
-    while data[at : at + 2] != b"\xff\xda":
-        if data[at : at + 2] in (b"\xff\xc0", b"\xff\xc1"):
+    while (marker := data[at : at + 2]) != b"\xff\xda":
+        if marker in (b"\xff\xc0", b"\xff\xc1"):
             frame = at
-        elif data[at : at + 1] != b"\xff" or data[at + 1] not in _PASSED:
+        elif marker[:1] != b"\xff" or marker[-1] not in _PASSED:
             return None
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     height, rows = int.from_bytes(data[frame + 5 : frame + 7], "big"), bottom + _MARGIN
-    if not frame or rows >= height or data[frame + 9] != data[at + 4]:  # not all colors in one scan
+    if not frame or rows >= height or data[frame + 9] not in data[at + 4 : at + 5]:  # not all colors in one scan
         return None
     return data[: frame + 5] + rows.to_bytes(2, "big") + data[frame + 7 :]
 
@@ -130,7 +130,7 @@ def _by_simplejpeg(data: bytes, scale: int, is_whole: bool) -> Pixels:
     return pixels
 
 
-def _by_pillow(data: bytes, scale: int, is_whole: bool) -> Pixels:  # noqa: ARG001 - it never minds what follows
+def _by_pillow(data: bytes, scale: int, is_whole: bool) -> Pixels:  # noqa: ARG001 - it ignores what follows anyway
     with pillow().open(BytesIO(data), formats=("JPEG",)) as image:
         if scale > 1:
             image.draft("RGB", (max(image.width // scale, 1), max(image.height // scale, 1)))
