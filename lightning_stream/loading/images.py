@@ -19,7 +19,7 @@ _TRIES = 10  # random parts that are tried until one lies within the photo, as t
 
 
 class _DecodeCrop:
-    """What the two transforms share: a sample's photo, and a part of it as a tensor."""
+    """The base of both transforms: it puts the decoded part of a sample's photo in the place of the photo."""
 
     def __init__(self, size: int | tuple[int, int], column: str, decoder: str) -> None:
         self.size = tuple(map(whole, size if isinstance(size, Iterable) else (size, size)))
@@ -171,7 +171,7 @@ class DecodeCenterCrop(_DecodeCrop):
 
 
 def _resized(pixels: Pixels, size: tuple[int, ...]) -> Tensor:
-    """Pixels uint8[h, w, 3] as a tensor uint8[3, *size]."""
+    """Return pixels uint8[h, w, 3] as a tensor uint8[3, *size]."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     if image.shape[1:] == size:
         return image
