@@ -65,17 +65,17 @@ def _epoch(loader: Any) -> dict:
     return clock.stop(count)
 
 
-def _parts(folder: Path, size: tuple[int, int], transform: Any, num_workers: int = 0) -> dict:
+def _parts(folder: Path, size: tuple[int, int], transform: Any, **options: Any) -> dict:
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
     dataset = StreamingDataset(local=folder / "x".join(map(str, size)), shuffle=True, transform=transform)
-    return _epoch(StreamingDataLoader(dataset, min(BATCH, SIZES[size] // 6), num_workers=num_workers))
+    return _epoch(StreamingDataLoader(dataset, min(BATCH, SIZES[size] // 6), **options))
 
 
-def parts(folder: Path, size: tuple[int, int], **options: Any) -> dict:
+def parts(folder: Path, size: tuple[int, int], decoder: str = "auto", **options: Any) -> dict:
     from lightning_stream import DecodeRandomCrop
 
-    return _parts(folder, size, DecodeRandomCrop(224, **options))
+    return _parts(folder, size, DecodeRandomCrop(224, decoder=decoder), **options)
 
 
 def _torchvision(as_tensors: bool) -> Any:
@@ -209,6 +209,8 @@ if __name__ == "__main__":
         contenders = {
             f"ours {name}": partial(parts, size=size),
             f"ours, Pillow {name}": partial(parts, size=size, decoder="pillow"),
+            f"ours, two threads {name}": partial(parts, size=size, num_workers=2, workers="threads"),
+            f"ours, two processes {name}": partial(parts, size=size, num_workers=2),
             f"ours, torchvision {name}": partial(parts_torchvision, size=size),
             f"mosaic {name}": partial(parts_mosaic, size=size, as_tensors=False),
             f"mosaic, tensors {name}": partial(parts_mosaic, size=size, as_tensors=True),

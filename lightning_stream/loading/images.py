@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_stream.errors import FormatError, needs, suggesting
+from lightning_stream.formats.encodings.base import type_name
 from lightning_stream.formats.encodings.jpeg import DECODERS, Decoder, Photo, Pixels
 from lightning_stream.formats.sizes import whole
 
@@ -18,7 +19,7 @@ _TRIES = 10  # random parts that are tried until one lies within the photo, as t
 
 
 class _DecodeCrop:
-    """What the two transforms share: a sample's photo, and a part of it as a tensor."""
+    """The base of both transforms: it puts the decoded part of a sample's photo in the place of the photo."""
 
     def __init__(self, size: int | tuple[int, int], column: str, decoder: str) -> None:
         self.size = tuple(map(whole, size if isinstance(size, Iterable) else (size, size)))
@@ -29,9 +30,12 @@ class _DecodeCrop:
             raise ValueError(f"decoder must be one of {', '.join(DECODERS)}; found {decoder!r}.")
 
     def _decoded(self, sample: Mapping[str, Any], **drawn: Any) -> dict[str, Any]:
+        name = type(self).__name__
+        if not isinstance(sample, Mapping):
+            raise TypeError(f"{name} takes a sample, a dict; got {type_name(sample)}. Pass it as transform=.")
         if self.column not in sample:
             found = ", ".join(map(str, sample))
-            raise ValueError(f"{type(self).__name__} needs a column {self.column!r}; found {found}. Pass column=.")
+            raise ValueError(f"{name} needs a column {self.column!r}; found {found}. Pass column=.")
         try:
             image = self._crop(Photo(sample[self.column], self.decoder), **drawn)
         except TypeError as error:
@@ -49,8 +53,8 @@ class DecodeRandomCrop(_DecodeCrop):
 
     The part is drawn as torchvision's ``RandomResizedCrop`` draws it, before anything is decoded. Rows below it are not
     decoded, and a part of a JPEG that is at least twice, four or eight times as large as `size` is decoded at a half, a
-    quarter or an eighth of its size. Where it is smaller, the pixels are those of torchvision's function for tensors.
-    What is drawn depends on the sample's position in the training run alone.
+    quarter or an eighth of its size. Any other has the pixels of torchvision's function, rounded up or down. What is
+    drawn depends on the sample's position in the training run alone.
 
     Example::
 
@@ -132,8 +136,8 @@ class DecodeCenterCrop(_DecodeCrop):
     """Transform: the middle of each photo, as a tensor uint8[3, height, width], RGB. For validation.
 
     The photo is resized so that its shorter side has `resize` pixels, then cropped. A JPEG that is at least twice, four
-    or eight times as large is decoded at a half, a quarter or an eighth of its size. A smaller one has the pixels of
-    torchvision's ``Resize`` and ``CenterCrop`` for tensors.
+    or eight times as large is decoded at a half, a quarter or an eighth of its size. Any other has the pixels of
+    torchvision's ``Resize`` and ``CenterCrop``, rounded up or down.
 
     Example::
 
@@ -153,8 +157,8 @@ class DecodeCenterCrop(_DecodeCrop):
         if not isinstance(self.resize, int) or self.resize < max(self.size):
             raise ValueError(f"resize must be a whole number of at least {max(self.size)}, the size; found {resize!r}.")
 
-    def __call__(self, sample: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sample with the middle of its photo."""
+    def __call__(self, sample: Mapping[str, Any], rng: np.random.Generator | None = None) -> dict[str, Any]:  # noqa: ARG002
+        """Return the sample with the middle of its photo. It draws nothing: `rng` allows it in threads."""
         return self._decoded(sample)
 
     def _crop(self, photo: Photo) -> Tensor:
@@ -167,7 +171,7 @@ class DecodeCenterCrop(_DecodeCrop):
 
 
 def _resized(pixels: Pixels, size: tuple[int, ...]) -> Tensor:
-    """Pixels uint8[h, w, 3] as a tensor uint8[3, *size]."""
+    """Return pixels uint8[h, w, 3] as a tensor uint8[3, *size]."""
     image = torch.from_numpy(pixels).permute(2, 0, 1)
     if image.shape[1:] == size:
         return image

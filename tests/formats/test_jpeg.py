@@ -100,6 +100,7 @@ def test_colors_in_separate_scans_are_decoded_as_a_whole() -> None:
     assert jpeg._rows_above(data[: at + 4] + b"\x01" + data[at + 5 :], 20) is None
     assert jpeg._rows_above(data[:at] + b"\xff\xff" + data[at:], 20) is None  # a header of an unknown kind
     assert jpeg._rows_above(b"\xff\xd8\xff\xd9", 20) is None
+    assert jpeg._rows_above(data[: at + 2] + b"\xff\xd9", 20) is None
 
 
 def test_an_opened_image_is_decoded_from_its_file_unless_it_was_changed() -> None:

@@ -1,4 +1,4 @@
-"""The files of photos to arrays of pixels, at the scale and down to the row that is needed."""
+"""Decode photo files to arrays of pixels, at the scale and down to the row that is needed."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def decode_jpeg(data: bytes, min_height: int = 0, min_width: int = 0) -> Pixels:
 class Photo:
     """An image whose pixels are not decoded yet.
 
-    Example:
-        >>> photo = Photo(Path("photo.jpg").read_bytes())  # doctest: +SKIP
-        >>> photo.pixels(scale=photo.scale_for(photo.height, photo.width, 224, 224)).shape  # doctest: +SKIP
-        (375, 500, 3)
+    Example::
+
+        photo = Photo(Path("photo.jpg").read_bytes())  # of 4,000 x 3,000 pixels
+        photo.pixels(scale=photo.scale_for(photo.height, photo.width, 224, 224)).shape  # (375, 500, 3)
 
     Attributes:
         height, width: Its size in pixels, as it is stored: an orientation in its EXIF data is not applied.
@@ -76,9 +76,9 @@ class Photo:
         self._jpeg = data if data.startswith(JPEG) else b""
 
     def scale_for(self, height: int, width: int, min_height: int, min_width: int) -> int:
-        """The largest of 1, 2, 4 and 8 by which a part's height and width can be divided without falling below these.
+        """Return the largest of 1, 2, 4 and 8 that divides a part's height and width to no less than these.
 
-        1 where no least size is given, and for what is decoded as a whole.
+        It is 1 where no least size is given, and for files that are always decoded as a whole.
         """
         if not (self._jpeg and self._decoder.is_partial and (min_height or min_width)):
             return 1
@@ -87,7 +87,7 @@ class Photo:
     def pixels(self, scale: int = 1, bottom: int | None = None) -> Pixels:
         """Decode the image, or at least its rows above `bottom`, at one `scale`-th of its size: uint8[h, w, 3], RGB.
 
-        Only a scale that `scale_for` gave. ValueError if the file is damaged.
+        The scale must be one that `scale_for` returned. ValueError if the file is damaged.
         """
         with _refused():
             if not self._jpeg:
@@ -99,21 +99,21 @@ class Photo:
 
 
 def _rows_above(data: bytes, bottom: int | None) -> bytes | None:
-    """The same JPEG with a smaller height in its header, so that its decoding ends early; None where it must be whole.
+    """Return a JPEG with a smaller height in its header, so that its decoding ends early; None where it must be whole.
 
-    A progressive file has its rows in several scans. A truncated one is decoded as a whole, since that finds it.
+    A progressive file has its rows in several scans. A file without its end is decoded as a whole, which finds that.
     """
     if bottom is None or not data.endswith(b"\xff\xd9"):
         return None
     at, frame = 2, 0
-    while data[at : at + 2] != b"\xff\xda":
-        if data[at : at + 2] in (b"\xff\xc0", b"\xff\xc1"):
+    while (marker := data[at : at + 2]) != b"\xff\xda":
+        if marker in (b"\xff\xc0", b"\xff\xc1"):
             frame = at
-        elif data[at : at + 1] != b"\xff" or data[at + 1] not in _PASSED:
+        elif marker[:1] != b"\xff" or marker[-1] not in _PASSED:
             return None
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     height, rows = int.from_bytes(data[frame + 5 : frame + 7], "big"), bottom + _MARGIN
-    if not frame or rows >= height or data[frame + 9] != data[at + 4]:  # not all colors in one scan
+    if not frame or rows >= height or data[frame + 9] not in data[at + 4 : at + 5]:  # not all colors in one scan
         return None
     return data[: frame + 5] + rows.to_bytes(2, "big") + data[frame + 7 :]
 
@@ -130,7 +130,7 @@ def _by_simplejpeg(data: bytes, scale: int, is_whole: bool) -> Pixels:
     return pixels
 
 
-def _by_pillow(data: bytes, scale: int, is_whole: bool) -> Pixels:  # noqa: ARG001 - it never minds what follows
+def _by_pillow(data: bytes, scale: int, is_whole: bool) -> Pixels:  # noqa: ARG001 - it ignores what follows anyway
     with pillow().open(BytesIO(data), formats=("JPEG",)) as image:
         if scale > 1:
             image.draft("RGB", (max(image.width // scale, 1), max(image.height // scale, 1)))
@@ -142,11 +142,11 @@ def _by_any(data: bytes, scale: int, is_whole: bool) -> Pixels:
 
 
 class Decoder(NamedTuple):
-    """What decodes the bytes of a JPEG to RGB.
+    """A function that decodes the bytes of a JPEG to RGB, and whether it can decode a part.
 
-    `decode` gets the bytes, by which number to divide the size, and whether the bytes are those of a whole file: else
-    the height in its header is smaller, and what follows is ignored. It raises ValueError or RuntimeError for bytes
-    that it cannot decode. With `is_partial` False the number is always 1, and the file whole.
+    `decode` gets the bytes, the number to divide the size by, and whether the bytes are those of a whole file: if not,
+    the height in their header is smaller, and it ignores what follows. It raises ValueError or RuntimeError for bytes
+    that it cannot decode. If `is_partial` is False, it always gets the number 1 and a whole file.
     """
 
     decode: Callable[[bytes, int, bool], Pixels]
@@ -158,7 +158,7 @@ DECODERS = {"auto": Decoder(_by_any), "pillow": Decoder(_by_pillow), "simplejpeg
 
 @lru_cache(maxsize=1)
 def simplejpeg() -> Any:
-    """The library, or None if it is not installed."""
+    """Return the module simplejpeg; None if it is not installed."""
     try:
         return import_module("simplejpeg")
     except ImportError:
