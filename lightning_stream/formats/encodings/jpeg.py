@@ -21,6 +21,8 @@ _SCALES = (8, 4, 2)  # between these, libjpeg takes longer than at full size
 _MARGIN = 8  # rows below the last one: its colors depend on the next row of colors, of which a file has a fourth
 # Markers of a JPEG's header that say nothing about its height: tables, restarts, comments, data of applications.
 _PASSED = frozenset((0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0)))
+_COLORS = ("YCbCr", "RGB", "Gray")
+_MAX_PIXELS = 178_956_970  # from here on Pillow takes an image for a decompression bomb
 Pixels = NDArray[np.uint8]
 
 
@@ -67,9 +69,14 @@ class Photo:
 
     def __init__(self, value: Any, decoder: str = "auto", formats: tuple[str, ...] = FORMATS) -> None:
         self._decoder = DECODERS[decoder]
+        self._image: Any = None
         if isinstance(value, (bytes, bytearray, memoryview)):
+            data = bytes(value)
+            if (size := _size_of_jpeg(data)) is not None:  # opening it by Pillow takes a tenth of its decoding
+                self._jpeg, (self.height, self.width) = data, size
+                return
             with _refused():
-                value = pillow().open(BytesIO(value), formats=formats)
+                value = pillow().open(BytesIO(data), formats=formats)
         self._image = require_image(value, "a decoder of photos")
         self.width, self.height = self._image.size
         data = file_bytes(self._image) if self._image.mode in ("RGB", "L") else b""
@@ -96,6 +103,17 @@ class Photo:
             with suppress(ValueError, RuntimeError):
                 return self._decoder.decode(part or self._jpeg, scale, part is None)
             return _by_pillow(self._jpeg, scale, True)  # it knows more kinds, and has better messages
+
+
+def _size_of_jpeg(data: bytes) -> tuple[int, int] | None:
+    """Return the height and width of a JPEG in colors or grey; None for any other file, and without simplejpeg."""
+    if (library := simplejpeg()) is None or not data.startswith(JPEG):
+        return None
+    try:
+        height, width, colors, _ = library.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    return (height, width) if colors in _COLORS and height * width <= _MAX_PIXELS else None
 
 
 def _rows_above(data: bytes, bottom: int | None) -> bytes | None:
