@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+import lightning_stream
 from lightning_stream.cli.arguments import FoundDataset, add_source, datasets_of, imported
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.formats.encodings.images import load_images
@@ -75,12 +76,12 @@ def _measured(
     folder: str,
     out: Output,
 ) -> tuple[dict[str, Any], dict[int, float]]:
-    from lightning_stream import StreamingDataset  # which names the extra where torch is missing
+    dataset_type = lightning_stream.StreamingDataset  # imports torch, or raises an error that names the extra
     from lightning_stream.dataset import source_of
 
     is_local = isinstance(dataset.store, LocalStore)
     stream = dataset.stream(folder, options.store_options)
-    whole = StreamingDataset(streams=[stream], shuffle=True, transform=transform)
+    whole = dataset_type(streams=[stream], shuffle=True, transform=transform)
     reader = source_of(whole).reader
     out.line(f"{dataset.store.url}: {reader.snapshot.num_samples:,} samples in {reader.snapshot.num_shards:,} shards")
     shards, num_bytes, spent_s = _fetched(reader, options.seconds)
@@ -101,7 +102,7 @@ def _measured(
         "sample_bytes": stored,
     }
     if transform is not None:
-        plain = StreamingDataset(streams=[stream], shuffle=True).subset(ids)
+        plain = dataset_type(streams=[stream], shuffle=True).subset(ids)
         about["without_transform_samples_per_s"] = rate = _rate(plain, options.batch_size, 0, options.seconds)
         out.line(f"  {'without the transform':24} {rate:>12,.0f} samples/s  (0 workers)")
     return about, rates

@@ -126,7 +126,7 @@ def as_text(name: str, value: Any) -> str:
 
         return readable(value)
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1e4 <= abs(value) < _MOST_DIGITS else f"{value:.4g}"
+        return f"{value:.0f}" if 1e4 <= abs(value) < _MOST_DIGITS else f"{value:.4g}"
     return "none" if value is None else str(value).replace("\n", "\\n").replace("\r", "\\r")
 
 

@@ -158,8 +158,8 @@ def test_a_program_without_an_output_succeeds(shards: Path, monkeypatch: pytest.
     assert main(["inspect", str(shards)]) == 0
 
 
-def test_large_numbers_have_separators_and_no_exponent() -> None:
-    assert as_text("mean", [27896.4, 1234567.0, 0.000012, 1e300]) == "27,896, 1,234,567, 1.2e-05, 1e+300"
+def test_large_numbers_have_no_exponent() -> None:
+    assert as_text("mean", [27896.4, 1234567.0, 0.000012, 1e300]) == "27896, 1234567, 1.2e-05, 1e+300"
 
 
 def test_pipes_get_no_control_codes(shards: Path, tmp_path: Path) -> None:
