@@ -107,7 +107,7 @@ def separated(about: Mapping[str, Any]) -> dict[str, Any]:
 
 def _wrapped(text: str) -> str:
     """A name and its value in lines as wide as the terminal; in one line for a file or a pipe."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():
         return text
     width = max(2 * _WIDTH, shutil.get_terminal_size().columns)
     indent = " " * (_WIDTH + 1)

@@ -1,12 +1,8 @@
-"""What a reader holds in one process: the shards that are mapped, and threads that fetch the next ones.
-
-A cache under a limit evicts first what is needed last (`NextUse`).
-"""
+"""What a reader holds in one process: the shards that are mapped, and threads that fetch the next ones."""
 
 from __future__ import annotations
 
 import errno
-import math
 import os
 import resource
 import threading
@@ -29,7 +25,7 @@ from lightning_stream.formats.mds.gather import SpanTable, flat_arrays
 from lightning_stream.formats.mds.layout import RecordLayout
 from lightning_stream.formats.memory import AddressWindow
 from lightning_stream.formats.shard import Batch, Buffers, Shard
-from lightning_stream.order import EpochOrder, Snapshot
+from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.threads import DaemonPool, follow
 
@@ -40,54 +36,8 @@ UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
 _WAITERS = 32  # threads that wait for other processes' fetches
 _MOST_FETCHERS = 16  # one for each canonical node that the default order has: the first batch needs a shard of each
 _LOCK_S = 1.0  # the lock is held for microseconds
-_HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
 _FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
 _OTHER_FILES = 256  # connections, logs, and what the trainer has open
-
-
-class NextUse:
-    """The position in an epoch at which a shard is needed next, by any rank, within a ``horizon`` of positions.
-
-    It looks up a part of the order at a time: a fraction of a second for a million samples.
-    """
-
-    def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
-        self._order, self._snapshot, self._horizon = order, snapshot, max(1, horizon // order.samples_per_position)
-        nothing = np.zeros(0, np.int64)
-        # Replaced as one, since several threads ask: begin, end, shards ascending, and the positions of each ascending.
-        self._part: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] = (0, 0, nothing, nothing)
-        self.position = 0
-
-    def advance(self, position: int) -> None:
-        """Note the position of the run: everything before it is done."""
-        self.position = position
-
-    def __call__(self, shard: int) -> float:
-        """The position of the shard's next use; infinite if there is none within the horizon."""
-        at = self.position
-        _, _, shards, positions = self._looked_up(at)
-        first, end = np.searchsorted(shards, [shard, shard + 1]).tolist()
-        found = first + int(np.searchsorted(positions[first:end], at))
-        return float(positions[found]) if found < end else math.inf
-
-    def _looked_up(self, at: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-        begin, end = self._part[:2]
-        if at < begin or (self._order.exists(end) and at + self._horizon // 2 > end):
-            begin, end = at, at + self._horizon
-            end = end if self._order.exists(end - 1) else self._order.num_samples
-            ids, positions = self._order.samples(begin, end)
-            shards = self._snapshot.shards_of(ids)
-            by_shard = np.argsort(shards, kind="stable")
-            self._part = (begin, end, shards[by_shard], positions[by_shard])
-        return self._part
-
-
-def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], basename: str) -> float | None:
-    """In how many positions a file (``numbers``: its shard) is needed next, by any plan; None where that is unknown."""
-    number = numbers.get(basename)
-    if number is None:
-        return None
-    return min((plan(number) - plan.position for plan in list(plans.values())), default=None)
 
 
 class OpenShards:

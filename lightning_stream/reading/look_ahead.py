@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator
 
 from lightning_stream.order import BatchPlan, prefetch_shards
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.reading.fetches import Announced, NextUse
+from lightning_stream.reading.fetches import Announced
+from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.reader import SampleReader
 
 _READ_AHEAD_BATCHES = 8

@@ -27,8 +27,9 @@ from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.deleted import kept_samples
-from lightning_stream.reading.fetches import Announced, NextUse, ReaderProcess, UseFlat, next_use_of_file
+from lightning_stream.reading.fetches import Announced, ReaderProcess, UseFlat
 from lightning_stream.reading.lengths import read_lengths
+from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards

@@ -14,7 +14,8 @@ from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.reading.fetches import Announced, NextUse, UseFlat
+from lightning_stream.reading.fetches import Announced, UseFlat
+from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.reader import SampleReader, T
 
 Choice = tuple[Bitmap, Mapping[str, int]]

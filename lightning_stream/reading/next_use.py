@@ -1,0 +1,58 @@
+"""When each shard is needed next: a cache under a limit evicts first what is needed last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order import EpochOrder, Snapshot
+
+_HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
+
+
+class NextUse:
+    """The position in an epoch at which a shard is needed next, by any rank, within a ``horizon`` of positions.
+
+    It looks up a part of the order at a time: a fraction of a second for a million samples.
+    """
+
+    def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
+        self._order, self._snapshot, self._horizon = order, snapshot, max(1, horizon // order.samples_per_position)
+        nothing = np.zeros(0, np.int64)
+        # Replaced as one, since several threads ask: begin, end, shards ascending, and the positions of each ascending.
+        self._part: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] = (0, 0, nothing, nothing)
+        self.position = 0
+
+    def advance(self, position: int) -> None:
+        """Note the position of the run: everything before it is done."""
+        self.position = position
+
+    def __call__(self, shard: int) -> float:
+        """The position of the shard's next use; infinite if there is none within the horizon."""
+        at = self.position
+        _, _, shards, positions = self._looked_up(at)
+        first, end = np.searchsorted(shards, [shard, shard + 1]).tolist()
+        found = first + int(np.searchsorted(positions[first:end], at))
+        return float(positions[found]) if found < end else math.inf
+
+    def _looked_up(self, at: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+        begin, end = self._part[:2]
+        if at < begin or (self._order.exists(end) and at + self._horizon // 2 > end):
+            begin, end = at, at + self._horizon
+            end = end if self._order.exists(end - 1) else self._order.num_samples
+            ids, positions = self._order.samples(begin, end)
+            shards = self._snapshot.shards_of(ids)
+            by_shard = np.argsort(shards, kind="stable")
+            self._part = (begin, end, shards[by_shard], positions[by_shard])
+        return self._part
+
+
+def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], basename: str) -> float | None:
+    """In how many positions a file (``numbers``: its shard) is needed next, by any plan; None where that is unknown."""
+    number = numbers.get(basename)
+    if number is None:
+        return None
+    return min((plan(number) - plan.position for plan in list(plans.values())), default=None)
