@@ -128,7 +128,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         out.lines(str(chain))
         out.show({name: value for name, value in about.items() if name not in _APART})
         if simulated:
-            _print_simulated(simulated[0], simulated[1:], out)
+            _print_simulated(simulated[0], simulated[1:], options, out)
             about["simulated"], *about["curve"] = [one.to_json() for one in simulated]
     out.data = {"datasets": [about for _, about, _ in found]}
     return ExitCode.OK
@@ -187,13 +187,11 @@ def _simulate(mixture: Mixture, options: argparse.Namespace) -> tuple[Chain, dic
     if options.cache_limit is not None or options.predownload is not None:
         about |= _cache_need(part, machine, options)
     simulated: list[Simulated] = []
-    if not num_batches:
+    if not num_batches and not options.report:
         about["warning"] = _NO_BATCH
     elif _is_timed(mixture, options):
         simulated = _simulated(mixture, part, machine, options)
     if options.report:
-        if not simulated:
-            raise ValueError(_NO_BATCH)
         write_report(options.report, _title(mixture), sections_of(simulated[0], simulated[1:], str(chain), quality))
     return chain, about, simulated
 
@@ -210,7 +208,7 @@ def _simulated(
 ) -> list[Simulated]:
     """The training run, and the same on other numbers of nodes, unless that takes too long."""
     found = simulate(part, machine)
-    return [found, *([] if is_quick else _curve(mixture, found, machine, options))]
+    return [found, *(() if is_quick else _curve(mixture, found, machine, options))]
 
 
 def _serve(mixture: Mixture, options: argparse.Namespace) -> int:
@@ -317,7 +315,7 @@ def _padding_percent(plan: BatchPlan, lengths: NDArray[np.integer]) -> float:
     return 100 * (1 - tokens / max(1, padded))
 
 
-def _print_simulated(found: Simulated, curve: list[Simulated], out: Output) -> None:
+def _print_simulated(found: Simulated, curve: list[Simulated], options: argparse.Namespace, out: Output) -> None:
     """Print what a training run waits for, with a line for each number of nodes."""
     resumed = (
         "" if found.resume_s is None else f"; {duration(found.resume_s)} after a resume in the middle of the epoch"
@@ -328,9 +326,9 @@ def _print_simulated(found: Simulated, curve: list[Simulated], out: Output) -> N
         "first batch": f"{duration(found.first_batch_s)}{resumed}",
         "throughput": f"{found.samples_per_s:,.0f} samples/s, the epoch in {duration(found.epoch_s)}",
         "downloads": f"{readable(found.download_bytes)} in {found.num_requests:,} requests{price}",
-        "waiting": found.finding,
     }
-    out.show(shown)
+    finding = {"waiting": in_flags(found.finding, options.parser)}
+    out.show({**shown, **finding} if found.problem is None else finding)
     table = list(zip(*curve_table(curve), strict=True)) if len(curve) > 1 else []
     widths = [max(map(len, column)) for column in table]
     for row in zip(*table, strict=True):

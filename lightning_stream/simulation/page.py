@@ -28,7 +28,11 @@ def sections_of(
         quality: The fields of the shuffle's `Quality`, if it was measured.
     """
     columns = {name: [getattr(one, name) for one in curve] for name in _OF_CURVE}
-    sections: list[Section] = [text("What limits it", found.finding), _figures(found, quality or {})]
+    settings = text("Settings", f"{_assumed(found)}\n\n{chain}", code=True)
+    sections: list[Section] = [text("What limits it", found.finding)]
+    if found.problem is not None:  # then the other numbers are those of a run that does not start
+        return [*sections, settings], columns
+    sections.append(_figures(found, quality or {}))
     if found.timeline is not None and found.timeline.seconds:
         columns |= {f"timeline_{name}": list(values) for name, values in vars(found.timeline).items()}
         sections += _timeline(has_steps=found.needed_samples_per_s is not None)
@@ -40,7 +44,7 @@ def sections_of(
     if curve:
         head, *rows = curve_table(curve)
         sections.append(table("Nodes", head, rows))
-    return [*sections, text("Settings", f"{_assumed(found)}\n\n{chain}", code=True)], columns
+    return [*sections, settings], columns
 
 
 def _figures(found: Simulated, quality: Mapping[str, Any]) -> Section:

@@ -10,6 +10,7 @@ from lightning_stream.simulation.result import INPUT_BOUND, Simulated, Timeline
 from lightning_stream.simulation.settings import Machine
 
 _POINTS = 500
+_STUCK = "The cache is too small: all that it holds is in use, and the next shard does not fit. Raise cache_limit."
 _SHOWN_GAIN = 1.05
 _LEAST_S = 1e-6  # an epoch of one batch takes no time after it, if training takes none
 
@@ -37,6 +38,7 @@ def simulate(part: Part, machine: Machine) -> Simulated:
     model, num_nodes, total = outcome.model, training.world.num_nodes, int(downloads.num_bytes.sum())
     gains = outcome.gains() if outcome.wait_share >= INPUT_BOUND and part.most == 1.0 else {}
     limited_by = outcome.limited_by(gains)
+    problem = part.problem(machine.node) or (_STUCK if outcome.is_stuck else None)
     again, per_byte = outcome.again, model.num_requests / max(1, model.num_bytes)
     range_bytes, ranges = (sum(getattr(one, name) for one in model.ranges) for name in ("num_bytes", "num_requests"))
     num_bytes = round(total * again) + num_nodes * range_bytes
@@ -53,7 +55,7 @@ def simulate(part: Part, machine: Machine) -> Simulated:
         needed_samples_per_s=samples / num_steps / machine.work.step_s if machine.work.step_s else None,
         wait_share=outcome.wait_share,
         limited_by=limited_by,
-        finding=_finding(outcome, limited_by, gains),
+        finding=problem or _finding(outcome, limited_by, gains),
         gains=gains,
         download_bytes=num_bytes,
         busiest_node_bytes=round(int(downloads.num_bytes.max()) * again) + range_bytes,
@@ -64,7 +66,7 @@ def simulate(part: Part, machine: Machine) -> Simulated:
         cache_needed_bytes=part.cache_need(machine.node).num_bytes,
         cache_peak_bytes=model.disk.peak_bytes,
         simulated_share=part.num_simulated / part.num_steps,
-        problem=part.problem(machine.node),
+        problem=problem,
         timeline=_timeline(outcome),
         machine=machine,
     )
@@ -72,12 +74,6 @@ def simulate(part: Part, machine: Machine) -> Simulated:
 
 def _finding(outcome: Outcome, limited_by: str, gains: dict[str, float]) -> str:
     """A sentence about what limits the throughput, and what to change."""
-    if (problem := outcome.part.problem(outcome.machine.node)) is not None:
-        return problem
-    if outcome.is_stuck:
-        return (
-            "The cache is too small: all that it holds is in use, and the next shard does not fit. Raise cache_limit."
-        )
     share = f"{100 * outcome.wait_share:.0f}%"
     if limited_by == "training":
         return f"Not input-bound: training waits {share} of the time for data."

@@ -13,7 +13,7 @@ from lightning_stream import MDSWriter
 from lightning_stream.cli import main
 
 Answer = Callable[..., tuple[int, Any]]
-DATA = ["--shards", "1000", "--shard-bytes", "64mb", "--global-batch-size", "256"]
+DATA = ["--shards", "1000", "--shard-bytes", "64mb", "--samples-per-shard", "50", "--global-batch-size", "256"]
 
 
 def simulated(answer: Answer, *flags: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_an_epoch_without_a_batch_is_a_warning_and_no_report(tmp_path: Path, ans
     assert "the epoch has fewer samples than a batch" in about["warning"]
     assert "simulated" not in about
     code, about = answer("simulate", *flags, "--report", str(tmp_path / "a.html"))
-    assert (code, "fewer samples than a batch" in about["error"]) == (2, True)
+    assert (code, "an epoch must have a batch to be simulated" in about["error"]) == (2, True)
 
 
 def test_time_is_simulated_for_local_data_where_a_flag_asks_for_it(tmp_path: Path, answer: Answer) -> None:
@@ -111,6 +111,13 @@ def test_time_is_simulated_for_local_data_where_a_flag_asks_for_it(tmp_path: Pat
     assert "simulated" not in simulated(answer, *flags)
     for asked in (["--step-ms", "5"], ["--num-workers", "2"], ["--curve"], ["--price", "s3"], ["--probe", "0.01"]):
         assert simulated(answer, *flags, *asked)["simulated"]["first_batch_s"] > 0
+
+
+def test_a_cache_limit_that_is_refused_has_no_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *DATA, "--cache-limit", "20mb"]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("  waiting                The loader would refuse --cache-limit=21.0 MB: ")
+    assert "throughput" not in out
 
 
 def test_long_values_are_wrapped_on_a_terminal_and_never_in_a_file(

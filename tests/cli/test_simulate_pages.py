@@ -136,4 +136,6 @@ def test_a_slider_of_the_served_page_changes_its_plots_and_nothing_leaves_the_ma
 def test_a_cache_that_is_too_small_is_explained_in_the_page(tmp_path: Path) -> None:
     page = tmp_path / "a.html"
     assert main(["simulate", *DATA, "--cache-limit", "20mb", "--report", str(page)]) == 0
-    assert "The loader would refuse" in embedded(page.read_text())["sections"][0]["text"]
+    sections = embedded(page.read_text())["sections"]
+    assert "The loader would refuse" in sections[0]["text"]
+    assert [one["title"] for one in sections] == ["What limits it", "Settings"]
