@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -85,9 +85,11 @@ def wrong_types(node: DictConfig, where: str) -> list[str]:
     for key in hints.keys() & node.keys():
         hint, value = hints[key], node[key]
         accepted = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        is_plain = set(accepted) <= {bool, int, float, str, NoneType}
-        if is_plain and type(value) not in accepted and not (type(value) is int and float in accepted):
-            names = " or ".join("null" if one is NoneType else one.__name__ for one in accepted)
+        words = [word for one in accepted if get_origin(one) is Literal for word in get_args(one)]
+        types = dict.fromkeys(one for one in accepted if get_origin(one) is not Literal)
+        is_right = value in words or type(value) in types or (type(value) is int and float in types)
+        if types and types.keys() <= {bool, int, float, str, NoneType} and not is_right:
+            names = " or ".join(["null" if one is NoneType else one.__name__ for one in types] + list(map(repr, words)))
             problems.append(f"{where}.{key} must be {names}; found {value!r}.")
     return sorted(problems)
 

@@ -148,19 +148,21 @@ def test_slow_decompression_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_time")
-def test_threads_that_hold_pythons_lock_are_named(data: Path, tmp_path: Path) -> None:
+def test_threads_that_hold_pythons_lock_are_named(data: Path) -> None:
     stop = threading.Event()
 
     def compute() -> None:
         while not stop.is_set():
             sum(range(1000))
 
-    threads = [threading.Thread(target=compute) for _ in range(2)]
+    dataset = StreamingDataset(local=data, transform=lambda sample: [sum(range(50_000)), sample][1])
+    loader = StreamingDataLoader(dataset, BATCH)
+    batches, threads = iter(loader), [threading.Thread(target=compute) for _ in range(2)]
+    next(batches)  # the start is a cause of its own
     for thread in threads:
         thread.start()
-    loader = loader_over(data, tmp_path, transform=lambda sample: [sum(range(50_000)), sample][1])
     try:
-        for _ in islice(loader, 12):
+        for _ in islice(batches, 12):
             pass
     finally:
         stop.set()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _thread
 import json
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -228,7 +228,7 @@ def test_ctrl_c_ends_the_wait_for_a_batch(over: Any) -> None:
 
     def interrupt(sample: dict[str, Any], rng: Any) -> int:
         if once.acquire(blocking=False):
-            _thread.interrupt_main()
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         go.wait(60)
         return int(sample["id"])
 

@@ -54,7 +54,7 @@ def test_every_config_fits_what_it_builds(
     [
         ((), ("no dataset selected", "+data=NAME", "flowers")),
         (("data=flowers", "+data.image_sise=3"), ("data: ", "image_sise")),
-        (("data=flowers", "data.num_workers=abc"), ("data.num_workers must be int", "'abc'")),
+        (("data=flowers", "data.num_workers=abc"), ("data.num_workers must be int or 'auto'", "'abc'")),
         (("data=flowers", "data.cache_limit=[1]"), ("data.cache_limit must be int or str or null", "[1]")),
         (("data=flowers", "model.learning_rate=fast"), ("model.learning_rate must be float", "'fast'")),
         (("data=flowers", "model.arch=resnet81"), ("model: ", "resnet18", "'resnet81'")),
