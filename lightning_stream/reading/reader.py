@@ -392,7 +392,8 @@ class SampleReader:
             return self._shard(process, number)
         process.ranges.compare(number, shard, f"{cache.store.url}/{entry.raw.basename}")
         with process.lock:
-            if process.num_fetched_again == before or lease.is_current():
+            # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
+            if lease.is_held and (process.num_fetched_again == before or lease.is_current()):
                 return process.open.add(number, shard, lease)
         lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
         return self._shard(process, number)
