@@ -330,7 +330,7 @@ class ReaderProcess:
                 return False
             with self.lock:
                 self.open.close(number)
-                self._give_up(number)  # which may have got the damaged files
+                self.fetches.pop(number, None)  # which may have got the damaged files
                 self.num_fetched_again += 1
             again.close()
         return True
