@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -37,3 +39,14 @@ def shared_golden() -> Path:
 def shared_data() -> Path:
     """Real photos, text and a table."""
     return _shared("data")
+
+
+@pytest.fixture
+def mosaic_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The Python of mosaicml-streaming; tests take turns, as its processes choose the same names of shared memory."""
+    python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
+    if not python:
+        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
+    with (tmp_path_factory.getbasetemp().parent / "mosaic.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield python

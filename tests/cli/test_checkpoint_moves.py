@@ -168,11 +168,8 @@ def test_mosaicml_streamings_state_at_an_epochs_end_is_that_of_the_next_one() ->
 
 @pytest.mark.parametrize(("algorithm", "steps"), [("py1e", 5), ("py1br", 10), ("py1s", 11), ("py2s", 13), ("naive", 1)])
 def test_mosaicml_streaming_continues_from_a_converted_state(
-    numbers: str, tmp_path: Path, answer: Answer, algorithm: str, steps: int
+    numbers: str, tmp_path: Path, answer: Answer, mosaic_python: str, algorithm: str, steps: int
 ) -> None:
-    python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
-    if not python:
-        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
     settings = {"shuffle_algo": algorithm, "num_canonical_nodes": 2, "shuffle_block_size": 64, "batch_size": 16}
     state, expected = after(steps, numbers, **settings)
     torch.save(state, tmp_path / "run.pt")
@@ -180,7 +177,7 @@ def test_mosaicml_streaming_continues_from_a_converted_state(
     code, about = answer("checkpoint", "convert", str(tmp_path / "run.pt"), str(tmp_path / "state.json"), *flags)
     assert (code, about["state"]) == (0, json.loads((tmp_path / "state.json").read_text()))
     given = [json.dumps(about["state"]), json.dumps({**settings, "shuffle": True})]
-    command = [python, "-W", "ignore", "-c", PEER, numbers, *given]
+    command = [mosaic_python, "-W", "ignore", "-c", PEER, numbers, *given]
     read = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
     found = [sorted(set(ids)) for epoch in json.loads(read) for ids in epoch]
     assert found == [sorted(set(ids)) for ids in expected]

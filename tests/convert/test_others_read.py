@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,10 @@ print(json.dumps([{name: plain(value) for name, value in dataset[i].items()} for
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_mosaicml_streaming_reads_the_same_samples(
-    rows_file: Path, tmp_path: Path, samples_of: Any, shuffle: bool
+    rows_file: Path, tmp_path: Path, samples_of: Any, mosaic_python: str, shuffle: bool
 ) -> None:
-    python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
-    if not python:
-        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
     convert(rows_file, tmp_path / "out", compression=None, num_workers=1, partition_bytes="30kb", shuffle=shuffle)
-    command = [python, "-W", "ignore", "-c", READER, str(tmp_path / "out")]
+    command = [mosaic_python, "-W", "ignore", "-c", READER, str(tmp_path / "out")]
     read = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     ours = [{**sample, "tokens": sample["tokens"].tolist()} for sample in samples_of(tmp_path / "out")]
     assert read == ours

@@ -105,10 +105,11 @@ class FaultProxy:
     async def _end(self) -> None:
         """Leave no socket open: neither of what goes on, nor of what just came in or was about to close."""
         await _rounds()
-        tasks = asyncio.all_tasks(self._loop) - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await _rounds()
         for transport in list(self._transports):
             transport.abort()
         await _rounds()

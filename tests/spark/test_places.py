@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,10 +93,9 @@ print(json.dumps([[int(r["id"]), r["text"], r["tokens"].tolist(), float(r["x"]),
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("merged", [True, False])
-def test_mosaicml_streaming_reads_what_spark_wrote(spark: Any, tmp_path: Path, merged: bool) -> None:
-    python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
-    if not python:
-        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
+def test_mosaicml_streaming_reads_what_spark_wrote(
+    spark: Any, tmp_path: Path, mosaic_python: str, merged: bool
+) -> None:
     frame = spark.range(0, 60, 1, 3).selectExpr(
         "id",
         "concat('row ', id) as text",
@@ -109,7 +107,7 @@ def test_mosaicml_streaming_reads_what_spark_wrote(spark: Any, tmp_path: Path, m
     room.dataframe_to_mds(frame, merged, kwargs)
     folder, ids = (tmp_path / "out", range(60)) if merged else (tmp_path / "out" / "part-00001", range(20, 40))
     done = subprocess.run(
-        [python, "-W", "ignore", "-c", READER, str(folder)], capture_output=True, text=True, check=False
+        [mosaic_python, "-W", "ignore", "-c", READER, str(folder)], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout.splitlines()[-1])

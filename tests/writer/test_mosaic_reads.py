@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from decimal import Decimal
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from lightning_stream import versions
@@ -88,14 +86,6 @@ def samples(count: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-@pytest.fixture
-def python() -> str:
-    python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
-    if not python:
-        pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
-    return python
-
-
 def read_by_mosaic(python: str, folder: Path, cache: Path) -> dict[str, list[Any]]:
     command = [python, "-W", "ignore", "-c", READER, str(folder), str(cache)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -103,7 +93,7 @@ def read_by_mosaic(python: str, folder: Path, cache: Path) -> dict[str, list[Any
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_mosaicml_streaming_reads_every_compression_and_checks_every_hash(python: str, tmp_path: Path) -> None:
+def test_mosaicml_streaming_reads_every_compression_and_checks_every_hash(mosaic_python: str, tmp_path: Path) -> None:
     rows = [{"id": k, "text": f"row {k}"} for k in range(40)]
     for compression in COMPRESSIONS:
         name = compression.replace(":", "-")
@@ -115,13 +105,13 @@ def test_mosaicml_streaming_reads_every_compression_and_checks_every_hash(python
         with MDSWriter(out=tmp_path / "in" / name, compression="zstd", hashes=hashes) as writer:
             for row in rows:
                 writer.write(row)
-    read = read_by_mosaic(python, tmp_path / "in", tmp_path / "cache")
+    read = read_by_mosaic(mosaic_python, tmp_path / "in", tmp_path / "cache")
     assert len(read) == 58 + 17 + 1
     expected = [{"id": repr(row["id"]), "text": row["text"]} for row in rows]
     assert [name for name, found in read.items() if found != expected] == []
 
 
-def test_mosaicml_streaming_reads_what_we_write(python: str, tmp_path: Path) -> None:
+def test_mosaicml_streaming_reads_what_we_write(mosaic_python: str, tmp_path: Path) -> None:
     wanted: dict[str, list[Any]] = {}
     rows = samples(12)
     columns = {name: name for name in rows[0]}
@@ -160,7 +150,7 @@ def test_mosaicml_streaming_reads_what_we_write(python: str, tmp_path: Path) -> 
         with MDSWriter(out=tmp_path / "appended", columns={"id": "int"}, append=append) as writer:
             writer.write_batch({"id": np.arange(5)})
     wanted["appended"] = wanted["merged"]
-    read = read_by_mosaic(python, tmp_path, tmp_path)
+    read = read_by_mosaic(mosaic_python, tmp_path, tmp_path)
     expected = {
         name: [{key: plain(value) for key, value in row.items()} for row in rows] for name, rows in wanted.items()
     }
@@ -168,13 +158,13 @@ def test_mosaicml_streaming_reads_what_we_write(python: str, tmp_path: Path) -> 
 
 
 def test_mosaicml_streaming_reads_the_columns_that_a_dataset_was_written_with_and_added_ones_after_compact(
-    python: str, tmp_path: Path
+    mosaic_python: str, tmp_path: Path
 ) -> None:
     for name in ("added", "compacted"):
         with MDSWriter(out=tmp_path / "in" / name, columns={"id": "int"}, size_limit=300) as writer:
             writer.write_batch({"id": np.arange(60)})
         versions.add_column(tmp_path / "in" / name, "text", "str", lambda sample: f"row {sample['id']}")
     versions.compact(tmp_path / "in" / "compacted")
-    read = read_by_mosaic(python, tmp_path / "in", tmp_path / "cache")
+    read = read_by_mosaic(mosaic_python, tmp_path / "in", tmp_path / "cache")
     assert read["added"] == [{"id": repr(k)} for k in range(60)]
     assert read["compacted"] == [{"id": repr(k), "text": f"row {k}"} for k in range(60)]
