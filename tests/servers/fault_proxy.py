@@ -105,14 +105,13 @@ class FaultProxy:
     async def _end(self) -> None:
         """Leave no socket open: neither of what goes on, nor of what just came in or was about to close."""
         await _rounds()
-        while tasks := asyncio.all_tasks(self._loop) - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        while found := [*(asyncio.all_tasks(self._loop) - {asyncio.current_task()}), *self._open()]:
+            for one in found:
+                one.cancel() if isinstance(one, asyncio.Task) else one.abort()
             await _rounds()
-        for transport in list(self._transports):
-            transport.abort()
-        await _rounds()
+
+    def _open(self) -> list[asyncio.WriteTransport]:
+        return [one for one in self._transports if (sock := one.get_extra_info("socket")) and sock.fileno() >= 0]
 
     def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """No coroutine: one that is cancelled before its first step would leave the connection open."""
