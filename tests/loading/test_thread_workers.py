@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,15 @@ def test_a_batch_that_takes_longer_than_the_timeout_raises(over: Any) -> None:
     assert alive() == []
 
 
+@pytest.fixture
+def default_ctrl_c() -> Iterator[None]:
+    """Ctrl-C as Python has it: Composer sets another handler for the rest of its process."""
+    former = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, former)
+
+
+@pytest.mark.usefixtures("default_ctrl_c")
 def test_ctrl_c_ends_the_wait_for_a_batch(over: Any) -> None:
     go, once = threading.Event(), threading.Lock()
 
