@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from writer.test_mosaic_reads import python, read_by_mosaic  # noqa: F401
+from writer.test_mosaic_reads import read_by_mosaic
 from writer.test_place import killed_at
 
 from lightning_stream.errors import ConflictError, FormatError
@@ -318,14 +318,14 @@ def test_lengths_that_do_not_fit_are_an_error_when_they_are_used(tmp_path: Path,
     assert numbers(tmp_path / "set", "text") == expected(range(3))["text"]
 
 
-def test_mosaicml_streaming_reads_a_dataset_with_lengths(python: str, tmp_path: Path) -> None:  # noqa: F811
+def test_mosaicml_streaming_reads_a_dataset_with_lengths(mosaic_python: str, tmp_path: Path) -> None:
     for kind in (MDSWriter, JSONWriter):
         for how in ({}, {"append": True}):
             write(tmp_path / "in" / kind.__name__, range(1, 4), kind, **how)
     for part in ("part0", "part1"):
         write(tmp_path / "in" / "merged" / part, range(1, 4), compression="zstd")
     merge_index(tmp_path / "in" / "merged")
-    read = read_by_mosaic(python, tmp_path / "in", tmp_path / "cache")
+    read = read_by_mosaic(mosaic_python, tmp_path / "in", tmp_path / "cache")
     rows = [{"text": TEXTS[k], "id": repr(k)} for k in (1, 2, 3, 1, 2, 3)]
     assert read == {"MDSWriter": rows, "JSONWriter": rows, "merged": rows}
     assert os.path.isfile(tmp_path / "in" / "merged" / "part0" / "lengths.text.00000.bin")  # noqa: PTH113
