@@ -12,6 +12,7 @@ import secrets
 import socket
 import stat
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,6 +53,14 @@ class Modes:
 
 
 PRIVATE = Modes()
+
+
+def scratch_folder() -> tempfile.TemporaryDirectory[str]:
+    """Return a folder that is removed at the end of a block, or most of it if a thread still fetches into it then.
+
+    After an error, such a thread is not waited for, and its file must not hide the error.
+    """
+    return tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True)
 
 
 def publish(draft: Path, final: Path, *, durable: bool = True) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.order.chain import readable
 from lightning_stream.processes import num_processes
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.stores import LocalStore
 
 HELP = "measure how fast a dataset is read here, name the bottleneck and propose settings"
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         raise ValueError(f"bench reads samples; {dataset.store.url} has none")
     others = [one.store.url for one in found if one is not dataset]
     transform = None if options.transform is None else imported(options.transform, "--transform")
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as folder:
         about, rates = _measured(dataset, options, transform, numbers, folder, out)
     best, link = _fewest(rates), about["store_samples_per_s"]
     total = min(rates[best], link or np.inf)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,6 +18,7 @@ from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.order import OrderConfig, Position, RunOrder, is_mosaic_state, mosaic_state
 from lightning_stream.order.chain import Chain, stage_of_batches, stages_of_order, summarized
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.stores import LocalStore, Store, open_store
 
 HELP = "show the position of the data in a checkpoint, or convert it for another trainer"
@@ -200,7 +200,7 @@ def _convert(checkpoint: Checkpoint, options: argparse.Namespace, out: Output) -
     if options.to == "plain" and options.into:
         raise ValueError("--into copies a checkpoint of Lightning or Composer; omit it for a plain file")
     trainer = "plain"
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+    with scratch_folder() as folder:
         into = None if options.into is None else local_checkpoint(options.into, options.store_options, Path(folder))[1]
         with _named(into, options.into):
             trainer = write_position(state, options.out, into, steps=steps, trainer=options.to)
@@ -218,7 +218,7 @@ def _of_mosaic(position: Position, options: argparse.Namespace, out: Output) -> 
     """The state of mosaicml-streaming for a position, and the global batches before it."""
     if not options.stream:
         raise ValueError("mosaicml-streaming counts repeated samples, which the data decides: pass --stream URL")
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+    with scratch_folder() as folder:
         mixture, here, _ = matching_mixture(position, options, folder)
         if mixture is None:
             raise StateError("the data of --stream is not that of the checkpoint. Pass each stream of the training run")
@@ -253,7 +253,7 @@ def _of_mosaic(position: Position, options: argparse.Namespace, out: Output) -> 
 def opened(checkpoint: str, options: Mapping[str, Any] | None) -> Iterator[Checkpoint]:
     """A checkpoint, or the newest in the folder of a training run; what is downloaded is deleted at the end."""
     read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+    with scratch_folder() as folder:
         name, path = local_checkpoint(checkpoint.rstrip("/"), options, Path(folder))
         with _named(path, name):
             state = read_position(path)

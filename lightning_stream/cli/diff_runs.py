@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import zip_longest
@@ -16,6 +15,7 @@ from lightning_stream.cli.checkpoint import is_checkpoint, matching_mixture, ope
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.order import Position, RunOrder, batches_of
 from lightning_stream.order.chain import PUBLIC_NAMES
+from lightning_stream.shared_files import scratch_folder
 
 _SHOWN = 8
 
@@ -73,7 +73,7 @@ def _settings(position: Position) -> dict[str, Any]:
 
 def _first_batch(positions: list[Position], options: argparse.Namespace, out: Output) -> dict[str, Any] | None:
     """The first global batch that differs; None if there is none up to the later run's epoch."""
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+    with scratch_folder() as folder:
         runs = []
         for number, position in enumerate(positions):
             mixture, here, _ = matching_mixture(position, options, f"{folder}/{number}")

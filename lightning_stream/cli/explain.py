@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from lightning_stream.cli.preview import preview_path, write_preview
 from lightning_stream.order import EpochOrder, Position, RunOrder, explain, trace
 from lightning_stream.order.chain import Chain, Stage, stages_of_order
 from lightning_stream.reading.data_stages import stages_of_reader
+from lightning_stream.shared_files import scratch_folder
 
 HELP = "show the position of a checkpoint, and the next samples"
 EXAMPLES = """examples:
@@ -60,7 +60,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
             return show(checkpoint, out)
         name, position = checkpoint.name, checkpoint.position
     upcoming, step = dict[str, Any](), dict[str, Any]()
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+    with scratch_folder() as folder:
         matching, position, chosen = matching_mixture(position, options, folder)
         about, chain = described(name, position), recorded_chain(position)
         if matching:

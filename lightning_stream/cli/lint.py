@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from lightning_stream.processes import ShardRange, num_processes, run_partitions
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.stores import LocalStore
 
 HELP = "decode every sample, images included, in several processes"
@@ -76,7 +76,7 @@ def _lint(dataset: FoundDataset, options: argparse.Namespace, workers: int, out:
             out.line(each["error"])
         out.progress(f"{num_done:,} of {len(parts):,} parts of {dataset.store.url}")
 
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as folder:
         local = None if isinstance(dataset.store, LocalStore) else folder
         run_partitions(
             _Decoding(dataset.remote, dataset.how, local, options.store_options).run, left, workers, report, _REMEDY

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -17,6 +16,7 @@ from lightning_stream.formats.encodings.media import Media, measured
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults
 from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.shared_files import scratch_folder
 
 _SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90
 
@@ -52,7 +52,7 @@ def chosen_ids(text: str | None, count: int, num_samples: int) -> list[int]:
 @contextmanager
 def reader_of(dataset: FoundDataset, store_options: dict[str, Any] | None) -> Iterator[SampleReader]:
     """A reader of one dataset; what it downloads is deleted at the end."""
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
+    with scratch_folder() as folder:
         reader = SampleReader([dataset.stream(folder, store_options)], CacheDefaults(), ReaderConfig())
         reader.indexes = (dataset.index,)  # which was read to find the dataset
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -41,6 +40,7 @@ from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.simulation import QUICK, Machine, Part, Shards, Simulated, Training, simulate
 from lightning_stream.simulation.page import curve_table, duration, sections_of
 
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         )
     if (options.global_batch_size is None) == (options.batch_tokens is None):
         raise ValueError("simulate takes either --global-batch-size or --batch-tokens")
-    with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+    with scratch_folder() as folder:
         mixtures = [_imagined(options)] if options.shards is not None else mixtures_of(streams, options, folder)
         if len(mixtures) > 1 and (options.report is not None or options.serve is not None):
             raise ValueError("--report and --serve show one dataset; this is a folder of splits. Pass one of them")

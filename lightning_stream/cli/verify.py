@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import FileEntry, ShardEntry
 from lightning_stream.order.chain import readable
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
@@ -63,7 +63,7 @@ def _verify(dataset: FoundDataset, shards: range, num_workers: int, out: Output)
     hashes, num_bytes, num_unhashed = set[str](), 0, 0
     with (
         # Ctrl-C does not wait for the threads: they may still write into the folder.
-        tempfile.TemporaryDirectory("-lightning-stream", ignore_cleanup_errors=True) as folder,
+        scratch_folder() as folder,
         DaemonPool(num_workers, "verify") as pool,
     ):
         checks = [pool.submit(_problems, dataset, shard, Path(folder)) for shard in shards]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.version_log import Edit
@@ -144,7 +144,7 @@ class _Measuring:
         store = open_store(self.url, self.store_options)
         found: list[Lengths] = []
         with (
-            tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder,
+            scratch_folder() as folder,
             DaemonPool(_FETCH_THREADS, "fetch") as pool,
         ):
             in_place, copied = ShardCache(store), ShardCache(store, folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, MeasuredColumns, Piece, Reader, Source
 from lightning_stream.sources.files import SourceFile, split_place
 from lightning_stream.stores import LocalStore, open_store
@@ -146,7 +146,7 @@ class MdsReader(Reader):
         has_path = self._file.path is not None and not is_packed
         version = self.version if columns is None else self._index.digest[:16]
         config = ReaderConfig(decoders=dict.fromkeys(raw, bytes))
-        with tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True) as folder:
+        with scratch_folder() as folder:
             local = None if has_path else folder
             stream = Stream(self._file.root, local=local, options=self._file.options, version=version)
             with closing(SampleReader([stream], CacheDefaults(), config)) as reader:

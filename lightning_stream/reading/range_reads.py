@@ -9,7 +9,6 @@ compared with it.
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -26,6 +25,7 @@ from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.threads import DaemonPool
 
 _Ints = NDArray[np.int64]
@@ -86,7 +86,7 @@ class SampleRanges:
             for number, samples in content.items():
                 digests = {index: digest("xxh3_64", sample) for index, sample in samples.items()}
                 self._came.setdefault(number, {}).update(digests)
-        with tempfile.TemporaryDirectory(prefix="lightning_stream-") as folder:
+        with scratch_folder() as folder:
             return {
                 number: self._as_shard(
                     number, entry, [content[number][index] for index in indices.tolist()], Path(folder)

@@ -6,7 +6,6 @@ credentials. Nothing is written to the table.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns, plain_values
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
 from lightning_stream.sources.files import DELTA_LOG, SourceFile
@@ -48,7 +48,7 @@ class DeltaReader(ParquetReader):
         """Read the log of a table; return the files of this version, among those that were found, sorted by name."""
         with needs("deltalake", "delta", f"reading the Delta table {store.url}"):
             from deltalake import DeltaTable
-        with tempfile.TemporaryDirectory(prefix="lightning-stream-") as folder:
+        with scratch_folder() as folder:
             _copy(store, store.list(DELTA_LOG), folder)
             try:
                 table = DeltaTable(folder, version=self.version)

@@ -16,7 +16,6 @@ from decimal import Decimal
 from functools import cached_property
 from inspect import signature
 from io import BytesIO
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -33,6 +32,7 @@ from lightning_stream.formats.index import Index, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
+from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.tables import fitting_rows
 from lightning_stream.stores import LocalStore, Store, open_store
 
@@ -140,7 +140,7 @@ def _opened(store: Store, entries: Sequence[ShardEntry], names: Sequence[str]) -
                 continue
             is_packed = any(packed is not None for _, packed in entry.files)
             is_here = isinstance(store, LocalStore) and not is_packed
-            home = None if is_here else held.enter_context(TemporaryDirectory(prefix="mds-"))
+            home = None if is_here else held.enter_context(scratch_folder())
             folder = held.enter_context(ShardCache(store, home).lease(entry)).folder
             encodings = entry.schema.columns
             decoders = {name: found for name in own if (found := decoder_of(encodings[name])) is not None}
