@@ -84,6 +84,9 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding; e.g.
             ``{"image": lightning_stream.formats.encodings.jpeg.decode_jpeg}`` for arrays instead of PIL images.
         window: Shards active at once in each canonical node; None for about 128 in total.
+        quick_start: Whether an epoch begins with the beginnings of its first shards, so that the first batches need not
+            wait for whole ones. The window grows over the next batches. None: as the state that a run continues from,
+            True for a new run.
         world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair or a device mesh; None to detect
             it when needed.
         data_dimension: With a device mesh, the name or names of its data-parallel dimensions.
@@ -102,7 +105,8 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
             batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
             verified: a difference ends the run. None: where that is faster and takes at most 5 % more requests, unless
-            bad data is substituted.
+            bad data is substituted. The beginning of a shard that is arriving takes none. False: nothing is read
+            before its shard is here, verified.
         pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
         schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
         bucket_by: Name of lengths, e.g. ``"tokens"``: each global batch then has samples of similar lengths, so that
@@ -170,6 +174,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         transform: Transform | None = None,
         decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
         window: float | None = None,
+        quick_start: bool | None = None,
         world: WorldLike = None,
         data_dimension: Dimensions = "dp",
         shared_cache: bool = False,
@@ -189,9 +194,8 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
         refuse_overrides(type(self))
-        single: dict[str, Any] = {"remote": remote, "local": local, "split": split, "version": version}
-        single |= {"format": format, "columns": columns}
-        self.streams = chosen_streams(streams, stream_name, single, stream_config)
+        single = {"remote": remote, "local": local, "split": split, "version": version, "format": format}
+        self.streams = chosen_streams(streams, stream_name, {**single, "columns": columns}, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
             whole_numbers(
                 batch_size=batch_size,
@@ -212,6 +216,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             "algorithm": shuffle_algo,
             "canonical_nodes": self.num_canonical_nodes,
             "window": whole(window),
+            "quick_start": quick_start,
             "batching_method": batching_method,
             "sampling_method": sampling_method,
             "sampling_granularity": self.sampling_granularity,

@@ -61,7 +61,9 @@ def train(ranks: Sequence[StreamingDataLoader], steps: int, changes: Any = None)
     while len(found) < steps:
         iterators = [iter(loader) for loader in ranks]
         for first in iterators[0]:
-            rows = torch.cat([first["input_ids"], *(next(one)["input_ids"] for one in iterators[1:])])
+            batches = [first["input_ids"], *(next(one)["input_ids"] for one in iterators[1:])]
+            counted = [torch.from_numpy(~loader.last_batch.filler) for loader in ranks]  # type: ignore[union-attr]
+            rows = torch.cat([batch[rows] for batch, rows in zip(batches, counted, strict=True)])
             found.append(sorted(map(tuple, rows.tolist())))
             if change := (changes or {}).get(len(found)):
                 assert len({loader.change_mixture(**change) for loader in ranks}) == 1

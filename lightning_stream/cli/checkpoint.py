@@ -122,9 +122,10 @@ def print_position(about: Mapping[str, Any], chain: Chain, out: Output) -> None:
 
 
 def settings_of(order: OrderConfig) -> dict[str, Any]:
-    """The order settings that are set."""
+    """The order settings that are set, as in a state."""
     schedule = None if order.schedule is None else order.schedule.to_state()
-    return {name: value for name, value in {**asdict(order), "schedule": schedule}.items() if value not in (None, ())}
+    found = {**asdict(order), "schedule": schedule, "quick_start": order.quick_start or None}
+    return {name: value for name, value in found.items() if value not in (None, ())}
 
 
 def matching_mixture(

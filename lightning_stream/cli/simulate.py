@@ -80,6 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     dataset.add_argument("--batching-method", default="random", choices=tuple(METHODS))
     dataset.add_argument("--num-canonical-nodes", **number)
     dataset.add_argument("--window", **number)
+    dataset.add_argument("--quick-start", action=argparse.BooleanOptionalAction, default=True, help="default: on")
     dataset.add_argument("--sampling-method", default="balanced", choices=("balanced", "fixed"))
     dataset.add_argument("--sampling-granularity", default=1, **number)
     dataset.add_argument("--epoch-size", metavar="N", help="samples of an epoch, e.g. 100k")

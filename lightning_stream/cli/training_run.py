@@ -62,6 +62,7 @@ def _order(options: argparse.Namespace, world: World, reader: SampleReader) -> O
         algorithm=options.shuffle_algo,
         canonical_nodes=options.num_canonical_nodes,
         window=options.window,
+        quick_start=options.quick_start,
         batching_method=options.batching_method,
         sampling_method=options.sampling_method,
         sampling_granularity=options.sampling_granularity,

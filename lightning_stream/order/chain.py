@@ -182,6 +182,7 @@ def _shuffle(config: OrderConfig, run: RunOrder | None) -> Stage:
     if mosaic is None:
         settings |= {"num_canonical_nodes": config.canonical_nodes}
         settings |= {"window": config.window} if config.shuffle else {}
+        settings |= {} if config.quick_start or not config.shuffle else {"quick_start": False}
     else:
         settings |= {"num_canonical_nodes": config.canonical_nodes, "partition_algo": mosaic.partition}
         settings |= {} if mosaic.shuffle_block_size is None else {"shuffle_block_size": mosaic.shuffle_block_size}

@@ -89,6 +89,7 @@ class OrderConfig:
     schedule: Schedule | None = None  # the streams' weights over the run; None for those of each stream
     buckets: LengthBuckets | None = None  # how samples of similar lengths come together; None: they do not
     switches: tuple[Switch, ...] = ()  # to other versions of the data
+    quick_start: bool = False  # whether an epoch begins with the beginnings of its first shards
 
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
@@ -156,6 +157,7 @@ class OrderConfig:
         schedule: Schedule | None = None,
         buckets: LengthBuckets | None = None,
         switches: tuple[Switch, ...] = (),
+        quick_start: bool | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
@@ -167,7 +169,8 @@ class OrderConfig:
             canonical_nodes: None means the largest divisor of B that is at most 16.
             window: None means ``ceil(128 / canonical_nodes)``.
             device_batch_size: The first run's samples per device and micro-batch: m of ``device_per_stream``.
-            resumed: The settings of the state to resume from, for what is None (nodes, window, m).
+            quick_start: None means True for a new run that shuffles in the native order.
+            resumed: The settings of the state to resume from, for what is None (nodes, window, m, quick_start).
             world: The first run's processes; only the orders of mosaicml-streaming depend on them.
 
         Raises:
@@ -181,6 +184,7 @@ class OrderConfig:
             canonical_nodes = resumed.canonical_nodes if canonical_nodes is None else canonical_nodes
             window = resumed.window if window is None else window
             schedule = schedule and schedule.resumed(resumed.schedule)
+            quick_start = resumed.quick_start if quick_start is None else quick_start
         nodes = _default_nodes(batch_size, algorithm, mosaic) if canonical_nodes is None else canonical_nodes
         window = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
         method = METHODS.get(batching_method)
@@ -205,6 +209,7 @@ class OrderConfig:
             schedule=schedule,
             buckets=buckets,
             switches=switches,
+            quick_start=shuffle and mosaic is None and quick_start is not False,
         )
 
     @property
@@ -224,7 +229,14 @@ class OrderConfig:
         state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
         state["schedule"] = self.schedule and self.schedule.to_state()
         state["switches"] = [{**asdict(one), "versions": list(one.versions)} for one in self.switches]
-        late = ("packing", "forgotten", "schedule", "buckets", "switches")  # states without them stay as they were
+        late = (
+            "packing",
+            "forgotten",
+            "schedule",
+            "buckets",
+            "switches",
+            "quick_start",
+        )  # states without them stay as they were
         return {name: value for name, value in state.items() if value or name not in late}
 
     @property
@@ -292,6 +304,7 @@ _RULES = {
     "batching_method": one_of(*METHODS),
     "sampling_method": one_of("balanced", "fixed"),
     "shuffle": one_of(True, False),
+    "quick_start": one_of(True, False),
     "canonical_nodes": count(1, MOST_NODES),
     "window": count(1, MOST_NODES),
     "sampling_granularity": count(1),

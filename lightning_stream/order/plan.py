@@ -146,8 +146,8 @@ class RunOrder:
         parts, config = Parts(self._draw, epoch, self._drawn_shards(epoch, streams)), self.config
         if not config.shuffle:
             return IndexOrder(parts)
-        nodes, window = config.canonical_nodes, config.window
-        return WindowOrder(parts, (config.seed, epoch, key), canonical_nodes=nodes, window=window)
+        nodes, key_of_all, quick = config.canonical_nodes, (config.seed, epoch, key), config.quick_start
+        return WindowOrder(parts, key_of_all, canonical_nodes=nodes, window=config.window, quick_start=quick)
 
     def own_epoch(self, epoch: int, stream: int) -> SampleOrder:
         """The order of a stream's own epoch, of each of its samples once; the last few are kept."""

@@ -138,8 +138,11 @@ class WindowOrder:
     ``key`` is (seed, epoch, set of streams), a part of every key; C and w are ``canonical_nodes`` and ``window``.
     """
 
-    def __init__(self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int) -> None:
+    def __init__(
+        self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int, quick_start: bool = False
+    ) -> None:
         self.parts, self.key, self.canonical_nodes, self.window = parts, key, canonical_nodes, window
+        self.quick_start = quick_start
         self.num_samples = parts.num_samples
         if parts.num_parts > _MOST_PARTS:
             raise ValueError(
@@ -227,6 +230,7 @@ class NodeWindow:
     def __init__(self, whole: WindowOrder, node: int) -> None:
         nodes, parts = whole.canonical_nodes, whole.parts
         self._parts, self._window, self._key = parts, whole.window, (*whole.key, node)
+        self._in_disk_order = whole.window - 1 if whole.quick_start else 0  # so many parts, the first ones
         size, longer = divmod(whole.num_samples, nodes)
         begin = size * node + min(node, longer)
         end = begin + size + (node < longer)
@@ -274,7 +278,8 @@ class NodeWindow:
         before = self._before if part == 0 else 0
         behind = self._behind if part == len(self._order) - 1 else 0
         ids = self._parts.ids(self._first + part, before, behind)
-        ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
+        if place >= self._in_disk_order:
+            ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
         return ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
 
     def index_of(self, number: int) -> int:
@@ -288,7 +293,9 @@ class NodeWindow:
         place = int(places[part - self._first])
         inside -= self._before if part == self._first else 0
         size, last = int(sizes[place]), self._num_parts - 1
-        at = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=inside)
+        at = inside
+        if place >= self._in_disk_order:
+            at = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=inside)
         begins = piece_begins(size, min(place, self._window), self._window)
         block = min(place + bisect_right(begins, at) - 1, last)
         before = at - begins[block - place]

@@ -23,7 +23,7 @@ def simulated(answer: Answer, *flags: str) -> dict[str, Any]:
 
 
 def test_a_dataset_that_does_not_exist_is_named_by_its_size(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *DATA, "--devices", "8", "--step-ms", "250", "--price", "s3-internet"]) == 0
+    assert main(["simulate", *DATA, "--devices", "8", "--step-ms", "400", "--price", "s3-internet"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "1,000 shards of 67.1 MB"
     assert not any("/tmp" in line for line in lines)

@@ -137,7 +137,7 @@ def test_epochs_have_other_rows_and_states_between_them(folder):
 
 def test_a_loader_has_the_length_of_the_epoch_that_it_is_in(folder):
     loader = loader_of(folder)
-    lengths = [loader.num_batches(epoch) for epoch in range(3)]
+    lengths = [loader.num_batches(epoch) for epoch in range(6)]
     for length in lengths:
         assert len(loader) == length
         assert sum(1 for _ in loader) == length

@@ -76,6 +76,7 @@ def cases(draw, methods=METHODS, most_nodes=64):
         seed=draw(st.integers(0, 2**63 - 1)),
         canonical_nodes=draw(st.sampled_from([None, None, 1, 3, 8])),
         window=draw(st.sampled_from([None, None, 1, 2, 5])),
+        quick_start=draw(st.booleans()),
         batching_method=draw(st.sampled_from(methods)),
         device_batch_size=device,
         sampling_method=draw(st.sampled_from(["balanced", "fixed"])),

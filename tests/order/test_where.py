@@ -27,6 +27,7 @@ def runs(draw):
         shuffle=draw(st.sampled_from([True, True, False])),
         canonical_nodes=draw(st.sampled_from([None, 1, 2, 5])),
         window=draw(st.sampled_from([None, 1, 2, 7])),
+        quick_start=draw(st.booleans()),
         batching_method=draw(st.sampled_from(METHODS)),
         sampling_method=draw(st.sampled_from(["balanced", "fixed"])),
         sampling_granularity=draw(st.sampled_from([1, 5])),

@@ -43,6 +43,40 @@ def test_in_the_middle_of_an_epoch_pieces_are_equal_and_in_the_beginning_half_as
     assert np.diff(piece_begins(80, place=0, window=4)).tolist() == [10, 10, 10, 50]
 
 
+@pytest.mark.parametrize(("nodes", "window"), [(16, 8), (2, 3), (1, 128)])
+def test_a_quick_start_reads_shards_from_their_beginnings(nodes, window):
+    size = 1024
+    settings = {"batch_size": 256, "shuffle": True, "canonical_nodes": nodes, "window": window}
+    for epoch in (0, 3):
+        pieces = []
+        for quick_start in (True, False):
+            config = OrderConfig.resolve(**settings, quick_start=quick_start)
+            order = RunOrder(Snapshot.of([[size] * 400]), [StreamWeights()], config).epoch(epoch)
+            ids = order.ids(0, order.num_samples)
+            assert np.array_equal(np.sort(ids), np.arange(order.num_samples))
+            pieces.append(ids)
+        quick, other = pieces
+        half_piece = size // (2 * window)
+        first = quick[: nodes * half_piece]  # the first mixing block of each node
+        shards, within = np.divmod(first, size)
+        assert np.unique(shards).tolist() == np.unique(other[: nodes * half_piece] // size).tolist()
+        assert len(np.unique(shards)) == nodes
+        assert sorted(within.tolist()) == sorted(list(range(half_piece)) * nodes)
+        assert within.tolist() != sorted(within.tolist())  # in each block, they are shuffled
+        filled = nodes * half_piece * window * (window - 1) // 2  # so many samples come before the window is full
+        for shard in np.unique(quick[:filled] // size).tolist():
+            own = np.sort(quick[:filled][quick[:filled] // size == shard] % size)
+            assert own.tolist() == list(range(len(own)))
+
+
+def test_without_a_window_there_is_no_quick_start():
+    orders = []
+    for quick_start in (True, False):
+        config = OrderConfig.resolve(batch_size=8, shuffle=True, window=1, quick_start=quick_start)
+        orders.append(RunOrder(Snapshot.of([[50] * 20]), [StreamWeights()], config).epoch(0).ids(0, 1000).tolist())
+    assert orders[0] == orders[1]
+
+
 @prop
 @given(st.integers(1, 300), st.integers(1, 20), st.integers(0, 2**62))
 def test_a_deal_gives_each_node_one_of_every_group_of_neighbours(num_shards, nodes, seed):

@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def fit(folder: str, checkpoints: Path, kind: Any, ckpt_path: str | None = None, **given: Any) -> tuple[Model, Any]:
     data = StreamingDataModule(
-        train=StreamingDataset(local=folder, shuffle=True, **kind),
+        train=StreamingDataset(local=folder, shuffle=True, shuffle_seed=1, **kind),
         val=StreamingDataset(local=folder, **kind),
         global_batch_size=12 if kind is PACK else None,
         collate_fn=padded,
