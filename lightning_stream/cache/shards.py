@@ -154,6 +154,13 @@ class ShardCache:
         """Return whether every raw file of the shard is here, with its size."""
         return self._find(entry) is not None
 
+    def arriving(self, entry: ShardEntry) -> Path:
+        """Return the path of a raw shard's file while it is being fetched, by any process of the machine.
+
+        It grows in order, but has its final size at once where it comes in parts.
+        """
+        return self._place.draft(entry.raw.basename, "0.raw")
+
     def ensure(self, entry: ShardEntry) -> Path:
         """Fetch the shard unless it is here; return its folder. With a limit, hold a `lease` while reading."""
         with self.lease(entry) as lease:

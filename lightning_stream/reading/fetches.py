@@ -26,7 +26,8 @@ from lightning_stream.formats.mds.layout import RecordLayout
 from lightning_stream.formats.memory import AddressWindow
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
-from lightning_stream.reading.range_reads import SampleRanges
+from lightning_stream.reading.range_reads import OpenShard, SampleRanges
+from lightning_stream.reading.shard_heads import ShardHeads
 from lightning_stream.threads import DaemonPool, follow
 
 T = TypeVar("T")
@@ -155,15 +156,15 @@ def hurried_threads(num_threads: int, num_waited: int) -> int:
 class ReaderProcess:
     """Mapped shards and fetches of one process. Its tables change under `lock`, which nobody holds while reading.
 
-    ``ranges`` reads samples of shards that are not here. With a cache limit (``is_limited``) a shard is closed as soon
-    as no announced batch needs it, because open shards cannot be evicted.
+    `ranges` reads samples of shards that are not here, and `heads` of shards that are arriving. With a cache limit
+    (``is_limited``) a shard is closed as soon as no announced batch needs it, because open shards cannot be evicted.
     """
 
     def __init__(
         self,
         num_shards: int,
         fetch_threads: int,
-        ranges: SampleRanges,
+        open_shard: OpenShard,
         max_open_shards: int = 256,
         is_limited: bool = False,
         num_joined: int = 0,
@@ -177,7 +178,7 @@ class ReaderProcess:
         self.fetches: dict[int, Fetch] = {}
         self.awaited: Counter[int] = Counter()  # the batches that are read or announced, by shard
         self.plans: dict[int, NextUse] = {}  # of the running iterations, by id
-        self.ranges = ranges
+        self.ranges, self.heads = SampleRanges(open_shard), ShardHeads(open_shard)
         self._max_open_shards = max_open_shards
         self._is_limited = is_limited
         self._taken_back: deque[list[int]] = deque()
@@ -191,7 +192,7 @@ class ReaderProcess:
         self._fetchers = DaemonPool(fetch_threads, "fetch")
         self._waiters = DaemonPool(_WAITERS, "wait")
         # A forked child must not finalize its parent's pools: their locks may never be released there.
-        self.pools: list[object] = [self._fetchers, self._waiters, ranges]
+        self.pools: list[object] = [self._fetchers, self._waiters, self.ranges]
 
     def announce(self, numbers: list[int]) -> Announced:
         """Note that a batch needs these shards, until it is taken back. The caller holds the lock."""

@@ -30,6 +30,7 @@ from lightning_stream.threads import DaemonPool
 
 _Ints = NDArray[np.int64]
 _Offsets = NDArray[np.uint32]  # of a shard's samples, and the end: [num_samples + 1]
+OpenShard = Callable[[int, ShardEntry, Path], Shard]  # from its number, its entry and the folder of its files
 _Part = tuple[int, int]  # the first and the last of some samples that lie near each other
 REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come meanwhile: about 35 ms at 60 MB/s
 _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with the bytes between them
@@ -40,7 +41,7 @@ THREADS = 16
 class SampleRanges:
     """Reads samples by ranges, as long as that is cheaper than their shards. Thread-safe; of one process."""
 
-    def __init__(self, open_shard: Callable[[int, ShardEntry, Path], Shard]) -> None:
+    def __init__(self, open_shard: OpenShard) -> None:
         self._open_shard = open_shard
         self._tables: dict[int, _Offsets] = {}
         self._held_bytes = 0
@@ -208,15 +209,20 @@ def fetch_offsets(cache: ShardCache, entry: ShardEntry) -> tuple[_Offsets, str |
 
     FormatError if they do not fit the index.
     """
+    content, version = read_range(cache, entry, 0, 4 * (entry.num_samples + 2))
+    return offsets_of(content, cache, entry), version
+
+
+def offsets_of(content: bytes, cache: ShardCache, entry: ShardEntry) -> _Offsets:
+    """The offsets with which a raw MDS shard begins; FormatError if they do not fit the index."""
     end = 4 * (entry.num_samples + 2)
-    content, version = read_range(cache, entry, 0, end)
     offsets = np.frombuffer(content[4:], "<u4")
     fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
     fits = fits and int(offsets[0]) >= end
     fits = fits and (entry.raw.origin is not None or int(offsets[-1]) == entry.raw.num_bytes)
     if not fits or (offsets[1:] < offsets[:-1]).any():
         raise _no_such_shard(cache, entry)
-    return offsets, version
+    return offsets
 
 
 def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:

@@ -7,7 +7,7 @@ number of shards mapped, and fetches those that are needed soon in threads of it
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -26,11 +26,11 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.reading import early
 from lightning_stream.reading.deleted import kept_samples
 from lightning_stream.reading.fetches import Announced, ReaderProcess, UseFlat
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
-from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.threads import DaemonPool
@@ -154,7 +154,7 @@ class SampleReader:
         process, by_range, at = self._mine(), False, within
         before = process.num_fetched_again
         if (shard := process.open.get(number)) is None:
-            if part := self._by_range(process, [number], lambda _: np.array([within])):
+            if part := early.by_range(self, process, [number], lambda _: np.array([within])):
                 shard, at, by_range = part[number], 0, True
             else:
                 with process.reading([number]):
@@ -252,14 +252,26 @@ class SampleReader:
     def _opened(self, process: ReaderProcess, of_shard: Int64s, within: Int64s) -> tuple[list[Shard], Int64s, Int64s]:
         """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
         numbers, which = np.unique(of_shard, return_inverse=True)
+
         # With an index, numpy does not import numpy.ma for it: 10 ms of the first batch.
-        parts = self._by_range(process, numbers.tolist(), lambda k: np.unique(within[which == k], return_index=True)[0])
+        def wanted(k: int) -> NDArray[np.int64]:
+            return np.unique(within[which == k], return_index=True)[0]
+
+        def count(k: int) -> int:
+            return int(within[which == k].max()) + 1
+
+        parts = early.by_range(self, process, numbers.tolist(), wanted)
         for k in (numbers.searchsorted(number) for number in parts):
             within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
         whole = [number for number in numbers.tolist() if number not in parts]
         with process.reading(whole):
             process.hurry(whole, self.entry)
-            shards = [parts.get(number) or self._shard(process, number) for number in numbers.tolist()]
+            shards = [
+                parts.get(number)
+                or early.beginning(self, process, number, partial(count, k))
+                or self._shard(process, number)
+                for k, number in enumerate(numbers.tolist())
+            ]
         return shards, which, within
 
     def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
@@ -326,37 +338,11 @@ class SampleReader:
         found = self._process
         if found is None or found.pid != os.getpid():
             config, is_limited = self.config, self.defaults.config.limit_bytes is not None
-            settings = (config.fetch_threads, SampleRanges(self.shards.open), config.max_open_shards, is_limited)
+            settings = (config.fetch_threads, self.shards.open, config.max_open_shards, is_limited)
             made = ReaderProcess(self.shards.num_shards, *settings, self.shards.num_joined, self.counters)
             made.pools += [] if found is None else found.pools
             self._process = found = made
         return found
-
-    def _by_range(
-        self, process: ReaderProcess, numbers: list[int], indices: Callable[[int], NDArray[np.int64]]
-    ) -> dict[int, Shard]:
-        """Of shards that are not here: the wanted samples (``indices(k)`` of the k-th) alone, if that is cheaper."""
-        if all(cache.in_place for cache in self.caches):
-            return {}
-        starts, found, awaited = self.config.start_by_range, {}, set()
-        if starts is None and process.ranges.num_requests >= self.spare_requests:
-            starts = False
-        for k, number in enumerate(numbers):
-            fetch = process.fetches.get(number)
-            if number in process.open or (fetch is not None and (fetch.done() or starts is False)):
-                continue
-            cache, entry = self.entry(number)
-            if fetch is not None and not cache.present(entry):  # else it is opened soon
-                awaited.add(number)
-            if self.ranges_are_cheaper(number, len(samples := indices(k))):
-                found[number] = (cache, entry, samples)
-        if starts is None:  # the batch comes earlier only if it waits for none of them
-            num_requests = sum(1 + len(found[number][2]) for number in awaited & found.keys())
-            if awaited - found.keys() or process.ranges.num_requests + num_requests > self.spare_requests:
-                found = {number: one for number, one in found.items() if number not in awaited}
-        process.hurry(list(awaited - found.keys()), self.entry)
-        with self.counters.waiting():
-            return process.ranges.shards(found) if found else {}
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
@@ -390,7 +376,10 @@ class SampleReader:
                     process.fetches.pop(number, None)
         if shard is None:
             return self._shard(process, number)
-        process.ranges.compare(number, shard, f"{cache.store.url}/{entry.raw.basename}")
+        where = f"{cache.store.url}/{entry.raw.basename}"
+        process.ranges.compare(number, shard, where)
+        if shard.mapped is not None:
+            process.heads.compare(number, shard.mapped.file.array, where)
         with process.lock:
             # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
             if lease.is_held and (process.num_fetched_again == before or lease.is_current()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -14,7 +15,9 @@ from lightning_stream.formats.index import Index
 from lightning_stream.order import BatchPlan, RunOrder, World
 from lightning_stream.order.downloads import reads_of
 from lightning_stream.order.rank_split import Tail, num_micro_batches
+from lightning_stream.reading.shard_heads import MOST_OF_SHARD
 
+_EARLY_STEPS = 64  # the first ones: later, shards are here when they are needed, or most of each is needed
 _ENTRY_BYTES = 300  # of a shard in an index
 
 
@@ -26,6 +29,7 @@ class Need(NamedTuple):
     shards: Counter[int]  # samples of each shard, in the order of first use
     step_share: float  # its part of the time of an optimizer step
     completes_step: bool
+    beginnings: dict[int, float]  # how much of a shard it needs, 0 to 1, where it needs at most half
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,15 +108,25 @@ class Training:
         found: dict[int, list[Need]] = {replica: [] for replica in first_of_replica}
         replicas = list(first_of_replica)
         for begin, which, ids in reads_of(plans, 0, num_steps):
-            shards = [self.run.snapshot.shards_of(one).tolist() for one in ids]
-            for step, own in enumerate(shards, begin):
-                found[replicas[which]] += self._cut(step, own, plans[0])
+            for step, own in enumerate(map(self.run.snapshot.locate, ids), begin):
+                found[replicas[which]] += self._cut(step, *own, plans[0])
         return [found[rank // world.replication] for rank in ranks]
 
-    def _cut(self, step: int, shards: Sequence[int], plan: BatchPlan) -> list[Need]:
+    def _cut(self, step: int, shards: NDArray[np.int64], within: NDArray[np.int64], plan: BatchPlan) -> list[Need]:
         """One rank's share of a global batch, in micro-batches."""
         begin, end = plan.bounds(step)
         count = min(num_micro_batches(end - begin, self.device_batch_size, self.world.num_replicas), len(shards))
         ends = [len(shards) * k // count for k in range(count + 1)]
-        parts = [shards[ends[k] : ends[k + 1]] for k in range(count)]
-        return [Need(step, len(own), Counter(own), 1 / count, k == count - 1) for k, own in enumerate(parts)]
+        found = []
+        for k, (first, last) in enumerate(pairwise(ends)):
+            own = shards[first:last]
+            beginnings = self._beginnings(own, within[first:last]) if step < _EARLY_STEPS else {}
+            found.append(Need(step, len(own), Counter(own.tolist()), 1 / count, k == count - 1, beginnings))
+        return found
+
+    def _beginnings(self, shards: NDArray[np.int64], within: NDArray[np.int64]) -> dict[int, float]:
+        parts = (within + 1) / self.run.snapshot.sizes[shards]
+        found = dict[int, float]()
+        for shard, part in zip(shards.tolist(), parts.tolist(), strict=True):
+            found[shard] = max(part, found.get(shard, 0.0))
+        return {shard: part for shard, part in found.items() if part <= MOST_OF_SHARD}

@@ -8,6 +8,7 @@ from functools import partial
 
 from lightning_stream.reading.fetches import hurried_threads
 from lightning_stream.reading.look_ahead import furthest_ahead, spare_requests
+from lightning_stream.reading.shard_heads import MOST_OF_SHARD
 from lightning_stream.simulation.disk import Disk
 from lightning_stream.simulation.needs import Need, Shards, Training
 from lightning_stream.simulation.ranges import RangeReads
@@ -16,6 +17,7 @@ from lightning_stream.simulation.shared import Call, Clock, Shared
 from lightning_stream.stores.retry import RetryPolicy, parts_of
 
 _MB = 1e6
+_PIECES = 32  # of a shard whose beginning is read while the rest arrives
 _RANGES = -1  # in the place of a shard: the samples that come by ranges
 INDEX_REQUESTS = 2  # one of them asks for versions
 _POLICY = RetryPolicy()
@@ -102,6 +104,8 @@ class NodeModel:
         self.fetched: list[int] = []
         self.num_fetched = self.num_requests = self.num_bytes = self.num_made = 0
         self.num_raw_bytes = 0
+        self.early = {shard for own in needs for need in own for shard in need.beginnings}
+        self.parts_here: dict[int, float] = {}  # of these shards, while they are being fetched
 
     def _rank(self, needs: Sequence[Need]) -> Rank:
         count, node = max(1, self.node.num_workers), self.node
@@ -112,9 +116,9 @@ class NodeModel:
         return Rank(needs, workers)
 
     @property
-    def ranges(self) -> list[RangeReads]:
-        """What each worker has read by ranges."""
-        return [worker.ranges for rank in self.ranks for worker in rank.workers]
+    def workers(self) -> list[Worker]:
+        """Those of all ranks."""
+        return [worker for rank in self.ranks for worker in rank.workers]
 
     def run(self, num_steps: int | None = None) -> None:
         """Train so many steps, or all; fewer were done afterwards where the loader would have stopped."""
@@ -191,7 +195,7 @@ class NodeModel:
             self._announce(worker, worker.needs[worker.num_announced])
             worker.num_announced += 1
         need = worker.needs[worker.num_made]
-        worker.missing = need.shards.keys() - worker.here
+        worker.missing = {one for one in need.shards if one not in worker.here and not self._has_come(worker, one)}
         if not worker.missing:
             self._read(worker)
             return
@@ -205,11 +209,16 @@ class NodeModel:
 
     def _by_range(self, worker: Worker, need: Need) -> float:
         """Read samples by ranges where that costs less than their shards; return the seconds."""
-        chosen = worker.ranges.chosen({shard: need.shards[shard] for shard in worker.missing})
+        chosen = worker.ranges.chosen({shard: need.shards[shard] for shard in worker.missing}, need.beginnings)
         worker.missing.difference_update(chosen)
         num_requests, rounds, largest_bytes = worker.ranges.read({shard: need.shards[shard] for shard in chosen})
         seconds = rounds * self.latency_s + largest_bytes / self.link.fastest
         return seconds + num_requests * self.work.shard_s  # one after another, by Python's lock
+
+    def _has_come(self, worker: Worker, shard: int) -> bool:
+        """Whether as much of a shard that is being fetched has come as the worker's next batch needs."""
+        part = worker.needs[worker.num_made].beginnings.get(shard, 1.0)
+        return part <= self.parts_here.get(shard, 0.0) and worker.ranges.come_early(shard, part)
 
     def _got(self, worker: Worker, what: int) -> None:
         """Make the batch in progress once the last of what it waits for is here."""
@@ -309,8 +318,29 @@ class NodeModel:
                 seconds = int(self.shards.raw_bytes[shard]) / _MB * self.work.unpack_s_per_mb + self.work.shard_s
                 self.cores.add(self.clock.now, seconds, partial(self._fetched, worker, shard, sum(parts)))
 
+        if len(parts) == 1 and shard in self.early:
+            self._get_early(shard, parts[0], got_part)
+            return
         for part in parts[: _POLICY.parts_at_once]:
             self._get(part, got_part)
+
+    def _get_early(self, shard: int, num_bytes: int, then: Call) -> None:
+        """Get a shard in pieces, one after another, for batches that need its beginning."""
+        pieces = deque([1 / _PIECES] * int(_PIECES * MOST_OF_SHARD) + [1 - MOST_OF_SHARD])
+        self.parts_here[shard] = 0.0
+
+        def got_piece(piece: float) -> None:
+            self.parts_here[shard] += piece
+            if not pieces:
+                del self.parts_here[shard]
+                then()
+                return
+            self.link.add(self.clock.now, num_bytes * pieces[0], partial(got_piece, pieces.popleft()))
+            for worker in self.workers:
+                if shard in worker.missing and self._has_come(worker, shard):
+                    self._got(worker, shard)
+
+        self.clock.after(self.latency_s, partial(got_piece, 0.0))
 
     def _get(self, num_bytes: int, then: Call) -> None:
         self.clock.after(self.latency_s, lambda: self.link.add(self.clock.now, num_bytes, then))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from lightning_stream.reading.range_reads import REQUEST_BYTES, THREADS, are_cheaper
+from lightning_stream.reading.shard_heads import come_early
 from lightning_stream.simulation.needs import Shards
 
 
@@ -23,8 +24,15 @@ class RangeReads:
         self._has_table: set[int] = set()
         self.num_requests = self.num_bytes = 0
 
-    def chosen(self, wanted: Mapping[int, int]) -> list[int]:
+    def come_early(self, shard: int, part: float) -> bool:
+        """Whether the beginning of a shard is read while the rest of it arrives."""
+        num_bytes = int(self._shards.raw_bytes[shard])
+        return self._starts is not False and bool(self._shards.has_ranges[shard]) and come_early(part, num_bytes)
+
+    def chosen(self, wanted: Mapping[int, int], beginnings: Mapping[int, float]) -> list[int]:
         """The shards of which so many samples are read by ranges, because that is cheaper than the shard."""
+        if self._starts is None and all(self.come_early(shard, beginnings.get(shard, 1.0)) for shard in wanted):
+            return []
         if self._starts is False or (self._starts is None and self.num_requests >= self._spare_requests):
             return []
         found = [shard for shard, count in wanted.items() if self._is_cheaper(shard, count)]

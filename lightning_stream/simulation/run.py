@@ -40,7 +40,9 @@ def simulate(part: Part, machine: Machine) -> Simulated:
     limited_by = outcome.limited_by(gains)
     problem = part.problem(machine.node) or (_STUCK if outcome.is_stuck else None)
     again, per_byte = outcome.again, model.num_requests / max(1, model.num_bytes)
-    range_bytes, ranges = (sum(getattr(one, name) for one in model.ranges) for name in ("num_bytes", "num_requests"))
+    range_bytes, ranges = (
+        sum(getattr(one.ranges, name) for one in model.workers) for name in ("num_bytes", "num_requests")
+    )
     num_bytes = round(total * again) + num_nodes * range_bytes
     num_requests = round(total * again * per_byte) + num_nodes * (ranges + INDEX_REQUESTS)
     samples, num_steps = training.run.epoch(training.epoch).documents.num_samples, part.num_steps

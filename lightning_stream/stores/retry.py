@@ -163,12 +163,15 @@ class RetryingStore(Store):
                 parts = [draft.receive(stream, 0)]
             ranges = ranges[1:]
         if ranges:
+            draft.resize(ranges[-1][1])
             with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
                 futures = [pool.submit(self._get_range, name, draft, span, self._budget(name)) for span in ranges]
                 parts += [future.result() for future in futures]
         if len({tag for _, tag in parts}) > 1:
             raise _ReplacedError(_replaced(f"{self.url}/{name}"))
-        return sum(written for written, _ in parts)
+        written = sum(written for written, _ in parts)
+        draft.resize(written)  # of a part that came short, the size tells
+        return written
 
     def _get_range(self, name: str, draft: _Draft, span: _Span, budget: RetryBudget) -> tuple[int, str | None]:
         with self._open(name, *span, budget) as stream:
@@ -198,6 +201,10 @@ class _Draft:
     def __init__(self, path: Path, promised_bytes: int | None = None) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._promised_bytes = promised_bytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Give the file a size: its final one from the start where it comes in parts, so that nobody reads it early."""
+        os.ftruncate(self._fd, num_bytes)
 
     def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
         """Write a range of an object at its position; return its size and the object's tag."""

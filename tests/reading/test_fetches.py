@@ -19,7 +19,6 @@ from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import World
 from lightning_stream.reading.fetches import ReaderProcess
 from lightning_stream.reading.look_ahead import read_ahead
-from lightning_stream.reading.range_reads import SampleRanges
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.stores import LocalStore, ObjectStream, RetryingStore, StoreTraits, retry
 
@@ -75,7 +74,7 @@ def test_a_worker_shares_its_connections_among_the_shards_it_waits_for(num_shard
             all_began.wait()
             return Lease(Path(), None)
 
-    process = ReaderProcess(8, 4, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
+    process = ReaderProcess(8, 4, lambda number, entry, folder: open_shard(entry, folder))
     shards: list[Any] = [(Cache(), number) for number in range(num_shards)]
     for fetch in process.fetch(shards):
         fetch.result(30)
@@ -96,7 +95,7 @@ def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle
     def shards(*numbers: int) -> list[Any]:
         return [(Cache(), number) for number in numbers]
 
-    process = ReaderProcess(8, 2, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
+    process = ReaderProcess(8, 2, lambda number, entry, folder: open_shard(entry, folder))
     assert not process.could_fetch_more()  # nothing is missing
     fetches = process.fetch(shards(9))
     assert process.could_fetch_more()  # what another process fetches takes no connection of ours
@@ -137,7 +136,7 @@ class Gate:
 @pytest.mark.parametrize("fails", [(), (0,)])
 def test_shards_of_later_batches_are_fetched_once_those_of_the_first_have_come(fails: tuple[int, ...]) -> None:
     cache = Gate(*fails)
-    process = ReaderProcess(8, 4, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
+    process = ReaderProcess(8, 4, lambda number, entry, folder: open_shard(entry, folder))
     with process.lock:
         process.announce([0, 1])
         process.begin([0, 1], cache.entry)
@@ -167,7 +166,7 @@ def test_shards_of_later_batches_are_fetched_once_those_of_the_first_have_come(f
 
 def test_a_process_that_is_closed_fetches_no_shards_of_later_batches() -> None:
     cache = Gate()
-    process = ReaderProcess(8, 4, SampleRanges(lambda number, entry, folder: open_shard(entry, folder)))
+    process = ReaderProcess(8, 4, lambda number, entry, folder: open_shard(entry, folder))
     first, second = (process.fetch([cache.entry(number)])[0] for number in (0, 1))
     process.fetches.update({0: first, 1: second})
     process.close()

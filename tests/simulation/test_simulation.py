@@ -205,8 +205,21 @@ def test_idle_connections_split_a_large_shard() -> None:
     assert simulated(
         training((384,), shuffle=False), shards(1, 32 * MB, 384), link=link
     ).first_batch_s == pytest.approx(1)
-    alone = simulated(training((384,), shuffle=False), shards(1, 32 * MB, 384), link=link, node=Node(fetch_threads=1))
-    assert alone.first_batch_s == pytest.approx(4)
+    alone = Node(fetch_threads=1, start_by_range=False)
+    found = simulated(training((384,), shuffle=False), shards(1, 32 * MB, 384), link=link, node=alone)
+    assert found.first_batch_s == pytest.approx(4)
+
+
+def test_a_batch_waits_only_for_the_beginning_of_a_shard_that_arrives_in_order() -> None:
+    link = Link(0.0, 8 * MB)
+    run, data = training((384,), shuffle=False), shards(1, 32 * MB, 384)
+    found = simulated(run, data, link=link, node=Node(fetch_threads=1))
+    needed = run.batch_size / 384  # of the shard
+    assert 4 * needed <= found.first_batch_s <= 4 * (needed + 1 / 32)
+    assert (
+        found.num_requests
+        == simulated(run, data, link=link, node=Node(fetch_threads=1, start_by_range=False)).num_requests
+    )
 
 
 def test_ranges_make_the_first_batch_earlier() -> None:

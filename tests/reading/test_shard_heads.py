@@ -1,0 +1,200 @@
+"""The first samples of shards that are still arriving: the server sends only a part of each until the test lets it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from servers.web import Handler, WebServer  # noqa: E402
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.cache import ShardCache  # noqa: E402
+from lightning_stream.errors import StoreError  # noqa: E402
+from lightning_stream.reading.shard_heads import ShardHeads  # noqa: E402
+from lightning_stream.stores import RetryingStore, open_store  # noqa: E402
+from lightning_stream.stores.retry import RetryPolicy  # noqa: E402
+
+WIDTH, NUM_SAMPLES = 1 << 15, 512  # 16 MiB in 4 shards
+PART = 0.3  # of a shard that arrives at once
+
+
+class HoldingServer(WebServer):
+    """Sends a part of each shard, and the rest once `go` is set. `wrong` has other content, for first answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.wrong = threading.Event(), dict[str, bytes]()
+
+    def handler(self) -> type[Handler]:
+        return _HoldingHandler
+
+
+class _HoldingHandler(Handler):
+    def answer(self) -> None:
+        if "shard" not in self.where or self.where not in self.owner.objects:
+            return super().answer()
+        content = self.owner.wrong.pop(self.where, self.owner.objects[self.where])
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content[: int(PART * len(content))])
+        self.wfile.flush()
+        self.owner.go.wait(30)
+        self.wfile.write(content[int(PART * len(content)) :])
+        return None
+
+
+def value(number: int) -> np.ndarray[Any, Any]:
+    return np.full(WIDTH, number % 251, np.uint8)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("data")
+    for part, options in (("raw", {}), ("packed", {"compression": "zstd"})):
+        columns = {"id": "int", "x": f"ndarray:uint8:{WIDTH}"}
+        size = NUM_SAMPLES // 4 * (WIDTH + 13)
+        with MDSWriter(out=folder / part, columns=columns, size_limit=size, hashes=["xxh3_64"], **options) as writer:
+            for number in range(NUM_SAMPLES):
+                writer.write({"id": number, "x": value(number)})
+    return {f"/{path.relative_to(folder).as_posix()}": path.read_bytes() for path in folder.rglob("*.*")}
+
+
+@pytest.fixture
+def server(data: dict[str, bytes]) -> Iterator[HoldingServer]:
+    with HoldingServer() as server:
+        server.objects = dict(data)
+        yield server
+        server.go.set()
+
+
+def loader_of(server: HoldingServer, folder: Path, **options: Any) -> StreamingDataLoader:
+    names = ("num_workers", "multiprocessing_context")
+    workers = {name: options.pop(name) for name in names if name in options}
+    settings = {"shuffle": True, "num_canonical_nodes": 2, "window": 2, **options}
+    dataset = StreamingDataset(remote=f"{server.url}/raw", local=folder, **settings)
+    return StreamingDataLoader(dataset, batch_size=8, **workers)
+
+
+def rest_of(server: HoldingServer, batches: Any, first: list[Any]) -> None:
+    """Let the shards arrive, and check that the whole epoch has each sample once, with its own values."""
+    server.go.set()
+    found = [*first, *batches]
+    for batch in found:
+        assert all((x == k % 251).all() for k, x in zip(batch["id"].tolist(), batch["x"].numpy(), strict=True))
+    assert sorted(k for batch in found for k in batch["id"].tolist()) == list(range(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2, "multiprocessing_context": "fork"}])
+def test_first_batches_come_from_the_beginnings_without_another_request(
+    server: HoldingServer, tmp_path: Path, workers: dict[str, Any]
+) -> None:
+    loader = loader_of(server, tmp_path / "cache", **workers)
+    batches = iter(loader)
+    first = [next(batches) for _ in range(3)]
+    assert not list((tmp_path / "cache").glob("*.mds"))
+    for number, batch in enumerate(first):
+        assert sorted(batch["id"].tolist()) == sorted(loader.trace(number).ids.tolist())
+    assert not any("Range" in one for one in server.headers)
+    rest_of(server, batches, first)
+    asked = [path for _, path in server.asked if "shard" in path]
+    assert sorted(asked) == sorted(set(asked))
+
+
+def test_bytes_that_were_delivered_and_are_wrong_end_the_run(
+    server: HoldingServer, tmp_path: Path, data: dict[str, bytes]
+) -> None:
+    wrong = {name: bytearray(content) for name, content in data.items() if name.endswith("mds")}
+    for content in wrong.values():
+        content[len(content) // 10] ^= 1  # a value of a sample in the first tenth
+        server.wrong = {name: bytes(content) for name, content in wrong.items()}
+    batches = iter(loader_of(server, tmp_path / "cache"))
+    assert len(next(batches)["id"]) == 8
+    server.go.set()
+    with pytest.raises(StoreError, match=r"verified file has other bytes.*start_by_range=False"):
+        list(batches)
+
+
+def test_wrong_bytes_that_were_not_delivered_are_fetched_again(
+    server: HoldingServer, tmp_path: Path, data: dict[str, bytes]
+) -> None:
+    server.wrong = {name: content[:-9] + b"\0" * 9 for name, content in data.items() if name.endswith("mds")}
+    batches = iter(loader_of(server, tmp_path / "cache"))
+    rest_of(server, batches, [next(batches)])
+
+
+def test_a_beginning_that_is_no_shard_is_waited_for(
+    server: HoldingServer, tmp_path: Path, data: dict[str, bytes]
+) -> None:
+    server.wrong = {name: b"\7" * len(content) for name, content in data.items() if name.endswith("mds")}
+    timer = threading.Timer(0.5, server.go.set)
+    timer.start()
+    rest_of(server, iter(loader_of(server, tmp_path / "cache")), [])
+
+
+@pytest.mark.parametrize("options", [{"start_by_range": False}, {"validate_hash": "xxh3_64"}])
+def test_nothing_is_read_early_against_the_users_wish(
+    server: HoldingServer, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    came = threading.Event()
+    batches = iter(loader_of(server, tmp_path / "cache", **options))
+    first: list[Any] = []
+    thread = threading.Thread(target=lambda: (first.append(next(batches)), came.set()))
+    thread.start()
+    assert not came.wait(1)
+    server.go.set()
+    thread.join(30)
+    rest_of(server, batches, first)
+
+
+def test_shards_that_are_packed_here_or_soon_here_do_not_pay(
+    server: HoldingServer, tmp_path: Path, data: dict[str, bytes]
+) -> None:
+    heads = ShardHeads(lambda *_: pytest.fail("nothing is opened"))
+    caches = {part: ShardCache(open_store(f"{server.url}/{part}"), tmp_path / part) for part in ("raw", "packed")}
+    entries = {part: cache.index().entry(0) for part, cache in caches.items()}
+    assert heads.pays(caches["raw"], entries["raw"], 20)
+    assert not heads.pays(caches["raw"], entries["raw"], entries["raw"].num_samples // 2 + 1)
+    assert not heads.pays(caches["packed"], entries["packed"], 20)
+    folder = tmp_path / "local"
+    folder.mkdir()
+    for name, content in data.items():
+        if name.startswith("/raw/"):
+            (folder / Path(name).name).write_bytes(content)
+    assert not heads.pays(ShardCache(open_store(str(folder))), entries["raw"], 20)
+
+
+def test_a_file_that_comes_in_parts_is_not_read_early(tmp_path: Path) -> None:
+    begun, go = threading.Event(), threading.Event()
+    out = tmp_path / "out"
+    with MDSWriter(out=out, columns={"x": "bytes"}, size_limit=None) as writer:
+        for _ in range(64):
+            writer.write({"x": os.urandom(1 << 17)})
+
+    class Parts(RetryingStore):
+        def connect(self, name: str, begin: int, end: int | None) -> Any:
+            if begin:  # all but the first part wait
+                begun.set()
+                go.wait(30)
+            return super().connect(name, begin, end)
+
+    policy = RetryPolicy(parallel_from_bytes=1 << 20, part_bytes=1 << 20)
+    cache = ShardCache(Parts(open_store(str(out)), policy), tmp_path / "cache")
+    entry = cache.index().entry(0)
+    thread = threading.Thread(target=cache.ensure, args=(entry,))
+    thread.start()
+    assert begun.wait(30)
+    heads = ShardHeads(lambda *_: pytest.fail("nothing is opened"))
+    assert heads.pays(cache, entry, 2)
+    assert heads.open(0, cache, entry, 2, go.is_set) is None
+    go.set()
+    thread.join(30)
+    assert cache.present(entry)
