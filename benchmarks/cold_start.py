@@ -84,14 +84,15 @@ def prepare(folder: Path, case: Case) -> None:
         subprocess.run([python, __file__, "--litdata", str(folder)], check=True, capture_output=True, env=env)
 
 
-def _prepare_litdata(folder: Path) -> None:
+def write_litdata(folder: Path, samples: int, sample_bytes: int, chunk_bytes: int) -> None:
+    """Random samples as LitData's chunks."""
     import litdata
     import numpy as np
 
     rng = np.random.default_rng(0)
-    writer = litdata.streaming.Cache(str(folder / "litdata"), chunk_bytes=CASE.shard_bytes)
-    for k in range(CASE.samples):
-        writer[k] = {"x": rng.integers(0, 256, CASE.row_bytes, np.uint8)}
+    writer = litdata.streaming.Cache(str(folder / "litdata"), chunk_bytes=chunk_bytes)
+    for k in range(samples):
+        writer[k] = {"x": rng.integers(0, 256, sample_bytes, np.uint8)}
     writer.done()
     writer.merge()
 
@@ -148,13 +149,20 @@ def mosaic(scratch: Path, shuffled: bool) -> dict:
 
 
 def litdata(scratch: Path, shuffled: bool) -> dict:
+    import litdata  # noqa: F401
+
+    clock = Clock()
+    return clock.read(batch["x"] for batch in litdata_loader(scratch, CASE.batch, CASE.workers, shuffled))
+
+
+def litdata_loader(scratch: Path, batch: int, workers: int, shuffled: bool = True):
+    """LitData's loader of its chunks in the bucket."""
     import litdata as peer
     from litdata.streaming import downloader
 
     # Its fast path, which this machine's server would end otherwise, without TLS or with a certificate of its own.
     options = {"allow_http": True, "allow_invalid_certificates": True}
     downloader._OBSTORE_CLIENT_OPTIONS.update(options)  # noqa: SLF001
-    clock = Clock()
     dataset = peer.StreamingDataset(
         "s3://bucket/litdata",
         cache_dir=str(scratch),
@@ -162,8 +170,7 @@ def litdata(scratch: Path, shuffled: bool) -> dict:
         drop_last=False,
         storage_options={"endpoint_url": os.environ["AWS_ENDPOINT_URL"]},
     )
-    loader = peer.StreamingDataLoader(dataset, batch_size=CASE.batch, num_workers=CASE.workers)
-    return clock.read(batch["x"] for batch in loader)
+    return peer.StreamingDataLoader(dataset, batch_size=batch, num_workers=workers)
 
 
 def bare_boto3(scratch: Path, shuffled: bool) -> dict:  # noqa: ARG001 - in index order, whatever is asked
@@ -239,15 +246,24 @@ def _python(contender: str) -> str | None:
     return sys.executable if variable is None else os.environ.get(variable)
 
 
+def environment(endpoint: str, scratch: str) -> dict[str, str]:
+    """Of a process that reads from this machine's server, whatever its client."""
+    names = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
+    settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
+    env = {**os.environ, **dict.fromkeys(names, endpoint), **settings, "OMP_NUM_THREADS": "1", "TMPDIR": scratch}
+    return env | {
+        "AWS_ALLOW_HTTP": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "PYTHONWARNINGS": "ignore"
+    }  # fmt: skip
+
+
 def _run(contender: str, endpoint: str, data: Path, order: str, case: Case) -> dict:
     python = _python(contender)
     assert python is not None
     with tempfile.TemporaryDirectory(dir=data) as scratch:
-        names = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-        settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-        env = {**os.environ, **dict.fromkeys(names, endpoint), **settings, "OMP_NUM_THREADS": "1"}
-        env |= {"COLD_START_DATA": str(data), "COLD_START_CASE": json.dumps(asdict(case)), "TMPDIR": scratch}
-        env |= {"AWS_ALLOW_HTTP": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "PYTHONWARNINGS": "ignore"}
+        env = environment(endpoint, scratch) | {
+            "COLD_START_DATA": str(data),
+            "COLD_START_CASE": json.dumps(asdict(case)),
+        }
         if case.tls:
             env["AWS_CA_BUNDLE"] = str(data / CERTIFICATE)
         if contender == "before":
@@ -301,7 +317,7 @@ def main() -> None:
     parser.add_argument("--litdata", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.litdata:
-        _prepare_litdata(args.litdata)
+        write_litdata(args.litdata, CASE.samples, CASE.row_bytes, CASE.shard_bytes)
         return
     if args.contender:
         found = CONTENDERS[args.contender](args.scratch, args.order == ["shuffled"])

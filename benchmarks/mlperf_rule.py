@@ -23,7 +23,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from cold_start import PYTHONS, Clock
+from cold_start import PYTHONS, Clock, environment, litdata_loader, write_litdata
 from paced_store import Pace, serve
 
 SAMPLE_BYTES, BATCH, STEP_S, SHARD_BYTES = 114_660, 400, 0.224, 1 << 25
@@ -46,18 +46,6 @@ def prepare(folder: Path, steps: int) -> None:
         subprocess.run(command, check=True, capture_output=True)
 
 
-def _prepare_litdata(folder: Path, steps: int) -> None:
-    import litdata
-    import numpy as np
-
-    rng = np.random.default_rng(0)
-    writer = litdata.streaming.Cache(str(folder / "litdata"), chunk_bytes=SHARD_BYTES)
-    for number in range(steps * BATCH):
-        writer[number] = {"x": rng.integers(0, 256, SAMPLE_BYTES, np.uint8)}
-    writer.done()
-    writer.merge()
-
-
 def ours(scratch: Path, workers: int):
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
@@ -75,18 +63,7 @@ def mosaic(scratch: Path, workers: int):
 
 
 def litdata(scratch: Path, workers: int):
-    import litdata as peer
-    from litdata.streaming import downloader
-
-    downloader._OBSTORE_CLIENT_OPTIONS["allow_http"] = True  # noqa: SLF001 - as in cold_start.py
-    dataset = peer.StreamingDataset(
-        "s3://bucket/litdata",
-        cache_dir=str(scratch),
-        shuffle=True,
-        drop_last=False,
-        storage_options={"endpoint_url": os.environ["AWS_ENDPOINT_URL"]},
-    )
-    return peer.StreamingDataLoader(dataset, batch_size=BATCH, num_workers=workers)
+    return litdata_loader(scratch, BATCH, workers)
 
 
 CONTENDERS = {"ours": ours, "mosaic": mosaic, "litdata": litdata}
@@ -105,14 +82,12 @@ def accelerate(loader, steps: int) -> dict[str, float]:
 
 def _run(contender: str, endpoint: str, data: Path, workers: int, steps: int) -> dict[str, dict[str, float]]:
     with tempfile.TemporaryDirectory(dir=data) as scratch:
-        names = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
-        settings = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
-        env = {**os.environ, **dict.fromkeys(names, endpoint), **settings, "OMP_NUM_THREADS": "1", "TMPDIR": scratch}
-        env |= {"PYTHONWARNINGS": "ignore", "AWS_ALLOW_HTTP": "true", "NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
         python = os.environ[PYTHONS[contender]] if contender in PYTHONS else sys.executable
         command = [python, __file__, "--contender", contender, "--scratch", scratch]
         command += ["--workers", str(workers), "--steps", str(steps)]
-        done = subprocess.run(command, capture_output=True, text=True, env=env, check=False, timeout=300)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment(endpoint, scratch), check=False, timeout=300
+        )
         if done.returncode:
             sys.stderr.write(f"{contender} failed:\n{done.stderr[-2000:]}\n")
             return {}
@@ -130,7 +105,7 @@ def main() -> None:
     parser.add_argument("--litdata", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.litdata:
-        _prepare_litdata(args.litdata, args.steps)
+        write_litdata(args.litdata, args.steps * BATCH, SAMPLE_BYTES, SHARD_BYTES)
         return
     if args.contender:
         import torch  # noqa: F401 - and the client, which all contenders need
