@@ -118,7 +118,9 @@ def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
     try:
         folder.mkdir()
         folder.chmod(modes.folder)
-    except FileExistsError:
+    except FileExistsError as error:
+        if not os.path.lexists(folder):  # made and deleted again by others
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder)) from error
         if not folder.is_dir():
             raise
 
