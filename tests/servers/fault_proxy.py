@@ -98,8 +98,10 @@ class FaultProxy:
         self.port = server.sockets[0].getsockname()[1]
         self._listening.set()
         self._loop.run_forever()
-        server.close()
+        for listening in server.sockets:  # a closed server would refuse connections that it has accepted already
+            self._loop.remove_reader(listening.fileno())
         self._loop.run_until_complete(self._end())
+        server.close()
         self._loop.close()
 
     async def _end(self) -> None:
