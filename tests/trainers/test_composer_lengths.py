@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def dataset_of(folder: str, kind: Any) -> StreamingDataset:
-    return StreamingDataset(local=folder, shuffle=True, **kind)
+    return StreamingDataset(local=folder, shuffle=True, shuffle_seed=1, **kind)
 
 
 def loading(kind: Any) -> dict[str, Any]:
