@@ -220,8 +220,8 @@ class Chart {
     this.cursor.setAttribute("visibility", "visible");
     const rows = values.map((ys, k) => ys && element("div", {}, element("i", {style: `background:${color(k)}`}),
       `${this.about.series[k].name}: ${shown(ys[i], this.about.y_unit)}`));
-    const told = (page.hover || {})[this.about.x] || [];
-    const more = told.map(([label, column]) => element("div", {}, `${label} ${shown(page.columns[column][i])}`));
+    const details = (page.hover || {})[this.about.x] || [];
+    const more = details.map(([label, column]) => element("div", {}, `${label} ${shown(page.columns[column][i])}`));
     this.tip.replaceChildren(element("b", {}, shown(this.x[i], this.about.x_unit)), ...more, ...rows.filter(Boolean));
     this.tip.style.cssText = middle > width / 2 ? `right:${width - middle + 8}px` : `left:${middle + 8}px`;
     this.tip.hidden = false;

@@ -148,7 +148,7 @@ class SampleRanges:
             )
 
     def _fetch_table(self, number: int, cache: ShardCache, entry: ShardEntry) -> _Offsets:
-        end = 4 * (entry.num_samples + 2)
+        end = table_bytes(entry.num_samples)
         offsets, version = fetch_offsets(cache, entry)
         with self._guard:
             self._expect_version(number, version, cache, entry)
@@ -188,7 +188,7 @@ class SampleRanges:
             self._held_bytes -= 4 + table.nbytes
 
     def _as_shard(self, number: int, entry: ShardEntry, samples: list[bytes], folder: Path) -> Shard:
-        sizes = np.array([4 * (len(samples) + 2), *map(len, samples)], np.int64)
+        sizes = np.array([table_bytes(len(samples)), *map(len, samples)], np.int64)
         head = len(samples).to_bytes(4, "little") + np.cumsum(sizes).astype("<u4").tobytes()
         content = b"".join([head, *samples])
         path = folder / entry.raw.basename
@@ -204,18 +204,23 @@ def are_cheaper(num_samples: int, shard_bytes: int, shard_samples: int, *, table
     return spent + table + wanted <= REQUEST_BYTES + shard_bytes
 
 
+def table_bytes(num_samples: int) -> int:
+    """Bytes of the number of samples and their offsets, with which a raw MDS shard begins."""
+    return 4 * (num_samples + 2)
+
+
 def fetch_offsets(cache: ShardCache, entry: ShardEntry) -> tuple[_Offsets, str | None]:
     """Fetch the offsets of a raw MDS shard's samples, and their end, with the version of the object.
 
     FormatError if they do not fit the index.
     """
-    content, version = read_range(cache, entry, 0, 4 * (entry.num_samples + 2))
+    content, version = read_range(cache, entry, 0, table_bytes(entry.num_samples))
     return offsets_of(content, cache, entry), version
 
 
 def offsets_of(content: bytes, cache: ShardCache, entry: ShardEntry) -> _Offsets:
     """The offsets with which a raw MDS shard begins; FormatError if they do not fit the index."""
-    end = 4 * (entry.num_samples + 2)
+    end = table_bytes(entry.num_samples)
     offsets = np.frombuffer(content[4:], "<u4")
     fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
     fits = fits and int(offsets[0]) >= end
@@ -229,7 +234,7 @@ def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:
     """The offsets of samples of one size, one after another up to the end; None where they differ in size."""
     stride = sum(size or 0 for size in entry.schema.sizes)
     first = entry.raw.num_bytes - entry.num_samples * stride
-    if None in entry.schema.sizes or first < 4 * (entry.num_samples + 2):
+    if None in entry.schema.sizes or first < table_bytes(entry.num_samples):
         return None
     return (first + stride * np.arange(entry.num_samples + 1)).astype(np.uint32)
 

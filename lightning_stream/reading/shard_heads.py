@@ -27,7 +27,7 @@ from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, StoreError
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.shard import Shard
-from lightning_stream.reading.range_reads import REQUEST_BYTES, OpenShard, offsets_of
+from lightning_stream.reading.range_reads import REQUEST_BYTES, OpenShard, offsets_of, table_bytes
 from lightning_stream.stores import RetryingStore
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.01  # between two looks at a file
@@ -112,7 +112,7 @@ def come_early(part: float, num_bytes: int) -> bool:
 
 
 def _agree(head: NDArray[np.uint8], longer: NDArray[np.uint8]) -> bool:
-    """Whether a file goes on as it began; its first four bytes are the number of samples."""
+    """Whether a file begins with the bytes that came first, except for the number of samples, four bytes."""
     return np.array_equal(head[4:], longer[4 : len(head)])
 
 
@@ -122,7 +122,8 @@ def _copy(cache: ShardCache, entry: ShardEntry, count: int, has_come: Callable[[
     These are twice ``count``, or as many as have come, and at most half of all. The offsets of the others stay, and
     nothing refers to them.
     """
-    path, pause_s, needed = cache.arriving(entry), _SHORTEST_PAUSE_S, 8 + 4 * entry.num_samples
+    path, pause_s, table = cache.arriving(entry), _SHORTEST_PAUSE_S, table_bytes(entry.num_samples)
+    needed = table
     while not has_come():
         with suppress(FileNotFoundError), path.open("rb", buffering=0) as file:
             here = os.fstat(file.fileno()).st_size
@@ -130,7 +131,7 @@ def _copy(cache: ShardCache, entry: ShardEntry, count: int, has_come: Callable[[
                 return 0  # it is being verified, or comes in parts
             if here >= needed:
                 try:
-                    offsets = offsets_of(file.read(8 + 4 * entry.num_samples), cache, entry)
+                    offsets = offsets_of(file.read(table), cache, entry)
                 except FormatError:
                     return 0  # the whole shard tells the user
                 needed = int(offsets[count])

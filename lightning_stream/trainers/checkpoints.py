@@ -36,7 +36,7 @@ def read_position(checkpoint: str | os.PathLike[str], *, trusted: bool = False) 
         trusted: Whether to read a file that holds other objects than plain ones, which runs code that the file names.
 
     Raises:
-        StateError: The checkpoint holds no position, or several; or it is none that torch reads without running code.
+        StateError: The checkpoint holds no position, or several; or torch cannot read it without running code.
         FileNotFoundError: There is no such file or folder.
     """
     path = Path(checkpoint)
@@ -215,7 +215,7 @@ def _read(path: Path, trusted: bool) -> Any:
         return _read_folder(path, trusted) if path.is_dir() else _read_file(path, trusted)
     except (OSError, StateError):
         raise
-    except Exception as error:  # torch raises anything for a file that is damaged, or is none of its own
+    except Exception as error:  # torch raises anything for a file that is damaged, or not made by it
         raise StateError(
             f"{path} is not a checkpoint that torch reads with weights_only={not trusted} ({type(error).__name__}). "
             "Check the path; a file that you trust can be read in code: read_position(path, trusted=True)"
