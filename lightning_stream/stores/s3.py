@@ -19,6 +19,7 @@ import msgspec
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, needs, redact, summarize
 
 from .base import BaseStore, BucketStore, ListingPage, PreconditionError, StoreTraits
+from .s3_gets import ObjectGets
 from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
 
 T = TypeVar("T")
@@ -82,13 +83,17 @@ class S3Options:
 
     def resolved(self) -> S3Options:
         """Add the variables that the client itself does not read; ValueError if one of them is not a URL."""
-        payer = self.requester_pays
         return replace(
             self,
             endpoint_url=self.resolved_endpoint(),
             region=self.region or first_set("AWS_REGION", "AWS_DEFAULT_REGION"),
-            requester_pays=os.environ.get("AWS_REQUEST_PAYER", "").lower() == "requester" if payer is None else payer,
+            requester_pays=self.resolved_payer(),
         )
+
+    def resolved_payer(self) -> bool:
+        """Return whether the requester pays, from the options or the variable."""
+        asked = os.environ.get("AWS_REQUEST_PAYER", "").lower() == "requester"
+        return asked if self.requester_pays is None else self.requester_pays
 
 
 class S3Store(BucketStore):
@@ -132,46 +137,43 @@ class S3Store(BucketStore):
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         wanted = self._wanted(name) | range_header(begin, end)
-        found = self._reading(name, lambda client: client.get_object(**wanted))
-        body, headers = found["Body"], found["ResponseMetadata"]["HTTPHeaders"]
-        length = {"Content-Length": str(found["ContentLength"]), "Content-Range": headers.get("content-range")}
-        raw = body._raw_stream  # noqa: SLF001 - its own `read` waits for all of a chunk
-        return header_stream(raw, length, found.get("ETag"), body.close)
+        raw = self._reading(name, lambda gets: gets.open(wanted))
+        return header_stream(raw, raw.headers, raw.headers.get("ETag"), raw.close)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         wanted = self._wanted(name)
         condition = {"IfNoneMatch": "*"} if if_absent else {} if if_version is None else {"IfMatch": if_version}
         if num_bytes > _MULTIPART_FROM and not condition:
             extra = {"RequestPayer": "requester"} if "RequestPayer" in wanted else {}
-            self._signed().upload_fileobj(file, self._bucket, wanted["Key"], ExtraArgs=extra)
+            self._signed().client.upload_fileobj(file, self._bucket, wanted["Key"], ExtraArgs=extra)
             return
         more = self._checksum(file) | condition
         if condition and self._options.resolved_endpoint() and self._etag(name) != if_version:
             raise PreconditionError(name)
         try:
-            self._signed().put_object(Body=file, **wanted, **more)
+            self._signed().client.put_object(Body=file, **wanted, **more)
         except Exception as error:
             # Ceph's gateway expects an ETag without the quotes that the standard demands.
             if if_version is None or self._status(error) != 412 or self._etag(name) != if_version:
                 raise
             file.seek(0)
-            self._signed().put_object(Body=file, **wanted, **{**more, "IfMatch": if_version.strip('"')})
+            self._signed().client.put_object(Body=file, **wanted, **{**more, "IfMatch": if_version.strip('"')})
 
     def _etag(self, name: str) -> str | None:
         with suppress(NotFoundError), self.translate_errors(name):
-            return str(self._signed().head_object(**self._wanted(name))["ETag"])
+            return str(self._signed().client.head_object(**self._wanted(name))["ETag"])
         return None
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         wanted = {**self._wanted(None), "Prefix": self._prefix + prefix}
         if token is not None:
             wanted["ContinuationToken"] = token
-        page = self._reading(prefix, lambda client: client.list_objects_v2(**wanted))
+        page = self._reading(prefix, lambda gets: gets.client.list_objects_v2(**wanted))
         entries = [self._entry(item["Key"], item["Size"], item.get("ETag")) for item in page.get("Contents", ())]
         return entries, page["NextContinuationToken"] if page.get("IsTruncated") else None
 
     def _delete(self, name: str) -> None:
-        self._signed().delete_object(**self._wanted(name))
+        self._signed().client.delete_object(**self._wanted(name))
 
     def _checksum(self, file: BinaryIO) -> dict[str, Any]:
         """Return a checksum for the server to verify. For AWS's own endpoint the client sends a CRC."""
@@ -187,11 +189,11 @@ class S3Store(BucketStore):
         wanted = {"Bucket": self._bucket}
         if name is not None:
             wanted["Key"] = self._prefix + name
-        if self._options.resolved().requester_pays:
+        if self._options.resolved_payer():
             wanted["RequestPayer"] = "requester"
         return wanted
 
-    def _reading(self, name: str, call: Callable[[Any], T]) -> T:
+    def _reading(self, name: str, call: Callable[[ObjectGets], T]) -> T:
         """Make a reading call; if credentials are refused, try without them, since the bucket may be public."""
         if self._public:
             return call(self._unsigned())
@@ -199,7 +201,7 @@ class S3Store(BucketStore):
             with self.translate_errors(name):
                 return call(self._signed())
         except AccessError:
-            if self._options.anonymous is not None or self._options.resolved().requester_pays:
+            if self._options.anonymous is not None or self._options.resolved_payer():
                 raise
             with suppress(StoreError), self.translate_errors(name):
                 found = call(self._unsigned())
@@ -208,7 +210,7 @@ class S3Store(BucketStore):
                 return found
             raise
 
-    def _connect(self, signed: bool) -> Any:
+    def _connect(self, signed: bool) -> ObjectGets:
         with needs("boto3", "s3", f"using {self.url}"):
             import boto3
             import botocore.session
@@ -244,7 +246,8 @@ class S3Store(BucketStore):
         if options.addressing_style:
             settings["s3"] = {"addressing_style": options.addressing_style}
         region = session.region_name or ("us-east-1" if options.endpoint_url else None)
-        return session.client("s3", endpoint_url=options.endpoint_url, region_name=region, config=Config(**settings))
+        config = Config(**settings)
+        return ObjectGets(session.client("s3", endpoint_url=options.endpoint_url, region_name=region, config=config))
 
     def _status(self, error: Exception) -> int:
         answer = _answer(error)

@@ -48,7 +48,7 @@ def test_making_an_s3_client_collects_nothing(monkeypatch: pytest.MonkeyPatch) -
     gc.collect()
     gc.callbacks.append(collected)
     try:
-        client = store.store._signed()
+        client = store.store._signed().client
     finally:
         gc.callbacks.remove(collected)
     assert client.meta.service_model.service_name == "s3"

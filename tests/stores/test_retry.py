@@ -197,7 +197,7 @@ def test_an_upload_carries_what_lets_the_server_refuse_damage(moto_place: Any) -
     def note(params: dict[str, Any], **_: Any) -> None:
         sent.append(params["headers"]["Content-MD5"])
 
-    store.store._signed().meta.events.register("before-call.s3.PutObject", note)  # type: ignore[attr-defined]
+    store.store._signed().client.meta.events.register("before-call.s3.PutObject", note)  # type: ignore[attr-defined]
     store.put("x", b"content")
     assert sent == [base64.b64encode(hashlib.md5(b"content").digest()).decode()]
     assert store.read("x") == b"content"
@@ -205,7 +205,7 @@ def test_an_upload_carries_what_lets_the_server_refuse_damage(moto_place: Any) -
 
 def test_a_listing_continues_from_page_to_page(moto_place: Any) -> None:
     store = open_store(moto_place.url, moto_place.options)
-    client = store.store._signed()  # type: ignore[attr-defined]
+    client = store.store._signed().client  # type: ignore[attr-defined]
     client.meta.events.register("provide-client-params.s3.ListObjectsV2", lambda params, **_: {**params, "MaxKeys": 2})
     for number in range(7):
         store.put(f"page/{number}", bytes(number))
