@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 from lightning_stream.formats.memory import MAP_OPTIONS
 from lightning_stream.loading.shared_position import memory_file
 
+_COUNT_BYTES = 8
 _ALIGNED = 64  # each array in a slot begins at a multiple
 _LEAST_BYTES = 1 << 20  # of a slot, which takes only the memory that batches have used
 _MOST_LENT = 3  # slots of a worker that batches in the trainer refer to; what arrives meanwhile is copied
+_TOGETHER, _TOGETHER_BYTES = 8, 4 << 20  # batches in a slot at most, and about the bytes that end it
 _FREE, _SENT, _LENT, _OUTDATED = range(4)
 _numbers = itertools.count()
 _created: weakref.WeakValueDictionary[int, SharedSlots] = weakref.WeakValueDictionary()  # in this process, by number
@@ -45,18 +47,23 @@ class SharedSlots:
     """Slots of shared memory for the batches of a loader's workers; the memory ends with the last process that maps it.
 
     A batch never waits for a slot: if none is free, torch sends it. Each worker has `num_slots`; `fd` is the descriptor
-    of their states, and `number` the name of these slots in the process that created them. A worker makes the memory of
-    a slot when it first needs it. It makes other memory for a larger batch, and after a fork, since the forked process
-    may read a batch that the trainer no longer has.
+    of their states, before which is the number of batches that the trainer has handed out of each worker. `number` is
+    the name of these slots in the process that created them. A worker makes the memory of a slot when it first needs
+    it. It makes other memory for a larger batch, and after a fork, since the forked process may read a batch that the
+    trainer no longer has.
     """
 
     def __init__(self, num_slots: int, fd: int, number: int) -> None:
         self._num_slots, self._fd, self._number = num_slots, fd, number
-        self._states: NDArray[np.uint8] = np.frombuffer(mmap.mmap(fd, 0, **MAP_OPTIONS), np.uint8)
+        shared = mmap.mmap(fd, 0, **MAP_OPTIONS)
+        num_workers = len(shared) // (num_slots + _COUNT_BYTES)
+        self._delivered: NDArray[np.int64] = np.frombuffer(shared, np.int64, num_workers)
+        self._states: NDArray[np.uint8] = np.frombuffer(shared, np.uint8)[num_workers * _COUNT_BYTES :]
         self._memory: dict[int, mmap.mmap] = {}  # of slots that this process has used
         self._new: dict[int, Any] = {}  # how the trainer gets memory that it does not know yet
         self._first = self._used = self._most = 0
-        self._slot: int | None = None  # of the batch that a worker makes now, which has used so many bytes of it
+        self._slot: int | None = None  # of the batches that a worker makes now, which have used so many bytes of it
+        self._worker = self._num_sent = 0
 
     def __reduce__(self) -> tuple[Callable[..., SharedSlots], tuple[Any, ...]]:
         return _attach, (self._num_slots, reduction.DupFd(self._fd), self._number)
@@ -66,7 +73,22 @@ class SharedSlots:
 
     def begin(self, worker: int) -> None:
         """Begin an iteration, in a worker."""
-        self._first, self._slot = worker * self._num_slots, None
+        self._first, self._slot, self._worker, self._num_sent = worker * self._num_slots, None, worker, 0
+
+    def restart(self) -> None:
+        """Note that the trainer begins an iteration."""
+        self._delivered[:] = 0
+
+    def note_delivered(self, worker: int) -> None:
+        """Note that the trainer hands out a batch of this worker."""
+        self._delivered[worker] += 1
+
+    def takes_another(self, count: int) -> bool:
+        """Whether a further batch should be sent with so many: not with the first one, nor where many wait already."""
+        if not 0 < count < _TOGETHER or not self._num_sent or self._used >= _TOGETHER_BYTES:
+            return False
+        waiting = self._num_sent + count - int(self._delivered[self._worker])
+        return waiting < _TOGETHER * (self._num_slots - _MOST_LENT)
 
     def empty(self, num_bytes: int) -> memoryview | None:
         """Memory for an array of the next batch, which then need not be copied by `put`; None if there is none."""
@@ -78,12 +100,13 @@ class SharedSlots:
         found = np.frombuffer(self._memory[self._slot], np.uint8)[begin : begin + num_bytes]
         return found.data if len(found) == num_bytes else None
 
-    def put(self, batch: Any) -> Any:
-        """Copy a batch into a free slot of this worker, but not the arrays that are there already.
+    def put(self, batch: Any, count: int = 1) -> Any:
+        """Copy a batch, or so many of them, into a free slot of this worker, but not arrays that are there already.
 
         Returns:
             A handle to send once, which is unpickled as the batch; the batch itself if no slot is free.
         """
+        self._num_sent += count
         try:
             pickler = _Pickler()
             pickler.dump(batch)
@@ -98,7 +121,7 @@ class SharedSlots:
                 begins, end = self._places(arrays)
             return self._sent(self._slot, arrays, begins, end)
         finally:
-            self._slot = None
+            self._slot, self._used = None, 0
 
     def _take_slot(self, num_bytes: int) -> bool:
         """Choose a free slot of this worker for its next batch; returns whether there was one."""
@@ -255,7 +278,7 @@ def shared_slots(num_workers: int, num_slots: int) -> SharedSlots | None:
         return None
     number, num_slots = next(_numbers), num_slots + _MOST_LENT
     try:
-        fd = memory_file("slots", num_workers * num_slots)
+        fd = memory_file("slots", num_workers * (num_slots + _COUNT_BYTES))
         slots = _created[number] = SharedSlots(num_slots, fd, number)
     except OSError:
         return None

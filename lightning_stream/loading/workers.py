@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from lightning_stream.errors import StateError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.loading import torch_private
+from lightning_stream.loading.groups import Delivery, grouped, in_order
 from lightning_stream.loading.meter import Made, Meter, SharedCounters
 from lightning_stream.loading.randomness import SeededCall, sample_seed
 from lightning_stream.loading.shared_position import SharedPosition, Start
@@ -44,7 +46,6 @@ _MOST_CHOSEN = 8  # workers; more only help where a batch takes longer than eigh
 _OWN_READING = "the dataset's own get_item or __getitem__"
 _log = logging.getLogger(__name__)
 
-Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 _unfinished: set[futures.Future[Delivery]] = set()  # batches that threads of this process make, or are to make
 
 
@@ -71,8 +72,8 @@ class Pipeline(IterableDataset[Delivery]):
         self, source: SampleSource, settings: BatchSettings, start: Start | SharedPosition, collate: SeededCall | None
     ) -> None:
         self.source, self.settings, self.start, self.collate = source, settings, start, collate
-        self.slots: SharedSlots | None = None  # how small batches leave worker processes; None for torch's own way
-        self.counters: SharedCounters | None = None  # those of worker processes
+        self.slots: SharedSlots | None = None  # how batches leave worker processes; None for torch's own way
+        self.counters: SharedCounters | None = None  # those of worker processes; None where there are none
         self.trainer_pid = os.getpid()
         self.num_threads = self.in_progress = 0  # threads that make batches; how many batches they are ahead at most
         self.timeout: float = 0  # seconds to wait for a batch of theirs; 0 for ever
@@ -82,39 +83,52 @@ class Pipeline(IterableDataset[Delivery]):
         self.source, self.num_threads, self.timeout = replace(self.source, in_threads=True), num_threads, timeout
         self.in_progress = num_threads * (prefetch_factor or _PREFETCHED)
 
-    def __iter__(self) -> Iterator[Delivery]:
+    def __iter__(self) -> Iterator[Any]:
+        """The batches; in a worker of `Workers` its messages, see `groups`."""
         worker = get_worker_info()
-        if worker is not None:  # now, and not with the first batch: the trainer may be gone before that
-            can_report = leave_signals_to_the_trainer(self.trainer_pid)
-            gc.freeze()  # each collection would visit the trainer's objects, and so copy a forked worker's memory
-            if self.counters is not None:
-                counters = self.source.reader.counters
-                counters.values, counters.live_settings = self.counters.values[worker.id], self.counters.live_settings
-                self.counters.pids[worker.id] = os.getpid() if can_report else 0
-        return self._batches(*((worker.id, worker.num_workers) if worker is not None else (0, 1)))
+        if worker is None:
+            return self._batches(0, 1)
+        # Now, and not with the first batch: the trainer may be gone before that.
+        can_report = leave_signals_to_the_trainer(self.trainer_pid)
+        gc.freeze()  # each collection would visit the trainer's objects, and so copy a forked worker's memory
+        if self.counters is None:
+            return self._batches(worker.id, worker.num_workers)
+        counters = self.source.reader.counters
+        counters.values, counters.live_settings = self.counters.values[worker.id], self.counters.live_settings
+        self.counters.pids[worker.id] = os.getpid() if can_report else 0
+        to_make = self._to_make(worker.id, worker.num_workers)
+        return grouped(to_make, worker.id, self.slots, self.source.reader.has_open)
 
     def _batches(self, index: int, count: int) -> Iterator[Delivery]:
+        if self.in_progress:
+            yield from self._by_threads(index, count)
+            return
+        for _, make in self._to_make(index, count):
+            yield make()
+
+    def _to_make(self, index: int, count: int) -> Iterator[tuple[MicroBatch, Callable[[], Delivery]]]:
+        """One worker's batches, which are to be made in this order, each before the next one is asked for."""
         start = self.start.upcoming if isinstance(self.start, SharedPosition) else self.start
-        source, size, slots, in_progress = self.source, self.settings.device_batch_size, self.slots, self.in_progress
+        source, size, in_progress = self.source, self.settings.device_batch_size, self.in_progress
         batches = self.settings.micro_batches(source, start)
         look_ahead = source.predownload, size, count, 1 + in_progress
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), *look_ahead)
         order, processor, began = batches.plan.order, _Processor(), perf_counter()
-        if in_progress:
-            yield from self._by_threads(ahead, order)
-            return
-        if slots is not None:
-            slots.begin(index)
         for planned in ahead:
-            made = self._make(planned, order, perf_counter() - began, processor)
-            yield made if slots is None else slots.put(made)
-            processor.begin()
+            planning_s = perf_counter() - began
+            yield (
+                planned,
+                partial(
+                    self._make, planned, order, planning_s, _Processor(self.num_threads) if in_progress else processor
+                ),
+            )
             began = perf_counter()
 
     def _make(self, planned: MicroBatch, order: EpochOrder, planning_s: float, processor: _Processor) -> Delivery:
         """Make one batch, whose planning took so long."""
         source, spent = self.source, self.source.reader.counters.spent
         out = None if self.slots is None else self.slots.empty
+        processor.begin()
         began = perf_counter()
         waited_s, transform_s, collate_s = spent.waited_s, spent.transform_s, spent.collate_s
         batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate, out))
@@ -122,25 +136,20 @@ class Pipeline(IterableDataset[Delivery]):
         transform_s, collate_s = spent.transform_s - transform_s, spent.collate_s - collate_s
         read_s = ended - began - waited_s - transform_s - collate_s
         stages = (planning_s, waited_s, read_s, transform_s, collate_s)
-        used = processor.used(planning_s + ended - began - waited_s)
-        return batch, info, Made(began - planning_s, ended, stages, *used)
+        thread_s, process_s = processor.used(ended - began - waited_s)
+        made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s)
+        return batch, info, made
 
-    def _by_threads(self, ahead: Iterator[MicroBatch], order: EpochOrder) -> Iterator[Delivery]:
+    def _by_threads(self, index: int, count: int) -> Iterator[Delivery]:
         """Batches in their order, while threads make those that follow."""
-
-        def make(planned: MicroBatch, planning_s: float) -> Delivery:
-            return self._make(planned, order, planning_s, _Processor(self.num_threads))
-
         pending: deque[futures.Future[Delivery]] = deque()
         with DaemonPool(self.num_threads, "make") as pool:
-            began = perf_counter()
-            for planned in ahead:
-                pending.append(pool.submit(make, planned, perf_counter() - began))
+            for _, make in self._to_make(index, count):
+                pending.append(pool.submit(make))
                 _unfinished.add(pending[-1])
                 pending[-1].add_done_callback(_unfinished.discard)
                 if len(pending) > self.in_progress:
                     yield self._made(pending.popleft())
-                began = perf_counter()
             while pending:
                 yield self._made(pending.popleft())
 
@@ -247,6 +256,9 @@ class Workers:
         keeps = options["persistent_workers"] and options["num_workers"] > 0 and not self._kept_is_in_use
         made_by = self._kept_loader if keeps else self._torch_loader
         loader = made_by(pipeline, options, init)
+        num_workers, slots = options["num_workers"], loader.dataset.slots  # type: ignore[attr-defined]  # a Pipeline
+        if slots is not None:
+            slots.restart()
         batches = iter(loader)
         let_terminate_end_at_once(torch_private.worker_processes(batches))
         self._kept_is_in_use |= keeps
@@ -261,7 +273,7 @@ class Workers:
                 torch_private.end_workers(batches)
                 self.meter.detach(loader.dataset.counters)  # type: ignore[attr-defined]  # a Pipeline
 
-        made = MadeBatches(batches, end)
+        made = MadeBatches(in_order(batches, num_workers, slots) if num_workers else batches, end)
         self._live.add(made)
         return made
 

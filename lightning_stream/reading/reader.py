@@ -288,6 +288,10 @@ class SampleReader:
             process.begin(numbers, self.entry)
         return announced
 
+    def has_open(self, ids: NDArray[np.int64]) -> bool:
+        """Whether these samples can be read without waiting for a shard, or opening one."""
+        return self._mine().open.has(self.shards.with_joined(self.snapshot.shards_of(ids)))
+
     @property
     def has_all_open(self) -> bool:
         """Whether every shard is mapped, and stays so."""

@@ -105,6 +105,10 @@ class SubsetReader(SampleReader):
         """Whether all samples that the subset has of a shard cost less than the shard."""
         return self.whole.ranges_are_cheaper(number, int(self.snapshot.sizes[number]))
 
+    def has_open(self, ids: NDArray[np.int64]) -> bool:
+        """Whether these samples can be read without waiting for a shard, or opening one."""
+        return self.whole.has_open(self.chosen.select(ids))
+
     @property
     def has_all_open(self) -> bool:
         """Whether every shard of the whole is mapped, and stays so."""

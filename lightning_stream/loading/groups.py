@@ -1,0 +1,77 @@
+"""Short batches leave a worker several at a time, and the trainer takes them apart again.
+
+A message between processes costs both of them some 0.4 ms of processor time, for threads, queues and locks of torch's:
+as much as gathering 2 MB. So a worker sends what it makes within a short time at once. It never keeps a batch back
+while it waits for a shard, and it is never so far ahead that batches would gather in the trainer: torch asks the
+workers in turn, each for a message.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from time import perf_counter
+from typing import Any
+
+from numpy.typing import NDArray
+
+from lightning_stream.loading.meter import Made
+from lightning_stream.loading.transport import SharedSlots
+from lightning_stream.order.micro_batches import MicroBatch
+
+_SHORT_S = 0.002  # from the end of a message's first batch to the beginning of its last one
+
+Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
+Message = tuple[int, list[Delivery]]  # the worker, and the next of its batches
+
+
+def grouped(
+    to_make: Iterator[tuple[MicroBatch, Callable[[], Delivery]]],
+    worker: int,
+    slots: SharedSlots | None,
+    is_here: Callable[[NDArray[Any]], bool],
+) -> Iterator[Any]:
+    """Make the batches of a worker, and yield its messages, over memory of `slots` where there is some.
+
+    ``is_here`` is whether samples can be read without waiting for their shards.
+    """
+    group: list[Delivery] = []
+    if slots is not None:
+        slots.begin(worker)
+
+    def message() -> Any:
+        nonlocal group
+        found: Message = worker, group
+        group = []
+        return found if slots is None else slots.put(found, len(found[1]))
+
+    try:
+        for planned, make in to_make:
+            if group and not (
+                slots is not None
+                and perf_counter() - group[0][2].ended < _SHORT_S
+                and slots.takes_another(len(group))
+                and is_here(planned.sample_ids)
+            ):
+                yield message()
+            group.append(make())
+    except Exception:
+        if group:  # the trainer gets these before the error
+            yield message()
+        raise
+    if group:
+        yield message()
+
+
+def in_order(messages: Iterator[Message], num_workers: int, slots: SharedSlots | None) -> Iterator[Delivery]:
+    """The batches of all workers, of which each makes one in turn."""
+    arrived: list[deque[Delivery]] = [deque() for _ in range(num_workers)]
+    number = 0
+    for worker, batches in messages:
+        arrived[worker].extend(batches)
+        del batches  # or the memory of a batch would stay in use while the next ones are made
+        while waiting := arrived[number % num_workers]:
+            if slots is not None:
+                slots.note_delivered(number % num_workers)
+            number += 1
+            yield waiting.popleft()
