@@ -1,15 +1,19 @@
 """GETs of objects like one that boto3 has sent: botocore signs and sends them, at less than half of boto3's CPU.
 
-For each request, boto3 looks up the endpoint, checks the arguments, emits twenty events and parses all headers. For
+For each request, boto3 looks up the endpoint, checks the arguments, calls handlers of events and parses all headers. For
 the objects of one bucket only the key and the range differ. Errors are boto3's: it sends the request again where the
 answer is one, and follows redirects, and the next GETs are like what it has sent then.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 from urllib.parse import quote
+
+_REASON = re.compile(r"<(Code|Message)>([^<]*)<")
+_MOST_REASON = 1000  # characters
 
 
 class _Sent(NamedTuple):
@@ -62,9 +66,9 @@ class ObjectGets:
         status = answer.status_code
         if status in (200, 206):
             return answer.raw
-        reason = answer.content  # which also gives the connection back
+        reason = answer.content[:_MOST_REASON].decode(errors="replace")  # which also gives the connection back
         if status == 429 or status >= 500:  # asking again at once would add to the server's trouble
-            about = {"Code": str(status), "Message": reason[:200].decode(errors="replace")}
+            about = {"Code": str(status), "Message": reason, **dict(_REASON.findall(reason))}
             raise self._error({"Error": about, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")
         return None
 

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
+from servers.fault_proxy import FaultProxy, Plan
 from servers.web import WebServer
 
 from lightning_stream.errors import AccessError, NotFoundError, UnavailableError
@@ -32,7 +33,7 @@ class Refusing(WebServer):
         return _Handler
 
 
-def store_at(server: WebServer, **options: Any) -> S3Store:
+def store_at(server: WebServer | FaultProxy, **options: Any) -> S3Store:
     keys = {"access_key_id": "key", "secret_access_key": "S3CRET", "region": "us-east-1"}
     made = S3Store.from_url("s3://bucket/data", {"endpoint_url": server.url, **keys, **options})
     assert isinstance(made, S3Store)
@@ -104,6 +105,15 @@ def test_a_server_in_trouble_is_asked_once_and_other_errors_are_those_of_boto3()
                 store.read("x")
             assert server.count("GET") == before + 1
             assert found.value.is_throttled == (status != 500)
+        with FaultProxy(server.url, Plan(probability={"error": 1.0}, only="x")) as proxy:
+            server.status, store = None, store_at(proxy)
+            proxy.plan.left = 0
+            assert store.read("x") == b"content"
+            proxy.plan.left = 1
+            with pytest.raises(UnavailableError, match=r"An error occurred \(SlowDown\)"):
+                store.read("x")
+        store = store_at(server)
+        assert store.read("x") == b"content"
         for status, refused in ((403, AccessError), (404, NotFoundError)):
             server.status = status
             with pytest.raises(refused):
