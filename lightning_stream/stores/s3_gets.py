@@ -1,8 +1,8 @@
 """GETs of objects like one that boto3 has sent: botocore signs and sends them, at less than half of boto3's CPU.
 
-For each request, boto3 looks up the endpoint, checks the arguments, calls handlers of events and parses all headers. For
-the objects of one bucket only the key and the range differ. Errors are boto3's: it sends the request again where the
-answer is one, and follows redirects, and the next GETs are like what it has sent then.
+For each request, boto3 looks up the endpoint, checks the arguments, calls handlers of events and parses all headers.
+For the objects of one bucket only the key and the range differ. Errors are boto3's: where the answer is one, it sends
+the request again and follows redirects, and the next GETs are like what it has sent then.
 """
 
 from __future__ import annotations
