@@ -3,7 +3,8 @@
 A message between processes costs both of them some 0.4 ms of processor time, for threads, queues and locks of torch's:
 as much as gathering 2 MB. So a worker sends what it makes within a short time at once. It never keeps a batch back
 while it waits for a shard, and it is never so far ahead that batches would gather in the trainer: torch asks the
-workers in turn, each for a message.
+workers in turn, each for a message. Under a cache limit each batch is a message, so that all workers need the same
+shards at about the same time.
 """
 
 from __future__ import annotations

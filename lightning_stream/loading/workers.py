@@ -115,13 +115,8 @@ class Pipeline(IterableDataset[Delivery]):
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), *look_ahead)
         order, processor, began = batches.plan.order, _Processor(), perf_counter()
         for planned in ahead:
-            planning_s = perf_counter() - began
-            yield (
-                planned,
-                partial(
-                    self._make, planned, order, planning_s, _Processor(self.num_threads) if in_progress else processor
-                ),
-            )
+            clock = _Processor(self.num_threads) if in_progress else processor
+            yield planned, partial(self._make, planned, order, perf_counter() - began, clock)
             began = perf_counter()
 
     def _make(self, planned: MicroBatch, order: EpochOrder, planning_s: float, processor: _Processor) -> Delivery:

@@ -289,7 +289,9 @@ class SampleReader:
         return announced
 
     def has_open(self, ids: NDArray[np.int64]) -> bool:
-        """Whether these samples can be read without waiting for a shard, or opening one."""
+        """Whether these samples can be read without waiting for a shard; always False under a cache limit."""
+        if self.defaults.config.limit_bytes is not None:
+            return False
         return self._mine().open.has(self.shards.with_joined(self.snapshot.shards_of(ids)))
 
     @property

@@ -106,7 +106,7 @@ class SubsetReader(SampleReader):
         return self.whole.ranges_are_cheaper(number, int(self.snapshot.sizes[number]))
 
     def has_open(self, ids: NDArray[np.int64]) -> bool:
-        """Whether these samples can be read without waiting for a shard, or opening one."""
+        """Whether these samples can be read without waiting for a shard."""
         return self.whole.has_open(self.chosen.select(ids))
 
     @property
