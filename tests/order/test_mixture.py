@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import tracemalloc
 from fractions import Fraction
 from itertools import pairwise
@@ -148,20 +147,18 @@ def test_the_order_of_a_mixture_never_changes() -> None:
 
 
 @pytest.mark.parametrize("interpolation", ["step", "linear"])
-def test_a_thousand_million_samples_take_less_than_a_second_and_64_mb(interpolation: str) -> None:
+def test_a_thousand_million_samples_are_counted_in_64_mb(interpolation: str) -> None:
     points = [
         (0, {"a": 4, "b": 3, "c": 2, "d": 1}),
         (4e8, {"a": 1, "b": 3, "c": 2, "d": 4}),
         (1e9, dict.fromkeys("abcd", 1)),
     ]
     tracemalloc.start()
-    began = time.process_time()
     mixture = Mixture(Schedule(points, interpolation=interpolation), [MANY] * 4)  # type: ignore[arg-type]
     for first in range(0, 10**9, 2**26):
         mixture.counts(np.arange(first, min(first + 2**26, 10**9), 1024))
-    took, (_, peak) = time.process_time() - began, tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert took < 2  # about 0.15 s; benchmarks/mixture_scale.py measures it
     assert peak < 64e6
 
 
