@@ -350,8 +350,7 @@ class ShardCache:
                 fetched = replace(fetched, num_bytes=drafts[0].stat().st_size)
                 self._make_space(fetched)
             lease = self._publish_all(entry, drafts)
-            if fetched != reserved:
-                self._evictor.log.settle(fetched)
+            self._evictor.log.settle(fetched)
         self.counters.add("shards_fetched")
         self.counters.add("shards_fetched_again", name in self._fetched)
         self._fetched.add(name)

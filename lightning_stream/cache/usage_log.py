@@ -64,7 +64,9 @@ class UsageLog:
         return None
 
     def settle(self, entry: CacheEntry) -> None:
-        """Enter the files of a shard that was fetched."""
+        """Enter the files of a shard that was fetched, if they are others than those for which space was reserved."""
+        if self._held.get(entry.names[0]) == entry:
+            return
         with self._locked():
             self._append(["+", entry.num_bytes, *entry.names])
 

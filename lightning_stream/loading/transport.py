@@ -63,7 +63,7 @@ class SharedSlots:
         self._new: dict[int, Any] = {}  # how the trainer gets memory that it does not know yet
         self._first = self._used = self._most = 0
         self._slot: int | None = None  # of the batches that a worker makes now, which have used so many bytes of it
-        self._worker = self._num_sent = 0
+        self._num_sent = 0  # batches of this iteration
 
     def __reduce__(self) -> tuple[Callable[..., SharedSlots], tuple[Any, ...]]:
         return _attach, (self._num_slots, reduction.DupFd(self._fd), self._number)
@@ -73,7 +73,7 @@ class SharedSlots:
 
     def begin(self, worker: int) -> None:
         """Begin an iteration, in a worker."""
-        self._first, self._slot, self._worker, self._num_sent = worker * self._num_slots, None, worker, 0
+        self._first, self._slot, self._num_sent = worker * self._num_slots, None, 0
 
     def restart(self) -> None:
         """Note that the trainer begins an iteration."""
@@ -85,9 +85,9 @@ class SharedSlots:
 
     def takes_another(self, count: int) -> bool:
         """Whether a further batch should be sent with so many: not with the first one, nor where many wait already."""
-        if not 0 < count < _TOGETHER or not self._num_sent or self._used >= _TOGETHER_BYTES:
+        if count >= _TOGETHER or not self._num_sent or self._used >= _TOGETHER_BYTES:
             return False
-        waiting = self._num_sent + count - int(self._delivered[self._worker])
+        waiting = self._num_sent + count - int(self._delivered[self._first // self._num_slots])
         return waiting < _TOGETHER * (self._num_slots - _MOST_LENT)
 
     def empty(self, num_bytes: int) -> memoryview | None:

@@ -73,7 +73,7 @@ class Pipeline(IterableDataset[Delivery]):
     ) -> None:
         self.source, self.settings, self.start, self.collate = source, settings, start, collate
         self.slots: SharedSlots | None = None  # how batches leave worker processes; None for torch's own way
-        self.counters: SharedCounters | None = None  # those of worker processes; None where there are none
+        self.counters: SharedCounters | None = None  # of worker processes; None without them
         self.trainer_pid = os.getpid()
         self.num_threads = self.in_progress = 0  # threads that make batches; how many batches they are ahead at most
         self.timeout: float = 0  # seconds to wait for a batch of theirs; 0 for ever
@@ -167,7 +167,6 @@ class _Processor:
 
     def __init__(self, num_threads: int = 1) -> None:
         self._num_unmeasured, self._shares, self._num_threads = 0, (0.0, 0.0), num_threads
-        self.begin()
 
     def begin(self) -> None:
         """Note that a batch is begun."""

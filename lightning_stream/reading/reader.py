@@ -280,7 +280,7 @@ class SampleReader:
         Pass the result to `done_with` once the samples were read, or will not be.
         """
         process, of_shard = self._mine(), self.shards.with_joined(self.snapshot.shards_of(ids))
-        if self.defaults.config.limit_bytes is None and process.open.has(of_shard):
+        if self._stay_open(process, of_shard):
             return None
         numbers = list(dict.fromkeys(of_shard.tolist()))
         with process.lock:
@@ -290,9 +290,10 @@ class SampleReader:
 
     def has_open(self, ids: NDArray[np.int64]) -> bool:
         """Whether these samples can be read without waiting for a shard; always False under a cache limit."""
-        if self.defaults.config.limit_bytes is not None:
-            return False
-        return self._mine().open.has(self.shards.with_joined(self.snapshot.shards_of(ids)))
+        return self._stay_open(self._mine(), self.shards.with_joined(self.snapshot.shards_of(ids)))
+
+    def _stay_open(self, process: ReaderProcess, numbers: NDArray[np.int64]) -> bool:
+        return self.defaults.config.limit_bytes is None and process.open.has(numbers)
 
     @property
     def has_all_open(self) -> bool:

@@ -83,12 +83,8 @@ class S3Options:
 
     def resolved(self) -> S3Options:
         """Add the variables that the client itself does not read; ValueError if one of them is not a URL."""
-        return replace(
-            self,
-            endpoint_url=self.resolved_endpoint(),
-            region=self.region or first_set("AWS_REGION", "AWS_DEFAULT_REGION"),
-            requester_pays=self.resolved_payer(),
-        )
+        region = self.region or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
+        return replace(self, endpoint_url=self.resolved_endpoint(), region=region)
 
     def resolved_payer(self) -> bool:
         """Return whether the requester pays, from the options or the variable."""
