@@ -7,24 +7,30 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from lightning_stream.cache import CacheConfig, default_folder
+from lightning_stream.cache.eviction import Evictor
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.lease import Lease
+from lightning_stream.cache.usage_log import CacheEntry
 from lightning_stream.convert.partition import Receipt, index_bytes, partition_of, receipt_name
-from lightning_stream.convert.publish import Publication, alone
+from lightning_stream.convert.publish import MANIFEST, Publication, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
-from lightning_stream.shared_files import make_folder
+from lightning_stream.shared_files import LOCK_FDS, publish_bytes, try_flock
 from lightning_stream.spark.convert import Conversion
 from lightning_stream.spark.plan import quoted
 from lightning_stream.spark.settings import Settings
 from lightning_stream.stores import open_store
 
+_LABEL = "rows of a Spark DataFrame"  # in `lightning-stream cache ls`
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
 
 
@@ -32,6 +38,7 @@ class FrameCache:
     """A DataFrame's rows as samples. Conversion begins with the first use: a thread runs it in Spark.
 
     Pickles and forks without the DataFrame: another process waits until the cache is filled, and reads it.
+    A cache of this machine's user is listed and pruned, as a whole, by ``lightning-stream cache``; not while it is read.
 
     Args:
         dataframe: The rows.
@@ -47,13 +54,14 @@ class FrameCache:
         compression = "zstd" if cache is not None and "://" in os.fspath(cache) else None
         draft = Conversion.plan(chosen, Settings.read({"out": ".", "compression": compression}))
         key = draft.job.fingerprint
-        private = default_folder(f"spark-frame-{key}")
+        private = default_folder(f"spark-frame-{key}") if cache is None else None
         uri = str(private) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
-        make_folder(private.parent)
-        self._begin(uri, replace(draft, job=replace(draft.job, out=uri)))
+        self._begin(uri, private, replace(draft, job=replace(draft.job, out=uri)))
 
-    def _begin(self, uri: str, conversion: Conversion | None) -> None:
+    def _begin(self, uri: str, private: Path | None, conversion: Conversion | None) -> None:
         self.uri = uri
+        self._private = None if private is None else CacheFolder(private)
+        self.lease: Lease | None = None  # of a private cache: it cannot be pruned until this is closed
         self._conversion = conversion
         self._receipts: list[Receipt] | None = None
         self._thread: threading.Thread | None = None
@@ -64,10 +72,10 @@ class FrameCache:
         _caches.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"uri": self.uri}
+        return {"uri": self.uri, "private": self._private and self._private.path}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
-        self._begin(state["uri"], None)
+        self._begin(state["uri"], state["private"], None)
 
     @property
     def is_complete(self) -> bool:
@@ -91,8 +99,8 @@ class FrameCache:
         if self._reader is not None:
             return
         if self._conversion is None:
-            with alone(self.uri):
-                if not self.is_complete:
+            with self._alone():
+                if not self._is_taken():
                     raise CacheError(
                         f"{self.uri} must hold a DataFrame's rows; the process that converts them has not finished. "
                         "See its error, or read the DataFrame there once before starting others."
@@ -148,16 +156,47 @@ class FrameCache:
     def _fill(self) -> None:
         assert self._conversion is not None
         try:
-            with alone(self.uri):
-                if not self.is_complete:
+            with self._alone():
+                if not self._is_taken():
                     publication = Publication.begin(self._conversion.job, overwrite=True, remedy="")
                     receipts = self._conversion.run(publication)
                     publication.publish(receipts, True, self._conversion.about())
                     self._receipts = receipts
+                    self._is_taken()
         except BaseException as error:  # noqa: BLE001 - raised where a caller waits for the rows
             self._failure = error
         finally:
             self._over.set()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Exclude others that fill the cache, or prune it."""
+        with ExitStack() as locks:
+            locks.enter_context(alone(self.uri))
+            if self._private is not None:
+                self._private.prepare()
+                locks.enter_context(self._private.lock(MANIFEST))
+            yield
+
+    def _is_taken(self) -> bool:
+        """Whether all rows are in the cache; from now on, a private one cannot be pruned."""
+        folder = self._private
+        if folder is None or self.lease is not None or not self.is_complete:
+            return self.is_complete
+        first = folder.path / MANIFEST
+        if not first.exists():
+            return False  # pruned: the manifest goes first
+        first.touch()  # `cache prune` deletes what was not read for longest
+        fd = LOCK_FDS.open(first, os.O_RDONLY)
+        self.lease = Lease(folder.path, fd, MANIFEST)
+        try_flock(fd, first, shared=True)  # nobody prunes it now: see _alone
+        index = Index.from_file(folder.path / INDEX_NAME)
+        files = [raw for number in range(len(index)) for raw, _ in index.entry(number).files]
+        publish_bytes(f"frame {_LABEL}".encode(), folder.control / "source", folder.modes)
+        # One entry for all files: they are of use only together.
+        names = (MANIFEST, *(file.basename for file in files))
+        Evictor(folder).log.settle(CacheEntry(names, sum(file.num_bytes for file in files)))
+        return True
 
     def _raise_failure(self) -> None:
         if isinstance(self._failure, StoreError):

@@ -6,12 +6,14 @@ import hashlib
 import io
 import json
 import re
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+from weakref import WeakKeyDictionary
 
 from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.schema import kind_of
@@ -25,10 +27,13 @@ _SETTINGS = (
 )  # fmt: skip
 # Values that only differ between two sessions: ids of expressions, plans and objects.
 _PASSING = re.compile(r"#\d+L?|\[?plan_id=\d+\]?|@[0-9a-f]{4,}|\[id=#?\d+\]|RelationV2\[[^]]*\]")
-# Plans that name their rows only by objects of this session.
-_IN_MEMORY = ("LogicalRDD", "ExternalRDD", "ExistingRDD", "LocalRelation", "LocalTableScan", "InMemoryRelation")
+# A node of a physical plan that reads rows. Only rows of files can be found again: their files have a size and a time.
+_SCAN = re.compile(r"^[ :+*()\d-]*(\w*)Scan\b", re.MULTILINE)
+_FILE_SCANS = ("File", "Photon")
+_GLOB = re.compile(r"([\\{}\[\]*?,^])")
 _DELTA_LOG = "_delta_log"
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
+_OWN_KEYS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of DataFrames whose rows nobody can find again
 
 
 def ordered(dataframe: Any, order_by: Sequence[str] | str | None, shuffle_seed: int | None) -> Any:
@@ -70,20 +75,21 @@ def plan_text(dataframe: Any) -> str:
 def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., Any] | None = None) -> str:
     """Hex digest of a conversion: the plan, its source files, how it is partitioned, and how it is written.
 
-    Equal in another session if all rows come from files; rows made in a session are of that session only.
+    Equal in another session if all rows come from files that have not changed since; rows from elsewhere (made in a
+    session, of a database, of a data source) are of this DataFrame only.
     """
     text, session = plan_text(dataframe), dataframe.sparkSession
+    stamps = _stamps(session, sorted(dataframe.inputFiles()))
     about = {
         "plan": text,
         "semantic": _asked(dataframe.semanticHash, 0),
-        "sources": [_stamped(name) for name in sorted(dataframe.inputFiles())],
+        "sources": stamps,
         "settings": settings,
         "spark": {name: _asked(partial(session.conf.get, name, None), None) for name in _SETTINGS},
         "udf": function_text(udf),
     }
-    if any(word in text for word in _IN_MEMORY):
-        application = _asked(lambda: session.sparkContext.applicationId, None)
-        about["session"] = [application or session.session_id, id(dataframe)]
+    if stamps is None or not set(_SCAN.findall(text)) <= set(_FILE_SCANS):
+        about["only"] = _OWN_KEYS.setdefault(dataframe, uuid.uuid4().hex)
     return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
@@ -114,13 +120,28 @@ def local_path(url: str) -> Path | None:
     return Path(unquote(parts.path)) if parts.scheme in ("", "file") else None
 
 
-def _stamped(url: str) -> tuple[str, int, int]:
-    """A source file with size and time of change, where this machine sees it."""
-    path = local_path(url)
-    if path is None or not path.exists():
-        return url, 0, 0
-    known = path.stat()
-    return url, known.st_size, known.st_mtime_ns
+def _stamps(session: Any, urls: Sequence[str]) -> list[tuple[str, int, int]] | None:
+    """The source files with size and time of change; None if Spark cannot tell these of files elsewhere."""
+    stamps, elsewhere = [], []
+    for url in urls:
+        path = local_path(url)
+        if path is None or not path.exists():
+            elsewhere.append(url)
+            continue
+        known = path.stat()
+        stamps.append((url, known.st_size, known.st_mtime_ns))
+    if elsewhere:
+        rows = _asked(partial(_listed, session, elsewhere), [])
+        if len(rows) != len(elsewhere):
+            return None
+        stamps += sorted(map(tuple, rows))
+    return stamps
+
+
+def _listed(session: Any, urls: Sequence[str]) -> list[Any]:
+    """Path, size and time of change of files, as Spark's own listing has them; their content is not read."""
+    files = session.read.format("binaryFile").load([_GLOB.sub(r"\\\1", unquote(url)) for url in urls])
+    return list(files.selectExpr("path", "length", "unix_micros(modificationTime)").collect())
 
 
 def quoted(name: str) -> str:

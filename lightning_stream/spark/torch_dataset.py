@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -212,7 +213,10 @@ def dataset_from_spark(
     """
     rows = FrameCache(dataframe, columns, cache)
     rows.wait()
-    return StreamingDataset(remote=rows.uri, **settings)
+    dataset = StreamingDataset(remote=rows.uri, **settings)
+    if rows.lease is not None:
+        weakref.finalize(dataset, rows.lease.close)
+    return dataset
 
 
 def _checked(index: int, count: int) -> int:

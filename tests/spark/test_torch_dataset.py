@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
 import pickle
 import time
 from pathlib import Path
@@ -13,11 +15,14 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from lightning_stream import MDSWriter
+from lightning_stream.cli import main
 from lightning_stream.loader import StreamingDataLoader
 
 for package in ("pyspark", "pyarrow"):
     pytest.importorskip(package, reason="needs pyspark and Java: uv sync --extra spark")
 
+from lightning_stream.spark import register  # noqa: E402
 from lightning_stream.spark.torch_dataset import StreamToTorchDataset, dataset_from_spark  # noqa: E402
 
 
@@ -136,6 +141,60 @@ def test_it_is_converted_once_and_read_by_other_processes(spark: Any, wine: Any,
     assert torch.equal(again[100][0], expected[0])
     assert sum(len(x) for x, _ in again.batches(64, shuffle=True)) == len(again)
     assert (folder / "index.json").stat().st_mtime_ns == changed
+
+
+def test_a_file_that_is_not_local_and_is_written_again_is_converted_again(spark: Any, tmp_path: Path) -> None:
+    # Spark reads it by a file system of its own, so that this process cannot ask for its time of change.
+    name = f"fs.viewfs.mounttable.{tmp_path.name}.link./d"
+    (tmp_path / "d").mkdir()
+    spark.conf.set(name, f"file://{tmp_path}/d")
+
+    def table(value: int) -> Any:
+        (tmp_path / "d" / "a[1], {b} é*.csv").write_text(f"x\n{value}\n")
+        frame = spark.read.csv(f"viewfs://{tmp_path.name}/d", header=True, inferSchema=True)
+        assert all(url.startswith("viewfs:") for url in frame.inputFiles())
+        return frame
+
+    first = dataset_from_spark(table(1))
+    assert first[0]["x"] == 1
+    assert dataset_from_spark(spark.read.csv(f"viewfs://{tmp_path.name}/d", header=True, inferSchema=True)).num_samples
+    assert len(list((tmp_path / "cache").glob("spark-frame-*"))) == 1  # the same file is converted once
+    assert dataset_from_spark(table(2))[0]["x"] == 2
+
+
+def test_rows_that_come_from_no_file_are_read_anew(spark: Any, tmp_path: Path) -> None:
+    def of_a_data_source() -> Any:
+        return spark.read.format("mds").load(str(tmp_path / "shards"))
+
+    with MDSWriter(out=str(tmp_path / "shards"), columns={"x": "int"}) as writer:
+        writer.write({"x": 1})
+    if not spark.version.startswith("3."):
+        register(spark)
+        assert dataset_from_spark(of_a_data_source()).num_samples == 1
+        with MDSWriter(out=str(tmp_path / "shards"), columns={"x": "int"}, append=True) as writer:
+            writer.write({"x": 2})
+        assert dataset_from_spark(of_a_data_source()).num_samples == 2
+    for value in range(20):  # freed, so that the next frame may have the same address
+        assert dataset_from_spark(spark.createDataFrame([(value,)], "x int"))[0]["x"] == value
+
+
+def test_the_cache_command_lists_and_prunes_the_rows_of_a_dataframe_but_not_while_they_are_read(
+    spark: Any, wine: Any, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dataset = dataset_from_spark(wine)
+    main(["cache", "ls", "--json"])
+    listed = json.loads(capsys.readouterr().out)
+    assert [each["url"] for each in listed["caches"]] == ["rows of a Spark DataFrame"]
+    assert listed["bytes"] > 100_000
+    main(["cache", "prune", "--to", "0", "--json"])
+    assert json.loads(capsys.readouterr().out)["deleted_bytes"] == 0
+    assert dataset[4000]["quality"] > 0
+    del dataset
+    gc.collect()
+    main(["cache", "prune", "--to", "0", "--json"])
+    assert json.loads(capsys.readouterr().out)["deleted_bytes"] == listed["bytes"]
+    assert not list(cache.glob("spark-frame-*/**/*.mds"))
+    assert dataset_from_spark(wine).num_samples == wine.count()
 
 
 def test_batches_arrive_on_the_device_asked_for(spark: Any) -> None:
