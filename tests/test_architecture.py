@@ -64,7 +64,7 @@ BUDGETS = {
     "sources": 34_000,
     "reading": 22_400, "simulation": 10_900,
     "loading": 35_000, "convert": 13_200,
-    "trainers": 27_800, "spark": 15_700,
+    "trainers": 27_800, "spark": 15_800,
     "cli": 30_400, "pages": 1_500,
     "files of the root": 17_700,
 }  # fmt: skip

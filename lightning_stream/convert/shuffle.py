@@ -7,7 +7,9 @@ each run, so it is read in a few pieces, sorted by key and written.
 
 from __future__ import annotations
 
+import os
 import shutil
+import stat
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -147,14 +149,18 @@ class Shuffle:
     def plan(
         cls, source: Source, uri: str, fingerprint: str, partition_bytes: int, seed: int, tmp_dir: str | None
     ) -> Shuffle:
-        """Choose a folder beside a local dataset, else among this machine's temporary files."""
-        name, home = f"shuffle-{fingerprint}", Path(uri)
+        """Choose a folder beside a local dataset, else among this machine's temporary files.
+
+        Another call for the same output finds it again, and continues; no other conversion has the same one.
+        """
+        home = uri if is_remote(uri) else str(Path(uri).absolute())
+        name = f"shuffle-{fingerprint}-{xxhash.xxh3_64_hexdigest(home.encode())}"
         if tmp_dir is not None:
             folder = Path(tmp_dir).expanduser().absolute() / name
         elif is_remote(uri):
             folder = Path(tempfile.gettempdir()) / f"lightning_stream-{name}"
         else:
-            folder = home.with_name(f".{home.name}.{name}")
+            folder = Path(home).with_name(f".{Path(home).name}.{name}")
         return cls(folder, max(1, -(-source.num_bytes // min(partition_bytes, _BUCKET_BYTES))), seed)
 
     def write(
@@ -164,13 +170,27 @@ class Shuffle:
         missing = [Partition(k, ()) for k in range(self.num_buckets) if k not in done]
         spills = {split: self._spill(split, spec) for split, spec in task.specs.items()}
         if missing:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._make_folder()
             scatter = ScatterTask(**{**vars(task), "specs": spills}, seed=self.seed)
             unread = [each for each in partitions if not all(spill.has(each.number) for spill in spills.values())]
             spilled = run(scatter, unread, "reading")
             if not all(receipt.is_good for each in spilled.values() for receipt in each.values()):
                 return spilled
         return run(GatherTask(task.specs, spills, len(partitions), self.num_buckets), missing, "writing")
+
+    def _make_folder(self) -> None:
+        """Make the folder; all users may write into a folder for temporary files, and its name can be foreseen.
+
+        Raises:
+            PermissionError: Somebody else made it.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = self.folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise PermissionError(
+                f"{self.folder} holds rows while they are shuffled, so it must be a folder of this user; user "
+                f"{status.st_uid} made it. Remove it, or pass tmp_dir=."
+            )
 
     def _spill(self, split: str, spec: OutputSpec) -> OutputSpec:
         writer = {**spec.writer, "compression": None, "hashes": [], "size_limit": None, "lengths": None}

@@ -16,7 +16,7 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.parquet_scan import ParquetScan
 from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
-from lightning_stream.spark.plan import delta_versions, fingerprint, ordered, plan_text, selected, small_batches
+from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark.settings import Settings
 from lightning_stream.writer.lengths import check_measurable
@@ -168,13 +168,10 @@ class Conversion:
 
     def about(self) -> dict[str, Any]:
         """The DataFrame's part of the manifest."""
-        files = self.dataframe.inputFiles()
-        versions = delta_versions(files)
         return {
             "schema": json.loads(self.dataframe.schema.json()),
             "plan": plan_text(self.dataframe).splitlines(),
-            "num_source_files": len(files),
-            **({"delta_tables": versions} if versions else {}),
+            "num_source_files": len(self.dataframe.inputFiles()),
         }
 
 

@@ -38,7 +38,7 @@ class FrameCache:
     """A DataFrame's rows as samples. Conversion begins with the first use: a thread runs it in Spark.
 
     Pickles and forks without the DataFrame: another process waits until the cache is filled, and reads it.
-    A cache of this machine's user is listed and pruned, as a whole, by ``lightning-stream cache``; not while it is read.
+    ``lightning-stream cache`` lists and prunes a cache of this machine's user, as a whole, unless it is being read.
 
     Args:
         dataframe: The rows.

@@ -31,7 +31,6 @@ _PASSING = re.compile(r"#\d+L?|\[?plan_id=\d+\]?|@[0-9a-f]{4,}|\[id=#?\d+\]|Rela
 _SCAN = re.compile(r"^[ :+*()\d-]*(\w*)Scan\b", re.MULTILINE)
 _FILE_SCANS = ("File", "Photon")
 _GLOB = re.compile(r"([\\{}\[\]*?,^])")
-_DELTA_LOG = "_delta_log"
 _BATCH_ROWS = "spark.sql.execution.arrow.maxRecordsPerBatch"
 _OWN_KEYS: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # of DataFrames whose rows nobody can find again
 
@@ -147,34 +146,3 @@ def _listed(session: Any, urls: Sequence[str]) -> list[Any]:
 def quoted(name: str) -> str:
     """A column's name as Spark parses it: dots and spaces belong to the name."""
     return "`" + name.replace("`", "``") + "`"
-
-
-def delta_versions(files: Sequence[str]) -> dict[str, int]:
-    """The versions of Delta tables that are read, by table; tables that this machine cannot see are omitted.
-
-    It is the newest one whose files are those that are read, or else (a filter may skip some) the newest one
-    that has all of them. A log that begins with a checkpoint is not read: the manifest then has no version.
-    """
-    by_table: dict[Path, set[Path]] = {}
-    for path in filter(None, map(local_path, files)):
-        for table in [folder for folder in path.parents if (folder / _DELTA_LOG).is_dir()][:1]:
-            by_table.setdefault(table, set()).add(path)
-    found = {}
-    for table, read in by_table.items():
-        if holding := [(active == read, version) for version, active in _versions(table) if read <= active]:
-            found[f"file://{table}"] = max(holding)[1]
-    return found
-
-
-def _versions(table: Path) -> Iterator[tuple[int, set[Path]]]:
-    """Each version with its files, from the first on; ends where the log has a gap."""
-    active: set[Path] = set()
-    version = 0
-    while (log := table / _DELTA_LOG / f"{version:020}.json").is_file():
-        for action in (json.loads(line) for line in log.read_text().splitlines() if line.strip()):
-            if "add" in action:
-                active.add(table / unquote(action["add"]["path"]))
-            elif "remove" in action:
-                active.discard(table / unquote(action["remove"]["path"]))
-        yield version, active
-        version += 1

@@ -203,7 +203,8 @@ def dataset_from_spark(
 ) -> StreamingDataset:
     """A `StreamingDataset` over a DataFrame: elastic, deterministic, resumable. Waits until Spark has converted it.
 
-    The same plan over the same files is converted once; later calls, in any session, read the cache.
+    The same plan over the same files, none of which has changed, is converted once; later calls, in any session, read
+    the cache.
 
     Args:
         dataframe: The rows.

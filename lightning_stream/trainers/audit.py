@@ -2,6 +2,7 @@
 
 A file holds the steps of one rank in one uninterrupted part of an epoch, which is in its name. A run that was
 killed trains on some steps twice, from its last checkpoint on, so stretches may overlap; they must leave no gap.
+A run that begins at the beginning of its data replaces what an earlier run recorded in the folder.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +28,7 @@ from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, l
 from lightning_stream.order.micro_batches import MicroBatch
 
 _START = "run.json"
+_SUBSTITUTIONS = ".substitutions"
 _PATTERN = re.compile(r"epoch(\d+)-from(\d+)-batch(\d+)-(pad|drop|exact)-rank(\d+)of(\d+)by(\d+)\.ledger")
 
 
@@ -60,7 +63,10 @@ class _Stretch:
 
 
 class DeliveryRecord:
-    """Writes one rank's sums. The folder is created with the first step; ranks of other machines may have another."""
+    """Writes one rank's sums. The folder is created with the first step; ranks of other machines may have another.
+
+    It belongs to one run, over its stops. A run from the start of its data replaces what is there.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -105,25 +111,50 @@ class DeliveryRecord:
         self._file.write(ledger.to_bytes(np.array([whole % ledger.MODULUS], dtype=np.uint64)))
         listed = [one for info in infos for one in info.substitutions]
         if listed:
-            with Path(f"{self._file.name}.substitutions").open("a", encoding="utf-8") as lines:
+            with Path(f"{self._file.name}{_SUBSTITUTIONS}").open("a", encoding="utf-8") as lines:
                 lines.writelines(f"{json.dumps([one.position, one.drawn, one.delivered])}\n" for one in listed)
         self._next = (first.epoch, first.end)
 
     def _open(self, first: MicroBatch, settings: BatchSettings, beginning: Callable[[], Position]) -> None:
         world = settings.world
         self._folder.mkdir(parents=True, exist_ok=True)
-        start, here = self._folder / _START, beginning()
-        if world.rank == 0 and (not start.exists() or _read_start(start).order.schedule != here.order.schedule):
-            draft = self._folder / f"{_START}.draft"
-            draft.write_text(json.dumps(here.to_state()), encoding="utf-8")
-            draft.replace(start)
         self.close()
+        if (first.epoch, first.begin) == (0, 0):
+            self._remove_former_run(world)
+        if world.rank == 0:
+            self._write_start(beginning())
         size, tail = settings.global_batch_size, settings.tail
         stretch = _Stretch(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
         path = stretch.path(self._folder, world.rank)
-        Path(f"{path}.substitutions").unlink(missing_ok=True)
+        Path(f"{path}{_SUBSTITUTIONS}").unlink(missing_ok=True)
         self._file = path.open("wb", buffering=0)  # a run from the same checkpoint, as before, makes the former void
         weakref.finalize(self, self._file.close)  # an exception ends a run without asking its callbacks
+
+    def _remove_former_run(self, world: World) -> None:
+        """Delete the files of this rank, and of ranks that this run does not have: each has one run's steps."""
+        for path in self._folder.iterdir():
+            match = _PATTERN.fullmatch(path.name.removesuffix(_SUBSTITUTIONS))
+            if match and (int(match[5]) == world.rank or int(match[5]) >= world.num_ranks):
+                path.unlink(missing_ok=True)
+        if world.rank == 0:
+            (self._folder / _START).unlink(missing_ok=True)
+
+    def _write_start(self, here: Position) -> None:
+        """Note the beginning of the run; and again after a change of its mixture."""
+        path = self._folder / _START
+        if path.exists():
+            known = _read_start(path)
+            if replace(known.order, schedule=here.order.schedule) != here.order:
+                warnings.warn(
+                    f"The folder of record_delivery= belongs to one run, but {self._folder} has the record of a run "
+                    "with another order: verify_delivery will find a difference. Give each run a folder of its own.",
+                    stacklevel=2,
+                )
+            if known.order.schedule == here.order.schedule:
+                return
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(here.to_state()), encoding="utf-8")
+        draft.replace(path)
 
 
 def _read_start(path: Path) -> Position:
@@ -193,7 +224,7 @@ def _read_stretches(folder: Path) -> Mapping[_Stretch, list[NDArray[np.uint64]]]
 
 def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, stretch: _Stretch) -> NDArray[np.uint64]:
     """The planned sums with the substitutions that were listed."""
-    paths = [Path(f"{stretch.path(folder, rank)}.substitutions") for rank in range(stretch.num_ranks)]
+    paths = [Path(f"{stretch.path(folder, rank)}{_SUBSTITUTIONS}") for rank in range(stretch.num_ranks)]
     lines = [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
     changes = {ledger.Substitution(*json.loads(line)) for line in lines}
     for k in range(len(wanted)):

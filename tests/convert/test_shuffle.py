@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,38 @@ def test_the_seed_decides_the_order_and_processes_do_not(sorted_rows: Path, tmp_
             val_fraction=0.2,
         )
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b") != files_of(tmp_path / "c")
+
+
+_began, _go_on = threading.Event(), threading.Event()
+
+
+def _waits_in_its_first_row(row: dict[str, Any]) -> dict[str, Any]:
+    if not _began.is_set():
+        _began.set()
+        assert _go_on.wait(60)
+    return row
+
+
+def test_two_conversions_of_one_source_share_no_temporary_files(
+    sorted_rows: Path, tmp_path: Path, files_of: Any
+) -> None:
+    settings = {**PLAIN, "shuffle": True, "tmp_dir": str(tmp_path / "tmp"), "transform": _waits_in_its_first_row}
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(convert, sorted_rows, tmp_path / "a", **settings)
+        assert _began.wait(60)
+        convert(sorted_rows, tmp_path / "b", **settings)
+        _go_on.set()
+        assert first.result(60).num_samples == {"": 4000}
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_temporary_folder_that_somebody_else_made_is_refused(
+    sorted_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match="must be a folder of this user"):
+        convert(sorted_rows, tmp_path / "out", **PLAIN, shuffle=True, tmp_dir=str(tmp_path / "tmp"))
 
 
 def test_an_image_folder_is_shuffled_by_its_listing(tmp_path: Path, samples_of: Any) -> None:

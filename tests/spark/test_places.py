@@ -112,32 +112,3 @@ def test_mosaicml_streaming_reads_what_spark_wrote(
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads(done.stdout.splitlines()[-1])
     assert rows == [[k, f"row {k}", [k, 7], float(np.float32(k) / 2), {"a": k, "b": ["x"]}] for k in ids]
-
-
-def delta_table(spark: Any, place: Path) -> list[list[str]]:
-    """A table in Delta's layout, of three versions; gives the files of each. The first is replaced by the third."""
-    files = []
-    for version in range(3):
-        spark.range(version * 10, version * 10 + 10, 1, 1).write.mode("append").parquet(str(place))
-        known = {name for names in files for name in names}
-        files.append([path.name for path in place.glob("*.parquet") if path.name not in known])
-    (place / "_delta_log").mkdir()
-    actions = [[{"add": {"path": name}} for name in names] for names in files]
-    actions[2] += [{"remove": {"path": name}} for name in files[0]]
-    for version, actions_of in enumerate(actions):
-        lines = [json.dumps({"commitInfo": {"operation": "WRITE"}}), *map(json.dumps, actions_of)]
-        (place / "_delta_log" / f"{version:020}.json").write_text("\n".join(lines))
-    return [files[0], files[0] + files[1], files[1] + files[2]]
-
-
-def test_the_manifest_has_the_version_of_a_delta_table(spark: Any, tmp_path: Path) -> None:
-    versions = delta_table(spark, tmp_path / "table")
-    for version, names in enumerate(versions):
-        frame = spark.read.parquet(*(str(tmp_path / "table" / name) for name in names))
-        room.dataframe_to_mds(frame, mds_kwargs={"out": str(tmp_path / f"out-{version}")})
-        manifest = json.loads((tmp_path / f"out-{version}" / "manifest.json").read_text())
-        assert manifest["delta_tables"] == {f"file://{tmp_path}/table": version}
-    plain = tmp_path / "plain"
-    spark.range(3).write.parquet(str(plain))
-    room.dataframe_to_mds(spark.read.parquet(str(plain)), mds_kwargs={"out": str(tmp_path / "out")})
-    assert "delta_tables" not in json.loads((tmp_path / "out" / "manifest.json").read_text())

@@ -96,6 +96,18 @@ def test_a_run_from_the_start_replaces_the_sample_log(shards: Path, tmp_path: Pa
     assert logged_samples(tmp_path) == whole.steps
 
 
+def test_a_run_resumed_on_fewer_ranks_drops_the_later_steps_of_all_ranks(shards: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "samples"
+    first = [SampleLog(folder), saved_on_exception(tmp_path, "OnExceptionCheckpoint")]
+    Run(shards, tmp_path, callbacks=first, raises=Stopped, recorder=lambda: StopsIn(At("training_step", 5)))
+    (saved,) = tmp_path.glob("*.ckpt")
+    later = '{"step": 6, "epoch": 0, "ids": [1]}\n'
+    begun = (folder / "rank-0.jsonl").read_text()
+    (folder / "rank-1.jsonl").write_text(begun + later)  # of the second of two ranks, which had gone further
+    Run(shards, tmp_path, saved, callbacks=[SampleLog(folder)])
+    assert (folder / "rank-1.jsonl").read_text() == begun
+
+
 # GracefulStop
 
 

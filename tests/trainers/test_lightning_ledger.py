@@ -121,6 +121,29 @@ def test_a_record_shows_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Pat
     assert verify_delivery(record, dataset(shards)).first_difference == (0, 0)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_run_from_the_start_replaces_the_record_of_another_run(shards: Path, tmp_path: Path, ranks: int) -> None:
+    record = tmp_path / "record"
+    for rank in range(ranks):
+        world = World(rank=rank, num_ranks=ranks, ranks_per_node=ranks)
+        Run(
+            shards, tmp_path / f"first{rank}", data={"record_delivery": record}, dataset={"shuffle_seed": 1},
+            data_class=lambda world=world, **arguments: OneOf(world, **arguments),
+        )  # fmt: skip
+    Run(shards, tmp_path / "second", max_steps=7, data={"record_delivery": record}, dataset={"shuffle_seed": 2})
+    verdict = verify_delivery(record, dataset(shards))
+    assert verdict.first_difference is None
+    assert verdict.num_steps == 7
+
+
+def test_a_resumed_run_says_that_the_folder_has_the_record_of_another_run(shards: Path, tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    Run(shards, tmp_path, every_n_train_steps=4, max_steps=5, data={"record_delivery": record})
+    Run(shards, tmp_path / "other", max_steps=2, data={"record_delivery": record}, dataset={"shuffle_seed": 2})
+    with pytest.warns(UserWarning, match="Give each run a folder of its own"):
+        Run(shards, tmp_path / "resumed", checkpoints(tmp_path)[0][1], data={"record_delivery": record})
+
+
 def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(shards, damaged)

@@ -46,13 +46,15 @@ class SampleLog(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Drop the lines of steps after the checkpoint that the run resumed from."""
-        self._path = self._folder / f"rank-{trainer.global_rank}.jsonl"
+        rank = trainer.global_rank
+        self._path = self._folder / f"rank-{rank}.jsonl"
         self._folder.mkdir(parents=True, exist_ok=True)
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= trainer.global_step]
-        draft = self._path.with_suffix(".draft")
-        draft.write_text("".join(f"{line}\n" for line in kept))
-        draft.replace(self._path)
+        self._path.touch()
+        for path in self._folder.glob("rank-*.jsonl"):
+            logged_by = int(path.stem.removeprefix("rank-"))
+            # A run that continues on fewer ranks has files without a rank; every rank that sees one shortens it.
+            if logged_by == rank or logged_by >= trainer.world_size:
+                _drop_after(path, trainer.global_step, path.with_suffix(f".draft-{rank}"))
         self._ids, self._is_batch_open = [], False
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -82,3 +84,11 @@ class SampleLog(Callback):
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
             self._ids = []
+
+
+def _drop_after(path: Path, step: int, draft: Path) -> None:
+    """Keep the lines of the steps up to this one."""
+    lines = path.read_text().splitlines()
+    trained = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    draft.write_text("".join(f"{line}\n" for line in trained))
+    draft.replace(path)
