@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
-    from lightning_stream.loading.exporters import export_opentelemetry, export_prometheus
+    from lightning_stream.loading.exporters import export_prometheus
     from lightning_stream.loading.images import DecodeCenterCrop, DecodeRandomCrop
     from lightning_stream.loading.packing import Packing
     from lightning_stream.order import Position, Schedule, World
@@ -48,7 +48,7 @@ _NAMES = {
     "formats.encodings": "register_encoding",
     "formats.encodings.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
-    "loading.exporters": "export_opentelemetry export_prometheus",
+    "loading.exporters": "export_prometheus",
     "loading.images": "DecodeCenterCrop DecodeRandomCrop",
     "loading.packing": "Packing",
     "order": "Position Schedule World",
@@ -78,6 +78,6 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 __all__ = [
     "CSVWriter", "DecodeCenterCrop", "DecodeRandomCrop", "JSONWriter", "LightningStreamError", "LocalDataset",
     "MDSWriter", "Packing", "Position", "PositionTracker", "RunReport", "Schedule", "Stream", "StreamingDataLoader",
-    "StreamingDataset", "TSVWriter", "World", "XSVWriter", "add_lengths", "decode_jpeg", "export_opentelemetry",
+    "StreamingDataset", "TSVWriter", "World", "XSVWriter", "add_lengths", "decode_jpeg",
     "export_prometheus", "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
 ]  # fmt: skip

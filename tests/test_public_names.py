@@ -39,7 +39,6 @@ PUBLIC = {
     "data_spec",
     "dataframe_to_mds",
     "decode_jpeg",
-    "export_opentelemetry",
     "export_prometheus",
     "merge_index",
     "read_position",

@@ -22,10 +22,13 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError
 
 _COMMANDS = (
     "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
-    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "simulate", "bench", "doctor", "completion",
+    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "simulate", "bench", "doctor",
 )  # fmt: skip
 _ALIASES = {"convert": ["reshard"]}
-_TRAIN = "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers"
+_ELSEWHERE = {
+    "train": "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers",
+    "completion": "shtab makes it: pip install shtab; shtab --shell bash lightning_stream.cli.build_parser",
+}
 
 
 class _UsageError(Exception):
@@ -67,8 +70,8 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream")
 def _run(given: list[str], prog: str, out: Output) -> int:
     parser: argparse.ArgumentParser | None = None
     try:
-        if given[:1] == ["train"]:
-            raise _UsageError(_TRAIN)
+        if given and given[0] in _ELSEWHERE:
+            raise _UsageError(_ELSEWHERE[given[0]])
         parser = build_parser(prog)
         if not given:
             parser.print_help(sys.stderr)

@@ -1,35 +1,37 @@
-"""``diff``: whether two datasets hold the same samples, or two training runs have the same order."""
+"""``diff`` of two training runs: which settings differ, and the first global batch that does."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from lightning_stream.cli.arguments import add_reading, add_rules, add_store_options, add_streams, one_dataset_at
-from lightning_stream.cli.diff_runs import are_runs, diff_runs
-from lightning_stream.cli.output import ExitCode, Output, as_text
-from lightning_stream.cli.samples import is_image, plain, reader_of
+from lightning_stream.cli.arguments import add_reading, add_rules, add_store_options, add_streams
+from lightning_stream.cli.checkpoint import is_checkpoint, matching_mixture, opened, order_over, settings_of
+from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.errors import redact
+from lightning_stream.order import Position, RunOrder, batches_of
+from lightning_stream.order.chain import PUBLIC_NAMES
+from lightning_stream.shared_files import scratch_folder
 
-HELP = "compare the samples of two datasets, or the order of two training runs"
-EXAMPLES = """exit codes: 0 if the datasets hold equal samples in the same order, or the runs have one order; 1 if not
+HELP = "compare the order of two training runs"
+EXAMPLES = """exit codes: 0 if the runs have one order; 1 if not
 
 examples:
-  lightning-stream diff s3://bucket/train shards/train
-  lightning-stream diff tokens.parquet s3://bucket/tokens --count 10000
   lightning-stream diff runs/a runs/b/checkpoints/last.ckpt --stream s3://bucket/train
 """
-_AT_ONCE, _SHOWN = 256, 10
+_SHOWN = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``diff``."""
     for name in ("first", "second"):
-        parser.add_argument(
-            name, metavar="PATH|URL", help="a dataset; or a checkpoint, or the folder of a training run"
-        )
-    parser.add_argument("-n", "--count", type=int, metavar="N", help="compare the first N samples only")
+        parser.add_argument(name, metavar="PATH|URL", help="a checkpoint, or the folder of a training run")
     add_streams(parser)
     add_reading(parser)
     add_rules(parser)
@@ -37,74 +39,82 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
-    """Compare two training runs; or two datasets, columns and counts first, then sample by sample."""
-    if are_runs(options.first, options.second, options.store_options):
-        return diff_runs(options, out)
-    if options.stream:
-        raise ValueError("--stream is for two training runs; pass two datasets alone")
-    if options.count is not None and options.count < 1:
-        raise ValueError(f"--count is at least 1; found {options.count}")
-    urls = (options.first, options.second)
-    pair = [one_dataset_at(url, options, "diff compares two datasets") for url in urls]
-    with reader_of(pair[0], options.store_options) as one, reader_of(pair[1], options.store_options) as other:
-        columns = [dict(dataset.index.columns) for dataset in pair]
-        counts = [reader.snapshot.num_samples for reader in (one, other)]
-        shared = [name for name in columns[0] if name in columns[1]]
-        only = [sorted(mine.keys() - theirs.keys()) for mine, theirs in (columns, columns[::-1])]
-        encodings = {name: [each[name] for each in columns] for name in shared if columns[0][name] != columns[1][name]}
-        different: list[dict[str, Any]] = []
-        least = min(*counts, options.count if options.count is not None else counts[0])
-        for first in range(0, least if shared else 0, _AT_ONCE):
-            ids = np.arange(first, min(least, first + _AT_ONCE))
-            both = [reader.batch(ids) for reader in (one, other)]
-            for row, sample_id in enumerate(ids.tolist()):
-                different += [
-                    {"id": sample_id, "column": name, "values": [plain(each[name][row]) for each in both]}
-                    for name in shared
-                    if not equal(both[0][name][row], both[1][name][row])
-                ]
-            out.progress(f"{first + len(ids):,} of {least:,} samples")
-    about = {
-        "samples": counts,
-        "compared_samples": least,
-        "columns_only_in_first": only[0],
-        "columns_only_in_second": only[1],
-        "encodings": encodings,
-        "different_values": len(different),
-        "first_differences": different[:_SHOWN],
+    """Compare the orders of two training runs; where they stand in these is no difference."""
+    for given in (options.first, options.second):
+        if not is_checkpoint(given, options.store_options):
+            raise ValueError(f"diff compares two training runs or their checkpoints; {redact(given)} is neither")
+    with ExitStack() as stack:
+        pair = [stack.enter_context(opened(one, options.store_options)) for one in (options.first, options.second)]
+        positions = [one.position for one in pair]
+    one, other = map(_settings, positions)
+    differences = {
+        name: [one.get(name), other.get(name)] for name in {**one, **other} if one.get(name) != other.get(name)
     }
-    out.data = {"urls": [dataset.store.url for dataset in pair], **about}
-    is_same = counts[0] == counts[1] and not any(only) and not different
-    out.line(_verdict(out.data) if not is_same else f"EQUAL: {least:,} samples, {len(shared)} columns")
-    for name, (mine, theirs) in encodings.items():
-        out.line(f"  column {name}: stored as {mine} and {theirs}")
-    for each in different[:_SHOWN]:
-        out.line(f"  sample {each['id']:,}, {each['column']}: {each['values'][0]} and {each['values'][1]}")
-    return ExitCode.OK if is_same else ExitCode.NO
+    out.data = {"checkpoints": [checkpoint.name for checkpoint in pair], "differences": differences}
+    out.line(f"DIFFERENT: {', '.join(differences)}" if differences else "EQUAL: the order of both runs is the same")
+    for name, (mine, theirs) in differences.items():
+        out.line(f"  {name}: {_shown(mine)} and {_shown(theirs)}")
+    for checkpoint, position in zip(pair, positions, strict=True):
+        out.line(f"  {checkpoint.name} stands at epoch {position.epoch}, position {position.position:,}")
+    if differences and options.stream:
+        out.data["first_batch"] = _first_batch(positions, options, out)
+    elif differences:
+        out.line("  Pass --stream URL to see the first global batch that differs.")
+    return ExitCode.NO if differences else ExitCode.OK
 
 
-def _verdict(about: dict[str, Any]) -> str:
-    parts = []
-    first, second = about["samples"]
-    if first != second:
-        parts.append(f"{first:,} and {second:,} samples")
-    only = {which: about[f"columns_only_in_{which}"] for which in ("first", "second")}
-    parts += [f"only the {which} has {as_text('', names)}" for which, names in only.items() if names]
-    if count := about["different_values"]:
-        parts.append(f"{count:,} different values in {about['compared_samples']:,} samples")
-    return f"DIFFERENT: {'; '.join(parts)}"
+def _settings(position: Position) -> dict[str, Any]:
+    """All that decides the global batches of a run, by the names of the library's arguments."""
+    found: dict[str, Any] = {
+        "data": f"{position.snapshot.num_samples:,} samples in {position.snapshot.num_shards:,} shards, digest "
+        f"{position.snapshot.digest[:16]}",
+        "weights of the streams": f"digest {position.weights[:16]}",
+        "global_batch_size": position.batch_size,
+        "tail": position.tail,
+    }
+    if position.batch_changes:
+        found["global_batch_size changes"] = [f"{size} from position {at}" for at, size in position.batch_changes]
+    for name, value in settings_of(position.order).items():
+        public = PUBLIC_NAMES.get(name, name)
+        inner = value.items() if isinstance(value, Mapping) else [("", value)]
+        found |= {f"{public}.{key}" if key else public: one for key, one in inner if one is not None}
+    return found
 
 
-def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same: numbers of any dtype, NaN with NaN, images by their pixels."""
-    if is_image(one) and is_image(other):
-        return bool(one.size == other.size and one.mode == other.mode and one.tobytes() == other.tobytes())
-    if hasattr(one, "shape") or hasattr(other, "shape"):
-        mine, theirs = np.asarray(one), np.asarray(other)
-        if mine.shape != theirs.shape:
-            return False
-        is_float = mine.dtype.kind in "fc" and theirs.dtype.kind in "fc"
-        return bool(np.array_equal(mine, theirs, equal_nan=is_float))
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return bool(one == other or (one != one and other != other))  # NaN differs from itself
+def _first_batch(positions: list[Position], options: argparse.Namespace, out: Output) -> dict[str, Any] | None:
+    """The first global batch that differs; None if there is none up to the later run's epoch."""
+    with scratch_folder() as folder:
+        runs = []
+        for number, position in enumerate(positions):
+            mixture, here, _ = matching_mixture(position, options, f"{folder}/{number}")
+            if mixture is None:
+                out.line("  The data of --stream is not that of both runs, so their batches cannot be compared.")
+                return None
+            runs.append((order_over(mixture, here, options.forget), here))
+        last = max(position.epoch for position in positions)
+        for epoch in range(last + 1):
+            for step, ids in enumerate(_side_by_side(runs, epoch)):
+                out.progress(f"epoch {epoch}, batch {step:,}")
+                if ids[0] is None or ids[1] is None or not np.array_equal(np.sort(ids[0]), np.sort(ids[1])):
+                    found = [None if one is None else one.tolist() for one in ids]
+                    texts = ["none" if one is None else _shown(one) for one in found]
+                    out.line(f"  The first global batch that differs is number {step:,} of epoch {epoch}:")
+                    out.line(f"    ids {texts[0]}")
+                    out.line(f"    ids {texts[1]}")
+                    return {"epoch": epoch, "batch": step, "ids": found}
+    out.line(f"  No global batch differs in epochs 0 to {last}.")
+    return None
+
+
+def _side_by_side(
+    runs: list[tuple[RunOrder, Position]], epoch: int
+) -> Iterator[tuple[NDArray[np.int64] | None, NDArray[np.int64] | None]]:
+    one, other = (batches_of(run, position, epoch) for run, position in runs)
+    return zip_longest(one, other)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        more = f", ... ({len(value):,})" if len(value) > _SHOWN else ""
+        return ", ".join(map(str, value[:_SHOWN])) + more
+    return "none" if value is None else str(value)

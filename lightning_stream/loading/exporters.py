@@ -1,8 +1,8 @@
-"""What a loader measures, for Prometheus and OpenTelemetry: both read it when they collect, so it costs no batch."""
+"""What a loader measures, for Prometheus: it is read when Prometheus collects it, so it costs no batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
@@ -135,39 +135,3 @@ def export_prometheus(
     collector = LoaderCollector()
     (registry or REGISTRY).register(collector)
     return collector
-
-
-def export_opentelemetry(
-    source: HasStats | Mapping[str, HasStats], provider: Any = None, labels: Mapping[str, str] | None = None
-) -> None:
-    """Let OpenTelemetry collect what a loader measures, e.g. ``lightning_stream.wait`` by ``part``, in seconds.
-
-    Args:
-        source, labels: See `export_prometheus`.
-        provider: The `MeterProvider`; None for the global one.
-
-    Raises:
-        MissingExtraError: `opentelemetry-api` is not installed.
-
-    Example: ``export_opentelemetry(loader, MeterProvider([PeriodicExportingMetricReader(OTLPMetricExporter())]))``
-    """
-    try:
-        from opentelemetry import metrics
-    except ModuleNotFoundError as error:
-        raise missing_extra("opentelemetry-api", "otel", "export_opentelemetry") from error
-    meter = (provider or metrics.get_meter_provider()).get_meter("lightning_stream")
-    sources = _Sources(source, labels)
-
-    def reading(name: str) -> Callable[[Any], Iterator[metrics.Observation]]:
-        def observe(_: Any) -> Iterator[metrics.Observation]:
-            for own, found in sources.read():
-                metric = next(one for one in found if one.name == name)
-                for key, value in metric.values.items():
-                    yield metrics.Observation(value, {**own, metric.label: key} if metric.label else own)
-
-        return observe
-
-    units = {"seconds": "s", "bytes": "By", "ratio": "1", "": ""}
-    for metric in _metrics(LoaderStats()):
-        create = meter.create_observable_counter if metric.is_counter else meter.create_observable_gauge
-        create(f"lightning_stream.{metric.name}", [reading(metric.name)], units[metric.unit], metric.description)

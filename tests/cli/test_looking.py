@@ -1,4 +1,4 @@
-"""``head``, ``preview``, ``stats``, ``diff`` and ``lint``: what a dataset holds, sample by sample."""
+"""``head``, ``preview``, ``stats`` and ``lint``: what a dataset holds, sample by sample."""
 
 from __future__ import annotations
 
@@ -122,29 +122,6 @@ def test_stats_count_numbers_that_are_not_finite(tmp_path: Path, answer: Answer)
     assert found["datasets"][0]["columns"]["x"]["values"] == {
         "min": 1.0, "mean": 2.0, "max": 3.0, "std": 1.0, "not_finite": 2,
     }  # fmt: skip
-
-
-def test_equal_samples_in_other_shards_are_no_difference(photos: Path, tmp_path: Path, answer: Answer) -> None:
-    from lightning_stream import LocalDataset
-
-    samples = list(LocalDataset(str(photos)))
-    columns = {"image": "jpeg", "label": "int64", "text": "str", "about": "json", "items": "ndarray:float32"}
-    with MDSWriter(out=str(tmp_path / "other"), columns=columns, compression="zstd") as writer:
-        for sample in samples:
-            writer.write(sample)
-    code, found = answer("diff", str(photos), str(tmp_path / "other"))
-    assert (code, found["different_values"], found["compared_samples"]) == (0, 0, 60)
-    assert found["encodings"] == {"label": ["int", "int64"]}
-
-
-def test_a_difference_names_the_sample_and_the_column(tmp_path: Path, answer: Answer) -> None:
-    for name, change in (("one", 0), ("other", 1)):
-        with MDSWriter(out=str(tmp_path / name), columns={"x": "ndarray:int32", "y": "int"}) as writer:
-            for number in range(300 + change):
-                writer.write({"x": np.arange(number % 5, dtype=np.int32), "y": number + change * (number == 270)})
-    code, found = answer("diff", str(tmp_path / "one"), str(tmp_path / "other"))
-    assert (code, found["samples"], found["compared_samples"]) == (1, [300, 301], 300)
-    assert found["first_differences"] == [{"id": 270, "column": "y", "values": [270, 271]}]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Prometheus and OpenTelemetry collect what a loader measures, over a real endpoint and reader."""
+"""Prometheus collects what a loader measures, over a real endpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from support.metered_loading import BATCH, loader_over, served, spend, write_met
 from lightning_stream import (  # noqa: E402
     StreamingDataLoader,
     StreamingDataset,
-    export_opentelemetry,
     export_prometheus,
 )
 from lightning_stream.errors import MissingExtraError  # noqa: E402
@@ -129,34 +128,7 @@ def test_counters_only_rise(data: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monitor.detach()
 
 
-def test_opentelemetry_reads_the_stats(loader: StreamingDataLoader) -> None:
-    sdk: Any = pytest.importorskip("opentelemetry.sdk.metrics", reason="pip install opentelemetry-sdk")
-    reader = pytest.importorskip("opentelemetry.sdk.metrics.export").InMemoryMetricReader()
-    provider = sdk.MeterProvider([reader])
-    export_opentelemetry(loader, provider)
-    (resource,) = reader.get_metrics_data().resource_metrics
-    (scope,) = resource.scope_metrics
-    found = {metric.name: metric for metric in scope.metrics}
-    stats = loader.stats()
-    (batches,) = found["lightning_stream.batches"].data.data_points
-    assert (batches.value, batches.attributes) == (stats.num_batches, {"rank": "0"})
-    assert found["lightning_stream.batches"].data.is_monotonic
-    waits = found["lightning_stream.wait"]
-    assert waits.unit == "s"
-    assert sum(point.value for point in waits.data.data_points) == pytest.approx(stats.wait_s)
-    assert {point.attributes["part"] for point in waits.data.data_points} == set(stats.waits)
-    assert found["lightning_stream.fetched"].unit == "By"
-    assert found["lightning_stream.epoch"].data.data_points[0].value == stats.epoch_fraction
-    provider.shutdown()
-
-
-@pytest.mark.parametrize(
-    ("export", "module", "extra"),
-    [(export_prometheus, "prometheus_client", "prometheus"), (export_opentelemetry, "opentelemetry", "otel")],
-)
-def test_what_is_not_installed_is_named(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Any, module: str, extra: str
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtraError, match=rf"lightning-stream\[{extra}\]"):
-        export(loader_over(data, tmp_path))
+def test_what_is_not_installed_is_named(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(MissingExtraError, match=r"lightning-stream\[prometheus\]"):
+        export_prometheus(loader_over(data, tmp_path))
