@@ -56,7 +56,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         loader = StreamingDataLoader(dataset, batch_size=32, num_workers=4)
 
     Args:
-        remote, local, split, version, format, columns: See `Stream`.
+        remote, local, split, version, format, columns, media_root: See `Stream`.
         streams: Several streams to mix, instead of `remote`, `local` and `split`.
         download_retry: How often a failed request is tried again; None for the store's default.
         download_timeout: Longest silence on a connection, in seconds; None for the store's default.
@@ -186,6 +186,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         version: str | int | Sequence[tuple[int, str | int]] | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
         columns: Mapping[str, str] | Sequence[str] | None = None,
+        media_root: str | os.PathLike[str] | None = None,
         balance: str | Cost | None = None,
         forget: Iterable[int] | None = None,
         filter: Keep | None = None,  # noqa: A002 - the word for it
@@ -194,8 +195,9 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
         refuse_overrides(type(self))
-        single = {"remote": remote, "local": local, "split": split, "version": version, "format": format}
-        self.streams = chosen_streams(streams, stream_name, {**single, "columns": columns}, stream_config)
+        single: dict[str, Any] = {"remote": remote, "local": local, "split": split, "version": version}
+        single |= {"format": format, "columns": columns, "media_root": media_root}
+        self.streams = chosen_streams(streams, stream_name, single, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
             whole_numbers(
                 batch_size=batch_size,
@@ -235,10 +237,11 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             start_by_range=False if start_by_range is None and bad.policy.substitutes else start_by_range,
             load_images=on_bad_sample == "substitute",
         )
-        filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            filters.applied(reader_of(self.streams, defaults, reading)),
+            Filters(filter, filter_lengths, exclude_ids, bad.policy).applied(
+                reader_of(self.streams, defaults, reading)
+            ),
             bad,
             order_arguments,
             self.shuffle_seed,

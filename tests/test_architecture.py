@@ -61,7 +61,7 @@ HEAVY_ON_IMPORT = {
 BUDGETS = {
     "order": 57_400, "formats": 26_400, "stores": 18_500,
     "cache": 9_900, "writer": 11_800,
-    "sources": 34_000,
+    "sources": 36_000,
     "reading": 22_400, "simulation": 10_900,
     "loading": 35_000, "convert": 13_200,
     "trainers": 27_800, "spark": 15_800,

@@ -149,7 +149,7 @@ def convert(
         raise ValueError(f"a dataset is written beside the one that is read; both are {conversion.uri}. Name another.")
     conversion.source.reader.is_strict = columns is None or conversion.transform.function is not None
     result = _converted(conversion, num_processes(num_workers), progress_bar)
-    return replace(result, seconds=time.perf_counter() - begin)
+    return replace(result, seconds=time.perf_counter() - begin, num_left_out=conversion.source.num_left_out)
 
 
 def _converted(conversion: Conversion, num_workers: int, progress_bar: bool) -> ConversionResult:

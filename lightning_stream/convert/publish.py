@@ -157,6 +157,7 @@ class ConversionResult:
         is_new: False if the dataset existed already, from the same source and settings.
         keeps_order: Whether it has the order of the source where that is read in place, so that a training run that
             read the source continues on it.
+        num_left_out: Files of the source that were not read, since their names begin with ``_`` or ``.``.
     """
 
     uri: str
@@ -168,6 +169,7 @@ class ConversionResult:
     seconds: float = 0.0
     is_new: bool = False
     keeps_order: bool = False
+    num_left_out: int = 0
 
     @classmethod
     def of(cls, uri: str, manifests: Mapping[str, Mapping[str, Any]]) -> ConversionResult:
@@ -190,12 +192,19 @@ class ConversionResult:
 
     def __str__(self) -> str:
         splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
-        size = f"{splits} in {sum(self.num_shards.values()):,} shards, {self.num_bytes / 1e6:,.1f} MB"
+        size = f"{splits} in {sum(self.num_shards.values()):,} shards, {_bytes_text(self.num_bytes)}"
+        if self.num_left_out:
+            size += f" ({self.num_left_out:,} files whose names begin with '_' or '.' were left out)"
         if not self.is_new:
             why = "same source and settings; force=True writes it again"
             return f"Reusing the existing dataset at {self.uri} ({why}): {size}"
         speed = self.total / max(self.seconds, 1e-9)
         return f"{size}, at {self.uri}, in {self.seconds:,.1f} s ({speed:,.0f} samples/s)"
+
+
+def _bytes_text(num_bytes: int) -> str:
+    """A size that does not look like nothing where there is something."""
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e5 else f"{num_bytes / 1e3:,.1f} kB"
 
 
 def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> ConversionResult:

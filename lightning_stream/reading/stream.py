@@ -15,7 +15,7 @@ from lightning_stream.counters import Counters
 from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
-from lightning_stream.sources.files import is_table, split_place
+from lightning_stream.sources.files import is_table, media_store, split_place
 from lightning_stream.sources.in_place import InPlace, changed_files, is_made
 from lightning_stream.stores import Store, open_store
 from lightning_stream.version_log import read_version
@@ -70,6 +70,9 @@ class Stream:
         format: Of a folder without an index.json: ``"parquet"``, ``"arrow"``...; None to recognise it.
         columns: The columns to read; None for all. Of a folder without an index.json, also a mapping from their names
             to encodings. Of an MDS dataset, the files of added columns that are not read are not fetched either.
+        hidden: Of a folder without an index.json: whether files whose names begin with ``_`` or ``.`` are read, too.
+        media_root: The folder or URL of the files that tables name by paths, without their bytes, e.g. columns with
+            images of Hugging Face's ``datasets``. None refuses such rows: data may name only what you give.
 
     Raises:
         ValueError: No `remote` or `local`, the path of an index instead of its folder, or more than one weight.
@@ -94,6 +97,8 @@ class Stream:
         name: str | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
         columns: Mapping[str, str] | Sequence[str] | None = None,
+        hidden: bool = False,
+        media_root: str | os.PathLike[str] | None = None,
     ) -> None:
         for method, remedy in _NEVER_CALLED.items():
             if hasattr(type(self), method):
@@ -132,7 +137,8 @@ class Stream:
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
         self._store: Store | None = None
         number = self.version if isinstance(self.version, int) else None
-        self._in_place = InPlace(format, columns, number, _place_of(self)[1])
+        media = None if media_root is None else media_store(media_root, self.remote or "", self._options)
+        self._in_place = InPlace(format, columns, number, _place_of(self)[1], hidden, media)
 
     def __repr__(self) -> str:
         try:

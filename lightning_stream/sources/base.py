@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from lightning_stream.errors import FormatError, LightningStreamError, summarize
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.threads import DaemonPool
@@ -97,6 +99,7 @@ class Reader(ABC):
         is_strict: Whether all values must look like those that the encodings were inferred from.
         lengths: The lengths of all rows that the source has, by name.
         source_digest: The digest of a dataset that has one, "" if its pieces have other rows; None to compute it.
+        media_root: Where the files are that its rows name by paths; None if they name none.
     """
 
     kind: ClassVar[str]
@@ -107,6 +110,7 @@ class Reader(ABC):
     is_strict = True
     lengths: Mapping[str, NDArray[np.uint32]] = {}
     source_digest: str | None = None
+    media_root: Any = None
 
     def begin(self, files: Sequence[SourceFile]) -> None:  # noqa: B027 - most kinds need no list of all files
         """Look at the list of all files, those of all splits, before anything else."""
@@ -161,9 +165,16 @@ class Reader(ABC):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides which rows it reads: part of a conversion's fingerprint."""
-        options = {each.name: getattr(self, each.name) for each in fields(self) if each.compare}  # type: ignore[arg-type]
-        return {"kind": self.kind, **options}
+        """What decides which rows it reads: part of a conversion's fingerprint.
+
+        An option that does not compare is younger than fingerprints that must stay: it counts once it is set.
+        """
+        counted = {"kind": self.kind}
+        for option in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, option.name)
+            if option.compare or value != option.default is not MISSING:
+                counted[option.name] = value
+        return counted
 
 
 @dataclass(frozen=True)
@@ -174,6 +185,7 @@ class Source:
     files: tuple[SourceFile, ...]
     reader: Reader
     splits: Mapping[str, tuple[SourceFile, ...]] = field(default_factory=dict)  # where names of files show splits
+    num_left_out: int = 0  # files that are not read since their names begin with ``_`` or ``.``
 
     @property
     def num_bytes(self) -> int:
@@ -200,7 +212,8 @@ class Source:
 
     def find_columns(self, asked: Asked | None) -> Found:
         """Return the columns that are read: those asked for, or all; ValueError for one that there is not."""
-        found = self.reader.find_columns(self.files, asked)
+        with readable(self.name):
+            found = self.reader.find_columns(self.files, asked)
         missing = [name for name in asked or () if name not in found.columns]
         if missing:
             raise ValueError(f"{self.name} has no column {', '.join(missing)}; it has {', '.join(found.columns)}.")
@@ -216,7 +229,7 @@ class Source:
 
     def pieces(self, columns: Mapping[str, str]) -> list[tuple[SourceFile, Piece]]:
         """Return the pieces of all files that become shards where it is read in place, in order."""
-        with DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
+        with readable(self.name), DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
             return list(self.reader.all_pieces(self.files, columns, pool))
 
     def cut(self, columns: Mapping[str, str], partition_bytes: int, *, by_piece: bool = False) -> list[InputSplit]:
@@ -228,7 +241,26 @@ class Source:
                 for file, one in self.pieces(columns)
             ]
         limit = reader.piece_bytes if by_piece and reader.piece_bytes else partition_bytes
-        return [split for file in self.files for split in reader.input_splits(file, limit)]
+        with readable(self.name):
+            return [split for file in self.files for split in reader.input_splits(file, limit)]
+
+
+@contextmanager
+def readable(where: str, *, has_arguments: bool = True) -> Iterator[None]:
+    """Raise whatever a reader meets in damaged files as FormatError.
+
+    What is no word about the data stays: our own errors, those of the system, and those of programs; with
+    ``has_arguments``, plain ValueErrors too, which may be about arguments of the user's.
+    """
+    try:
+        yield
+    except (LightningStreamError, ImportError, NameError, AssertionError):
+        raise
+    except Exception as error:
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        if is_of_system or (has_arguments and type(error) is ValueError):
+            raise
+        raise FormatError(f"{where} cannot be read: {summarize(error)}. It may be damaged: fetch it again.") from error
 
 
 def stamps_of(files: Iterable[SourceFile]) -> str:
@@ -237,6 +269,12 @@ def stamps_of(files: Iterable[SourceFile]) -> str:
     for file in files:
         digest.update(f"{file.name}\0{file.num_bytes}\0{file.stamp}\n".encode())
     return digest.hexdigest()
+
+
+def marks_of(files: Sequence[SourceFile]) -> str:
+    """A mark of the last change of any kind of local files, as `change_mark` makes it of one; empty for others."""
+    marks = [file.mark for file in files if file.mark]
+    return f"{marks[0].partition('.')[0]}.{xxhash.xxh3_64_hexdigest(','.join(marks).encode())}" if marks else ""
 
 
 def partitions_of(splits: Sequence[InputSplit], partition_bytes: int) -> list[Partition]:
@@ -255,12 +293,12 @@ def read_splits(
     reader: Reader, splits: Sequence[InputSplit], columns: Mapping[str, str], *, by_column: bool = False
 ) -> Iterator[Batch]:
     """Yield the rows of some pieces, each as its settings need; ``by_column`` as values of each column, if possible."""
-    if not by_column and not any(split.settings for split in splits):
-        yield from reader.read(splits, columns)
-        return
-    for split in splits:
-        one = reader.of_piece(split)
-        yield from one.read_columns(split, columns) if by_column else one.read([split], columns)
+    whole = not by_column and not any(split.settings for split in splits)
+    for part in [splits] if whole else [[split] for split in splits]:
+        own = reader if whole else reader.of_piece(part[0])
+        # Errors of a function of the user's are the user's.
+        with readable(part[0].file.uri) if part and reader.kind != "inputs" else nullcontext():
+            yield from own.read_columns(part[0], columns) if by_column else own.read(part, columns)
 
 
 def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:

@@ -7,13 +7,13 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import import_module
 from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, needs, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table
+from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table, warn_of_left_out
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 from lightning_stream.stores import open_store
 from lightning_stream.writer.place import is_remote
@@ -45,7 +45,7 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
     if hasattr(source, "with_format") and hasattr(source, "features"):
-        dataset = _reader_class("arrays.DatasetReader")(source)
+        dataset = _reader_class("arrays.DatasetReader")(dataset=source, **(options or {}))
         return Source("a datasets.Dataset", dataset.files, dataset)
     is_one = isinstance(source, (str, os.PathLike))
     name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
@@ -60,10 +60,14 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         if has_log or kind == "delta":
             what = "is a Delta table, whose files hold deleted rows, too" if has_log else "has no log of a Delta table"
             raise ValueError(f"{redact(root)} {what}. Pass the folder of a table, and no kind.")
-    files, reader = reader_of(find_files(source, store_options), name, kind, options)
+    left_out: list[str] = []
+    options = dict(options or {})
+    found = find_files(source, store_options, hidden=bool(options.pop("hidden", False)), left_out=left_out)
+    warn_of_left_out(name, left_out)
+    files, reader = reader_of(found, name, kind, options)
     splits = _by_split(files) if is_one else {}
     reader.begin([file for each in splits.values() for file in each] or files)
-    return Source(name, tuple(files), reader, splits)
+    return Source(name, tuple(files), reader, splits, len(left_out))
 
 
 def reader_of(
@@ -89,7 +93,10 @@ def _made(kind: str, options: Mapping[str, Any] | None) -> Reader:
     try:
         return make(**(options or {}))
     except TypeError as error:
-        raise ValueError(f"source_options do not fit kind {kind!r}: {error}.") from error
+        known = ", ".join(sorted(option.name for option in fields(make) if option.init))  # type: ignore[arg-type]
+        raise ValueError(
+            f"source_options of kind {kind!r} are {known or 'none'}, and hidden; found {', '.join(options or {})}."
+        ) from error
 
 
 def reader_class(kind: str) -> type[Reader]:

@@ -6,6 +6,7 @@ credentials. Nothing is written to the table.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,17 +15,19 @@ from urllib.parse import unquote
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns, plain_values
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
-from lightning_stream.sources.files import DELTA_LOG, SourceFile
+from lightning_stream.sources.files import DELTA_LOG, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader, with_constants
 from lightning_stream.stores import ObjectEntry, Store
 from lightning_stream.threads import DaemonPool
 
 _CONNECTIONS = 16
+_UUID_CHARS = 20  # of a file of deleted rows, behind its folder
 
 
 @dataclass
@@ -62,7 +65,7 @@ class DeltaReader(ParquetReader):
                 raise
             except Exception as error:  # deltalake's own classes are many
                 raise FormatError(f"{store.url} cannot be read as a Delta table: {error}") from error
-        self._actions = {unquote(one["path"]): one for one in actions}
+        self._actions = {_named_by_log(unquote(one["path"]), store): one for one in actions}
         by_name = {file.name: file for file in found}
         if missing := [name for name in self._actions if name not in by_name]:
             raise NotFoundError(
@@ -78,6 +81,7 @@ class DeltaReader(ParquetReader):
         if "deletionVectors" not in (table.protocol().reader_features or ()):
             return {}
         _copy(store, [file for file in found if "deletion_vector_" in file.name and file.ending == ".bin"], folder)
+        _check_vectors(folder / DELTA_LOG, store)
         vectors = pa.table(table.deletion_vectors()).to_pylist()
         prefix = f"{folder.as_uri()}/"
         return {
@@ -144,6 +148,26 @@ def _copy(store: Store, files: Iterable[ObjectEntry | SourceFile], folder: Path 
     with DaemonPool(_CONNECTIONS, "delta") as pool:
         for copied in [pool.submit(copy, file) for file in files]:
             copied.result()
+
+
+def _named_by_log(path: str, store: Store) -> str:
+    """The name of a file below the table's root; FormatError for one that lies elsewhere."""
+    own = next((root for root in (f"{store.url}/", f"file://{store.url}/") if path.startswith(root)), "")
+    return named_in_data(path.removeprefix(own), store.url)
+
+
+def _check_vectors(log: Path, store: Store) -> None:
+    """Raise FormatError if a file of deleted rows lies outside the table: ``deltalake`` would read it anywhere."""
+    texts = [path.read_text() for path in log.glob("*.json")]
+    adds = [json.loads(line).get("add") for text in texts for line in text.splitlines() if line]
+    for path in log.glob("*.parquet"):
+        kept = pq.read_table(path)
+        adds += kept["add"].to_pylist() if "add" in kept.column_names else []
+    for vector in [add["deletionVector"] for add in adds if add and add.get("deletionVector")]:
+        if vector["storageType"] == "p":
+            _named_by_log(unquote(vector["pathOrInlineDv"]), store)
+        elif vector["storageType"] == "u" and (folder := vector["pathOrInlineDv"][:-_UUID_CHARS]):
+            named_in_data(folder, store.url)
 
 
 def _plain(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import logging
 import lzma
 import os
 import re
@@ -21,9 +22,11 @@ from urllib.parse import unquote
 import zstandard
 
 from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact
-from lightning_stream.stores import LocalStore, ObjectStream, Store, open_store
+from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, Store, open_store
+from lightning_stream.stores.local import change_mark, is_other_mark
 from lightning_stream.writer.place import is_remote
 
+_log = logging.getLogger(__name__)
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
@@ -31,6 +34,12 @@ WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
 _WINDOW_BYTES, _CLOSE_BYTES = 1 << 11, 1 << 18
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _HIDDEN = re.compile(r"(^|/)[._]")
+# What writers of tables and desktops leave beside data, which nobody misses.
+_MARKER = re.compile(
+    r"(^|/)(_delta_log/|_change_data/|_temporary/|_symlink_format_manifest/|_conversion/|\.lightning_stream/|\._"
+    r"|(_SUCCESS|_committed_[^/]*|_started_[^/]*|_(common_)?metadata|\.[^/]*\.crc|\.DS_Store)$)"
+)
+_ASTRAY = re.compile(r"(^|/)\.{0,2}(/|$)|\0")  # an absolute path, an empty part, ``.``, ``..``, or a NUL
 _FILE = re.compile(r"(?i)\.(parquet|pq|arrow|feather|ipc|jsonl|ndjson|json|tar|npy|npz|csv)(\.gz|\.zst)?$")
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
@@ -46,7 +55,12 @@ class SourceFile:
     stamp: str  # differs between contents of the same size: the time of change, or the store's version; or empty
     options: Mapping[str, Any] | None = field(default=None, repr=False)  # for the store
     value: Any = None  # the input
+    mark: str = field(default="", repr=False, compare=False)  # of a local file: see `change_mark`
     store: Store | None = field(default=None, repr=False, compare=False)  # the open store; None to open it
+
+    def __post_init__(self) -> None:
+        if self.root and (not isinstance(self.name, str) or _ASTRAY.search(self.name)):
+            raise _leaving(self.name, self.root)
 
     @property
     def path(self) -> Path | None:
@@ -61,7 +75,7 @@ class SourceFile:
     @property
     def content(self) -> tuple[str, str, int, str]:
         """What distinguishes its content from that of other files, and from its own after a change."""
-        return self.root, self.name, self.num_bytes, self.stamp
+        return self.root, self.name, self.num_bytes, self.stamp + self.mark
 
     @property
     def ending(self) -> str:
@@ -96,7 +110,8 @@ class SourceFile:
         except PermissionError as error:
             raise AccessError(f"user {os.getuid()} has no right to read {self.uri}. Check its mode.") from error
         known = os.fstat(file.fileno())
-        if self.stamp and (known.st_size, str(known.st_mtime_ns)) != (self.num_bytes, self.stamp):
+        is_other = (known.st_size, str(known.st_mtime_ns)) != (self.num_bytes, self.stamp)
+        if self.stamp and (is_other or is_other_mark(self.mark, change_mark(known))):
             file.close()
             raise self.changed()
         return file
@@ -161,6 +176,45 @@ class SourceFile:
         )
 
 
+def named_in_data(name: Any, root: str) -> str:
+    """Return a name that was found in data, of a file below `root`; FormatError for one that could leave it anywhere.
+
+    Neither absolute paths, ``..``, URLs, drives, backslashes nor NULs are names.
+    """
+    if not isinstance(name, str) or _ASTRAY.search(name) or "\\" in name or name[1:2] == ":":
+        raise _leaving(name, root)
+    return name
+
+
+def read_below(root: str | os.PathLike[str] | Store, path: Any, named_by: SourceFile) -> bytes:
+    """Return a file that data names by a path below a folder, URL or store of the user's choice; FormatError otherwise.
+
+    A link may not lead out of a folder either.
+    """
+    store = root if isinstance(root, Store) else media_store(root, named_by.root, named_by.options)
+    name = path.removeprefix(f"{store.url.rstrip('/')}/").removeprefix("./") if isinstance(path, str) else path
+    named_in_data(name, store.url)
+    if isinstance(store, LocalStore):
+        folder = os.path.realpath(store.folder)
+        if os.path.commonpath([folder, os.path.realpath(store.folder / name)]) != folder:
+            raise _leaving(name, store.url)
+    return store.read(name)
+
+
+def media_store(root: str | os.PathLike[str], beside: str, options: Mapping[str, Any] | None) -> Store:
+    """Open a folder or URL of files that data names; with the options of the data's own store if it is of that kind."""
+    uri = os.fspath(root)
+    is_alike = uri.partition("://")[0] == beside.partition("://")[0]
+    return open_store(uri, options if is_remote(uri) and is_alike else None)
+
+
+def _leaving(name: Any, root: str) -> FormatError:
+    return FormatError(
+        f"names of files in data must be relative and stay below {redact(root)}; found {name!r:.100}. Do not use data "
+        "that you do not trust."
+    )
+
+
 def _zstd(file: BinaryIO) -> BinaryIO:
     reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
     return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, reader), _BUFFER_BYTES))
@@ -212,15 +266,25 @@ class RangedFile(io.RawIOBase):
         return self._held[first : first + most]
 
 
-def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[SourceFile]:
-    """Return the files of a source but hidden ones: those of a folder sorted by name, those of a list in its order.
+def find_files(
+    source: Uris,
+    options: Mapping[str, Any] | None = None,
+    *,
+    hidden: bool = False,
+    left_out: list[str] | None = None,
+) -> list[SourceFile]:
+    """Return the files of a source: those of a folder sorted by name, those of a list in its order.
 
-    In a pattern, ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth.
+    In a pattern, ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth. Names that
+    begin with ``_`` or ``.`` are left out, unless ``hidden``, or a pattern that has such a name; they are added to
+    ``left_out`` if they look like data.
     """
     found: list[SourceFile] = []
+    left_out = [] if left_out is None else left_out
     for given in [source] if isinstance(source, (str, os.PathLike)) else source:
         uri = os.fspath(given)
-        files = _found(uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder), options)
+        place = uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
+        files = _found(place, options, hidden, left_out)
         if not files:
             raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
         found += files
@@ -230,37 +294,73 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None) -> list[S
     return found
 
 
-def _found(uri: str, options: Mapping[str, Any] | None) -> list[SourceFile]:
+def _found(uri: str, options: Mapping[str, Any] | None, hidden: bool, left_out: list[str]) -> list[SourceFile]:
     parts = uri.split("/")
     literal = next((k for k, part in enumerate(parts) if WILD.search(part)), len(parts))
-    root = "/".join(parts[:literal]) or "/"
+    root, names = "/".join(parts[:literal]) or "/", "/".join(parts[literal:])
     options = options if is_remote(root) else None
-    entries = list(open_store(root, options).list(""))
-    is_match = _pattern("/".join(parts[literal:])).fullmatch
-    entries = [entry for entry in entries if is_match(entry.name) and not _HIDDEN.search(entry.name)]
+    is_match = _pattern(names).fullmatch
+    entries = [entry for entry in open_store(root, options).list("") if is_match(entry.name)]
+    entries = _shown(entries, hidden or bool(_HIDDEN.search(names)), left_out)
     if literal == len(parts) and not entries:  # one file
         root, _, name = uri.rpartition("/")
         entries = [entry for entry in open_store(root or "/", options).list(name) if entry.name == name]
-    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options) for entry in entries]
+    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options, mark=entry.mark) for entry in entries]
 
 
-def files_of(store: Store, names: str = "") -> tuple[list[SourceFile], list[SourceFile]]:
-    """Return all files of a store but hidden ones, sorted by name; and those of the log of a Delta table.
+def _shown(entries: Sequence[ObjectEntry], hidden: bool, left_out: list[str]) -> list[ObjectEntry]:
+    """The entries without those that are hidden. The names of these that look like data are added to ``left_out``."""
+    rule = _MARKER if hidden else _HIDDEN
+    is_shown = [not _ASTRAY.search(entry.name) and not rule.search(entry.name) for entry in entries]
+    shown = [entry for entry, is_one in zip(entries, is_shown, strict=True) if is_one]
+    if len(shown) < len(entries):
+        endings = {_suffix(entry.name) for entry in shown}
+        others = [entry.name for entry, is_one in zip(entries, is_shown, strict=True) if not is_one]
+        left_out += [name for name in others if not _MARKER.search(name) and (not shown or _suffix(name) in endings)]
+    return shown
+
+
+def warn_of_left_out(where: str, left_out: Sequence[str]) -> None:
+    """Log how many files of a source are not read since they are hidden, with an example."""
+    if left_out:
+        _log.warning(
+            "%s: %d files are left out, since names begin with '_' or '.', e.g. %s. To read them, pass "
+            "Stream(hidden=True), to convert source_options={'hidden': True}, or a pattern that has such a name.",
+            where, len(left_out), left_out[0],
+        )  # fmt: skip
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()  # noqa: PTH122 - a path object for each costs more
+
+
+def files_of(store: Store, names: str = "", *, hidden: bool = False) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Return all files of a store, sorted by name, without hidden ones; and those of the log of a Delta table.
 
     With `names`, only those of this name, in a folder of this name, or whose names match this pattern.
     """
     literal = WILD.split(names)[0]
     is_match = _pattern(names if names != literal else f"{names}/**/*").fullmatch
-    found = []
+    entries = []
     for entry in store.list(literal):
         if f"/{DELTA_LOG}" in entry.name:
             folder = f"{store.url}/{entry.name.partition(f'/{DELTA_LOG}')[0]}/"
             raise ValueError(f"a Delta table must be opened by its own folder; {redact(folder)} is one. Pass that.")
         is_own = not names or entry.name == names or is_match(entry.name)
-        if is_own and not entry.name.endswith("/") and (entry.num_bytes or not entry.name.startswith(DELTA_LOG)):
-            found.append(SourceFile(store.url, entry.name, entry.num_bytes, entry.version, store=store))
-    shown = [file for file in found if not _HIDDEN.search(file.name)]
-    return shown, [file for file in found if file.name.startswith(DELTA_LOG)]
+        if is_own and not entry.name.endswith("/"):
+            entries.append(entry)
+    log = [entry for entry in entries if entry.name.startswith(DELTA_LOG) and entry.num_bytes]
+    left_out: list[str] = []
+    shown = _shown(entries, hidden or bool(_HIDDEN.search(names)), left_out)
+    warn_of_left_out(store.url, left_out)
+    return _files(store, shown), _files(store, log)
+
+
+def _files(store: Store, entries: Sequence[ObjectEntry]) -> list[SourceFile]:
+    return [
+        SourceFile(store.url, entry.name, entry.num_bytes, entry.version, mark=entry.mark, store=store)
+        for entry in entries
+    ]
 
 
 def split_place(uri: str) -> tuple[str, str]:

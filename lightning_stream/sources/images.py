@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import ClassVar
 
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.files import SourceFile, named_in_data
 from lightning_stream.threads import DaemonPool
 
 _LOG = logging.getLogger(__name__)
@@ -95,7 +95,10 @@ class FileFolderReader(Reader):
         labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
             first = splits[0].file
-            each = [(replace(first, name=name, num_bytes=size, stamp=stamp), k) for name, size, stamp, k in self.listed]
+            each = [
+                (replace(first, name=named_in_data(name, first.root), num_bytes=size, stamp=stamp, mark=""), label)
+                for name, size, stamp, label in self.listed
+            ]
         else:
             each = [(split.file, labels[_class_of(split.file)]) for split in splits]
         return batched(self._rows(each, columns), _BATCH_BYTES)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,13 +22,15 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, ShardEntry, file_object, schema_object
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
-from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader, Source, stamps_of
+from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader, Source, marks_of, readable, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of, is_table
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.stores import Store
+from lightning_stream.stores.local import is_other_mark
 
 _log = logging.getLogger(__name__)
+_MARKS = re.compile(rb'(?:, "table_version": [0-9]+)?, "marks": "([0-9a-f.]+)"')
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,16 @@ class InPlace:
         columns: The columns that are read, and their encodings if it is a mapping; None for all.
         version: That of a Delta table; None for the newest.
         names: What names its files below the store's URL: a pattern, a file, or a folder that ends like a file.
+        hidden: Whether files whose names begin with ``_`` or ``.`` are read, too.
+        media: Where the files are that tables name by paths, without their bytes.
     """
 
     kind: str | None = None
     columns: Mapping[str, str] | Sequence[str] | None = None
     version: int | None = None
     names: str = ""
+    hidden: bool = False
+    media: Store | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.columns, str) or (self.columns is not None and not self.columns):
@@ -65,16 +72,21 @@ class InPlace:
             NotFoundError: There is no file of a format that can be read.
             FormatError: A file is damaged, or has not the columns of the first one.
         """
-        found, log = files_of(store, self.names)
+        found, log = files_of(store, self.names, hidden=self.hidden)
         if not found:
             raise NotFoundError(f"{store.url} holds no files{f' named {self.names}' if self.names else ''}.")
         listing = json.dumps({"listing": stamps_of([*found, *log])})[:-1].encode()
+        marks = marks_of(found)
         if before is not None and before.startswith(listing):
-            return before
-        files, reader = self._reader(store, found, log)
-        source = Source(files[0].uri, tuple(files), reader)
-        columns = self._columns(source)
-        shards = source.pieces(columns)
+            known = _MARKS.match(before, len(listing))  # none in older indexes
+            if known is None or not is_other_mark(known[1].decode(), marks):
+                return before
+        with readable(store.url):
+            files, reader = self._reader(store, found, log)
+            reader.media_root = self.media
+            source = Source(files[0].uri, tuple(files), reader)
+            columns = self._columns(source)
+            shards = source.pieces(columns)
         if self.columns is None:
             _warn_of_others(shards, columns)
         if not isinstance(self.columns, Mapping):  # MDS has no null but in json
@@ -82,6 +94,8 @@ class InPlace:
             columns = {name: "json" if name in nulls else encoding for name, encoding in columns.items()}
         version = reader.settings.get("version")
         about = b"" if version is None else b', "table_version": %d' % version
+        if marks:
+            about += b', "marks": "%s"' % marks.encode()
         return listing + about + b", " + shards_text(reader.kind, columns, shards) + b"}"
 
     def _reader(
@@ -120,9 +134,11 @@ class InPlace:
             NotFoundError: The file that it is made from is not there any more.
             FormatError: That file was changed since the index was made, or has values that cannot be read.
         """
-        reader, split = _origin_of(store, entry)
-        with ShardDraft(MdsEncoder(entry.schema.columns, None, (), None), entry.num_samples, to) as draft:
+        reader, split = self._origin_of(store, entry)
+        encoder = MdsEncoder(entry.schema.columns, None, (), None)
+        with readable(split.file.uri, has_arguments=False), ShardDraft(encoder, entry.num_samples, to) as draft:
             where = _settled(entry, reader.read_columns(split, entry.schema.columns), split, draft.add)
+            split.file.check()  # it may have changed while it was read
             if draft.num_samples != entry.num_samples:
                 raise FormatError(
                     f"{where} must have {entry.num_samples:,} rows, as when its index was made; found "
@@ -135,12 +151,12 @@ class InPlace:
 
     def has_samples(self, store: Store, entry: ShardEntry) -> bool:
         """Return whether `samples` can read some samples of a shard for less than all of it."""
-        reader, split = _origin_of(store, entry)
+        reader, split = self._origin_of(store, entry)
         return reader.has_rows(split.file)
 
     def samples(self, store: Store, entry: ShardEntry, numbers: Sequence[int]) -> list[bytes]:
         """Return the bytes of some samples, as in the shard that `write` would make; errors as those of `write`."""
-        reader, split = _origin_of(store, entry)
+        reader, split = self._origin_of(store, entry)
         encoder, found = MdsEncoder(entry.schema.columns, None, (), None), list[bytes]()
 
         def add(columns: dict[str, Any], num_rows: int) -> None:
@@ -148,7 +164,8 @@ class InPlace:
             data, ends = bytes(batch.joined()), np.cumsum(batch.sizes).tolist()
             found.extend(data[begin:end] for begin, end in pairwise([0, *ends]))
 
-        where = _settled(entry, reader.read_rows(split, entry.schema.columns, numbers), split, add)
+        with readable(split.file.uri, has_arguments=False):
+            where = _settled(entry, reader.read_rows(split, entry.schema.columns, numbers), split, add)
         if len(found) != len(numbers):
             raise FormatError(f"{where}: {len(numbers)} rows were asked for; found {len(found)}. Start again.")
         return found
@@ -157,7 +174,20 @@ class InPlace:
     def identity(self) -> str:
         """What distinguishes the shards that are made from those of other settings; empty for the defaults."""
         names = f" {self.names}" if self.names else ""
+        names += " hidden" if self.hidden else ""
+        names += f" media {self.media.identity}" if self.media else ""
         return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)} {self.version}{names}"
+
+    def _origin_of(self, store: Store, entry: ShardEntry) -> tuple[Reader, InputSplit]:
+        """The piece of a file that a shard is made from, and its reader."""
+        origin = entry.raw.origin
+        assert origin is not None
+        source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, mark=entry.raw.mark, store=store)
+        with readable(f"the index of {store.url}", has_arguments=False):
+            reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
+        reader.is_strict = False  # columns that are not read were logged
+        reader.media_root = self.media  # whatever an index says
+        return reader, InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
 
     def _columns(self, source: Source) -> dict[str, str]:
         wanted = self.columns
@@ -222,16 +252,6 @@ def is_made(index: Index) -> bool:
     return index.num_shards > 0 and index.entry(0).raw.origin is not None
 
 
-def _origin_of(store: Store, entry: ShardEntry) -> tuple[Reader, InputSplit]:
-    """The piece of a file that a shard is made from, and its reader."""
-    origin = entry.raw.origin
-    assert origin is not None
-    source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, store=store)
-    reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
-    reader.is_strict = False  # columns that are not read were logged
-    return reader, InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
-
-
 def _settled(
     entry: ShardEntry, batches: Iterable[Batch], split: InputSplit, add: Callable[[dict[str, Any], int], None]
 ) -> str:
@@ -260,6 +280,6 @@ def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piec
     settings = json.dumps(piece.settings) if piece.settings else ""
     origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, piece.end, settings)
     # Shards of another version have other names.
-    mark = xxhash.xxh3_64_hexdigest(repr((origin, schema.columns)).encode())
-    raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin)
+    mark = xxhash.xxh3_64_hexdigest(f"{(origin, schema.columns)!r}{file.mark}".encode())
+    raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin, file.mark)
     return {**schema_object(schema), "samples": piece.num_rows, "raw_data": file_object(raw), "zip_data": None}

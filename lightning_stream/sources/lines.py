@@ -36,13 +36,15 @@ def line_splits(file: SourceFile, partition_bytes: int) -> list[InputSplit]:
 
 def line_blocks(split: InputSplit) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin within a piece, in blocks of a few MiB; each with its position in bytes."""
+    # A compressed file is one piece; the end that an index has of it is that of the compressed bytes.
+    end = None if split.file.is_packed else split.end
     with split.file.unpacked("a file of lines") as file:
         at = split.begin
         if at:
             file.seek(at - 1)
             at += len(file.readline()) - 1  # a line that began before belongs to the piece before
-        while split.end is None or at < split.end:
-            room = _BLOCK_BYTES if split.end is None else min(_BLOCK_BYTES, split.end - at)
+        while end is None or at < end:
+            room = _BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - at)
             block = file.read(room)
             if not block:
                 return

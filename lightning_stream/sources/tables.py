@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -18,11 +19,14 @@ from lightning_stream.lazy import kept
 from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.files import SourceFile, read_below
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.sources.stretches import FetchedFile, stretch
+from lightning_stream.stores import Store
+from lightning_stream.threads import DaemonPool
 
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
+_CONNECTIONS = 16
 _FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
 _FOOTERS: dict[Any, Any] = {}  # of Parquet files
 _SCHEMAS: dict[Any, tuple[Message, pa.Schema]] = {}
@@ -37,28 +41,36 @@ class Table(NamedTuple):
     batches: Callable[[int, int | None, list[str] | None], Iterator[pa.RecordBatch]]
 
 
+@dataclass
 class TableReader(Reader):
-    """Rows of files that hold Arrow record batches, or what becomes some."""
+    """Rows of files that hold Arrow record batches, or what becomes some.
+
+    Attributes:
+        media_root: The folder, URL or store of the files that images, sounds and videos without bytes name by a path.
+    """
 
     is_cut_by_piece = True
+    media_root: str | os.PathLike[str] | Store | None = field(default=None, compare=False, kw_only=True)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Read the first file's schema; columns in the names of folders come behind its own."""
         with self._opened(files[0], headers=True) as table:
             schema, media = table.schema, _files(_noted(table.schema))
         media = [name for name in media if asked is None or name in asked]
-        first = None
+        firsts: dict[str, bytes | None] = {}
         if media:
             with self._opened(files[0]) as table:
                 batches = table.batches(0, table.pieces()[0].end, media) if table.pieces() else iter(())
-                first = next((batch for batch in batches if batch.num_rows), None)
+                for batch in islice((batch.slice(0, 1) for batch in batches if batch.num_rows), 1):
+                    values = {name: _file_bytes(batch.column(name), files[0], self.media_root) for name in media}
+                    firsts = {name: value[0].as_py() for name, value in values.items()}
         for name in [name for name in files[0].partition if name not in schema.names]:
             texts = {file.partition.get(name) for file in files}
             is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
             is_number &= not str((asked or {}).get(name)).startswith("str")
             kind = pa.int64() if is_number else pa.string()
             schema = schema.append(pa.field(name, kind))
-        found = _found(schema, first, asked)
+        found = _found(schema, firsts, asked)
         nulls = {name for name in found.columns if any(file.partition.get(name, "") is None for file in files)}
         columns = {name: "json" if name in nulls else encoding for name, encoding in found.columns.items()}
         return replace(found, columns=columns)
@@ -71,7 +83,8 @@ class TableReader(Reader):
                 files = [name for name in _files(_noted(table.schema)) if name in stored]
                 for batch in table.batches(split.begin, split.end, stored or table.schema.names[:1]):
                     for name in files:
-                        batch = batch.set_column(batch.schema.names.index(name), name, _file_bytes(batch.column(name)))
+                        values = _file_bytes(batch.column(name), split.file, self.media_root)
+                        batch = batch.set_column(batch.schema.names.index(name), name, values)
                     for piece in pieces_of(batch.select(stored) if stored else batch):
                         rows = with_constants(piece, folders).select(list(columns))
                         yield Batch(rows, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
@@ -82,7 +95,7 @@ class TableReader(Reader):
             try:
                 stored, _ = self._stored(table, columns, file)
                 if stored:
-                    _found(table.schema, None, {name: columns[name] for name in stored})
+                    _found(table.schema, {}, {name: columns[name] for name in stored})
             except ValueError as error:
                 raise FormatError(f"{file.uri}: {error}") from error
             others = tuple(name for name in (*table.schema.names, *file.partition) if name not in columns)
@@ -277,8 +290,11 @@ def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
     return head, pa.ipc.read_schema(pa.BufferReader(stretch(file, head.begin, head.end)))
 
 
-def _found(schema: pa.Schema, first: Any, asked: Asked | None) -> Found:
-    """The columns of a schema: with what Hugging Face's ``datasets`` notes in it about images, classes and shapes."""
+def _found(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | None) -> Found:
+    """The columns of a schema: with what Hugging Face's ``datasets`` notes in it about images, classes and shapes.
+
+    ``first``: the first values of the columns of images and the like, as far as they are known.
+    """
     features = _noted(schema)
     files = [name for name in _files(features) if name in schema.names]
     for name in files:
@@ -289,8 +305,7 @@ def _found(schema: pa.Schema, first: Any, asked: Asked | None) -> Found:
             continue
         shape = kind.get("shape") if str(kind.get("_type")).startswith("Array") else None
         if name in files:
-            value = None if first is None else _file_bytes(first.column(name))[0].as_py()
-            columns[name] = image_encoding(value or b"")
+            columns[name] = image_encoding(first.get(name) or b"")
         elif shape and all(shape) and columns.get(name, "").count(":") == 1:
             columns[name] += f":{','.join(map(str, shape))}"
     classes = {name: kind["names"] for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
@@ -300,8 +315,11 @@ def _found(schema: pa.Schema, first: Any, asked: Asked | None) -> Found:
     return Found(columns, about, media=tuple(files))
 
 
-def _file_bytes(column: pa.Array) -> pa.Array:
-    """A column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither."""
+def _file_bytes(column: pa.Array, file: SourceFile, media_root: Any) -> pa.Array:
+    """A column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither.
+
+    FormatError where there is only a path, unless ``media_root`` holds the files.
+    """
     if not pa.types.is_struct(column.type):
         return column
     import pyarrow.compute as pc  # slow to import
@@ -309,14 +327,19 @@ def _file_bytes(column: pa.Array) -> pa.Array:
     data = pc.struct_field(column, "bytes")
     if not data.null_count:
         return data
-    paths = pc.struct_field(column, "path").to_pylist()
-    return pa.array(
-        [
-            Path(path).read_bytes() if held is None and path and Path(path).is_file() else held
-            for held, path in zip(data.to_pylist(), paths, strict=True)
-        ],
-        pa.large_binary(),
-    )
+    values, paths = data.to_pylist(), pc.struct_field(column, "path").to_pylist()
+    wanted = [k for k, (value, path) in enumerate(zip(values, paths, strict=True)) if value is None and path]
+    if wanted and media_root is None:
+        raise FormatError(
+            f"{file.uri} holds no bytes of some images or sounds, but only paths, e.g. {paths[wanted[0]]!r:.100}. Pass "
+            "media_root=, the folder or URL of these files (of convert: source_options={'media_root': ...})."
+        )
+    if wanted:
+        with DaemonPool(_CONNECTIONS, "media") as pool:
+            reads = [pool.submit(read_below, media_root, paths[k], file) for k in wanted]
+            for k, read in zip(wanted, reads, strict=True):
+                values[k] = read.result()
+    return pa.array(values, pa.large_binary())
 
 
 def _files(features: Mapping[str, Any]) -> list[str]:

@@ -134,7 +134,7 @@ class _Walker:
         if len(period) == len(last) or any(kind == _OLD for _, kind, _ in period):
             return at
         first, width = period[0][0], at - period[0][0]
-        most = (self._end - at) // width
+        most = max(0, self._end - at) // width  # the last file may end behind this part
         ats = first + width * np.arange(most + 1)  # the first one is the last that was walked
         right = np.ones(most + 1, bool)
         for begin, _, _ in period:

@@ -40,11 +40,13 @@ class ObjectEntry:
         name: Relative to the store's URL.
         num_bytes: Its size.
         version: Changes with the content: an ETag, generation or time of change. Empty where listings have none.
+        mark: Of a local file: its `change_mark`.
     """
 
     name: str
     num_bytes: int
     version: str = field(default="", compare=False)
+    mark: str = field(default="", compare=False)
 
 
 # The entries of a page of a listing, and the token of the next page (None: this is the last page).

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from time import time_ns
 from typing import Any, BinaryIO
+from zlib import crc32
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
 from lightning_stream.shared_files import FULL, FileLock, Modes, publish, same_file, sync
@@ -83,7 +84,7 @@ class LocalStore(BaseStore):
         for name in sorted(_walk(self.folder, "", prefix)):
             with contextlib.suppress(FileNotFoundError):
                 known = (self.folder / name).stat()
-                yield ObjectEntry(name, known.st_size, str(known.st_mtime_ns))
+                yield ObjectEntry(name, known.st_size, str(known.st_mtime_ns), change_mark(known))
 
     def _delete(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)
@@ -106,6 +107,20 @@ class LocalStore(BaseStore):
 def _version(about: os.stat_result) -> str:
     # Without the inode: mounts in user space (Databricks volumes, gcsfuse) may give a file a new one.
     return f"{about.st_mtime_ns:x}-{about.st_size:x}"
+
+
+def change_mark(about: os.stat_result) -> str:
+    """The time of a file's last change of any kind, which no program can set, on this machine.
+
+    Other machines may see another time of the same file, so theirs say nothing: see `is_other_mark`. The inode says
+    nothing either: mounts in user space may give a file a new one.
+    """
+    return f"{crc32(os.uname().nodename.encode()):08x}.{about.st_ctime_ns:x}"
+
+
+def is_other_mark(mark: str, now: str) -> bool:
+    """Return whether two marks of one machine differ: then a file is another one, although size and time are equal."""
+    return mark != now and mark.partition(".")[0] == now.partition(".")[0]
 
 
 def _walk(folder: Path, above: str, prefix: str) -> Iterator[str]:

@@ -123,7 +123,7 @@ def test_images_and_classes_as_datasets_notes_them(tmp_path: Path, samples_of: A
     images = [{"bytes": data, "path": None}, {"bytes": None, "path": str(tmp_path / "a.jpg")}]
     table = pa.table({"img": images, "label": [0, 1], "grid": [[[1, 2]]] * 2}, schema=schema)
     pq.write_table(table, tmp_path / "in.parquet")
-    done = convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+    done = convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN, source_options={"media_root": tmp_path})
     assert done.columns == {"img": "jpeg", "label": "int64", "grid": "ndarray:int8:1,2"}
     assert samples_of(tmp_path / "out")[1]["img"].size == (4, 3)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())

@@ -238,3 +238,31 @@ def test_a_sample_that_lacks_a_file_is_an_error_unless_its_column_may_have_nulls
     assert [sample["json"] for sample in samples(tmp_path)] == [{"a": 1}] * 3 + [None, {"a": 1}]
     with pytest.raises(FormatError, match=r"nulls; found json: 1"):
         samples(tmp_path, columns={"json": "bytes"})
+
+
+def equal_sizes(seed: int) -> bytes:
+    """A tar whose members repeat in size, as samples of tokens or of classes do."""
+    pick, out = random.Random(seed), io.BytesIO()
+    sizes = [pick.choice([0, 1, 5, 511, 512, 513, 600, 3000, 3073, 3584]) for _ in range(pick.randint(1, 4))]
+    with tarfile.open(fileobj=out, mode="w", format=pick.choice([*FORMATS.values()])) as archive:
+        for number in range(pick.randint(5, 60)):
+            for k, size in enumerate(sizes):
+                data = bytes([48 + number % 10]) * (size + pick.choice([0] * 30 + [400]))
+                add(archive, f"{number:06}.{'abcd'[k]}", data)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_members_of_equal_sizes_are_found_wherever_a_part_ends(seed: int) -> None:
+    data = equal_sizes(seed)
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        expected = [(member.offset_data - 512, member.size) for member in archive]
+    whole = walk(memoryview(data), "x", is_whole=True, checked=True)
+    assert [*zip(whole.members.headers.tolist(), whole.members.sizes.tolist(), strict=True)] == expected
+    for stop in random.Random(seed).sample(range(512, len(data)), 20):
+        part = walk(memoryview(data)[:stop], "x", is_whole=False, checked=False)
+        begun = [*zip(part.members.headers.tolist(), part.members.sizes.tolist(), strict=True)]
+        assert begun == expected[: len(begun)]
+        rest = walk(memoryview(data)[part.next :], "x", is_whole=True, checked=True)
+        ends = [*zip((rest.members.headers + part.next).tolist(), rest.members.sizes.tolist(), strict=True)]
+        assert begun + ends == expected or part.is_end

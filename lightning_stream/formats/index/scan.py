@@ -32,6 +32,7 @@ class _File(msgspec.Struct, gc=False):
     bytes: Count
     hashes: dict[str, str]
     origin: Origin | None = None
+    mark: str = ""
 
 
 class _Entry(msgspec.Struct, gc=False):
@@ -183,7 +184,7 @@ def parse_entry(text: bytes, where: str, schema: Schema) -> ShardEntry:
     except _DECODE_ERRORS as error:
         raise _bad_entry(where, error) from error
     found = (entry.raw_data, entry.zip_data, entry.raw_meta, entry.zip_meta)[: 2 if schema.format == "mds" else 4]
-    files = [file and FileEntry(file.basename, file.bytes, file.hashes, file.origin) for file in found]
+    files = [file and FileEntry(file.basename, file.bytes, file.hashes, file.origin, file.mark) for file in found]
     return ShardEntry(schema, entry.samples, *files)  # type: ignore[arg-type]  # there is always raw_data
 
 

@@ -74,13 +74,15 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
 class FileEntry:
     """One file of a shard: its name below the dataset's root, its size, and its hashes.
 
-    With an ``origin`` the file is made from another one, and its size is an estimate.
+    With an ``origin`` the file is made from another one, and its size is an estimate; then ``mark`` tells versions of a
+    local one apart, on the machine where the index was made.
     """
 
     basename: str
     num_bytes: int
     hashes: Mapping[str, str] = field(default_factory=dict)
     origin: Origin | None = None
+    mark: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,4 +149,6 @@ def file_object(file: FileEntry | None) -> dict[str, Any] | None:
     if file is None:
         return None
     about: dict[str, Any] = {"basename": file.basename, "bytes": file.num_bytes, "hashes": dict(file.hashes)}
-    return about if file.origin is None else {**about, "origin": msgspec.structs.asdict(file.origin)}
+    if file.origin is None:
+        return about
+    return {**about, "origin": msgspec.structs.asdict(file.origin), **({"mark": file.mark} if file.mark else {})}
