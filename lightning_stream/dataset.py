@@ -230,7 +230,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         check_order(order_arguments, pack, balance, buckets)
         bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
-        defaults = CacheDefaults(config, retries=download_retry, timeout_s=download_timeout)
+        filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         reading = ReaderConfig(
             allow_unsafe_types=allow_unsafe_types,
             decoders=decoders,
@@ -239,9 +239,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         )
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(
-            Filters(filter, filter_lengths, exclude_ids, bad.policy).applied(
-                reader_of(self.streams, defaults, reading)
-            ),
+            filters.applied(reader_of(self.streams, CacheDefaults(config, download_retry, download_timeout), reading)),
             bad,
             order_arguments,
             self.shuffle_seed,
