@@ -14,6 +14,7 @@ from functools import wraps
 from inspect import signature
 from typing import ParamSpec, TypeVar
 
+_MODULES = {"pillow": "PIL"}  # of packages whose module has another name than their first word
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -102,10 +103,13 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
 
 @contextmanager
 def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
-    """Raise :func:`missing_extra` where an import in this block fails."""
+    """Raise :func:`missing_extra` where an import in this block fails since the package is absent."""
     try:
         yield
-    except ImportError as error:
+    except ModuleNotFoundError as error:
+        module = _MODULES.get(package, package.partition("-")[0])
+        if error.name is not None and error.name.partition(".")[0] != module:
+            raise  # another one is absent, or part of our own is
         raise missing_extra(package, extra, purpose) from error
 
 

@@ -114,7 +114,7 @@ class JsonlReader(Reader):
 
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the same, of a file that was not changed since it was listed."""
-        stretch(split.file, 0, 1)
+        stretch(split.file, 0, min(1, split.file.num_bytes))
         return self.read([split], columns)
 
 

@@ -164,3 +164,12 @@ def test_without_pyarrow_the_error_names_the_extra(tmp_path: Path, monkeypatch: 
     (tmp_path / "in.parquet").write_bytes(b"PAR1")
     with pytest.raises(MissingExtraError, match=r"lightning-stream\[parquet\]"):
         convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+
+
+def test_only_an_absent_package_is_called_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.csv").write_text("a\n1\n")
+    monkeypatch.delitem(sys.modules, "lightning_stream.sources.delimited", raising=False)
+    monkeypatch.setitem(sys.modules, "lightning_stream.sources.lines", None)
+    with pytest.raises(ImportError, match=r"lightning_stream\.sources\.lines") as raised:
+        convert(tmp_path / "a.csv", tmp_path / "out")
+    assert not isinstance(raised.value, MissingExtraError)
