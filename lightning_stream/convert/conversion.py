@@ -227,9 +227,8 @@ class Conversion:
         if self.columns is not None or self.transform.function is not None or self.nulls != NullRule():
             return found
         known = {name for split in splits for name in split.nulls}
-        names = [
-            name for name, encoding in found.columns.items() if name in known and encoding not in ("bytes", "json")
-        ]
+        takes_nulls = self.source.reader.takes_nulls
+        names = [name for name, encoding in found.columns.items() if name in known and takes_nulls(encoding)]
         if not names:
             return found
         _LOG.warning(

@@ -147,6 +147,10 @@ class Reader(ABC):
         for file, pieces in zip(files, found, strict=True):
             yield from ((file, piece) for piece in pieces.result())
 
+    def takes_nulls(self, encoding: str) -> bool:
+        """Whether a column of this encoding can be read as json, which has nulls."""
+        return encoding not in ("bytes", "json")
+
     def of_piece(self, split: InputSplit) -> Reader:
         """Return the reader of a piece: with its settings, and the user's options."""
         return replace(self, **split.settings) if split.settings else self  # type: ignore[type-var]

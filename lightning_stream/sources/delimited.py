@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,9 +17,10 @@ import pyarrow.csv
 from lightning_stream.errors import FormatError
 from lightning_stream.sources.base import SAMPLED_ROWS, Asked, Batch, Found, InputSplit, Reader, present, spread
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.lines import line_blocks, line_splits
+from lightning_stream.sources.lines import check_on_bad, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
 
+_log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 22
 # A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
 _WHOLE, _NUMBER = r"-?(0|[1-9]\d{0,17})", r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
@@ -34,11 +37,16 @@ class CsvReader(Reader):
     Attributes:
         delimiter: Between values.
         names: The columns, where files have no line of names; None to read them from the first line.
+        on_bad: ``"raise"``, or ``"skip"`` rows with another number of values than there are columns.
     """
 
     kind = "csv"
     delimiter: str = ","
     names: Sequence[str] | None = None
+    on_bad: str = field(default="raise", compare=False)
+
+    def __post_init__(self) -> None:
+        check_on_bad(self.on_bad)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
@@ -85,7 +93,8 @@ class CsvReader(Reader):
         if first is None:
             return  # nothing, or a line of names alone
         data = io.BufferedReader(_Blocks(chain([first.lstrip(b"\r\n")], blocks)), _BLOCK_BYTES)
-        parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True)
+        skip = partial(_skipped, file.uri) if self.on_bad == "skip" else None
+        parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=skip)
         try:
             names = self.names or pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names
             if len(set(names)) < len(names):
@@ -117,6 +126,11 @@ class TsvReader(CsvReader):
 
     kind = "tsv"
     delimiter: str = "\t"
+
+
+def _skipped(where: str, row: Any) -> str:
+    _log.warning("a row of %s is skipped: it has %d values, not %d", where, row.actual_columns, row.expected_columns)
+    return "skip"
 
 
 class _Blocks(io.RawIOBase):

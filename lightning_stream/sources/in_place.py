@@ -89,9 +89,12 @@ class InPlace:
             shards = source.pieces(columns)
         if self.columns is None:
             _warn_of_others(shards, columns)
-        if not isinstance(self.columns, Mapping):  # MDS has no null but in json
-            nulls = {name for _, piece in shards for name in piece.nulls if columns.get(name) != "bytes"}
-            columns = {name: "json" if name in nulls else encoding for name, encoding in columns.items()}
+        nulls = {name: file for file, piece in reversed(shards) for name in piece.nulls if name in columns}
+        for name, file in nulls.items():  # MDS has no null but in json
+            if not isinstance(self.columns, Mapping) and reader.takes_nulls(columns[name]):
+                columns[name] = "json"
+            elif columns[name] != "json":
+                raise _nulls(file.uri, f"some in {name}")
         version = reader.settings.get("version")
         about = b"" if version is None else b', "table_version": %d' % version
         if marks:
@@ -268,12 +271,15 @@ def _settled(
         raise FormatError(f"{at}{error}") from error
     where = f"{split.file.uri} (part {split.begin} to {split.end})"
     if nulls:
-        counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
-        raise FormatError(
-            f"{where}: only json columns may have nulls; found {counts}. Pass columns= without these columns, or with "
-            "the encoding 'json' for them."
-        )
+        raise _nulls(where, ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items())))
     return where
+
+
+def _nulls(where: str, found: str) -> FormatError:
+    return FormatError(
+        f"{where}: only json columns may have nulls; found {found}. Pass columns= without these columns, or with the "
+        "encoding 'json' for them."
+    )
 
 
 def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:

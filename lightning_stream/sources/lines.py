@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
 
@@ -16,12 +17,16 @@ from lightning_stream.writer.infer import infer_encoding
 
 from .base import SAMPLED_ROWS, Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
 from .files import SourceFile
+from .nulls import LARGEST_FLOAT
 from .stretches import stretch
 
 _BLOCK_BYTES = 1 << 22
 _SAMPLED_PIECES, _PIECE_BYTES = 8, 64 << 20
 _BOM = b"\xef\xbb\xbf"
 _MAYBE_BLANK = tuple(b"\n" + bytes([space]) for space in b"\n\r \t\v\f")
+_scan = json.JSONDecoder().raw_decode  # json.loads spends more on finding out what it was given than on parsing it
+_SKIP = "source_options={'on_bad': 'skip'} of convert leaves out such lines."
+_log = logging.getLogger(__name__)
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
@@ -72,10 +77,18 @@ def _filled_lines(split: InputSplit) -> Iterator[tuple[list[bytes], str]]:
 
 @dataclass
 class JsonlReader(Reader):
-    """One JSON object in each line; or a ``.json`` file that is one array of objects."""
+    """One JSON object in each line; or a ``.json`` file that is one array of objects.
+
+    Attributes:
+        on_bad: ``"raise"``, or ``"skip"`` lines that are no JSON objects. They are counted in the log.
+    """
 
     kind = "jsonl"
     piece_bytes = _PIECE_BYTES
+    on_bad: str = field(default="raise", compare=False)
+
+    def __post_init__(self) -> None:
+        check_on_bad(self.on_bad)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Look at some rows of some files: where they can be cut, from all over."""
@@ -85,7 +98,7 @@ class JsonlReader(Reader):
             num_pieces = _SAMPLED_PIECES if file.path is not None else -(-_SAMPLED_PIECES // len(sampled))
             splits = self.input_splits(file, max(_BLOCK_BYTES, file.num_bytes // num_pieces))
             for split in splits:
-                for found, _ in islice(_json_rows(split, SAMPLED_ROWS // len(splits)), 1):
+                for found, _ in islice(self._rows(split, SAMPLED_ROWS // len(splits)), 1):
                     rows += found
         return Found(_inferred(rows, files[0].root))
 
@@ -100,7 +113,7 @@ class JsonlReader(Reader):
 
         def num_rows(split: InputSplit) -> int:
             if _is_array(split.file):
-                return sum(len(batch.rows) for batch in _json_rows(split))
+                return sum(len(batch.rows) for batch in self._rows(split))
             return sum(_num_filled(block) for _, block in line_blocks(split))
 
         splits = [split for file in files for split in self.input_splits(file, _PIECE_BYTES)]
@@ -110,29 +123,43 @@ class JsonlReader(Reader):
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
-            yield from _json_rows(split)
+            yield from self._rows(split)
 
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the same, of a file that was not changed since it was listed."""
         stretch(split.file, 0, min(1, split.file.num_bytes))
         return self.read([split], columns)
 
+    def _rows(self, split: InputSplit, limit: int | None = None) -> Iterator[Batch]:
+        """Yield rows a few MiB at a time, no more than ``limit`` of each."""
+        if not _is_array(split.file):
+            for lines, where in _filled_lines(split):
+                yield Batch(self._parsed(lines[:limit], where), where)
+            return
+        with split.file.unpacked("a JSON array") as plain:
+            try:
+                rows = json.load(plain)
+            except ValueError as error:
+                raise FormatError(f"{split.file.uri} is not valid JSON ({error}).") from error
+        wrong = next((row for row in rows if not isinstance(row, dict)), None)
+        if wrong is not None:
+            raise FormatError(f"{split.file.uri} must be an array of JSON objects; it holds {wrong!s:.60}.")
+        yield Batch(rows[:limit], split.file.uri)
 
-def _json_rows(split: InputSplit, limit: int | None = None) -> Iterator[Batch]:
-    """Yield rows a few MiB at a time, no more than ``limit`` of each."""
-    if not _is_array(split.file):
-        for lines, where in _filled_lines(split):
-            yield Batch(_parsed(lines[:limit], where), where)
-        return
-    with split.file.unpacked("a JSON array") as plain:
+    def _parsed(self, lines: Sequence[bytes], where: str) -> list[Row]:
         try:
-            rows = json.load(plain)
-        except ValueError as error:
-            raise FormatError(f"{split.file.uri} is not valid JSON ({error}).") from error
-    wrong = next((row for row in rows if not isinstance(row, dict)), None)
-    if wrong is not None:
-        raise FormatError(f"{split.file.uri} must be an array of JSON objects; it holds {wrong!s:.60}.")
-    yield Batch(rows[:limit], split.file.uri)
+            return list(map(_decode_object, lines))  # all that it decodes, it decodes as Python's json
+        except ValueError:  # NaN, infinite numbers, lone surrogates; or it finds the wrong line
+            return list(self._parsed_one_by_one(lines, where))
+
+    def _parsed_one_by_one(self, lines: Sequence[bytes], where: str) -> Iterator[Row]:
+        for number, line in enumerate(lines, 1):
+            try:
+                yield _parsed_line(line, number, where)
+            except FormatError as error:  # noqa: PERF203 - no error is the rule
+                if self.on_bad != "skip":
+                    raise
+                _log.warning("a line is skipped: %s", error)
 
 
 def _is_array(file: SourceFile) -> bool:
@@ -142,26 +169,23 @@ def _is_array(file: SourceFile) -> bool:
         return plain.read(64).removeprefix(_BOM).lstrip()[:1] == b"["
 
 
-def _parsed(lines: Sequence[bytes], where: str) -> list[Row]:
+def check_on_bad(on_bad: str) -> None:
+    """Raise ValueError unless this says what becomes of bad lines."""
+    if on_bad not in ("raise", "skip"):
+        raise ValueError(f"on_bad must be 'raise' or 'skip'; got {on_bad!r}.")
+
+
+def _parsed_line(line: bytes, number: int, where: str) -> Row:
     try:
-        return list(map(_decode_object, lines))  # all that it decodes, it decodes as Python's json
-    except ValueError:
-        return _parsed_one_by_one(lines, where)  # NaN, infinite numbers, lone surrogates; or it finds the wrong line
-
-
-def _parsed_one_by_one(lines: Sequence[bytes], where: str) -> list[Row]:
-    scan = json.JSONDecoder().raw_decode  # json.loads spends more on finding out what it was given than on parsing it
-    rows: list[Row] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            text = line.decode().strip()
-            row, end = scan(text, 0)
-        except ValueError as error:
-            raise FormatError(f"{where}: line {number} of them is not JSON ({error}): {line[:60]!r}.") from error
-        if end != len(text) or type(row) is not dict:
-            raise FormatError(f"{where}: each line must be one JSON object; line {number} of them is {line[:60]!r}.")
-        rows.append(row)
-    return rows
+        text = line.decode().strip()
+        row, end = _scan(text, 0)
+    except ValueError as error:
+        raise FormatError(f"{where}: line {number} of them is not JSON ({error}): {line[:60]!r}. {_SKIP}") from error
+    if end != len(text) or type(row) is not dict:
+        raise FormatError(
+            f"{where}: each line must be one JSON object; line {number} of them is {line[:60]!r}. {_SKIP}"
+        )
+    return row
 
 
 def _inferred(rows: Sequence[Row], where: str) -> dict[str, str]:
@@ -173,10 +197,13 @@ def _inferred(rows: Sequence[Row], where: str) -> dict[str, str]:
     names = dict.fromkeys(name for row in rows for name in row)
     if not names:
         raise ValueError(f"{where} is empty: there is nothing to write.")
-    return {name: _fitting({_encoding(name, row[name]) for row in rows if row.get(name) is not None}) for name in names}
+    values = {name: [row[name] for row in rows if row.get(name) is not None] for name in names}
+    return {name: _fitting({_encoding(name, value) for value in of_name}) for name, of_name in values.items()}
 
 
 def _fitting(found: set[str]) -> str:
+    if "large" in found:  # a whole number that no float may be equal to
+        return "int64" if found <= {"large", "int64"} else "json"
     for numbers in ({"int64", "float64"}, {"ndarray:int64", "ndarray:float64"}):
         if found == numbers:
             return min(numbers)
@@ -185,9 +212,13 @@ def _fitting(found: set[str]) -> str:
 
 def _encoding(name: str, value: Any) -> str:
     if type(value) is int:
-        return "int64" if -(1 << 63) <= value < 1 << 63 else "json"
+        if -LARGEST_FLOAT <= value <= LARGEST_FLOAT:
+            return "int64"
+        return "large" if -(1 << 63) <= value < 1 << 63 else "json"
     if type(value) is list:
         kinds = {type(element) for element in value}
+        if kinds == {int, float} and any(type(number) is int and abs(number) > LARGEST_FLOAT for number in value):
+            return "json"
         if kinds and kinds <= {int, float}:
             return "ndarray:float64" if float in kinds else "ndarray:int64"
         return "json"

@@ -12,6 +12,7 @@ from lightning_stream.sources.base import Row
 from lightning_stream.writer.batch import batch_columns
 
 _NUMBERS = ("int", "uint", "float")
+LARGEST_FLOAT = 1 << 53  # up to it, every whole number is a float64
 
 
 @dataclass(frozen=True)
@@ -56,15 +57,26 @@ def _fitted(name: str, values: list[Any], encoding: str) -> Any:
         if encoding.startswith("ndarray"):
             return [_array(value, encoding) if isinstance(value, list) else value for value in values]
         if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
+            if encoding.startswith("float"):
+                _check_exact(values)
             return np.array(values) if kinds <= {int, bool} else np.array(values, np.float64)
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"column {name!r}: {error}") from error
     return values
 
 
+def _check_exact(values: Sequence[Any]) -> None:
+    """Raise ValueError for a whole number that no float64 is equal to."""
+    for value in values:
+        if type(value) is int and abs(value) > LARGEST_FLOAT and float(value) != value:
+            raise ValueError(f"{value} is no float64; it would be rounded. Pass the encoding 'json' for this column.")
+
+
 def _array(value: list[Any], encoding: str) -> Any:
     dtype = encoding.split(":")[1] if ":" in encoding else None
     array = np.array(value) if value else np.array(value, dtype)
+    if array.dtype.kind == "f" or str(dtype).startswith("float"):
+        _check_exact(value)
     if dtype is None or array.dtype == dtype:
         return array
     cast = array.astype(dtype)

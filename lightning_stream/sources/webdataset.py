@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -59,24 +60,30 @@ class TarReader(Reader):
     def has_pieces(self, files: Sequence[SourceFile]) -> bool:
         return not any(file.is_packed or file.ending == ".tgz" for file in files)
 
+    def takes_nulls(self, encoding: str) -> bool:
+        return encoding.startswith("int")  # a number is its own JSON
+
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
         if file.is_packed or file.ending == ".tgz":
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
-        begins, key, endings = [np.empty(0, np.int64)], b"", dict[str, None]()
+        begins, key, endings = [np.empty(0, np.int64)], b"", Counter[str]()
         for base, data, members in _walked(file):
             names = _named(data, members)
-            endings |= dict.fromkeys(names.endings)
+            counts = np.bincount(names.codes, minlength=len(names.endings)).tolist()
+            endings.update(dict(zip(names.endings, counts, strict=True)))
             if len(names.keys):
                 is_new = np.append(names.keys[:1] != key, names.keys[1:] != names.keys[:-1])
                 begins.append(base + members.starts[names.numbers][is_new])
                 key = names.keys[-1]
         samples, others = np.concatenate(begins), tuple(name for name in endings if name not in columns)
+        wanted = [name for name, encoding in columns.items() if name != KEY and encoding != "json"]
+        nulls = tuple(name for name in wanted if endings[name] < len(samples))
         found, first = [], 0
         while first < len(samples):
             end = max(first + 1, int(np.searchsorted(samples, samples[first] + _PIECE_BYTES)))
             begin, stop = int(samples[first]), int(samples[end]) if end < len(samples) else file.num_bytes
-            found.append(Piece(begin, stop, end - first, stop - begin, others=others))
+            found.append(Piece(begin, stop, end - first, stop - begin, nulls=nulls, others=others))
             first = end
         return found
 

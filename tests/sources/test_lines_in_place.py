@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import json
 import lzma
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import zstandard
 
 from lightning_stream import StreamingDataset
 from lightning_stream.convert import convert
+from lightning_stream.errors import FormatError
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress
@@ -64,3 +67,77 @@ def test_a_compressed_array_of_objects_is_read_in_place(ending: str, tmp_path: P
     folder.mkdir()
     (folder / f"a.json{ending}").write_bytes(PACKERS[ending](json.dumps([{"x": k} for k in range(100)]).encode()))
     assert values(folder) == list(range(100))
+
+
+def test_a_bad_line_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path, rows = tmp_path / "a.jsonl", text(range(10)).splitlines(keepends=True)
+    path.write_bytes(b"".join([*rows[:3], b'{"x": 1\n', b"[1]\n", *rows[3:]]))
+    with pytest.raises(ValueError, match="on_bad must be 'raise' or 'skip'; got 'drop'"):
+        convert(path, tmp_path / "out", num_workers=1, source_options={"on_bad": "drop"})
+    with pytest.raises(FormatError, match=r"line 4 of them is not JSON.*source_options={'on_bad': 'skip'}"):
+        convert(path, tmp_path / "out", num_workers=1)
+    done = convert(path, tmp_path / "out", num_workers=1, source_options={"on_bad": "skip"})
+    assert values(done.uri) == list(range(10))
+    assert "line 5 of them" in caplog.text
+
+
+def test_a_bad_row_of_a_table_of_texts_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n3\n5,6\n")
+    with pytest.raises(FormatError, match=r"a\.csv cannot be read as csv"):
+        convert(tmp_path / "a.csv", tmp_path / "out", num_workers=1)
+    done = convert(tmp_path / "a.csv", tmp_path / "out", num_workers=1, source_options={"on_bad": "skip"})
+    assert values(done.uri) == [1, 5]
+    assert "it has 1 values, not 2" in caplog.text
+
+
+def test_an_unknown_option_of_a_source_is_named_with_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    with pytest.raises(
+        ValueError, match=r"source_options of kind 'csv' are delimiter, names, on_bad, and hidden; found a"
+    ):
+        convert(tmp_path / "a.csv", tmp_path / "out", num_workers=1, source_options={"a": 1})
+
+
+LARGE = 9007199254740993
+
+
+def test_a_whole_number_that_no_float_equals_is_not_rounded(tmp_path: Path) -> None:
+    rows = [{"x": 0.5, "l": [0.5, 1]}, {"x": LARGE, "l": [LARGE, 0.5]}, {"x": 2, "l": [1.5]}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert values(tmp_path / "a.jsonl") == [0.5, LARGE, 2]
+    assert values(tmp_path / "a.jsonl", "l") == [row["l"] for row in rows]
+    assert values(convert(tmp_path / "a.jsonl", tmp_path / "out", num_workers=1).uri) == [0.5, LARGE, 2]
+    for columns in ({"x": "float64"}, {"l": "ndarray:float64"}):
+        with pytest.raises(ValueError, match=f"{LARGE} is no float64"):
+            convert(tmp_path / "a.jsonl", tmp_path / "floats", num_workers=1, columns=columns)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"x": k}) + "\n" for k in (1, LARGE, -(2**63))))
+    assert values(tmp_path / "b.jsonl") == [1, LARGE, -(2**63)]
+
+
+def tar(path: Path, *names: str) -> None:
+    with tarfile.open(path, "w") as out:
+        for name in names:
+            member = tarfile.TarInfo(name)
+            member.size = 1
+            out.addfile(member, io.BytesIO(b"7"))
+
+
+def test_a_file_that_a_sample_lacks_is_known_when_a_tar_is_opened(tmp_path: Path) -> None:
+    names = [f"{k:03}.{ending}" for k in range(200) for ending in ("cls", "json", "txt")]
+    for name, lacking in (("whole", ""), ("cls", "150.cls"), ("txt", "150.txt"), ("json", "150.json")):
+        (tmp_path / name).mkdir()
+        tar(tmp_path / name / "a.tar", *(one for one in names if one != lacking))
+    assert values(tmp_path / "whole", "cls") == [7] * 200
+    assert values(tmp_path / "cls", "cls") == [7] * 150 + [None] + [7] * 49
+    assert values(tmp_path / "json", "json")[149:152] == [7, None, 7]
+    with pytest.raises(FormatError, match=r"a\.tar: only json columns may have nulls; found some in txt"):
+        len(StreamingDataset(remote=str(tmp_path / "txt")))
+    assert len(StreamingDataset(remote=str(tmp_path / "txt"), columns=["cls"])) == 200
+    with pytest.raises(FormatError, match="found some in cls"):
+        len(StreamingDataset(remote=str(tmp_path / "cls"), columns={"cls": "int64"}))
+    done = convert(tmp_path / "cls", tmp_path / "out", num_workers=1)
+    assert done.keeps_order
+    assert values(done.uri, "cls")[149:152] == [7, None, 7]
+    with pytest.raises(ValueError, match="null values found, by column: txt: 1"):
+        convert(tmp_path / "txt", tmp_path / "out2", num_workers=1)
+    assert convert(tmp_path / "txt", tmp_path / "out2", num_workers=1, drop_nulls=True).total == 199
