@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from lightning_stream.sources.base import (
     Row,
     batched,
     read_splits,
+    readable,
 )
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
@@ -183,7 +184,7 @@ class PartitionTask:
         for splits in [(one,) for one in partition.splits] if self.by_piece else [partition.splits]:
             for batch in self._batches(splits, str(partition)):
                 with refusing(f"{batch.where}: "):
-                    self._write(batch.rows, writers, nulls)
+                    self._write(batch, writers, nulls)
             for writer in writers.values() if self.by_piece else ():
                 writer.flush_shard()
                 ends.append(writer.num_samples)
@@ -201,10 +202,13 @@ class PartitionTask:
     def _encoder(self) -> MdsEncoder:
         return MdsEncoder(self.columns, None, (), None)
 
-    def _write(self, rows: Any, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
+    def _write(self, batch: Batch, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
+        rows = batch.rows
         if self.strict and isinstance(rows, list):
             _refuse_others(rows, self.columns)
-        values, num_rows = self.nulls.settle(rows, self.columns, nulls)
+        # What a transform returned is no word about files.
+        with readable(batch.where) if hasattr(rows, "schema") else nullcontext():
+            values, num_rows = self.nulls.settle(rows, self.columns, nulls)
         if not num_rows:
             return
         encoded = self._encoder.encode_batch(values, num_rows)
