@@ -106,8 +106,8 @@ def convert(
         progress_bar: Show a line that counts partitions and rows on stderr.
         partition_bytes: Bytes of the source that one process writes at a time, e.g. ``"256mb"``. None: by its size.
         source_options: For the reader, e.g. ``{"delimiter": ";"}``, ``{"on_bad": "skip"}`` for bad lines or
-            ``{"media_root": "s3://bucket/images"}`` for rows that name files; ``{"hidden": True}`` reads files whose names
-            begin with ``_`` or ``.``, too.
+            ``{"media_root": "s3://bucket/images"}`` for rows that name files; ``{"hidden": True}`` reads files whose
+            names begin with ``_`` or ``.``, too.
         source_store_options, store_options: For the stores of the source and of ``out``.
         lengths: Functions by name, e.g. ``{"tokens": len}``, as `MDSWriter` takes them; a whole sample has the columns
             that are written.

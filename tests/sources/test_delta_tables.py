@@ -189,3 +189,32 @@ def test_tables_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     path.write_text("{bad")
     with pytest.raises(FormatError, match=r"table cannot be read as a Delta table"):
         StreamingDataset(remote=str(table), version=0)[0]
+
+
+@pytest.mark.parametrize("place", ["inside", "outside"])
+def test_a_log_names_no_file_outside_its_table(place: str, tmp_path: Path) -> None:
+    table, other = tmp_path / "table", tmp_path / "other"
+    for folder in (table, other):
+        delta.write_deltalake(str(folder), pa.table({"id": range(40)}))
+    log = table / "_delta_log" / f"{0:020}.json"
+    named = next((table if place == "inside" else other).glob("*.parquet"))
+    actions = [json.loads(line) for line in log.read_text().splitlines()]
+    for action in actions:
+        if "add" in action:
+            action["add"]["path"] = named.as_uri()
+    commit(table, 0, *actions)
+    if place == "inside":
+        assert ids(table) == list(range(40))
+        return
+    with pytest.raises(FormatError, match="stay below"):
+        ids(table)
+
+
+def test_a_file_of_deleted_rows_lies_in_its_table(tmp_path: Path) -> None:
+    table = tmp_path / "table"
+    delta.write_deltalake(str(table), pa.table({"id": range(40)}))
+    vector = vector_file(tmp_path, [1, 2, 3])
+    path = next(tmp_path.glob("deletion_vector_*.bin"))
+    with_vectors(table, {"": {**vector, "storageType": "p", "pathOrInlineDv": path.as_uri()}})
+    with pytest.raises(FormatError, match="stay below"):
+        ids(table)

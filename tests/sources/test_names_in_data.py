@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --extra convert")
@@ -19,6 +17,7 @@ from lightning_stream import Stream, StreamingDataset  # noqa: E402
 from lightning_stream.convert import convert  # noqa: E402
 from lightning_stream.errors import FormatError, LightningStreamError  # noqa: E402
 from lightning_stream.sources.files import SourceFile  # noqa: E402
+from lightning_stream.stores import open_store  # noqa: E402
 
 SECRET = b"\xff\xd8\xffSECRET\xff\xd9"
 FEATURES = {b"huggingface": json.dumps({"info": {"features": {"image": {"_type": "Image"}}}}).encode()}
@@ -184,9 +183,13 @@ def test_markers_of_writers_are_left_out_without_a_word(tmp_path: Path, caplog: 
     assert "left out" not in caplog.text
 
 
-def test_numpy_rows_are_not_touched(tmp_path: Path) -> None:
-    out = io.BytesIO()
-    np.save(out, np.arange(6).reshape(3, 2))
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "a.npy").write_bytes(out.getvalue())
-    assert [sample["array"].tolist() for sample in read(tmp_path / "rows")] == [[0, 1], [2, 3], [4, 5]]
+def test_a_table_in_a_store_reads_no_file_of_this_machine(tmp_path: Path) -> None:
+    folder, bucket = table(tmp_path / "rows", str(tmp_path / "secret.jpg"), "a.jpg"), "memory://names-in-data"
+    open_store(f"{bucket}/rows").put("a.parquet", folder / "a.parquet")
+    open_store(f"{bucket}/media").put("a.jpg", SECRET)
+    for media in (None, f"{bucket}/media"):
+        with pytest.raises(FormatError, match="media_root" if media is None else "stay below"):
+            StreamingDataset(remote=f"{bucket}/rows", media_root=media, columns={"image": "bytes"})[0]
+    open_store(f"{bucket}/good").put("a.parquet", table(tmp_path / "good", "a.jpg") / "a.parquet")
+    dataset = StreamingDataset(remote=f"{bucket}/good", media_root=f"{bucket}/media", columns={"image": "bytes"})
+    assert bytes(dataset[0]["image"]) == SECRET
