@@ -94,7 +94,8 @@ class InPlace:
             if not isinstance(self.columns, Mapping) and reader.takes_nulls(columns[name]):
                 columns[name] = "json"
             elif columns[name] != "json":
-                raise _nulls(file.uri, f"some in {name}")
+                count = sum(name in piece.nulls for _, piece in shards)
+                raise _nulls(file.uri, f"{name}: {count:,} of {len(shards):,} shards have some")
         version = reader.settings.get("version")
         about = b"" if version is None else b', "table_version": %d' % version
         if marks:

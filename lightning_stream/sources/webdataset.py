@@ -61,7 +61,7 @@ class TarReader(Reader):
         return not any(file.is_packed or file.ending == ".tgz" for file in files)
 
     def takes_nulls(self, encoding: str) -> bool:
-        return encoding.startswith("int")  # a number is its own JSON
+        return False  # only some files are their own JSON
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
