@@ -114,6 +114,10 @@ class MicroBatches:
     def __len__(self) -> int:
         return self._rest_ends[-1] if self._rest_ends else self._num_whole
 
+    def has(self, j: int) -> bool:
+        """Whether there is a micro-batch j. Cheap far from the epoch's end, where `len` plans all packed rows."""
+        return self.plan.is_whole(j // self._pieces) or j < len(self)
+
     def _locate(self, j: int) -> tuple[int, int, int]:
         """Global batch of micro-batch j, its number within that batch, and how many the batch has."""
         if j >= 0 and self.plan.is_whole(j // self._pieces):
@@ -156,7 +160,7 @@ class MicroBatches:
     def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
         """For each global batch of a walk: the result of `_locate` for its first micro-batch in the walk."""
         j = first
-        while self.plan.is_whole(j // self._pieces) or j < len(self):
+        while self.has(j):
             k, piece, count = self._locate(j)
             yield k, piece, count
             j += -(-(count - piece) // step) * step

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import filterfalse
 
 from lightning_stream.order import BatchPlan, prefetch_shards
 from lightning_stream.order.micro_batches import MicroBatch
@@ -26,7 +27,8 @@ def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
         raise ValueError(f"steps must be at least 0; found {steps}")
     next_use = _eviction_plan(reader, plan)
     try:
-        shards = prefetch_shards(plan, reader.snapshot, 0, min(steps, plan.num_batches))
+        end = next(filterfalse(plan.has, range(steps)), steps)  # counting an epoch's packed rows would plan all of it
+        shards = prefetch_shards(plan, reader.snapshot, 0, end)
         reader.fetch(shards)
     finally:
         reader.forget(next_use)
@@ -97,6 +99,6 @@ def read_ahead(
 def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:
     """Let the reader's caches evict first what this plan needs last."""
     next_use = NextUse(plan.order, reader.snapshot)
-    next_use.advance(plan.bounds(0)[0] if plan.num_batches else 0)
+    next_use.advance(plan.start)
     reader.plan(next_use)
     return next_use

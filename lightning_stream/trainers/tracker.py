@@ -297,7 +297,7 @@ class PositionTracker:
     def _planned(self, j: int) -> MicroBatch:
         batches = self._batches
         assert batches is not None
-        if not 0 <= j < len(batches):
+        if j < 0 or not batches.has(j):
             raise LedgerError(
                 f"an epoch has the micro-batches that were planned, {len(batches)} from here on, but the trainer asks "
                 f"for number {j}. The weights of the last checkpoint are still right: resume from it"

@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import FormatError, StateError
 from lightning_stream.loading.packing import read_rows
+from lightning_stream.order import micro_batches
+from lightning_stream.order.batching import packed
+from lightning_stream.order.packing import pack_window
 
 LENGTH = 64
 
@@ -142,6 +145,40 @@ def test_a_loader_has_the_length_of_the_epoch_that_it_is_in(folder):
         assert len(loader) == length
         assert sum(1 for _ in loader) == length
     assert len(set(lengths)) > 1
+
+
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "workers": "threads"}])
+def test_the_first_batch_and_a_resume_plan_only_the_windows_they_need(tmp_path, monkeypatch, workers):
+    docs, log = documents(3000, most=9), tmp_path / "planned"
+
+    def logged(*given):
+        with log.open("ab", buffering=0) as file:  # worker processes append to it too
+            file.write(b".")
+        return pack_window(*given)
+
+    monkeypatch.setattr(packed, "pack_window", logged)
+    monkeypatch.setattr(micro_batches, "_PLANNED_SAMPLES", 64)  # in proportion to the small data
+    folder = write(tmp_path / "documents", docs)
+    pack = Packing(row_length=LENGTH, window=10)  # 300 windows
+
+    def planned_after(steps, state=None):
+        log.write_bytes(b"")
+        dataset = dataset_of(folder, pack=pack, predownload=4, num_canonical_nodes=1)
+        loader = StreamingDataLoader(dataset, global_batch_size=4, **workers)
+        if state is not None:
+            loader.load_state_dict(state)
+            assert loader.warm(1)
+        batches = iter(loader)
+        for _ in range(steps):
+            next(batches)
+        state = loader.state_dict()
+        batches.close()
+        return len(log.read_bytes()), state
+
+    begin, state = planned_after(3)
+    again, _ = planned_after(1, state)
+    assert 0 < begin < 200
+    assert 0 < again < 200
 
 
 def test_an_evaluation_has_every_row_once_on_any_number_of_devices(folder):
