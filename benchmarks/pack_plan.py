@@ -29,7 +29,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_stream import Packing
 from lightning_stream.order import BatchPlan, EpochOrder, OrderConfig, RunOrder, Snapshot, StreamWeights, World
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.batching.packed import Landmark
@@ -156,7 +155,7 @@ def measure(data: Data, row_length: int) -> None:
     flat = list(chain.from_iterable(pieces))
     show("first fit of 8", "", data.lengths, row_length, lambda: first_fit(flat, row_length, 8))
     show("next fit", "", data.lengths, row_length, lambda: first_fit(flat, row_length, 1))
-    window = Packing(row_length=row_length).rows("").window
+    window = RowPacking(row_length).usual_window(data.lengths)
     for machines in (1, 16):
         times = data.resume_ms(row_length, window, machines)
         median, most = statistics.median(times), times[-1]

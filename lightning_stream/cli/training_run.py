@@ -68,7 +68,7 @@ def _order(options: argparse.Namespace, world: World, reader: SampleReader) -> O
         sampling_granularity=options.sampling_granularity,
         epoch_size=None if options.epoch_size is None else parse_count(options.epoch_size, "epoch_size"),
         mosaic=mosaic if options.shuffle_algo in MOSAIC_ALGORITHMS else None,
-        packing=None if packing is None else packing.rows(reader.lengths_digest(packing.lengths_name)),
+        packing=None if packing is None else packing.resolved(reader, None),
         schedule=_schedule(options, reader.streams),
         buckets=buckets,
         world=world,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,24 @@ from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.order import OrderConfig
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
+from lightning_stream.order.rules import TEXT, Rule, broken
 from lightning_stream.reading.reader import SampleReader
 
 _SIGNED: dict[str, type[np.signedinteger[Any]]] = {
     "u2": np.int32,
     "u4": np.int64,
 }  # torch lacks most operations for these
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+
+
+_RULES = {
+    "column": TEXT,
+    "columns": Rule("a list of names", _is_names),
+    "lengths": Rule("None or a name", lambda value: value is None or isinstance(value, str)),
+}
 
 
 @dataclass(frozen=True)
@@ -33,8 +45,9 @@ class Packing:
         column: The column of tokens: a 1-d array of integers in each sample. Its lengths must be known without reading
             it, see `MDSWriter(lengths=...)`.
         row_length: S, tokens of a row.
-        window: Documents that are packed together; None for as many as S, but from 4,096 to 16,384. More of them leave
-            less padding, half a row for each window; fewer make the first batch after a resume faster.
+        window: Documents that are packed together; None for as many as fill about 700 rows when the run starts, from
+            4,096 to 65,536. More of them leave less padding, half a row for each window; fewer make the first batch
+            after a resume faster.
         long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens;
             ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them.
         columns: Further columns with one number for each token, such as a loss mask. They are packed alike.
@@ -67,13 +80,24 @@ class Packing:
     lengths: str | None = None
 
     def __post_init__(self) -> None:
+        if problems := broken(vars(self), _RULES):
+            raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
         object.__setattr__(self, "columns", tuple(self.columns))  # a list of a config file
         self.rows("")  # refuses wrong values
 
     def rows(self, lengths_digest: str) -> RowPacking:
-        """What decides which rows there are."""
-        window = min(max(self.row_length, 4096), 16384) if self.window is None else self.window
-        return RowPacking(self.row_length, window, self.long_documents, lengths_digest)
+        """What decides which rows there are, but for a window that is not given: `resolved` chooses that."""
+        given = {} if self.window is None else {"window": self.window}
+        return RowPacking(self.row_length, long_documents=self.long_documents, lengths=lengths_digest, **given)
+
+    def resolved(self, reader: SampleReader, resumed: OrderConfig | None) -> RowPacking:
+        """With what was to be chosen, from the data and the run's first start."""
+        rows = self.rows(reader.lengths_digest(self.lengths_name))
+        if self.window is not None:
+            return rows
+        former = None if resumed is None else resumed.packing
+        window = rows.usual_window(reader.lengths(self.lengths_name)) if former is None else former.window
+        return replace(rows, window=window)
 
     @property
     def lengths_name(self) -> str:

@@ -156,7 +156,7 @@ class SampleSource:
         arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
         arguments["schedule"] = self.schedule
         if self.packing is not None:
-            arguments["packing"] = self.packing.rows(self.reader.lengths_digest(self.packing.lengths_name))
+            arguments["packing"] = self.packing.resolved(self.reader, resumed)
         if self.buckets is not None:
             arguments["buckets"] = buckets = self.buckets.resolved(self.reader, size, resumed)
             if buckets.batch_tokens is not None:

@@ -158,7 +158,7 @@ def where(
 def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator[tuple[int, int, int]]:
     """The rank, micro-batch and row that get position ``at`` of global batch ``k``."""
     for rank in range(0, plan.world.num_ranks, plan.world.replication):
-        share = plan.of(replace(plan.world, rank=rank), delivery.balance).share(k)
+        share = plan.of(replace(plan.world, rank=rank), delivery.balance).places(k)
         if not ((share.positions == at) & ~share.filler).any():
             continue
         count = plan.num_micro_batches(k, delivery.device_batch_size)

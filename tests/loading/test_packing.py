@@ -15,7 +15,7 @@ from lightning_stream.errors import FormatError, StateError
 from lightning_stream.loading.packing import read_rows
 from lightning_stream.order import micro_batches
 from lightning_stream.order.batching import packed
-from lightning_stream.order.packing import pack_window
+from lightning_stream.order.packing import RowPacking, pack_window
 
 LENGTH = 64
 
@@ -317,6 +317,30 @@ def test_a_resume_with_another_packing_is_refused(folder):
         plain.load_state_dict(state)
 
 
+def test_the_usual_window_fills_about_700_rows_within_its_bounds():
+    documents = np.random.default_rng(0)
+    for mean, row_length in ((300, 32768), (30, 2048), (30, 8192), (1.5, 512)):
+        lengths = documents.poisson(mean - 1, 200_000) + 1
+        window = RowPacking(row_length).usual_window(lengths)
+        assert window == 65536 or 0.95 < window * mean / row_length / 700 < 1.05
+        rows = pack_window(lengths[:window], row_length)
+        assert 1 - lengths[:window].sum() / (len(rows) * row_length) < 0.01
+    assert RowPacking(2048).usual_window(np.full(10, 5000)) == 4096
+    assert RowPacking(2048, long_documents="drop").usual_window(np.full(10, 5000)) == 65536
+    assert RowPacking(2048).usual_window(np.zeros(0, np.uint32)) == 4096
+
+
+def test_a_run_keeps_the_window_that_it_began_with(folder):
+    began = loader_of(folder, pack=Packing(row_length=LENGTH, window=16384))
+    next(iter(began))
+    state = began.state_dict()
+    usual = loader_of(folder, pack=Packing(row_length=LENGTH))
+    assert usual.state_dict()["order"]["packing"]["window"] == 4096
+    usual.load_state_dict(state)
+    assert rows_in(usual) == rows_in(list(loader_of(folder, pack=Packing(row_length=LENGTH, window=16384)))[1:])
+    assert usual.state_dict()["order"]["packing"]["window"] == 16384
+
+
 def test_lengths_that_do_not_fit_the_documents_are_an_error(folder):
     loader = loader_of(folder)
     reader = loader._source.reader
@@ -333,6 +357,9 @@ def test_mistakes_get_a_clear_error(folder):
         next(iter(loader_of(folder, pack=Packing(row_length=LENGTH, columns=["nothing"]))))
     with pytest.raises(ValueError, match="row_length must be an integer from 1"):
         Packing(row_length=0)
+    for wrong in ({"lengths": ("a", "b")}, {"column": 1}, {"columns": [1]}, {"columns": "mask"}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} must be"):
+            Packing(**wrong)
     with pytest.raises(ValueError, match="batching_method random or stratified"):
         dataset_of(folder, batching_method="per_stream")
     with pytest.raises(ValueError, match="native order"):

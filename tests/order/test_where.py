@@ -9,9 +9,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_stream.order import OrderConfig, RunOrder, Schedule, Snapshot, StreamWeights
+from lightning_stream.order import (
+    BatchPlan,
+    Delivery,
+    OrderConfig,
+    Position,
+    RunOrder,
+    Schedule,
+    Snapshot,
+    StreamWeights,
+    World,
+    where,
+)
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
+from lightning_stream.order.window import WindowOrder
 
 WEIGHTS = [{}, {"repeat": 0.4}, {"repeat": 2.7}, {"repeat": 3}, {"choose": 11}, {"proportion": 1.5}]
 METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
@@ -107,6 +119,35 @@ def test_where_finds_packed_documents_and_mixtures_among_a_million():
         ids, positions = order.samples(0, order.num_samples)
         for sample_id in range(11, 10**6, 10**6 // 20):
             assert run.where(sample_id, 1).tolist() == positions[ids == sample_id].tolist()
+
+
+def test_a_row_with_several_copies_of_a_sample_is_found_once():
+    config = OrderConfig.resolve(batch_size=2, shuffle=True, packing=RowPacking(8, window=16))
+    run = RunOrder(Snapshot.of([[2]]), [StreamWeights(repeat=4)], config, np.array([1, 2]))
+    order = run.epoch(0)
+    rows = [set(row.ids.tolist()) for row in order.rows(0, order.num_samples)]
+    for sample_id in range(2):
+        assert run.where(sample_id, 0).tolist() == [at for at, ids in enumerate(rows) if sample_id in ids]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_where_over_many_epochs_looks_up_no_samples(method, monkeypatch):
+    config = OrderConfig.resolve(batch_size=24, device_batch_size=4, shuffle=True, batching_method=method)
+    run = RunOrder(Snapshot.of([[40, 40, 40], [50, 30]]), [StreamWeights()] * 2, config)
+    position, delivery = Position.start(run, batch_size=24, tail="pad"), Delivery(World(0, 3), 4)
+    wanted = []
+    for epoch in range(4):
+        for rank in range(3):
+            plan = BatchPlan(run.epoch(epoch), batch_size=24, world=World(rank, 3))
+            steps = [(k, plan.share(k).micro_batches(plan.num_micro_batches(k, 4))) for k in range(plan.num_batches)]
+            wanted += [
+                (epoch, k, rank, number, row)
+                for k, pieces in steps
+                for number, piece in enumerate(pieces)
+                for row in np.flatnonzero((piece.ids == 7) & ~piece.filler).tolist()
+            ]
+    monkeypatch.setattr(WindowOrder, "ids", None)
+    assert where(run, position, 7, delivery, range(4)) == wanted
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -195,15 +195,16 @@ class _BlockBatches(BatchPlan):
     def _deals_blocks(self, k: int) -> bool:
         return self.order.stretch_length > 1 and (self.tail != "exact" or k < self.num_whole_batches)
 
-    def share(self, k: int) -> ReplicaBatch:
+    def places(self, k: int) -> ReplicaBatch:
         if not self._deals_blocks(k):
-            return super().share(k)
+            return super().places(k)
         begin, end = self.bounds(k)
         world, block = self.world, self.order.stretch_length
         streams, _ = self.order.locate(begin, end)
         canonical = self.order.canonical(begin, end)
         offsets, filler = split_blocks(canonical, streams, block, world.num_replicas, world.replica)
-        return ReplicaBatch(self.order.ids(begin, end)[offsets], begin + offsets, filler, block)
+        at = begin + offsets
+        return ReplicaBatch(at, at, filler, block)
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         block = self.order.stretch_length
@@ -215,7 +216,7 @@ class _BlockBatches(BatchPlan):
                 f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
             )
         # Blocks are filled up, so the share itself is counted.
-        length = self.batch_size // self.world.num_replicas if k < self.num_whole_batches else len(self.share(k))
+        length = self.batch_size // self.world.num_replicas if k < self.num_whole_batches else len(self.places(k))
         return ceil_div(length, device_batch_size)
 
     def _problems(self) -> list[str]:

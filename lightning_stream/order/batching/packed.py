@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import StateError
 from lightning_stream.lazy import kept
 from lightning_stream.order.batching.base import EpochOrder
-from lightning_stream.order.packing import RowPacking, RowSpans, pack_window
+from lightning_stream.order.packing import RowPacking, RowSpans, pack_window, sampled
 from lightning_stream.order.permutation import RngStream, permutation, random_u64
 from lightning_stream.order.rank_split import ceil_div
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 _KEPT_WINDOWS = 3
 _ALTERNATIVES = 16
-_SAMPLED = 1 << 12  # lengths that are averaged
 _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
 _DOCUMENTS_AT_ONCE = 1 << 20
 
@@ -167,9 +166,9 @@ class PackedSequence:
         return RowSpans.joined(found, places)
 
     def rows_with(self, sample_id: int, window: int) -> list[int]:
-        """The rows of a window that have a sample. Counts the rows of all windows before it."""
+        """The rows of a window that have a sample, each once. Counts the rows of all windows before it."""
         rows = self.window(window)
-        at = np.searchsorted(rows.edges, np.flatnonzero(rows.ids == sample_id), side="right") - 1
+        at = np.unique(np.searchsorted(rows.edges, np.flatnonzero(rows.ids == sample_id), side="right") - 1)
         found: list[int] = (self.counts.before(window) + at).tolist()
         return found
 
@@ -220,7 +219,7 @@ class PackedOrder(EpochOrder):
         self._sequences = [
             PackedSequence(one, lengths, packing, key and (*key, number)) for number, one in enumerate(sequences)
         ]
-        mean = int(lengths[:: ceil_div(max(1, len(lengths)), _SAMPLED)].mean()) if len(lengths) else 1
+        mean = int(sampled(lengths).mean()) if len(lengths) else 1
         self.samples_per_position = max(1, packing.row_length // max(1, mean))
         self._turns = [_Turn(0, 0, tuple(number for number, one in enumerate(sequences) if one.num_samples))]
 

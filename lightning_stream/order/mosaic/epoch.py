@@ -142,6 +142,8 @@ class _MosaicBatches(BatchPlan):
         ids, at, filler = (np.concatenate(column) for column in zip(*pieces, strict=True))
         return ReplicaBatch(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
 
+    places = share  # its ids are in a table
+
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """See `BatchPlan.num_micro_batches`; as that library cuts, where its batches per device have this size."""
         lengths = self._takes(self._part(k)).sum(axis=2)
