@@ -15,6 +15,7 @@ from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.accelerate import as_prepared, is_prepared
 from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
+from lightning_stream.loading.dataset_arguments import check_blocks
 from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes, device_batch, refuse_order
@@ -99,6 +100,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
         check_classes(self, dataset, StreamingDataset)
         check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
+        each = batch_size or dataset.batch_size or 1
+        check_blocks(source_of(dataset).order_arguments, global_batch_size or each * accumulate, each)
         self._device_batch_size, self.global_batch_size = batch_size, global_batch_size
         self.accumulate, self.evaluation = accumulate, evaluation
         self.tail: Tail = tail or ("drop" if drop_last else "exact" if evaluation else "pad")

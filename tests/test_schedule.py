@@ -386,3 +386,27 @@ def test_the_record_of_a_changed_run_is_verified(folder: Path, tmp_path: Path) -
         tracker.detach()
     found = verify_delivery(tmp_path, dataset_of(folder))
     assert (found.num_steps, found.first_difference) == (10, None), found.sentence
+
+
+def test_settings_that_contradict_each_other_are_refused_before_any_data_is_read(tmp_path: Path) -> None:
+    def streams(**weight: Any) -> list[Stream]:
+        return [Stream(local=tmp_path / name, **weight) for name in SIZES]  # nothing is there
+
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"streams": streams(repeat=2), "epoch_size": 100}, "drop epoch_size"),
+        ({"streams": streams(choose=2), "epoch_size": 100}, "drop epoch_size"),
+        ({"streams": streams(repeat=-1)}, "repeat=-1, which must be a number of at least 0"),
+        ({"streams": streams(proportion=0)}, "must be above 0; all are 0"),
+        ({"streams": streams(repeat=2), "schedule": LINEAR}, "repeat or choose of their own: omit these"),
+        ({"streams": streams(), "shuffle_algo": "py1s", "forget": [1]}, "'py1s': omit forget"),
+    ]
+    for settings, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            StreamingDataset(**settings)
+    for method in ("per_stream", "device_per_stream"):
+        cut = {"schedule": LINEAR, "batching_method": method}
+        with pytest.raises(ValueError, match=f"{method} takes 8 samples of a stream at a time"):
+            StreamingDataset(streams=streams(), epoch_size=101, batch_size=8, **cut)
+        with pytest.raises(ValueError, match=f"{method} takes 8 samples of a stream at a time"):
+            StreamingDataLoader(StreamingDataset(streams=streams(), **cut), batch_size=8)
+        StreamingDataLoader(StreamingDataset(streams=streams(), epoch_size=104, batch_size=8, **cut))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_stream.order import BatchPlan, RunOrder
+from lightning_stream.order import BatchPlan, RunOrder, Tail
 from lightning_stream.order.balance import can_balance
 from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
 from lightning_stream.order.downloads import estimate_factor, warning_about
@@ -60,10 +60,7 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
     reader.require_samples()
     size, tail = settings.global_batch_size, settings.tail
     if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).has(0):
-        raise ValueError(
-            f"an epoch must have a batch, but tail={tail!r} leaves none of {run.num_samples} samples in global batches "
-            f"of {size}. Choose a smaller batch, or tail='pad' or 'exact'"
-        )
+        raise ValueError(f"an epoch must have a batch, but {_cause_of_none(run, tail, size)}")
     limit, world = reader.defaults.config.limit_bytes, settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
         _check_limit(reader, run, settings, ahead, limit)
@@ -88,6 +85,21 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         found = quality(reader, run, size)
         score, perfect, cache_mb = found.mean, found.random, max(1, found.cache_bytes // 10**6)
         _log.info("Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.", score, perfect, cache_mb)
+
+
+def _cause_of_none(run: RunOrder, tail: Tail, batch_size: int) -> str:
+    """Why an epoch has no batch, and what to do."""
+    order, packing = run.epoch(0), run.config.packing
+    if packing is not None and not order.exists(0):
+        kind = f"longer than row_length={packing.row_length}, and long_documents='drop' omits them"
+        kind = kind if packing.long_documents == "drop" and run.lengths is not None and run.lengths.any() else "empty"
+        remedy = "Check the lengths" if kind == "empty" else "Raise row_length, or choose 'split' or 'truncate'"
+        return f"none of the {run.num_samples} documents fills a row: all are {kind}. {remedy}"
+    what = f"{run.num_samples} samples" if packing is None else f"the {order.num_samples} rows"
+    return (
+        f"tail={tail!r} leaves none of {what} in global batches of {batch_size}. Choose a smaller batch, or tail='pad' "
+        "or 'exact'"
+    )
 
 
 def _check_limit(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import gcd
 from typing import Any
 
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.packing import Bucketing, Packing
-from lightning_stream.order import MosaicConfig, OrderConfig, Schedule
+from lightning_stream.order import MosaicConfig, OrderConfig, Schedule, StreamWeights
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
+from lightning_stream.order.plan import check_weights
 from lightning_stream.order.rules import broken, count
-from lightning_stream.reading.stream import Stream, labels_of
+from lightning_stream.reading.stream import Stream, labels_of, name_of, weights_of
 
 
 def whole_numbers(**given: float | None) -> list[int | None]:
@@ -49,11 +51,23 @@ def mosaic_settings(algorithm: str | None, partition: str, block_size: int | Non
     return MosaicConfig(partition, block_size) if algorithm in MOSAIC_ALGORITHMS else None
 
 
-def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: object, buckets: Bucketing | None) -> None:
-    """Raise ValueError for settings of an order that are wrong, or contradict each other."""
+def check_order(
+    arguments: Mapping[str, Any],
+    streams: Sequence[Stream],
+    *,
+    pack: Packing | None,
+    balance: object,
+    buckets: Bucketing | None,
+    forget: object,
+) -> None:
+    """Raise ValueError for settings of an order that are wrong, or contradict each other or the streams' weights."""
     rows = None if pack is None else pack.rows("")
     sorted_by = None if buckets is None else LengthBuckets(1, 1, buckets.batch_tokens)
-    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, packing=rows, buckets=sorted_by, **arguments)
+    given = {**arguments, "packing": rows, "buckets": sorted_by, "forgotten": None if forget is None else ""}
+    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, **given)
+    weights = tuple(map(weights_of, streams))
+    if order.schedule is not None or any(one != StreamWeights() for one in weights):
+        check_weights(order, [*map(name_of, streams)], weights)
     if not (balance is None or isinstance(balance, str) or callable(balance)):
         raise TypeError(f"balance is the name of lengths or a function of them; found {balance!r}. Pass e.g. 'tokens'")
     if balance is not None and not order.batching.can_be_balanced:
@@ -61,6 +75,18 @@ def check_order(arguments: Mapping[str, Any], pack: Packing | None, balance: obj
             f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="
             f"{order.batching_method!r} and shuffle_algo={order.algorithm!r}. Omit balance, or choose another order"
         )
+
+
+def check_blocks(arguments: Mapping[str, Any], batch_size: int, block: int) -> None:
+    """Raise ValueError for a schedule whose epochs cannot be cut into batches of one stream.
+
+    ``batch_size`` divides the global batch; ``block`` is the batch per device. A state may bring another block, which
+    divides the epochs.
+    """
+    if arguments["schedule"] is not None:
+        shared = gcd(block, arguments["epoch_size"] or 0)
+        block = 1 if 1 < shared < block else block
+        OrderConfig.resolve(batch_size=batch_size, device_batch_size=block, **arguments)
 
 
 def chosen_streams(

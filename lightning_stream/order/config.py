@@ -105,7 +105,9 @@ class OrderConfig:
         if self.packing is not None and self.buckets is not None:
             problems.append("Packed rows have one length: omit bucket_by and batch_tokens, and set the batch size.")
         if self.mosaic is not None and self.forgotten is not None:
-            problems.append("Samples can be forgotten in the native order only: forgotten must be None in this one.")
+            problems.append(
+                f"Samples are forgotten in the native order only, but shuffle_algo is {self.algorithm!r}: omit forget."
+            )
         if self.schedule is not None and not problems:
             problems = self._schedule_problems(self.schedule)
         places = [(one.epoch, one.position) for one in self.switches]

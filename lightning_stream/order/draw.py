@@ -118,7 +118,9 @@ def choose_per_stream(
     Example: for streams of 60 and 40 samples, ``[StreamWeights(repeat=2), StreamWeights()]`` gives (120, 40).
     """
     samples = snapshot.stream_samples.tolist()
-    problems, chosen = _weight_problems(snapshot, weights, epoch_size), []
+    problems, chosen = weight_problems(snapshot.stream_names, weights, epoch_size), []
+    if epoch_size is not None and weights and weights[0] == StreamWeights() and snapshot.num_samples == 0:
+        problems.append(f"epoch_size={epoch_size} needs samples, but no stream has any.")
     if not problems:
         total = sum(samples) if epoch_size is None else epoch_size
         if weights[0].proportion is not None:
@@ -155,8 +157,8 @@ def _shared(parts: list[float], total: int, seed: int) -> list[int]:
     return chosen
 
 
-def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch_size: int | None) -> list[str]:
-    names = snapshot.stream_names
+def weight_problems(names: Sequence[str], weights: Sequence[StreamWeights], epoch_size: int | None) -> list[str]:
+    """One sentence for each contradiction in the weights, whatever is in the streams."""
     if len(weights) != len(names):
         return [f"Every stream needs weights of its own: {len(names)} streams, {len(weights)} weights."]
     problems = []
@@ -181,8 +183,6 @@ def _weight_problems(snapshot: Snapshot, weights: Sequence[StreamWeights], epoch
         )
     if epoch_size is not None and epoch_size < 1:
         problems.append(f"epoch_size must be at least 1, not {epoch_size}.")
-    if epoch_size is not None and not relative and not absolute and snapshot.num_samples == 0:
-        problems.append(f"epoch_size={epoch_size} needs samples, but no stream has any.")
     return problems
 
 

@@ -13,7 +13,7 @@ from lightning_stream.lazy import kept
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.batching.packed import PackedOrder
 from lightning_stream.order.config import OrderConfig
-from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream
+from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.mixture import Mixture
 from lightning_stream.order.permutation import stable_argsort
@@ -173,23 +173,40 @@ class RunOrder:
         return deal_shards(self.config.seed, self.snapshot.num_shards, self.config.canonical_nodes)
 
 
+def check_weights(config: OrderConfig, names: Sequence[str], weights: Sequence[StreamWeights]) -> None:
+    """Raise ValueError for weights of streams that contradict the settings, whatever is in the streams."""
+    if config.schedule is not None:
+        _refuse_schedule(_schedule_problems(config, config.schedule, weights))
+    elif problems := weight_problems(names, weights, config.epoch_size):
+        raise ValueError("The weights of the streams cannot be met. " + " ".join(problems))
+
+
+def _schedule_problems(config: OrderConfig, schedule: Schedule, weights: Sequence[StreamWeights]) -> list[str]:
+    """Those of settings alone."""
+    problems = []
+    counts_tokens = schedule.counts_tokens(is_packed=config.packing is not None)
+    if schedule.unit == "steps" and schedule.mean_lengths and not counts_tokens:
+        problems.append("Its steps count samples, so omit mean_lengths.")
+    if any(one != StreamWeights() for one in weights):
+        problems.append("The streams have a proportion, repeat or choose of their own: omit these.")
+    return problems
+
+
 def _check_schedule(
     config: OrderConfig, schedule: Schedule, snapshot: Snapshot, weights: Sequence[StreamWeights]
 ) -> None:
-    problems, names = [], schedule.streams
-    counts_tokens = schedule.counts_tokens(is_packed=config.packing is not None)
-    if counts_tokens and not schedule.mean_lengths:
+    problems, names = _schedule_problems(config, schedule, weights), schedule.streams
+    if schedule.counts_tokens(is_packed=config.packing is not None) and not schedule.mean_lengths:
         problems.append("It counts tokens, so it needs mean_lengths.")
-    if schedule.unit == "steps" and schedule.mean_lengths and not counts_tokens:
-        problems.append("Its steps count samples, so omit mean_lengths.")
     if len(names) != snapshot.num_streams:
         problems.append(f"It has weights for {len(names)} streams, but there are {snapshot.num_streams}.")
-    if any(one != StreamWeights() for one in weights):
-        problems.append("The streams have a proportion, repeat or choose of their own: omit these.")
     used = {name for _, points in schedule.points for name, weight in points if weight}
     used |= {name for change in schedule.changes for name, weight in change.weights or () if weight}
     empty = {name for name, size in zip(names, snapshot.stream_samples.tolist(), strict=False) if not size} & used
-    problems += [f"Stream {name!r} has no samples, but a weight above 0." for name in sorted(empty)]
+    _refuse_schedule([*problems, *(f"Stream {name!r} has no samples, but a weight above 0." for name in sorted(empty))])
+
+
+def _refuse_schedule(problems: Sequence[str]) -> None:
     if problems:
         raise ValueError("A schedule must suit the streams. " + " ".join(problems))
 
