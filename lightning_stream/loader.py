@@ -38,8 +38,9 @@ _log = logging.getLogger(__name__)
 class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     """Loads a `StreamingDataset` in batches, and owns the position in it.
 
-    Global batch k of an epoch holds the same samples on any number of nodes, ranks and workers. `state_dict` right
-    after a batch was handed out resumes at the next one, in this world or any other.
+    Global batch k of an epoch holds the same samples on any number of nodes, ranks and workers; with ``tail="exact"``
+    the border between an epoch's last two batches depends on the number of ranks. `state_dict` right after a batch was
+    handed out resumes at the next one, in this world or any other.
 
     Args:
         dataset: The data.

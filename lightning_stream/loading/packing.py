@@ -92,12 +92,25 @@ class Packing:
 
     def resolved(self, reader: SampleReader, resumed: OrderConfig | None) -> RowPacking:
         """With what was to be chosen, from the data and the run's first start."""
+        self._check_column(reader)
         rows = self.rows(reader.lengths_digest(self.lengths_name))
         if self.window is not None:
             return rows
         former = None if resumed is None else resumed.packing
         window = rows.usual_window(reader.lengths(self.lengths_name)) if former is None else former.window
         return replace(rows, window=window)
+
+    def _check_column(self, reader: SampleReader) -> None:
+        """Raise ValueError where the tokens are not stored."""
+        for index in reader.indexes:
+            encoding = index.columns.get(self.column)
+            if index.columns and encoding in (None, "str"):
+                found = f"it is text ({encoding})" if encoding else f"there are only {', '.join(index.columns)}"
+                raise ValueError(
+                    f"rows are packed from a stored column of tokens, before any transform; found column="
+                    f"{self.column!r}, but {found}. Tokenise first: convert(source, out=..., transform=tokenise, "
+                    f'lengths={{"tokens": len}})'
+                )
 
     @property
     def lengths_name(self) -> str:

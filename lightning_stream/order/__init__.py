@@ -1,6 +1,9 @@
 """Which sample, when: the order of a run as pure functions over numpy arrays.
 
-Global batch k of epoch e is a pure function of (snapshot, weights, seed, e, order settings, k), and of nothing else.
+Global batch k of epoch e is a pure function of (snapshot, weights, seed, e, order settings, k); where samples are
+packed, sorted by length or forgotten, also of the lengths and of the forgotten samples. The processes count in two
+cases only: with ``tail="exact"`` for the border between an epoch's last two batches, and in the orders of
+mosaicml-streaming.
 """
 
 from __future__ import annotations

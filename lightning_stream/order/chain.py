@@ -117,11 +117,9 @@ def stages_of_order(
         _shuffle(config, run),
         None if not config.switches else _switches(config.switches),
         None if config.forgotten is None else _forget(config.forgotten, run),
-        None if pack is None else Stage("pack", _pack_settings(pack), digest=pack.lengths),
+        None if pack is None else _packed(pack, run, epoch, count_rows),
         None if buckets is None else _buckets(buckets),
     ]
-    if run is not None and pack is not None:
-        found[-2] = _packed(pack, run, epoch, count_rows)
     return [stage for stage in found if stage is not None]
 
 
@@ -223,7 +221,9 @@ def _pack_settings(pack: RowPacking) -> dict[str, Any]:
     return {name: value for name, value in vars(pack).items() if name != "lengths"}
 
 
-def _packed(pack: RowPacking, run: RunOrder, epoch: int, count_rows: bool | None) -> Stage:
+def _packed(pack: RowPacking, run: RunOrder | None, epoch: int, count_rows: bool | None) -> Stage:
+    if run is None:
+        return Stage("pack", _pack_settings(pack), digest=pack.lengths)
     if counts_rows(run, count_rows):
         order = run.epoch(epoch)
         assert isinstance(order, PackedOrder)

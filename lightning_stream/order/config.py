@@ -163,7 +163,9 @@ class OrderConfig:
         resumed: OrderConfig | None = None,
         world: World | None = None,
     ) -> OrderConfig:
-        """Choose what was left open, from the first run's B (``batch_size``) alone, never from hardware.
+        """Choose what was left open, from the first run's B (``batch_size``).
+
+        Only ``device_per_stream`` (by ``device_batch_size``) and the orders of mosaicml-streaming depend on hardware.
 
         Args:
             batch_size: B, the samples of one optimizer step over all replicas; None where it is unknown.

@@ -117,7 +117,10 @@ class RunOrder:
         return order if self.config.packing is None else PackedOrder(self, order)
 
     def where(self, sample_id: int, epoch: int) -> NDArray[np.int64]:
-        """All positions of an epoch that have this sample, ascending: int64[times drawn], without planning the epoch.
+        """All positions of an epoch that have this sample, ascending: int64[n], without planning the epoch.
+
+        Of rows, each that holds it, once. Packed rows plan the windows before it, and orders of mosaicml-streaming and
+        runs that switch versions search.
 
         Raises:
             ValueError: There is no such sample or epoch.

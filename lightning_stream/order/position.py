@@ -81,7 +81,7 @@ class Position:
         order, weights, snapshot: The run's order settings, the digest of its streams' weights, and its data.
         ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
         batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
-        landmark: Where samples are packed into rows: what makes a resume fast, see `PackedOrder.landmark`; else None.
+        landmark: Of packed rows and batches of a budget: what makes a resume fast, see `EpochOrder`; else None.
 
     Example::
 

@@ -65,7 +65,7 @@ class ShardWriter(ABC):
 
     Use it as a context, or call `finish`. Until then readers see the dataset as it was, also after a crash. If several
     writers write to one place at once, one wins and the others get an error. At most ``max_workers`` + 1 shards are in
-    memory. The arguments are those of `MDSWriter`.
+    memory, and the batch of a `write_batch`. The arguments are those of `MDSWriter`.
 
     Attributes:
         num_samples: The number of samples written so far.
@@ -292,6 +292,8 @@ class ShardWriter(ABC):
 
     def _report_extra_columns(self, encoder: ShardEncoder, given: Iterable[str]) -> None:
         """Warn once about values that belong to no column. ValueError if the caller did not choose the columns."""
+        if self._has_reported_extra:
+            return
         extra = ", ".join(sorted(repr(name) for name in set(given) - set(encoder.schema.names)))
         columns = ", ".join(encoder.schema.names)
         if self._columns is None:
@@ -300,13 +302,12 @@ class ShardWriter(ABC):
                 f"values beyond the columns cannot be written: {extra}; the columns are {columns}, as {known}. "
                 "Pass columns= with the columns to write."
             )
-        if not self._has_reported_extra:
-            self._has_reported_extra = True
-            warnings.warn(
-                f"values beyond the columns are not written: {extra}; the columns are {columns}. Add the ones to "
-                "keep to columns=.",
-                stacklevel=3,
-            )
+        self._has_reported_extra = True
+        warnings.warn(
+            f"values beyond the columns are not written: {extra}; the columns are {columns}. Add the ones to "
+            "keep to columns=.",
+            stacklevel=3,
+        )
 
     def _check_fits(self, encoder: ShardEncoder, num_bytes: int, total_bytes: int) -> None:
         """Raise ValueError unless samples can be written: the largest has `num_bytes`, all need `total_bytes`."""

@@ -350,6 +350,27 @@ def test_lengths_that_do_not_fit_the_documents_are_an_error(folder):
         read_rows(reader, batch.rows, Packing(row_length=LENGTH))
 
 
+def test_an_epoch_without_rows_names_its_cause(tmp_path):
+    empty = write(tmp_path / "empty", [np.zeros(0, np.int32)] * 4)
+    long = write(tmp_path / "long", [np.ones(LENGTH + 1, np.int32)] * 4)
+    dropping = Packing(row_length=LENGTH, long_documents="drop")
+    for data, pack, cause in (
+        (empty, None, "all are empty"),
+        (long, dropping, f"all are longer than row_length={LENGTH}"),
+    ):
+        with pytest.raises(ValueError, match=f"none of the 4 documents fills a row: {cause}"):
+            next(iter(loader_of(data, pack=pack)))
+    with pytest.raises(ValueError, match="tail='drop' leaves none of the 5 rows in global batches of 12"):
+        next(iter(loader_of(long, tail="drop")))
+
+
+def test_text_and_columns_of_a_transform_must_be_tokenised_first(folder):
+    for column in ("name", "made"):
+        dataset = dataset_of(folder, pack=Packing(column, LENGTH), transform=lambda row: row)
+        with pytest.raises(ValueError, match=rf"found column='{column}', .* Tokenise first: convert"):
+            next(iter(StreamingDataLoader(dataset, global_batch_size=2)))
+
+
 def test_mistakes_get_a_clear_error(folder):
     with pytest.raises(TypeError, match="epochs of packed rows differ in length"):
         len(dataset_of(folder))

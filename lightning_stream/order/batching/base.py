@@ -36,7 +36,8 @@ class BatchPlan:
         world: This process among all. Only :meth:`share` depends on it, and with ``tail="exact"`` the border between
             the last two batches; in the orders of mosaicml-streaming, the batches do too.
         tail: What happens to the last partial batch: ``"pad"`` fills it up with repeats, ``"drop"`` omits it,
-            ``"exact"`` splits it unevenly, with samples of the batch before where it has fewer than there are replicas.
+            ``"exact"`` splits it unevenly; where it has fewer samples than there are replicas, it takes some of the
+            batch before.
         start: The position that the plan starts from; any, since B may have changed.
         balance: Gives every replica samples of nearly equal cost; None splits without regard to costs.
 
