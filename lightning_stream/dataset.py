@@ -20,7 +20,6 @@ from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.dataset_arguments import (
     bound_schedule,
     bucketing,
-    check_blocks,
     check_order,
     chosen_streams,
     mosaic_settings,
@@ -228,9 +227,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             "schedule": bound_schedule(schedule, self.streams),
         }
         buckets = bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
-        check_order(order_arguments, self.streams, pack=pack, balance=balance, buckets=buckets, forget=forget)
-        if self.batch_size is not None:
-            check_blocks(order_arguments, self.batch_size, self.batch_size)
+        check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
         bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)

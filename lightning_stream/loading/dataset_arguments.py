@@ -54,7 +54,7 @@ def mosaic_settings(algorithm: str | None, partition: str, block_size: int | Non
 def check_order(
     arguments: Mapping[str, Any],
     streams: Sequence[Stream],
-    *,
+    batch_size: int,
     pack: Packing | None,
     balance: object,
     buckets: Bucketing | None,
@@ -68,6 +68,7 @@ def check_order(
     weights = tuple(map(weights_of, streams))
     if order.schedule is not None or any(one != StreamWeights() for one in weights):
         check_weights(order, [*map(name_of, streams)], weights)
+    check_blocks(arguments, batch_size, batch_size)
     if not (balance is None or isinstance(balance, str) or callable(balance)):
         raise TypeError(f"balance is the name of lengths or a function of them; found {balance!r}. Pass e.g. 'tokens'")
     if balance is not None and not order.batching.can_be_balanced:

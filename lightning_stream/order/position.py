@@ -268,7 +268,7 @@ class Position:
             "ledger": f"{self.ledger:016x}",
         }
         if self.landmark is not None and self.landmark.epoch == self.epoch and self.landmark.windows:
-            # Differences are shorter: a state has at most 1 KB up to 10**9 documents in the default 16 sequences.
+            # Differences are shorter: without a schedule, 1 KB at most up to 10**9 documents in 16 sequences.
             state["landmark"] = np.diff(self.landmark.windows, axis=0, prepend=0).tolist()
         return {**state, "checksum": _checksum(state)}
 
