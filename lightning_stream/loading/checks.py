@@ -91,10 +91,10 @@ def _cause_of_none(run: RunOrder, tail: Tail, batch_size: int) -> str:
     """Why an epoch has no batch, and what to do."""
     order, packing = run.epoch(0), run.config.packing
     if packing is not None and not order.exists(0):
-        kind = f"longer than row_length={packing.row_length}, and long_documents='drop' omits them"
-        kind = kind if packing.long_documents == "drop" and run.lengths is not None and run.lengths.any() else "empty"
-        remedy = "Check the lengths" if kind == "empty" else "Raise row_length, or choose 'split' or 'truncate'"
-        return f"none of the {run.num_samples} documents fills a row: all are {kind}. {remedy}"
+        return (
+            f"none of the {run.num_samples} documents has a row of {packing.row_length} tokens: all are empty, or "
+            f"omitted as longer (long_documents={packing.long_documents!r}). Check the lengths, or raise row_length"
+        )
     what = f"{run.num_samples} samples" if packing is None else f"the {order.num_samples} rows"
     return (
         f"tail={tail!r} leaves none of {what} in global batches of {batch_size}. Choose a smaller batch, or tail='pad' "

@@ -14,24 +14,13 @@ from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.order import OrderConfig
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
-from lightning_stream.order.rules import TEXT, Rule, broken
+from lightning_stream.order.rules import TEXT, broken
 from lightning_stream.reading.reader import SampleReader
 
 _SIGNED: dict[str, type[np.signedinteger[Any]]] = {
     "u2": np.int32,
     "u4": np.int64,
 }  # torch lacks most operations for these
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
-
-
-_RULES = {
-    "column": TEXT,
-    "columns": Rule("a list of names", _is_names),
-    "lengths": Rule("None or a name", lambda value: value is None or isinstance(value, str)),
-}
 
 
 @dataclass(frozen=True)
@@ -80,7 +69,8 @@ class Packing:
     lengths: str | None = None
 
     def __post_init__(self) -> None:
-        if problems := broken(vars(self), _RULES):
+        names = {"column": self.column, "lengths": self.lengths_name}
+        if problems := broken(names, dict.fromkeys(names, TEXT)):
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
         object.__setattr__(self, "columns", tuple(self.columns))  # a list of a config file
         self.rows("")  # refuses wrong values
@@ -103,13 +93,11 @@ class Packing:
     def _check_column(self, reader: SampleReader) -> None:
         """Raise ValueError where the tokens are not stored."""
         for index in reader.indexes:
-            encoding = index.columns.get(self.column)
-            if index.columns and encoding in (None, "str"):
-                found = f"it is text ({encoding})" if encoding else f"there are only {', '.join(index.columns)}"
+            if index.columns and index.columns.get(self.column, "str") == "str":
                 raise ValueError(
                     f"rows are packed from a stored column of tokens, before any transform; found column="
-                    f"{self.column!r}, but {found}. Tokenise first: convert(source, out=..., transform=tokenise, "
-                    f'lengths={{"tokens": len}})'
+                    f"{self.column!r} among {dict(index.columns)}. Tokenise first: convert(source, out=..., "
+                    'transform=tokenise, lengths={"tokens": len})'
                 )
 
     @property
