@@ -14,7 +14,7 @@ from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.plan import check_weights
 from lightning_stream.order.rules import broken, count
-from lightning_stream.reading.stream import Stream, labels_of, name_of, weights_of
+from lightning_stream.reading.stream import Stream, labels_of, name_of, weights_of, with_split
 
 
 def whole_numbers(**given: float | None) -> list[int | None]:
@@ -102,8 +102,6 @@ def chosen_streams(
         return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
     if config or any(given[name] is not None for name in given if name != "split"):
         raise ValueError("pass either streams=, or remote=, local=... of a single one, not both")
-    for stream in streams:
-        stream.split = stream.split or given["split"] or ""
     relative = [stream for stream in streams if stream.proportion is not None]
     if relative and len(relative) < len(streams):
         others = [stream for stream in streams if stream.proportion is None]
@@ -111,4 +109,4 @@ def chosen_streams(
             "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
             f"{relative} and none for {others}. Give every stream a proportion, or none"
         )
-    return tuple(streams)
+    return tuple(with_split(stream, given["split"] or "") for stream in streams)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,8 @@ class Stream:
         code = Stream("s3://bucket/code", proportion=0.3)
         text = Stream("s3://bucket/text", proportion=0.7, version="3f2ac01b9d5e6a74")
         StreamingDataset(streams=[code, text], shuffle=True)
+
+    Datasets read copies of it, which are their ``streams``: a stream may be in several datasets, with a `split` each.
 
     A subclass may override ``_download_file(from_basename, to_basename=None)``, which returns the path of the file it
     has downloaded. It is called for the index and for every shard, whose bytes are then verified as usual.
@@ -135,10 +138,10 @@ class Stream:
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
         self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
-        self._store: Store | None = None
-        number = self.version if isinstance(self.version, int) else None
+        self._store: Store | None = None  # for a hook that calls super()
         media = None if media_root is None else media_store(media_root, self.remote or "", self._options)
-        self._in_place = InPlace(format, columns, number, _place_of(self)[1], hidden, media)
+        # As far as it does not depend on the split and the version.
+        self._in_place = InPlace(format, columns, hidden=hidden, media=media)
 
     def __repr__(self) -> str:
         try:
@@ -149,9 +152,9 @@ class Stream:
 
     def _download_file(self, from_basename: str, to_basename: str | None = None) -> str:
         """Download a file of the dataset to ``local/split/to_basename``; returns that path."""
-        self._store = self._store or _store_of(self, CacheDefaults())
+        store = self._store or _store_of(self, CacheDefaults())
         to = Path(self.local or "", self.split, to_basename or from_basename)
-        self._store.get(from_basename, to)
+        store.get(from_basename, to)
         return str(to)
 
 
@@ -179,7 +182,24 @@ class DownloadHook:
         return to.stat().st_size
 
 
-# Functions of a stream, not methods: a subclass's own names cannot collide with them.
+# Functions of a stream, not methods: a subclass's own names cannot collide with them. A stream is a value: what is
+# changed is a copy.
+
+
+def with_split(stream: Stream, split: str) -> Stream:
+    """The stream of a dataset with this split, which counts where the stream has none of its own."""
+    return _changed(stream, split=stream.split or split)
+
+
+def with_version(stream: Stream, version: Version | None) -> Stream:
+    """The stream at another version."""
+    return _changed(stream, version=version)
+
+
+def _changed(stream: Stream, **values: Any) -> Stream:
+    changed = copy.copy(stream)
+    vars(changed).update(values)
+    return changed
 
 
 def weights_of(stream: Stream) -> StreamWeights:
@@ -305,17 +325,22 @@ def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None 
     """The cache of the stream's shards, with the dataset's settings where the stream has none of its own."""
     store = None if stream.remote is None else _store_of(stream, defaults)
     if store is not None and type(stream)._download_file is not Stream._download_file:  # noqa: SLF001 - its hook
-        stream.local = stream.local or str(default_folder(store.identity))
-        stream._store = store  # noqa: SLF001 - for a hook that calls super()
-        store = cast("Store", DownloadHook(stream, store, Path(stream.local, stream.split).expanduser().absolute()))
+        stream = _changed(stream, local=stream.local or str(default_folder(store.identity)), _store=store)
+        to = Path(str(stream.local), stream.split).expanduser().absolute()
+        store = cast("Store", DownloadHook(stream, store, to))
     config = replace(
         defaults.config,
         keep_zip=defaults.config.keep_zip if stream.keep_zip is None else stream.keep_zip,
         validate_hash=stream.validate_hash or defaults.config.validate_hash,
     )
-    other = None if isinstance(store, DownloadHook) else stream._in_place  # noqa: SLF001 - of this file's own class
+    other = None if isinstance(store, DownloadHook) else _in_place_of(stream)
     folder = None if stream.local is None else Path(stream.local, stream.split)
     return ShardCache(store, folder, config, other, counters)
+
+
+def _in_place_of(stream: Stream) -> InPlace:
+    number = stream.version if isinstance(stream.version, int) else None
+    return replace(stream._in_place, version=number, names=_place_of(stream)[1])  # noqa: SLF001 - this file's own class
 
 
 def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -15,7 +14,15 @@ from lightning_stream.formats.shard import Buffers, Ragged
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.switches import DataVersion
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream, name_of, version_at, version_index, versions_of
+from lightning_stream.reading.stream import (
+    CacheDefaults,
+    Stream,
+    name_of,
+    version_at,
+    version_index,
+    versions_of,
+    with_version,
+)
 from lightning_stream.reading.stream_shards import ReaderConfig
 
 
@@ -107,11 +114,7 @@ class SwitchedReader(SampleReader):
         return [self._version(step) for step in self.steps]
 
     def _version(self, step: int) -> tuple[SampleReader, NDArray[np.bool_]]:
-        streams = []
-        for stream in self.streams:
-            one = copy.copy(stream)
-            one.version = version_at(stream, step)
-            streams.append(one)
+        streams = [with_version(stream, version_at(stream, step)) for stream in self.streams]
         reader = SampleReader(streams, self.defaults, self.config)
         reader.indexes = tuple(map(version_index, streams, reader.caches))  # with any columns
         masks = []

@@ -132,3 +132,40 @@ def test_what_a_store_lacks_is_a_file_not_found_too(tmp_path: Path) -> None:
         StreamingDataset(remote=tmp_path / "none", local=tmp_path / "cache")[0]
     assert isinstance(pickle.loads(pickle.dumps(caught.value)), NotFoundError)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_a_stream_is_a_value_that_several_datasets_may_read_each_with_a_split_of_its_own(tmp_path: Path) -> None:
+    for first, split in ((0, "train"), (1000, "val")):
+        with MDSWriter(out=tmp_path / "data" / split, columns={"id": "int"}) as writer:
+            for number in range(4):
+                writer.write({"id": first + number})
+    stream = Stream(tmp_path / "data")
+    before = dict(vars(stream))
+    datasets = [StreamingDataset(streams=[stream], split=split) for split in ("train", "val")]
+    assert [[dataset[k]["id"] for k in range(4)] for dataset in datasets] == [[0, 1, 2, 3], [1000, 1001, 1002, 1003]]
+    assert [dataset.streams[0].split for dataset in datasets] == ["train", "val"]
+    assert vars(stream) == before
+
+
+def test_a_dataset_writes_nothing_into_a_stream_with_a_download_hook(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "private"))
+    stream = Watching(remote=str(shards))
+    before = dict(vars(stream))
+    folders = []
+    for split in ("train", "val"):
+        dataset = StreamingDataset(streams=[stream], split=split)
+        assert dataset[7]["id"] == 7
+        folders.append(dataset.reader.caches[0].folder)
+    assert vars(stream) == before
+    assert folders[0] != folders[1]
+
+
+def test_files_in_another_format_are_read_from_the_split_of_the_dataset(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / "data" / split).mkdir(parents=True)
+        (tmp_path / "data" / split / "rows.jsonl").write_text(f'{{"from": "{split}"}}\n')
+    stream = Stream(f"file://{tmp_path}/data")
+    datasets = [StreamingDataset(streams=[stream], split=f"{split}/*.jsonl") for split in ("train", "val")]
+    assert [dataset[0]["from"] for dataset in datasets] == ["train", "val"]
