@@ -30,6 +30,7 @@ from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_ov
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.questions import DatasetQuestions
+from lightning_stream.loading.randomness import READING, SeededCall
 from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import Schedule
 from lightning_stream.order.balance import Cost
@@ -267,7 +268,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         more = [f"... {count:,} streams"] if count > _SHOWN_STREAMS else []
         return f"{type(self).__name__}({', '.join([*streams, *more, *known, *settings])})"
 
-    @property
+    @Readable
     def batch_tokens(self) -> int | None:
         """Tokens of a global batch at most; None where batches have one number of samples."""
         return self._streaming_source.batch_tokens
@@ -385,7 +386,7 @@ def source_of(dataset: StreamingDataset) -> SampleSource:
     kind = type(dataset)
     own = kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
     source = dataset._streaming_source  # noqa: SLF001 - the one door to it
-    return replace(source, read_one=dataset.__getitem__) if own else source
+    return replace(source, read_one=SeededCall(dataset.__getitem__, source.seed ^ READING)) if own else source
 
 
 def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:

@@ -100,17 +100,19 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         refuse_order((shuffle, sampler, batch_sampler, generator), in_order, workers, for_processes)
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
         check_classes(self, dataset, StreamingDataset)
-        check_arguments(dataset, batch_size, global_batch_size, accumulate, tail, drop_last)
-        each = batch_size or dataset.batch_size or 1
-        check_blocks(source_of(dataset).order_arguments, global_batch_size or each * accumulate, each)
+        self.streaming, self._source = dataset, source_of(dataset)
+        in_dataset = plain_iterations_of(dataset).batch_size  # a subclass may use the name for its own
+        sizes = (batch_size, global_batch_size)
+        check_arguments(sizes, in_dataset, self._source.batch_tokens, accumulate, tail, drop_last)
+        each = batch_size or in_dataset or 1
+        check_blocks(self._source.order_arguments, global_batch_size or each * accumulate, each)
         self._device_batch_size, self.global_batch_size = batch_size, global_batch_size
         self.accumulate, self.evaluation = accumulate, evaluation
         self.tail: Tail = tail or ("drop" if drop_last else "exact" if evaluation else "pad")
         self.world, self.on_mismatch = world, on_mismatch
         is_own = collate_fn is not None and collate_fn is not collate_samples
-        self._collate = SeededCall(collate_fn, dataset.shuffle_seed, collate=True) if is_own else None  # type: ignore[arg-type]
+        self._collate = SeededCall(collate_fn, self._source.seed, collate=True) if is_own else None  # type: ignore[arg-type]
         self._progress = Progress()
-        self.streaming, self._source = dataset, source_of(dataset)
         plain_iterations_of(dataset).has_loader |= not evaluation
         self._workers = Workers(dataset)
         self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)
@@ -124,7 +126,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
             dataset,
-            batch_size=batch_size or dataset.batch_size or 1,
+            batch_size=batch_size or in_dataset or 1,
             num_workers=count if self.workers == "processes" else min(1, count),  # or torch counts processes
             collate_fn=collate_fn or collate_samples,
             pin_memory=pin_memory,
@@ -142,9 +144,9 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     _is_accelerate_prepared = use_stateful_dataloader = True
 
     def __repr__(self) -> str:
-        size = self._device_batch_size or self.streaming.batch_size
+        size = self._device_batch_size or plain_iterations_of(self.streaming).batch_size
         batch = f"batch_size={size}" if size else f"global_batch_size={self.global_batch_size}"
-        batch = f"batch_tokens={self.streaming.batch_tokens}" if self.streaming.batch_tokens else batch
+        batch = f"batch_tokens={self._source.batch_tokens}" if self._source.batch_tokens else batch
         return f"{type(self).__name__}({self.streaming!r}, {batch}, num_workers={self.num_workers}, tail={self.tail!r})"
 
     # The batches
@@ -153,7 +155,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def batch_size(self) -> int | None:
         """Samples per device and micro-batch."""
         if self.global_batch_size is None:
-            return self._device_batch_size or self.streaming.batch_size
+            return self._device_batch_size or plain_iterations_of(self.streaming).batch_size
         return device_batch(self.global_batch_size, self.detect_world().num_replicas, self.accumulate)
 
     @batch_size.setter

@@ -33,16 +33,19 @@ def check_classes(loader: Any, dataset: Any, kind: Any) -> None:
 
 
 def check_arguments(
-    dataset: Any,
-    batch_size: int | None,
-    global_batch_size: int | None,
+    sizes: tuple[int | None, int | None],
+    in_dataset: int | None,
+    batch_tokens: int | None,
     accumulate: int,
     tail: str | None,
     drop_last: bool | None,
 ) -> None:
-    """Refuse a loader's numbers; all problems are named together."""
+    """Refuse a loader's numbers; all problems are named together.
+
+    `sizes` are its batch size and global batch size, and `in_dataset` and `batch_tokens` what its dataset has.
+    """
     problems = []
-    sizes = (batch_size, global_batch_size)
+    batch_size, global_batch_size = sizes
     if tail is not None and drop_last is not None and drop_last != (tail == "drop"):
         problems.append(f"pass tail= or drop_last=, not both: found tail={tail!r}, drop_last={drop_last!r}.")
     if tail not in (None, "pad", "drop", "exact"):
@@ -50,15 +53,13 @@ def check_arguments(
     either = "pass batch_size= (per device) or global_batch_size= (of an optimizer step)"
     if None not in sizes:
         problems.append(f"{either}, not both.")
-    unknown = sizes == (None, None) and dataset.batch_size is None
-    if dataset.batch_tokens is not None and not unknown:
-        problems.append(f"the dataset's batch_tokens={dataset.batch_tokens} decides the batch sizes: pass no other.")
-    if dataset.batch_tokens is None and unknown:
+    unknown = sizes == (None, None) and in_dataset is None
+    if batch_tokens is not None and not unknown:
+        problems.append(f"the dataset's batch_tokens={batch_tokens} decides the batch sizes: pass no other.")
+    if batch_tokens is None and unknown:
         problems.append(f"{either}.")
-    if batch_size is not None and dataset.batch_size not in (None, batch_size):
-        problems.append(
-            f"batch_size is {batch_size} for the loader and {dataset.batch_size} for its dataset: make them one."
-        )
+    if batch_size is not None and in_dataset not in (None, batch_size):
+        problems.append(f"batch_size is {batch_size} for the loader and {in_dataset} for its dataset: make them one.")
     numbers = {"batch_size": batch_size, "global_batch_size": global_batch_size, "accumulate": accumulate}
     problems += broken(numbers, {name: count(1, optional=name != "accumulate") for name in numbers})
     if problems:

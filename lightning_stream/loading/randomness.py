@@ -20,8 +20,11 @@ import numpy as np
 import torch
 
 _MASK = (1 << 64) - 1
-_COLLATE = 0x636F6C6C617465  # what the seeds of collate functions are mixed with, to differ from those of samples
+# What the seeds of collate functions, and of a dataset's own __getitem__, are mixed with: else these and the transform
+# of a sample would draw the same numbers.
+_COLLATE, READING = 0x636F6C6C617465, 0x72656164696E67
 _OWN_SEEDS = ("set_random_seed", "set_random_state")  # albumentations, MONAI
+_OF_DATASETS = "_streaming_"  # begins what a dataset holds to read samples: that seeds what it calls itself
 _MAX_DEPTH, _MAX_PARTS = 4, 1000  # of objects within objects, and of lists, that are searched for these
 
 
@@ -34,11 +37,6 @@ def sample_seed(seed: int, epoch: int, position: int) -> int:
         state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
         state ^= state >> 31
     return state >> 1
-
-
-def seed_sample(seed: int, epoch: int, position: int) -> None:
-    """Seed the global CPU generators for the transform of one sample."""
-    _seed_global(sample_seed(seed, epoch, position))
 
 
 def _seed_global(mixed: int) -> None:
@@ -74,7 +72,7 @@ class SeededCall:
         True
 
     Args:
-        function: A transform of one sample, or a collate function of a list of samples.
+        function: A transform of one sample, a collate function of a list of samples, or what reads a sample by its id.
         seed: Key of the run.
         collate: Whether it is a collate function: what it draws then differs from what the transform of its first
             sample draws. The position is that of the micro-batch's first sample.
@@ -150,4 +148,7 @@ def _parts(value: Any) -> list[Any]:
         return list(value[:_MAX_PARTS])
     if isinstance(value, dict):
         return list(islice(value.values(), _MAX_PARTS))
-    return [*vars(value).values(), type(value).__call__] if hasattr(value, "__dict__") else []
+    if not hasattr(value, "__dict__"):
+        return []
+    attributes = [part for name, part in vars(value).items() if not name.startswith(_OF_DATASETS)]
+    return [*attributes, type(value).__call__]

@@ -21,7 +21,7 @@ from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns, collate_samples
 from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.packing import Bucketing, Packing, read_rows, split_rows
-from lightning_stream.loading.randomness import SeededCall, preserved_generators, seed_sample
+from lightning_stream.loading.randomness import SeededCall, preserved_generators
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import (
     BatchPlan,
@@ -115,7 +115,7 @@ class SampleSource:
     seed: int  # key of the order and of what is drawn at random
     predownload: int | None = None  # samples each worker fetches ahead; None to choose
     transform: Transform | None = None  # called with each sample
-    read_one: Callable[[int], Any] | None = None  # a subclass's own way to read a sample by its id
+    read_one: SeededCall | None = None  # a subclass's own way to read a sample by its id
     world: WorldLike = None
     replication: int | None = None
     data_dimension: Dimensions = "dp"
@@ -364,9 +364,8 @@ class SampleSource:
         if self.read_one is None:
             sample: Any = read(sample_id)
         else:
-            seed_sample(self.seed, epoch, position)
             with self._named("reading", [sample_id]):
-                sample = self.read_one(sample_id)
+                sample = self.read_one(sample_id, epoch, position)
         return self._transformed(sample, [sample_id], epoch, position)
 
     def _transformed(self, sample: Any, ids: list[int], epoch: int, position: int) -> Any:

@@ -1,0 +1,110 @@
+"""The functions of one dataset draw independently of each other, and the same in all ways to make batches."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+
+NUM_SAMPLES = 24
+
+
+def draws() -> list[float]:
+    return [random.random(), float(np.random.rand()), float(torch.rand(1, dtype=torch.float64))]
+
+
+class Augmenter:
+    """Draws as albumentations does: from a generator of its own, that no global seed reaches."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng()
+
+    def set_random_seed(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def draws(self) -> float:
+        return float(self.random.random())
+
+
+class Cropped(StreamingDataset):
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.augmenter = Augmenter()
+
+    def __getitem__(self, index: Any) -> Any:
+        return {**super().__getitem__(index), "read": draws(), "augmented": self.augmenter.draws()}
+
+
+def transform(sample: dict[str, Any]) -> dict[str, Any]:
+    return {**sample, "transformed": draws()}
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    columns = {name: [sample[name] for sample in samples] for name in samples[0]}
+    return {**columns, "collated": [draws()] * len(samples)}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    with MDSWriter(out=tmp_path / "data", columns={"x": "int"}, size_limit=100) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"x": number})
+    return tmp_path / "data"
+
+
+def drawn(data: Path, num_workers: int) -> dict[str, list[Any]]:
+    dataset = Cropped(data, transform=transform, shuffle=True)
+    loader = StreamingDataLoader(dataset, 4, num_workers=num_workers, collate_fn=collate)
+    batches = list(loader)
+    return {name: [value for batch in batches for value in batch[name]] for name in batches[0]}
+
+
+def test_what_reads_transforms_and_collates_a_sample_draws_different_numbers(data: Path) -> None:
+    columns = drawn(data, 0)
+    for place in range(3):
+        for first in range(0, NUM_SAMPLES, 4):  # the batch's draws are those of its first sample's position
+            numbers = [columns[name][first][place] for name in ("read", "transformed", "collated")]
+            assert len(set(numbers)) == 3
+    flat = [value for name in ("read", "transformed") for draw in columns[name] for value in draw]
+    assert len(set(flat)) == len(flat) == 2 * 3 * NUM_SAMPLES
+
+
+def test_draws_are_the_same_with_workers_and_in_a_plain_loader(data: Path) -> None:
+    columns = drawn(data, 0)
+    assert drawn(data, 2) == columns
+    dataset = Cropped(data, transform=transform, shuffle=True, batch_size=4)
+    plain = list(torch.utils.data.DataLoader(dataset, 4, collate_fn=lambda samples: samples))
+    for name in ("x", "read", "transformed", "augmented"):
+        assert [sample[name] for batch in plain for sample in batch] == columns[name]
+
+
+class Mine(StreamingDataset):
+    """Uses the names of arguments for what is its own."""
+
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.shuffle_seed = self.batch_size = self.predownload = self.cache_limit = "mine"  # type: ignore[assignment]
+        self.shuffle = self.replication = self.streams = self.batch_tokens = "mine"  # type: ignore[assignment]
+
+
+def collate_with_rng(samples: list[Any], rng: np.random.Generator) -> tuple[list[int], float]:
+    return [sample["x"] for sample in samples], rng.random()
+
+
+@pytest.mark.parametrize("in_loader", [4, None])
+def test_the_names_of_a_subclass_change_neither_batches_nor_draws(data: Path, in_loader: int | None) -> None:
+    settings: dict[str, Any] = {"shuffle": True, "shuffle_seed": 3, "batch_size": 4}
+    loaders = [
+        StreamingDataLoader(kind(data, **settings), in_loader, collate_fn=collate_with_rng)  # type: ignore[arg-type]
+        for kind in (StreamingDataset, Mine)
+    ]
+    assert list(loaders[0]) == list(loaders[1])
+    assert "batch_size=4" in repr(loaders[1])
+    assert loaders[1].batch_size == 4
