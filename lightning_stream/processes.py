@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +23,10 @@ from typing import Any
 
 from lightning_stream.errors import LightningStreamError
 
+# What terminals, schedulers and `timeout` send to all processes of a job: they are for the one that the user started.
+JOB_SIGNALS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
+)
 _PARENT = "LIGHTNING_STREAM_PARENT"
 _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition
@@ -89,6 +93,7 @@ def _run_pool(
     data: bytes, queue: list[Any], count: int, running: dict[Future[Any], Any], take: Callable[[Any, Any], None]
 ) -> None:
     """Do the queued partitions, at most ``count`` at a time; ``running`` has those in progress when a process dies."""
+    start_resource_tracker()
     context = get_context("spawn")
     alive, stop = context.Pipe(duplex=False)
     pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_worker, initargs=(data, alive))
@@ -142,6 +147,42 @@ def refuse_in_worker(what: str) -> None:
         )
 
 
+def leave_job_signals_to_the_parent() -> None:
+    """Let this process outlive the signals of its job; its parent ends it. What it executes has the default handlers.
+
+    A handler in Python, unlike a signal that is ignored, ends with exec. What is ignored already, as `nohup` and ``&``
+    of a shell leave it, stays so.
+    """
+    for number in JOB_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, do_nothing)
+            signal.siginterrupt(number, False)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
+
+
+def do_nothing(*_: object) -> None:
+    """The handler of a signal that is for another process."""
+
+
+@contextmanager
+def job_signals_wait() -> Iterator[None]:
+    """Start processes in which the signals of the job wait until they call `leave_job_signals_to_the_parent`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, JOB_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def start_resource_tracker() -> None:
+    """Start the process in which multiprocessing counts what spawned processes share, so that job signals spare it.
+
+    Python 3.11 unblocks signals when it starts it, so it is not started together with other processes.
+    """
+    with job_signals_wait():
+        resource_tracker.ensure_running()
+
+
 @contextmanager
 def _as_worker(needs_main: bool) -> Iterator[None]:
     """Start processes that know what they are, and that import the user's script only if its functions are needed.
@@ -153,7 +194,8 @@ def _as_worker(needs_main: bool) -> Iterator[None]:
     if not needs_main:
         sys.modules["__main__"] = ModuleType("__main__")
     try:
-        yield
+        with job_signals_wait():
+            yield
     finally:
         sys.modules["__main__"] = main
         os.environ.pop(_PARENT, None)
@@ -161,7 +203,7 @@ def _as_worker(needs_main: bool) -> Iterator[None]:
 
 def _begin_worker(data: bytes, alive: Connection) -> None:
     global _task
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends its workers
+    leave_job_signals_to_the_parent()  # which ends its workers
     threading.Thread(target=_end_with, args=(alive,), daemon=True).start()
     _task = pickle.loads(data)  # noqa: S301 - our own
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+from lightning_stream.processes import job_signals_wait, start_resource_tracker
+
 
 def end_workers(batches: Any) -> None:
     """End the worker processes of torch's iterator, as its destructor does; torch has no public name for it."""
@@ -16,15 +18,21 @@ def end_workers(batches: Any) -> None:
         batches._shutdown_workers()  # noqa: SLF001
 
 
-def preload_in_forkserver(context: Any) -> None:
-    """Let a forkserver import torch and this package before it forks the first worker, not in each worker.
+def start_servers(context: Any) -> None:
+    """Start the processes of multiprocessing that workers need, so that the signals of the job spare them.
 
-    Modules that the program has chosen itself stay.
+    A forkserver imports torch and this package before it forks the first worker, not in each worker. One for which the
+    program has chosen modules itself is left alone.
     """
-    found = get_context(context) if context is None or isinstance(context, str) else context
+    chosen = get_context(context) if context is None or isinstance(context, str) else context
+    if chosen.get_start_method() != "fork":
+        start_resource_tracker()
     server = getattr(forkserver, "_forkserver", None)
-    if found.get_start_method() == "forkserver" and getattr(server, "_preload_modules", None) == ["__main__"]:
-        found.set_forkserver_preload(["__main__", "lightning_stream.loader"])
+    if chosen.get_start_method() != "forkserver" or getattr(server, "_preload_modules", None) != ["__main__"]:
+        return
+    chosen.set_forkserver_preload(["__main__", "lightning_stream.loading.in_forkserver"])
+    with job_signals_wait():  # until the module in which it leaves them to its parent
+        forkserver.ensure_running()
 
 
 def worker_processes(batches: Any) -> list[Any]:

@@ -10,50 +10,49 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from lightning_stream.processes import JOB_SIGNALS, do_nothing, leave_job_signals_to_the_parent
 from lightning_stream.stores.retry import requests_in_flight
 
 _GRACE_S = 30
 _POLL_MS = 1000  # between looks at a trainer on a system without pidfd_open
 _END = getattr(signal, "SIGRTMAX", signal.SIGUSR2)  # no terminal and no scheduler sends it
 REPORT = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None  # asks a worker where it stands
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, _END, *(() if REPORT is None else (REPORT,)))
+_OWN_SIGNALS = (_END, *(() if REPORT is None else (REPORT,)))
+_SIGNALS = (*JOB_SIGNALS, *_OWN_SIGNALS)
 _watching: list[int] = []  # this process, once it watches its trainer
 
 
-def leave_signals_to_the_trainer(trainer_pid: int) -> bool:
-    """Let a worker outlive Ctrl-C and SIGTERM, which terminals, `timeout` and schedulers send to the whole job.
+def leave_signals_to_the_trainer(trainer_pid: int) -> None:
+    """Let a worker outlive the signals of a whole job: Ctrl-C, and what `timeout` and schedulers send.
 
     The trainer takes them to mean: finish the step, save, end. It needs its workers for that. A worker ends at once
     when its trainer is gone or asks it to (see `let_terminate_end_at_once`), and `_GRACE_S` after a SIGTERM of others.
-    Processes that it starts have the default signal handlers: handlers in Python, unlike masks, end with exec.
-
-    Returns whether `REPORT` lets this process write its stacks and requests in flight to stderr.
+    Processes that it starts have the default signal handlers.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return False  # handlers can only be set from the main thread, where torch runs its workers
-    can_report = REPORT is not None and sys.__stderr__ is not None
-    if os.getpid() in _watching:
-        return can_report
+    if threading.current_thread() is not threading.main_thread() or os.getpid() in _watching:
+        return  # handlers can only be set from the main thread, where torch runs its workers
     _watching[:] = [os.getpid()]
     received, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # each signal's number, also while no Python code runs
-    for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as `nohup` and `&` of a shell leave it
-            signal.signal(number, _do_nothing)
-            signal.siginterrupt(number, False)
-    # A signal to a process that a worker forks waits until that has the default handlers.
-    block, unblock = (partial(signal.pthread_sigmask, how, _SIGNALS) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
-    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=_restore)
+    for number in _OWN_SIGNALS:
+        signal.signal(number, do_nothing)
+        signal.siginterrupt(number, False)
+    leave_job_signals_to_the_parent()
+    restore_in_forks(_SIGNALS)
     if REPORT is not None and sys.__stderr__ is not None:
         # The stacks come also where no Python code can run; then the handler above is called.
         faulthandler.register(REPORT, file=sys.__stderr__, all_threads=True, chain=True)
     threading.Thread(target=_end_in_time, args=(trainer_pid, received), name="trainer-watch", daemon=True).start()
-    return can_report
+
+
+def can_report() -> bool:
+    """Whether `REPORT` lets this process write its stacks and requests in flight to stderr."""
+    return os.getpid() in _watching and REPORT is not None and sys.__stderr__ is not None
 
 
 def let_terminate_end_at_once(workers: Iterable[Any]) -> None:
@@ -71,17 +70,18 @@ def _terminate(process: Any) -> None:
         process._send_signal(number)  # noqa: SLF001
 
 
-def _do_nothing(*_: object) -> None:
-    pass
+def restore_in_forks(numbers: Sequence[int]) -> None:
+    """Give processes that this one forks the default handlers; these signals to them wait until they have them."""
+    block, unblock = (partial(signal.pthread_sigmask, how, numbers) for how in (signal.SIG_BLOCK, signal.SIG_UNBLOCK))
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=partial(_restore, numbers))
 
 
-def _restore() -> None:
-    """Give a process that a worker forks the default handlers."""
+def _restore(numbers: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
-    for number, default in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-        if signal.getsignal(number) is _do_nothing:
-            signal.signal(number, default)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+    for number in JOB_SIGNALS:
+        if signal.getsignal(number) is do_nothing:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def _end_in_time(trainer_pid: int, received: int) -> None:

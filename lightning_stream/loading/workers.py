@@ -28,10 +28,14 @@ from lightning_stream.loading.randomness import SeededCall, sample_seed
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.transport import SharedSlots, shared_slots
-from lightning_stream.loading.worker_signals import leave_signals_to_the_trainer, let_terminate_end_at_once
+from lightning_stream.loading.worker_signals import (
+    can_report,
+    leave_signals_to_the_trainer,
+    let_terminate_end_at_once,
+)
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.processes import num_cores
+from lightning_stream.processes import job_signals_wait, num_cores
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.threads import DaemonPool
@@ -74,7 +78,6 @@ class Pipeline(IterableDataset[Delivery]):
         self.source, self.settings, self.start, self.collate = source, settings, start, collate
         self.slots: SharedSlots | None = None  # how batches leave worker processes; None for torch's own way
         self.counters: SharedCounters | None = None  # of worker processes; None without them
-        self.trainer_pid = os.getpid()
         self.num_threads = self.in_progress = 0  # threads that make batches; how many batches they are ahead at most
         self.timeout: float = 0  # seconds to wait for a batch of theirs; 0 for ever
 
@@ -88,14 +91,12 @@ class Pipeline(IterableDataset[Delivery]):
         worker = get_worker_info()
         if worker is None:
             return self._batches(0, 1)
-        # Now, and not with the first batch: the trainer may be gone before that.
-        can_report = leave_signals_to_the_trainer(self.trainer_pid)
         gc.freeze()  # each collection would visit the trainer's objects, and so copy a forked worker's memory
         if self.counters is None:
             return self._batches(worker.id, worker.num_workers)
         counters = self.source.reader.counters
         counters.values, counters.live_settings = self.counters.values[worker.id], self.counters.live_settings
-        self.counters.pids[worker.id] = os.getpid() if can_report else 0
+        self.counters.pids[worker.id] = os.getpid() if can_report() else 0
         to_make = self._to_make(worker.id, worker.num_workers)
         return grouped(to_make, worker.id, self.slots, self.source.reader.has_open)
 
@@ -253,7 +254,8 @@ class Workers:
         num_workers, slots = options["num_workers"], loader.dataset.slots  # type: ignore[attr-defined]  # a Pipeline
         if slots is not None:
             slots.restart()
-        batches = iter(loader)
+        with job_signals_wait():
+            batches = iter(loader)
         let_terminate_end_at_once(torch_private.worker_processes(batches))
         self._kept_is_in_use |= keeps
 
@@ -303,7 +305,7 @@ class Workers:
             # What every forked worker would import with its first batch, which takes some 30 ms in each.
             get_encoding("int")
             torch_private.import_nested_tensors()
-            torch_private.preload_in_forkserver(options["multiprocessing_context"])
+            torch_private.start_servers(options["multiprocessing_context"])
             # A worker has at most so many batches in progress, and the slot of one is free before it makes another.
             pipeline.counters = self.meter.attach(num_workers)
             pipeline.slots = shared_slots(num_workers, options["prefetch_factor"] or _PREFETCHED)
@@ -314,7 +316,7 @@ class Workers:
             batch_size=None,
             collate_fn=_as_it_is,
             generator=torch.Generator().manual_seed(seed),
-            worker_init_fn=_WorkerInit(self._dataset, init) if num_workers else None,
+            worker_init_fn=_WorkerInit(self._dataset, init, os.getpid()) if num_workers else None,
             **options,
         )
 
@@ -369,12 +371,15 @@ def _unfit_for_threads(source: SampleSource, collate: SeededCall | None) -> list
 
 @dataclass(frozen=True)
 class _WorkerInit:
-    """Sets ``get_worker_info().dataset`` in a new worker, and calls the user's function."""
+    """Leaves signals to the trainer, sets ``get_worker_info().dataset``, and calls the user's function."""
 
     dataset: Any
     then: Callable[[int], None] | None
+    trainer_pid: int
 
     def __call__(self, worker: int) -> None:
+        # Now, and not with the first batch: the trainer may be gone before that. Handlers of the user's function stay.
+        leave_signals_to_the_trainer(self.trainer_pid)
         torch_private.set_worker_dataset(get_worker_info(), self.dataset)
         if self.then is not None:
             self.then(worker)

@@ -42,10 +42,11 @@ def test_a_forkserver_preloads_the_package_unless_the_program_chose_modules(monk
     server = forkserver.ForkServer()
     monkeypatch.setattr(forkserver, "_forkserver", server)
     monkeypatch.setattr(forkserver, "set_forkserver_preload", server.set_forkserver_preload)
-    torch_private.preload_in_forkserver("fork")
+    monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
+    torch_private.start_servers("fork")
     assert server._preload_modules == ["__main__"]
-    torch_private.preload_in_forkserver(multiprocessing.get_context("forkserver"))
-    assert server._preload_modules == ["__main__", "lightning_stream.loader"]
+    torch_private.start_servers(multiprocessing.get_context("forkserver"))
+    assert server._preload_modules == ["__main__", "lightning_stream.loading.in_forkserver"]
     server.set_forkserver_preload(["json"])
-    torch_private.preload_in_forkserver("forkserver")
+    torch_private.start_servers("forkserver")
     assert server._preload_modules == ["json"]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
+
+from lightning_stream import MDSWriter
 
 TRAINER = """
 import multiprocessing, os, signal, subprocess, sys, time
@@ -150,3 +155,103 @@ def test_what_a_worker_starts_ends_by_signals_and_the_worker_after_its_grace_or_
 ) -> None:
     with trainer(tmp_path, OTHERS) as process:
         assert [line(process) for _ in range(4)] == ["[-15, -2]", "15", "after grace 0", "no trainer 0"]
+
+
+JOB = """
+import os, signal, sys, time
+from pathlib import Path
+import numpy as np
+from lightning_stream import StreamingDataLoader, StreamingDataset
+
+def slow(sample):
+    time.sleep(0.005)
+    return sample
+
+def own_handler(worker):
+    signal.signal(signal.SIGUSR1, lambda *_: Path({folder!r}, f"worker{{worker}}").touch())
+
+if __name__ == "__main__":
+    trainer, got = os.getpid(), []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda number, _: got.append((os.getpid(), number)))
+    dataset = StreamingDataset({data!r}, transform=slow)
+    loader = StreamingDataLoader(
+        dataset, 4, num_workers=2, multiprocessing_context={method!r}, worker_init_fn={init}
+    )
+    seen, batches = [], iter(loader)
+    print("starts", flush=True)
+    for batch in batches:
+        seen += batch["x"].tolist()
+        if len(seen) == 4:
+            print("goes on", flush=True)
+            sys.stdin.readline()
+    assert sorted(seen) == list(range(200)), seen
+    assert {{pid for pid, _ in got}} == {{trainer}}, got
+    print(*sorted({{int(number) for _, number in got}}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_the_signals_of_a_job_reach_its_trainer_alone(tmp_path: Path, method: str) -> None:
+    with MDSWriter(out=tmp_path / "data", columns={"x": "int"}, size_limit=1000) as writer:
+        for number in range(200):
+            writer.write({"x": number})
+    init = "own_handler" if method == "fork" else "None"
+    script = JOB.format(data=str(tmp_path / "data"), method=method, folder=str(tmp_path), init=init)
+    (tmp_path / "job.py").write_text(script)
+    pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    command = [sys.executable, str(tmp_path / "job.py")]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as job:
+        try:
+            assert line(job) == "starts"
+            for _ in range(20):  # while the workers start, too
+                os.killpg(job.pid, signal.SIGUSR1)
+                time.sleep(0.01)
+            assert line(job) == "goes on"
+            for number in numbers:
+                os.killpg(job.pid, number)
+            assert job.stdin is not None
+            job.stdin.write("\n")
+            out, err = job.communicate(timeout=120)
+        finally:
+            job.kill()
+    assert [int(number) for number in out.split()] == sorted(map(int, numbers)), err
+    assert not err
+    handled = {f"worker{number}" for number in range(2)} if method == "fork" else set()
+    assert {path.name for path in tmp_path.glob("worker*")} == handled
+
+
+POOL = """
+import os, signal, time
+from lightning_stream.processes import ShardRange, run_partitions
+
+def work(partition):
+    print("works", flush=True)
+    time.sleep(1)
+    return os.getpid()
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda *_: None)
+    print("starts", flush=True)
+    done = run_partitions(work, [ShardRange(number, 0, 1) for number in range(4)], 2, lambda _: None)
+    print(len(set(done.values())), "processes", flush=True)
+"""
+
+
+def test_a_pool_of_processes_outlives_the_signals_of_its_job(tmp_path: Path) -> None:
+    (tmp_path / "job.py").write_text(POOL)
+    command = [sys.executable, str(tmp_path / "job.py")]
+    pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as job:
+        try:
+            assert line(job) == "starts"
+            os.killpg(job.pid, signal.SIGUSR2)  # while its processes start, too
+            assert line(job) == "works"
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                os.killpg(job.pid, number)
+            out, err = job.communicate(timeout=120)
+        finally:
+            job.kill()
+    assert (out.splitlines()[-1], err) == ("2 processes", "")
