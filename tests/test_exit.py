@@ -98,6 +98,17 @@ def test_a_script_that_ends_prints_nothing_of_ours(remote: Path, tmp_path: Path)
         check(name, Path(out).read_text())
 
 
+def test_an_iterator_that_outlives_the_modules_uses_none_of_them(remote: Path, tmp_path: Path) -> None:
+    script = """
+import atexit, sys
+atexit.register(lambda: vars(sys.modules["lightning_stream.loading.torch_private"]).update(end_workers=None))
+"""  # the first to be registered is called last, where the interpreter may clear modules
+    body = "loader = StreamingDataLoader(dataset, 4, num_workers=1)\nbatches = iter(loader)\nnext(batches)\n"
+    script += START.format(remote=str(remote), local=str(tmp_path / "l")) + body
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert not run.stderr
+
+
 @pytest.mark.parametrize("name", ["alone_normal", "workers_normal", "persistent_error"])
 def test_a_process_of_its_own_ends_as_quietly(remote: Path, tmp_path: Path, name: str) -> None:
     script = tmp_path / "script.py"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from time import perf_counter
@@ -89,6 +88,8 @@ class LoaderIterator:
         batches.close()
     """
 
+    _is_over = True  # of a half-made one
+
     def __init__(self, loader: Loader, moves: bool = True) -> None:
         self._loader, self.moves = loader, moves
         self._made: MadeBatches | None = None
@@ -164,8 +165,8 @@ class LoaderIterator:
                 made.close()
             self._loader.note_end(self)
 
-    def __del__(self) -> None:
-        with suppress(AttributeError):  # a half-made one
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ends():  # modules are gone then, and its workers too
             self.close()
 
 

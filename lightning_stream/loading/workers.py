@@ -187,14 +187,14 @@ class _Processor:
 
 
 class MadeBatches:
-    """The batches of one iteration; `close` ends what makes them, and so does the last batch.
+    """The batches of one iteration; `close` ends what makes them, and so do the last batch and the interpreter's exit.
 
-    `end` is called once, with whether an error ended the iteration.
+    `end` is called once, with whether an error ended the iteration; not in processes that this one forks.
     """
 
     def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None]) -> None:
         self._batches: Iterator[Delivery] | None = batches
-        self._end: Callable[[bool], None] | None = end
+        self._end = weakref.finalize(self, _end_in, os.getpid(), end)
 
     def __next__(self) -> Delivery:
         if self._batches is None:
@@ -210,9 +210,15 @@ class MadeBatches:
 
     def close(self, failed: bool = False) -> None:
         """End the iteration: its workers, its announcements to the reader, and its use of shards."""
-        end, self._end, self._batches = self._end, None, None
-        if end is not None:
-            end(failed)
+        self._batches = None
+        if ending := self._end.detach():
+            _, _, (pid, end), _ = ending
+            _end_in(pid, end, failed)
+
+
+def _end_in(pid: int, end: Callable[[bool], None], failed: bool = False) -> None:
+    if os.getpid() == pid:
+        end(failed)
 
 
 class Workers:
