@@ -2,9 +2,10 @@
 
 A message between processes costs both of them some 0.4 ms of processor time, for threads, queues and locks of torch's:
 as much as gathering 2 MB. So a worker sends what it makes within a short time at once. It never keeps a batch back
-while it waits for a shard, and it is never so far ahead that batches would gather in the trainer: torch asks the
-workers in turn, each for a message. Under a cache limit each batch is a message, so that all workers need the same
-shards at about the same time.
+while it makes one that may take longer: after a batch that took long, and where the next one waits for a shard or calls
+functions of the user, which may be fast for one sample and slow for another. It is never so far ahead that batches
+would gather in the trainer: torch asks the workers in turn, each for a message. Under a cache limit each batch is a
+message, so that all workers need the same shards at about the same time.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning_stream.loading.meter import Made
 from lightning_stream.loading.transport import SharedSlots
 from lightning_stream.order.micro_batches import MicroBatch
 
-_SHORT_S = 0.002  # from the end of a message's first batch to the beginning of its last one
+_SHORT_S = 0.002  # of making a batch before another one in a message, and of all between its first and its last one
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 Message = tuple[int, list[Delivery]]  # the worker, and the next of its batches
@@ -30,11 +31,11 @@ def grouped(
     to_make: Iterator[tuple[MicroBatch, Callable[[], Delivery]]],
     worker: int,
     slots: SharedSlots | None,
-    is_here: Callable[[NDArray[Any]], bool],
+    is_quick: Callable[[NDArray[Any]], bool],
 ) -> Iterator[Any]:
     """Make the batches of a worker, and yield its messages, over memory of `slots` where there is some.
 
-    ``is_here`` is whether samples can be read without waiting for their shards.
+    ``is_quick`` is whether the making of a batch of these samples takes about as long as that of the one before.
     """
     group: list[Delivery] = []
     if slots is not None:
@@ -50,9 +51,10 @@ def grouped(
         for planned, make in to_make:
             if group and not (
                 slots is not None
+                and group[-1][2].ended - group[-1][2].began < _SHORT_S
                 and perf_counter() - group[0][2].ended < _SHORT_S
                 and slots.takes_another(len(group))
-                and is_here(planned.sample_ids)
+                and is_quick(planned.sample_ids)
             ):
                 yield message()
             group.append(make())

@@ -98,7 +98,8 @@ class Pipeline(IterableDataset[Delivery]):
         counters.values, counters.live_settings = self.counters.values[worker.id], self.counters.live_settings
         self.counters.pids[worker.id] = os.getpid() if can_report() else 0
         to_make = self._to_make(worker.id, worker.num_workers)
-        return grouped(to_make, worker.id, self.slots, self.source.reader.has_open)
+        is_quick = _never if _functions(self.source, self.collate) else self.source.reader.has_open
+        return grouped(to_make, worker.id, self.slots, is_quick)
 
     def _batches(self, index: int, count: int) -> Iterator[Delivery]:
         if self.in_progress:
@@ -389,6 +390,10 @@ class _WorkerInit:
         torch_private.set_worker_dataset(get_worker_info(), self.dataset)
         if self.then is not None:
             self.then(worker)
+
+
+def _never(_: Any) -> bool:
+    return False
 
 
 def _as_it_is(batch: Any) -> Any:
