@@ -2,7 +2,7 @@
 
 A message between processes costs both of them some 0.4 ms of processor time, for threads, queues and locks of torch's:
 as much as gathering 2 MB. So a worker sends what it makes within a short time at once. It never keeps a batch back
-while it makes one that may take longer: after a batch that took long, and where the next one waits for a shard or calls
+while it makes one that may take longer: after batches that took long, and where the next one waits for a shard or calls
 functions of the user, which may be fast for one sample and slow for another. It is never so far ahead that batches
 would gather in the trainer: torch asks the workers in turn, each for a message. Under a cache limit each batch is a
 message, so that all workers need the same shards at about the same time.
@@ -23,6 +23,8 @@ from lightning_stream.order.micro_batches import MicroBatch
 
 _SHORT_S = 0.002  # of making a batch before another one in a message, and of all between its first and its last one
 
+_COMPARED = 2  # batches of a worker, of which the quicker one tells how long the next one takes
+
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 Message = tuple[int, list[Delivery]]  # the worker, and the next of its batches
 
@@ -38,6 +40,7 @@ def grouped(
     ``is_quick`` is whether the making of a batch of these samples takes about as long as that of the one before.
     """
     group: list[Delivery] = []
+    took_s: deque[float] = deque(maxlen=_COMPARED)  # a busy core may make any single one slow
     if slots is not None:
         slots.begin(worker)
 
@@ -51,13 +54,14 @@ def grouped(
         for planned, make in to_make:
             if group and not (
                 slots is not None
-                and group[-1][2].ended - group[-1][2].began < _SHORT_S
+                and min(took_s) < _SHORT_S
                 and perf_counter() - group[0][2].ended < _SHORT_S
                 and slots.takes_another(len(group))
                 and is_quick(planned.sample_ids)
             ):
                 yield message()
             group.append(make())
+            took_s.append(group[-1][2].ended - group[-1][2].began)
     except Exception:
         if group:  # the trainer gets these before the error
             yield message()

@@ -32,6 +32,7 @@ class Made(NamedTuple):
     """When a batch was made (`perf_counter`, which all processes of a machine share), and the seconds of its stages.
 
     `cpu_s` is the processor time of the thread that made it, and `all_cpu_s` that of all threads of the process.
+    `queued_s` is how long the thread could have computed, but waited for a processor core.
     """
 
     began: float
@@ -39,6 +40,7 @@ class Made(NamedTuple):
     stages: tuple[float, ...]
     cpu_s: float
     all_cpu_s: float
+    queued_s: float = 0.0
 
 
 class _GarbageCollections:
@@ -102,7 +104,7 @@ class Meter:
         first_waits, waits: Seconds by `PARTS`, of the waits for first batches of iterations, and for all others. The
             first part of `first_waits` has the ends of iterations, too, at which their workers end.
         work: Seconds by `STAGES` of the making of all batches, also of what cost no time.
-        cpu_s, all_cpu_s: As in `Made`, added up.
+        cpu_s, all_cpu_s, queued_s: As in `Made`, added up.
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
         settings: The `LoadingSettings` when the latest iteration began, or they were changed; None before.
         live_settings: See `Counters`; those of this process and its workers.
@@ -112,6 +114,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.wait_s = self.longest_wait_s = self.compute_s = self.cpu_s = self.all_cpu_s = 0.0
+        self.queued_s = 0.0
         self.num_batches = self.num_samples = self.num_tokens = self.num_iterations = self.num_ready = 0
         self.num_positions = self.reached = 0
         self.epoch_positions = 0.0
@@ -188,6 +191,7 @@ class Meter:
             work[number] += seconds
         self.cpu_s += made.cpu_s
         self.all_cpu_s += made.all_cpu_s
+        self.queued_s += made.queued_s
         if self.noted is not None:
             self.noted(got, batch)
 

@@ -39,7 +39,7 @@ from lightning_stream.reading.look_ahead import furthest_ahead
 
 _MEASURED = (
     "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "wait_s", "longest_wait_s",
-    "compute_s", "cpu_s", "all_cpu_s", "validation_s", "num_positions", "epoch_positions",
+    "compute_s", "cpu_s", "all_cpu_s", "queued_s", "validation_s", "num_positions", "epoch_positions",
 )  # fmt: skip
 
 

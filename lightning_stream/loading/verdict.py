@@ -16,7 +16,7 @@ from lightning_stream.loading.stats import LoaderStats
 INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
 _PAUSED = 0.05  # the part of the time from which on pauses of training matter
 _VALIDATING = 0.3  # the part of the time from which on validations matter: they are wanted
-_ALARMING = 0.2  # the part of the time that matters more than any wait at the start
+_ALARMING = 0.1  # the part of the time that matters more than any wait at the start
 _RATHER = 0.5  # the part from which on one of two explanations holds
 _MANY = 0.1  # the part of requests, or of the time of fetching, from which on failures matter
 _AGAIN = 0.2  # the part of the downloads from which on repeated ones matter
@@ -164,11 +164,13 @@ def _at_the_start(stats: LoaderStats) -> Verdict:
         )
         remedy = "Pass persistent_workers=True, which keeps the workers between epochs."
         return Verdict("epoch_start", finding, remedy, "persistent_workers", True)
-    finding = f"Training waited {each:.1f} s for the first batch, and for little else."
-    if late != "fetching" or not stats.counters["shards_fetched"]:
-        return Verdict("cold_start", finding)
-    remedy = "Pass start_by_range=True, which reads the first samples before their shards have been fetched."
-    return Verdict("cold_start", finding, remedy, "start_by_range", True)
+    of_which = f" of each of {count} iterations" if count > 1 else ""
+    steady = _percent(sum(stats.waits.values()) / stats.elapsed_s)
+    return Verdict(
+        "cold_start",
+        f"Training waited {each:.1f} s for the first batch{of_which}, mostly {late}: with {steady} for all others, "
+        f"{_percent(stats.wait_share)} of the time.",
+    )
 
 
 def _fetching(stats: LoaderStats) -> Verdict:
@@ -198,7 +200,7 @@ def _fetching(stats: LoaderStats) -> Verdict:
 
 
 def _failing(stats: LoaderStats) -> Verdict:
-    counted, workers = stats.counters, stats.settings.num_readers
+    counted = stats.counters
     counts = f"{counted['retries']:,.0f} of {counted['requests']:,.0f} requests"
     if counted["corrupt"] >= _RATHER * counted["retries"]:
         finding = f"{counted['corrupt']:,.0f} downloads did not have the bytes that the index promises."
@@ -209,10 +211,6 @@ def _failing(stats: LoaderStats) -> Verdict:
         finding = f"{counts} to the store failed and were sent again."
         return Verdict("store_errors", finding, "Check the network and the store: its log messages name each failure.")
     finding = f"the store refused {counts} because there were too many (status 429 or 503)."
-    if workers > 1:
-        fewer = workers // 2
-        remedy = f"Lower num_workers from {workers} to {fewer}, or write larger shards: both send fewer requests."
-        return Verdict("throttled", finding, remedy, "num_workers", fewer)
     return Verdict("throttled", finding, "Write larger shards (size_limit), so that there are fewer requests.")
 
 
@@ -268,10 +266,10 @@ def _slow_store(stats: LoaderStats) -> Verdict:
     counted, settings = stats.counters, stats.settings
     makers = max(1, settings.num_workers)
     more = makers + max(1, math.ceil(makers * (stats.elapsed_s / max(stats.compute_s, 1e-9) - 1)))
-    more = min(more, max(settings.num_cores, 2 * makers))
+    more = min(more, settings.num_cores)
     setting, each = "num_workers", settings.fetch_threads
     parallel = f"num_workers from {settings.num_workers} to {more}, since each fetches {each} shards"
-    if settings.workers == "threads":
+    if settings.workers == "threads" or more <= settings.num_workers:
         setting, more = "fetch_threads", 2 * each
         parallel = f"fetch_threads from {each} to {more} (loader.tune), to fetch so many shards"
     if counted["first_byte_s"] >= _RATHER * counted["download_s"]:
@@ -313,15 +311,14 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
             return _held_up(stats)
         if not undisturbed and stats.all_cpu_s >= _OTHERS * wall_s and others_s >= _OTHERS * stats.all_cpu_s:
             return _held_up(stats)
-        if not undisturbed and settings.num_workers > settings.num_cores:
+        if _lacks_cores(stats):
             return _crowded(stats)
-        waits = stage in ("transforming", "collating")  # functions of the user, which may wait for what they call
-        if stats.cpu_s < _RATHER * computing_s and not waits:
-            return _idle(stats, stage)
+        if stage == "reading" and stats.cpu_s < _RATHER * computing_s:
+            return _idle(stats)
         each_ms = 1000 * work[stage] / stats.num_batches
         step_ms = 1000 * stats.compute_s / stats.num_batches
         finding = f"{doing} takes {each_ms:,.1f} ms a batch, and training {step_ms:,.1f} ms."
-        if (workers := _more_workers(stats, is_computing=undisturbed)) is not None:
+        if (workers := _more_workers(stats)) is not None:
             remedy = f"Raise num_workers from {settings.num_workers} to {workers}, or {otherwise}."
             return Verdict(cause, finding, remedy, "num_workers", workers)
         return Verdict(cause, finding, f"All {settings.num_cores} cores have a worker: {otherwise}.")
@@ -329,22 +326,35 @@ def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[Loa
     return found
 
 
+def _lacks_cores(stats: LoaderStats) -> bool:
+    """Whether what makes batches waits for processor cores, and not for what its functions ask."""
+    computing_s = sum(stats.work.values()) - stats.work["fetching"]
+    if stats.cpu_s >= _UNDISTURBED * computing_s:
+        return False
+    has_too_many = stats.settings.num_workers > stats.settings.num_cores
+    return has_too_many or stats.queued_s >= _RATHER * (computing_s - stats.cpu_s)
+
+
 def _crowded(stats: LoaderStats) -> Verdict:
     cores, workers = stats.settings.num_cores, stats.settings.num_workers
     if workers > cores:
         finding = f"{workers} workers share {cores} processor cores."
         return Verdict("cores", finding, f"Lower num_workers to {cores}.", "num_workers", cores)
-    finding = "the processor cores are busy with other programs."
-    return Verdict("cores", finding, "Run fewer programs beside the training, or on more cores.")
+    queued = stats.queued_s / max(1e-9, sum(stats.work.values()) - stats.work["fetching"])
+    finding = f"the processor cores are busy: what makes batches waited for one {_percent(queued)} of its time."
+    return Verdict("cores", finding, "Train on more cores, or run fewer programs beside the training.")
 
 
-def _idle(stats: LoaderStats, stage: str) -> Verdict:
-    """A stage in which the processor should compute, but does not."""
-    if stage != "reading":
-        return _crowded(stats)
-    each_ms = 1000 * stats.work[stage] / stats.num_batches
-    finding = f"reading takes {each_ms:,.1f} ms a batch, and hardly computes meanwhile: it waits for the disk."
-    remedy = "Put the cache (local=) on a faster disk; or, if other programs use the processor, run fewer of them."
+def _late(stats: LoaderStats) -> Verdict:
+    """Batches were begun late: their workers had no core, or were still making others."""
+    return _crowded(stats) if _lacks_cores(stats) else _CAUSES[max(stats.work, key=stats.work.__getitem__)](stats)
+
+
+def _idle(stats: LoaderStats) -> Verdict:
+    """Reading that should compute, but does not."""
+    each_ms = 1000 * stats.work["reading"] / stats.num_batches
+    finding = f"reading takes {each_ms:,.1f} ms a batch, and hardly computes meanwhile: it waits, mostly for the disk."
+    remedy = "Put the cache (local=) on a faster disk, unless a decoder or __getitem__ of your own waits."
     return Verdict("disk", finding, remedy)
 
 
@@ -359,17 +369,18 @@ def _held_up(stats: LoaderStats) -> Verdict:
     return Verdict("gil", finding, "Let the transform start no threads of its own.")
 
 
-def _more_workers(stats: LoaderStats, *, is_computing: bool = True) -> int | None:
+def _more_workers(stats: LoaderStats) -> int | None:
     """Workers that make batches as fast as training needs them; None if there are no cores left for more."""
     settings = stats.settings
-    most = settings.num_cores if is_computing else 4 * settings.num_cores
-    if settings.num_workers >= most:
+    if settings.num_workers >= settings.num_cores:
         return None
     needed = math.ceil(_SPARE * sum(stats.work.values()) / max(stats.compute_s, 1e-9))
-    return min(most, max(settings.num_workers + 1, needed))
+    return min(settings.num_cores, max(settings.num_workers + 1, needed))
 
 
 def _sending(stats: LoaderStats) -> Verdict:
+    if _lacks_cores(stats):
+        return _crowded(stats)
     each_ms = 1000 * stats.waits["sending"] / stats.num_batches
     finding = f"moving a batch from its worker to the training process takes {each_ms:,.1f} ms."
     remedy = "Send fewer bytes: keep images as uint8 and convert them on the device; drop columns that are not used."
@@ -384,7 +395,7 @@ def _percent(share: float) -> str:
 
 
 _CAUSES: dict[str, Callable[[LoaderStats], Verdict]] = {
-    "starting": _crowded,
+    "starting": _late,
     "fetching": _fetching,
     "sending": _sending,
     "planning": _making("planning", "planning", "planning", "use larger batches"),

@@ -49,7 +49,13 @@ CAUSES: dict[str, tuple[str, Loop]] = {
     "a slow collate function": ("collate", Loop(collating=0.6, settings=TWO)),
     "slow planning": ("planning", Loop(planning=0.6, settings=TWO)),
     "a slow disk": ("disk", Loop(reading=0.5, cpu=0.1, settings=TWO)),
-    "other programs": ("cores", Loop(planning=0.5, cpu=0.2, settings=TWO)),
+    "other programs": ("cores", Loop(planning=0.5, cpu=0.2, queued=0.7, settings=TWO)),
+    "a transform that is kept from its core": (
+        "cores", Loop(transforming=0.6, cpu=0.5, queued=0.4, settings=TWO)
+    ),
+    "batches that move slowly between busy cores": (
+        "cores", Loop(reading=0.15, sending=0.3, cpu=0.5, queued=0.4, settings=TWO)
+    ),
     "large batches": ("transport", Loop(sending=0.05, settings=TWO)),
     "threads that hold the GIL": ("gil", Loop(reading=0.18, cpu=0.5, others_cpu=0.5, settings=NONE)),
     "more workers than cores": ("cores", Loop(reading=3.0, cpu=0.4, settings=CROWDED)),
@@ -182,6 +188,30 @@ def test_a_remedy_that_hardly_helps_promises_nothing() -> None:
     verdict = verdict_of(measured(Loop(reading=2.0, settings=replace(TWO, num_workers=15, num_cores=16)), 0))
     assert verdict.value == 16
     assert "times as fast" not in str(verdict)
+
+
+@pytest.mark.parametrize("cores", [1, 3])
+def test_no_verdict_proposes_more_workers_than_cores_or_calls_much_waiting_little(cores: int) -> None:
+    for _, loop in CAUSES.values():
+        few = replace(loop, steps=min(loop.steps, 80), settings=replace(loop.settings, num_cores=cores))
+        stats = measured(few, 0)
+        verdict = verdict_of(stats)
+        if verdict.setting == "num_workers":
+            assert int(str(verdict.value)) <= cores, verdict
+        if stats.wait_share > 0.1:
+            assert verdict.is_input_bound or f"{100 * stats.wait_share:.0f}%" in verdict.finding, verdict
+
+
+@pytest.mark.parametrize("queued", [0.0, 0.6])
+def test_a_proposed_number_of_workers_is_not_taken_back_by_the_next_verdict(queued: float) -> None:
+    for cores in (1, 2, 4, 8):
+        loop = Loop(transforming=0.9, cpu=0.3, queued=queued, settings=replace(NONE, num_cores=cores))
+        for _ in range(3):
+            verdict = verdict_of(measured(loop, 0))
+            if verdict.setting != "num_workers":
+                break
+            assert int(str(verdict.value)) > loop.settings.num_workers
+            loop = replace(loop, settings=replace(loop.settings, num_workers=int(str(verdict.value))))
 
 
 def test_nothing_is_said_of_a_run_of_one_batch() -> None:

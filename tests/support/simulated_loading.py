@@ -20,6 +20,7 @@ class Loop:
         latency, transfer, unpack: Seconds until the first byte of a shard, of its other bytes, and of unpacking.
         unpacks_as: The counter of this unpacking.
         cpu, others_cpu: The part of making a batch in which its thread, and other threads of its process, compute.
+        queued: The part in which its thread waits for a processor core.
         counted: Further counters, by shard that is fetched.
         paused: Seconds after each step, by what training pauses for.
     """
@@ -39,6 +40,7 @@ class Loop:
     unpacks_as: str = "decompress_s"
     cpu: float = 0.98
     others_cpu: float = 0.0
+    queued: float = 0.0
     steps: int = 200
     epochs: int = 1
     counted: dict[str, float] = field(default_factory=dict)
@@ -71,7 +73,8 @@ class _Worker:
         stages = (planning, fetching, reading, transforming, collating)
         self.free_at = began + sum(stages)
         computed = sum(stages) - fetching
-        return Made(began, self.free_at, stages, loop.cpu * computed, (loop.cpu + loop.others_cpu) * computed)
+        shares = (loop.cpu, loop.cpu + loop.others_cpu, loop.queued)
+        return Made(began, self.free_at, stages, *(share * computed for share in shares))
 
     def fetched_at(self, number: int) -> float:
         """When the shard that this batch needs is here: it was requested when an earlier batch was begun."""
@@ -96,9 +99,15 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
     counters = dict.fromkeys(NAMES, 0.0)
     for _ in range(loop.epochs):
         clock = _epoch(loop, rng, meter, clock, counters)
-    names = ("num_batches", "num_samples", "num_iterations", "num_ready", "wait_s", "longest_wait_s")
+    names = (
+        "num_batches", "num_samples", "num_iterations", "num_ready", "wait_s", "longest_wait_s",
+        "compute_s", "cpu_s", "all_cpu_s", "queued_s", "validation_s",
+    )  # fmt: skip
     return LoaderStats(
-        **{name: getattr(meter, name) for name in (*names, "compute_s", "cpu_s", "all_cpu_s", "validation_s")},
+        **{
+            name: getattr(meter, name)
+            for name in (*names, "compute_s", "cpu_s", "all_cpu_s", "queued_s", "validation_s")
+        },
         pauses=meter.pauses,
         waits=dict(zip(PARTS, meter.waits, strict=True)),
         first_waits=dict(zip(PARTS, meter.first_waits, strict=True)),
