@@ -13,6 +13,8 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.threads import lock_over_forks
+
 NAMES = (
     "requests",  # to the stores
     "first_byte_s",  # from the requests to the first bytes of the answers, added up
@@ -32,6 +34,7 @@ NAMES = (
     "bad_samples",  # found since the process began
 )
 LIVE_SETTINGS = ("predownload", "fetch_threads")  # they may change while a loader runs
+_adding = lock_over_forks()
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 
 
@@ -69,9 +72,8 @@ class Counters:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""
-        number = _NUMBERS[name]
-        part = self.values[number : number + 1]
-        np.add(part, amount, out=part)  # a single call, which no other thread can interrupt, unlike +=
+        with _adding:
+            self.values[_NUMBERS[name]] += amount
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -91,6 +91,13 @@ class DaemonPool:
             self.close()
 
 
+def lock_over_forks() -> threading.Lock:
+    """A lock for a module, which a fork waits for: a forked process never has a copy that a thread it lacks holds."""
+    lock = threading.Lock()
+    os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
+    return lock
+
+
 def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = False) -> None:
     """Give a promise the outcome of another future, so that no one waits for it for ever.
 

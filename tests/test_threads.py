@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_stream.threads import DaemonPool, follow
+from lightning_stream.counters import Counters
+from lightning_stream.threads import DaemonPool, follow, lock_over_forks
 
 
 def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
@@ -156,3 +157,38 @@ def test_a_promise_gets_the_failure_of_the_call_that_should_keep_it(only_failure
     go_on.set()
     with pytest.raises(CancelledError):
         promise.result(timeout=10)
+
+
+def test_a_fork_waits_for_a_lock_so_that_its_copy_is_free() -> None:
+    lock = lock_over_forks()
+    held = threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    if (pid := os.fork()) == 0:
+        os._exit(0 if lock.acquire(timeout=60) else 1)
+    thread.join()
+    assert os.waitpid(pid, 0)[1] == 0
+    assert lock.acquire(timeout=60)
+    lock.release()
+
+
+def test_no_count_is_lost_where_threads_count_at_the_same_time() -> None:
+    counters = Counters()
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        counting = [threading.Thread(target=lambda: [counters.add("requests") for _ in range(5000)]) for _ in range(4)]
+        for thread in counting:
+            thread.start()
+        for thread in counting:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert counters.values.sum() == 20_000

@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import context, reduction
-from threading import Lock
 from typing import Any
 
 import numpy as np
 
 from lightning_stream.order import Position
 from lightning_stream.order.batching.packed import Landmark
+from lightning_stream.threads import lock_over_forks
 
 _MAX_WORKERS = 1024
 _NEXT, _CURRENT, _KEY, _BEGUN = slice(0, 2), slice(2, 4), 4, slice(5, 5 + _MAX_WORKERS)  # an epoch and a position each
@@ -44,6 +44,9 @@ class Start:
         return cls(position.epoch, position.position, position.landmark)
 
 
+_threads = lock_over_forks()
+
+
 class SharedPosition:
     """The start of the next iteration over a dataset, agreed upon by all workers of that iteration.
 
@@ -56,7 +59,6 @@ class SharedPosition:
     def __init__(self, start: Start | None = None, fd: int | None = None) -> None:
         self._fd = memory_file("position", _NUM_BYTES) if fd is None else fd
         self._values: Any = np.frombuffer(mmap.mmap(self._fd, _NUM_BYTES), dtype=np.int64)
-        self._threads = Lock()
         if start is not None:
             self.upcoming = start
 
@@ -72,7 +74,7 @@ class SharedPosition:
     @contextmanager
     def _locked(self) -> Iterator[Any]:
         # lockf holds between processes and dies with its owner; the thread lock holds within one.
-        with self._threads:
+        with _threads:
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
             try:
                 yield self._values

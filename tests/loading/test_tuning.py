@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -78,11 +79,15 @@ def test_batches_stay_the_same_and_more_is_fetched(data: Path, tmp_path: Path, s
 def test_more_threads_fetch_at_the_same_time(data: Path, tmp_path: Path, server: WebServer) -> None:
     with FaultProxy(server.url, Plan()) as proxy:
         loader = loader_over(f"{proxy.url}/data", tmp_path, shuffle=False, predownload=1024)
+        assert loader.streaming.num_samples  # has the index
         loader.tune(fetch_threads=11)
+        proxy.plan.latency_s = 8.0
         batches = iter(loader)
-        assert ids(islice(batches, 1))
-        threads = loader.streaming._streaming_source.reader._process._fetchers
-        assert threads.num_threads == 11
+        assert ids(islice(batches, 1))  # whose shard is fetched before all others
+        num_bytes = proxy.counts["bytes"]
+        wait_for(lambda: sum(count for (_, path), count in proxy.asked.copy().items() if "shard" in path) >= 1 + 11)
+        assert proxy.counts["bytes"] == num_bytes  # none of the eleven is answered yet
+        proxy.plan.latency_s = 0.0
         assert ids(batches)
 
 
@@ -92,8 +97,6 @@ def test_settings_of_a_running_loader_are_not_negative(data: Path, tmp_path: Pat
 
 
 def test_a_pool_grows_and_shrinks_while_it_runs() -> None:
-    import threading
-
     gate, names = threading.Semaphore(0), list[str]()
 
     def call() -> None:
