@@ -30,7 +30,7 @@ def start_servers(context: Any) -> None:
     server = getattr(forkserver, "_forkserver", None)
     if chosen.get_start_method() != "forkserver" or getattr(server, "_preload_modules", None) != ["__main__"]:
         return
-    chosen.set_forkserver_preload(["__main__", "lightning_stream.loading.in_forkserver"])
+    chosen.set_forkserver_preload(["__main__", "lightning_stream.loading.in_forkserver", "lightning_stream.loader"])
     with job_signals_wait():  # until the module in which it leaves them to its parent
         forkserver.ensure_running()
 

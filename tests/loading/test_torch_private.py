@@ -46,7 +46,7 @@ def test_a_forkserver_preloads_the_package_unless_the_program_chose_modules(monk
     torch_private.start_servers("fork")
     assert server._preload_modules == ["__main__"]
     torch_private.start_servers(multiprocessing.get_context("forkserver"))
-    assert server._preload_modules == ["__main__", "lightning_stream.loading.in_forkserver"]
+    assert server._preload_modules == ["__main__", "lightning_stream.loading.in_forkserver", "lightning_stream.loader"]
     server.set_forkserver_preload(["json"])
     torch_private.start_servers("forkserver")
     assert server._preload_modules == ["json"]
