@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from time import process_time, sleep
@@ -136,7 +136,8 @@ def test_a_slow_function_is_named(
     stats = loader.stats()
     assert max(stats.work, key=stats.work.__getitem__) == stage, str(stats)
     if not num_workers:  # what a worker is late with depends on the machine, too
-        assert verdict_of(stats).cause == cause, str(stats)
+        alone = replace(stats, queued_s=0.0)  # a core that other programs use is a cause of its own
+        assert verdict_of(alone).cause == cause, str(stats)
 
 
 @pytest.fixture
