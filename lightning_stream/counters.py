@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,9 +40,15 @@ _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 
 
 class _Spent(threading.local):
-    """Seconds that a thread which makes batches has waited for shards, and spent in functions of the user."""
+    """What a thread notes that makes batches: seconds that it waited for shards, or spent in functions of the user.
+
+    `reading_early` has the samples that the read in progress has taken before their shards were verified, and `early`
+    those of the batch in progress; None where no batch is made.
+    """
 
     waited_s = transform_s = collate_s = 0.0
+    reading_early: tuple[Any, ...] = ()
+    early: list[Any] | None = None
 
 
 class Counters:

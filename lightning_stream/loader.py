@@ -251,6 +251,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None:
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         self._last = iterator.last_batch
+        if made.early and self._last is not None:
+            self._source.reader.delivered.add(self._source.reader, made.early, self._last.label)
         if iterator.is_measured:
             self.meter.note(asked, got, made, self._last, iterator.num_batches == 1)
         if self._driver is not None:
@@ -265,6 +267,18 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         """Note the end of an iteration."""
         if iterator.moves and self._driver is None:
             self._progress.ended(iterator)
+
+    def compare_arrived(self) -> None:
+        """Compare those of these samples whose shards have come since."""
+        self._source.reader.compare_arrived()
+
+    def compare_early(self, *, wait: bool = True) -> None:
+        """Compare samples that were delivered before their shards were verified: where these are here, or all.
+
+        Raises:
+            StoreError: A sample had other bytes; or a shard cannot be fetched.
+        """
+        self._source.reader.compare_delivered(wait=wait)
 
     def check(self) -> None:
         """Refuse settings that cannot be trained with, and log the shuffle's quality; once for each setting."""
@@ -290,6 +304,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def close(self) -> None:
         """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""
         self._workers.close()
+        self.compare_early()
 
     # The position
 
@@ -352,7 +367,11 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         return self.proven(here if num_samples else here.next_epoch()).to_state()
 
     def proven(self, position: Position) -> Position:
-        """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
+        """A position with the ledger's expected sum up to it. Costs the samples since it was last asked.
+
+        What was delivered before its shard was verified is compared first, see `compare_early`.
+        """
+        self.compare_early()
         return self._progress.proven(self._source.order(position.order), position)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
@@ -398,7 +417,9 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
             raise StateError(f"a state is the mapping that state_dict() gave; found {type(state).__name__}")
         given, plain = state, plain_iterations_of(self.streaming)
         state = plain.passed(given, lambda: self.streaming.load_state_dict(given))
-        return self.builds_on(position_in(state, self._source, self.settings(order_in(state)), self.on_mismatch))
+        here = position_in(state, self._source, self.settings(order_in(state)), self.on_mismatch)
+        self._source.reader.delivered.forget()  # the run goes back to before it
+        return self.builds_on(here)
 
     def builds_on(self, proven: Position) -> Position:
         """Continue with the ledger's sum of this position, instead of summing again what came before."""

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from weakref import WeakSet, ref
 
-from lightning_stream.errors import StateError
+from lightning_stream.errors import StateError, StoreError
 from lightning_stream.loading.meter import Made, Meter
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.stats import LoaderStats
@@ -61,6 +61,8 @@ class Loader(Protocol):
     def batches_from(self, start: Position) -> MadeBatches: ...
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None: ...
     def note_end(self, iterator: LoaderIterator) -> None: ...
+    def compare_arrived(self) -> None: ...
+    def compare_early(self, *, wait: bool = True) -> None: ...
     def set_epoch(self, epoch: int) -> None: ...
     def state_of(self, position: Position) -> dict[str, Any]: ...
     def state_after(self, num_samples: int | None) -> dict[str, Any]: ...
@@ -119,10 +121,13 @@ class LoaderIterator:
             if self._is_outdated and (last is None or (last.completes_step and not last.ends_epoch)):
                 self._made.close()
                 self._made, self._is_outdated = self._loader.batches_from(self.position), False
+            self._loader.compare_arrived()
             batch, self.last_batch, made = next(self._made)
         except BaseException as error:
-            self.close()
+            self._end()
             self._loader.meter.gave_up(perf_counter() if isinstance(error, StopIteration) else None)
+            if isinstance(error, (StopIteration, StoreError)):  # that of a worker does not know the batches
+                self._loader.compare_early(wait=isinstance(error, StopIteration))
             raise
         self.num_batches += 1
         self._loader.note_batch(self, asked, perf_counter(), made)
@@ -155,7 +160,16 @@ class LoaderIterator:
         return self._loader.state_of(self.position)
 
     def close(self) -> None:
-        """End the iteration and what it owns."""
+        """End the iteration and what it owns.
+
+        Raises:
+            StoreError: Samples that it delivered before their shards were verified had wrong bytes.
+        """
+        if not self._is_over:
+            self._end()
+            self._loader.compare_early()
+
+    def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
             made, self._made = self._made, None
@@ -167,7 +181,7 @@ class LoaderIterator:
 
     def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not _ends():  # modules are gone then, and its workers too
-            self.close()
+            self._end()
 
 
 def driver_of(loader: Loader) -> Driver | None:

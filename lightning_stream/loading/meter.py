@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lightning_stream.counters import LIVE_SETTINGS, NAMES
 from lightning_stream.loading.shared_position import memory_file
 from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.reading.proofs import EarlyRead
 
 STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
 PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
@@ -32,7 +33,8 @@ class Made(NamedTuple):
     """When a batch was made (`perf_counter`, which all processes of a machine share), and the seconds of its stages.
 
     `cpu_s` is the processor time of the thread that made it, and `all_cpu_s` that of all threads of the process.
-    `queued_s` is how long the thread could have computed, but waited for a processor core.
+    `queued_s` is how long the thread could have computed, but waited for a processor core. `early` has the samples that
+    were read before their shards were verified.
     """
 
     began: float
@@ -41,6 +43,7 @@ class Made(NamedTuple):
     cpu_s: float
     all_cpu_s: float
     queued_s: float = 0.0
+    early: tuple[EarlyRead, ...] = ()
 
 
 class _GarbageCollections:

@@ -10,21 +10,25 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
 from torch.utils.data import get_worker_info
 
-from lightning_stream.errors import StateError
+from lightning_stream.errors import StateError, StoreError
 from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import Occurrence, Position, RunOrder, Tail, is_mosaic_state
+from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.rank_split import TAILS
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
+from lightning_stream.reading.reader import SampleReader
 
 STATE_KEY = "lightning_stream"
 _log = logging.getLogger(__name__)
@@ -128,9 +132,11 @@ class PlainIterations:
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
         self._num_yielded = 0
         for batch in ahead:
-            for sample in readable(source, batch, batches.plan.order, source.samples)[0]:
+            read = partial(_read, source, batch, batches.plan.order)
+            for sample in read() if worker is None else _proven(source.reader, read):
                 self._num_yielded += 1
                 yield sample
+        source.reader.compare_delivered()
 
     def warm(self, source: SampleSource, steps: int) -> int:
         """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
@@ -166,6 +172,7 @@ class PlainIterations:
                     "StreamingDataLoader, which keeps the position with any number of workers, or num_workers=0"
                 )
             num_samples, from_beginning = self._num_yielded * source.detect_world().num_replicas, False
+        source.reader.compare_delivered()
         settings = self.settings(source)
         run, began = source.order(settings.order), self._shared.current
         start = began or self._shared.upcoming
@@ -208,6 +215,31 @@ class PlainIterations:
         if reached and start.epoch > int(state["epoch"]):
             start = Start(int(state["epoch"]), self.order(source).epoch(int(state["epoch"])).num_samples)
         self._shared.upcoming = start
+
+
+def _read(source: SampleSource, batch: MicroBatch, order: EpochOrder) -> list[Any]:
+    """Read a batch, and note the samples that came before their shards were verified."""
+    source.reader.compare_arrived()
+    spent = source.reader.counters.spent
+    spent.early = []
+    samples, info = readable(source, batch, order, source.samples)
+    early, spent.early = spent.early, None
+    if early:
+        source.reader.delivered.add(source.reader, early, info.label)
+    return samples
+
+
+def _proven(reader: SampleReader, read: Callable[[], list[Any]]) -> list[Any]:
+    """Read a batch in a worker of a plain DataLoader, and compare it: no process could later."""
+    samples = read()
+    try:
+        reader.compare_delivered()
+    except StoreError as error:
+        _log.warning("Samples that are not delivered yet are read again: %s", error)
+        reader.delivered.forget()
+        samples = read()
+        reader.compare_delivered()
+    return samples
 
 
 def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

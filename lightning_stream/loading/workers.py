@@ -129,13 +129,15 @@ class Pipeline(IterableDataset[Delivery]):
         processor.begin()
         began = perf_counter()
         waited_s, transform_s, collate_s = spent.waited_s, spent.transform_s, spent.collate_s
+        spent.early = []
         batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate, out))
+        early, spent.early = tuple(spent.early), None
         ended, waited_s = perf_counter(), spent.waited_s - waited_s
         transform_s, collate_s = spent.transform_s - transform_s, spent.collate_s - collate_s
         read_s = ended - began - waited_s - transform_s - collate_s
         stages = (planning_s, waited_s, read_s, transform_s, collate_s)
         thread_s, process_s, queued_s = processor.used(ended - began - waited_s)
-        made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s)
+        made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s, early)
         return batch, info, made
 
     def _by_threads(self, index: int, count: int) -> Iterator[Delivery]:

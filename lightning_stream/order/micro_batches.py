@@ -29,6 +29,11 @@ class Place:
     completes_step: bool  # whether it is the last micro-batch of that step on this rank
     ends_epoch: bool  # whether it is the last micro-batch of the epoch on this rank
 
+    @property
+    def label(self) -> str:
+        """The place, for messages."""
+        return f"epoch {self.epoch}, positions {self.begin} to {self.end}"
+
 
 @dataclass(frozen=True)
 class MicroBatch(Place):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.fetches import ReaderProcess
+from lightning_stream.reading.proofs import EarlyRead
 
 if TYPE_CHECKING:
     from lightning_stream.reading.reader import SampleReader
@@ -22,7 +24,7 @@ def by_range(
     if all(cache.in_place for cache in reader.caches):
         return {}
     starts, found, awaited, early = reader.config.start_by_range, {}, set(), set()
-    if starts is None and process.ranges.num_requests >= reader.spare_requests:
+    if starts is None and process.ranges.num_requests >= process.spare_requests:
         starts = False
     for k, number in enumerate(numbers):
         fetch = process.fetches.get(number)
@@ -37,21 +39,44 @@ def by_range(
             found[number] = (cache, entry, samples)
     if starts is None:  # the batch comes earlier only if it waits for none of them, not even for their beginnings
         num_requests = sum(1 + len(found[number][2]) for number in awaited & found.keys())
-        most = reader.spare_requests - process.ranges.num_requests
+        most = process.spare_requests - process.ranges.num_requests
         if awaited == early or awaited - found.keys() or num_requests > most:
             found = {number: one for number, one in found.items() if number not in awaited}
     process.hurry(list(awaited - found.keys()), reader.entry)
+    if not found:
+        return {}
     with reader.counters.waiting():
-        return process.ranges.shards(found) if found else {}
+        parts = process.ranges.shards(found)
+    for number, part in parts.items():
+        places = range(part.num_samples)
+        _note(reader, number, part, places, found[number][2].tolist(), is_awaited=number in awaited)
+    return parts
 
 
-def beginning(reader: SampleReader, process: ReaderProcess, number: int, count: Callable[[], int]) -> Shard | None:
-    """The first samples of a shard that is arriving, as many as ``count`` says; None if it is better waited for."""
+def _note(
+    reader: SampleReader, number: int, part: Shard, places: Sequence[int], indices: Sequence[int], *, is_awaited: bool
+) -> None:
+    """Note that samples are read from a part of a shard, where they have these places."""
+    assert isinstance(part, MdsShard)
+    read = EarlyRead.of(number, indices, list(map(part.stored, places)), is_awaited)
+    reader.counters.spent.reading_early += (read,)
+
+
+def beginning(
+    reader: SampleReader, process: ReaderProcess, number: int, indices: Callable[[], NDArray[np.int64]]
+) -> Shard | None:
+    """The first samples of a shard that is arriving, as far as these indices; None if waiting is better."""
     fetch = process.fetches.get(number)
     if number in process.open or fetch is None or fetch.done() or reader.config.start_by_range is False:
         return None
     cache, entry = reader.entry(number)
-    if not process.heads.pays(cache, entry, num_samples := count()):
+    wanted = indices().tolist()
+    count = wanted[-1] + 1
+    if not process.heads.pays(cache, entry, count):
         return None
     with reader.counters.waiting():
-        return process.heads.open(number, cache, entry, num_samples, fetch.done)
+        head = process.heads.open(number, cache, entry, count, fetch.done)
+    if head is not None:
+        fetch.add_done_callback(lambda _: process.heads.drop(number))
+        _note(reader, number, head, wanted, wanted, is_awaited=True)
+    return head

@@ -26,6 +26,7 @@ from lightning_stream.formats.mds.layout import RecordLayout
 from lightning_stream.formats.memory import AddressWindow
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
+from lightning_stream.reading.proofs import EarlyReads
 from lightning_stream.reading.range_reads import OpenShard, SampleRanges
 from lightning_stream.reading.shard_heads import ShardHeads
 from lightning_stream.threads import DaemonPool, follow
@@ -156,8 +157,9 @@ def hurried_threads(num_threads: int, num_waited: int) -> int:
 class ReaderProcess:
     """Mapped shards and fetches of one process. Its tables change under `lock`, which nobody holds while reading.
 
-    `ranges` reads samples of shards that are not here, and `heads` of shards that are arriving. With a cache limit
-    (``is_limited``) a shard is closed as soon as no announced batch needs it, because open shards cannot be evicted.
+    `ranges` reads samples of shards that are not here, and `heads` of shards that are arriving: the `early` ones. With
+    a cache limit (``is_limited``) a shard is closed as soon as no announced batch needs it, because open shards cannot
+    be evicted.
     """
 
     def __init__(
@@ -179,6 +181,8 @@ class ReaderProcess:
         self.awaited: Counter[int] = Counter()  # the batches that are read or announced, by shard
         self.plans: dict[int, NextUse] = {}  # of the running iterations, by id
         self.ranges, self.heads = SampleRanges(open_shard), ShardHeads(open_shard)
+        self.early = EarlyReads()
+        self.spare_requests = 0  # for ranges of shards that are being fetched anyway
         self._max_open_shards = max_open_shards
         self._is_limited = is_limited
         self._taken_back: deque[list[int]] = deque()

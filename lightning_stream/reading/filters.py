@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
@@ -212,6 +213,9 @@ class Evaluation:
         kept = np.zeros(end - begin, dtype=np.bool_)
         announced = self.reader.read_ahead(ids)
         try:
+            with suppress(*UNREADABLE):  # the samples tell that; the answers are kept, so they need the verified shard
+                for sample_id in ids[:1].tolist():
+                    self.reader.open_for(sample_id)
             for sample_id in ids.tolist():
                 kept[sample_id - begin] = self._keeps(sample_id)
         finally:

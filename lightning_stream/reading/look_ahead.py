@@ -66,7 +66,7 @@ def read_ahead(
     shard, the next batches need too few. The loader may change it at any time. However it ends, it takes back what it
     has announced. The caller reads at most `in_progress` of the latest batches, or else the next one is not requested.
     """
-    reader.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
+    reader.spare_requests(spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers))
     next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
     waiting: deque[tuple[MicroBatch, Announced | None]] = deque()
     being_read: deque[Announced | None] = deque()

@@ -3,27 +3,28 @@
 A raw MDS shard begins with the table of its samples' offsets. One range reads the table, and one more each sample or
 group of neighbours; at the same time, if all samples have one size. The samples then become a small shard of their own.
 A range cannot be compared with the hash of its file. Instead, the table must fit the index, all ranges must come from
-one version of the object, and each sample's columns must fill it. If the shard is fetched later, the samples are
-compared with it.
+one version of the object, and each sample's columns must fill it; what does not is asked for again, and then the shard
+is fetched. The samples are compared later, see `proofs`.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.errors import FormatError, StoreError
-from lightning_stream.formats.hashing import digest
+from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
-from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.threads import DaemonPool
@@ -36,6 +37,8 @@ REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come 
 _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with the bytes between them
 _HELD_BYTES = 64 << 20  # of tables that are kept
 THREADS = 16
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 
 class SampleRanges:
@@ -47,7 +50,6 @@ class SampleRanges:
         self._held_bytes = 0
         self._versions: dict[int, str | None] = {}  # of each shard's object, from its first range
         self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
-        self._came: dict[int, dict[int, str]] = {}  # digests of samples, by shard and index
         self.num_requests = 0
         self._guard = threading.Lock()
         self._pool = DaemonPool(THREADS, "range")
@@ -72,28 +74,40 @@ class SampleRanges:
     def shards(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, Shard]:
         """By shard number, the samples of ascending, distinct indices as a shard of their own, numbered from 0.
 
-        Raises StoreError where the store does not send them, and FormatError for data that does not match the index.
+        Shards are left out, and are not read by ranges again, of which two answers did not fit the index. Raises
+        StoreError where the store does not send them.
         """
-        made = {
-            number: self._pool.submit(self._make, number, cache, entry, indices.tolist())
-            for number, (cache, entry, indices) in wanted.items()
-            if entry.raw.origin is not None
-        }
-        content = self._cut_from_shards({number: one for number, one in wanted.items() if number not in made})
-        content |= {
-            number: dict(zip(wanted[number][2].tolist(), make.result(), strict=True)) for number, make in made.items()
-        }
-        with self._guard:
-            for number, samples in content.items():
-                digests = {index: digest("xxh3_64", sample) for index, sample in samples.items()}
-                self._came.setdefault(number, {}).update(digests)
+        content = self.content(wanted)
         with scratch_folder() as folder:
             return {
                 number: self._as_shard(
                     number, entry, [content[number][index] for index in indices.tolist()], Path(folder)
                 )
                 for number, (_, entry, indices) in wanted.items()
+                if number in content
             }
+
+    def content(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, dict[int, bytes]]:
+        """The bytes of samples, by shard number and index; see `shards`."""
+        made = {
+            number: self._pool.submit(self._make, number, cache, entry, indices.tolist())
+            for number, (cache, entry, indices) in wanted.items()
+            if entry.raw.origin is not None
+        }
+        missing = {number: one for number, one in wanted.items() if number not in made}
+        content = self._cut_from_shards(missing)
+        content |= self._cut_from_shards({number: one for number, one in missing.items() if number not in content})
+        for number in missing.keys() - content.keys():
+            self.distrust(number, wanted[number][1])
+        return content | {
+            number: dict(zip(wanted[number][2].tolist(), make.result(), strict=True)) for number, make in made.items()
+        }
+
+    def distrust(self, number: int, entry: ShardEntry) -> None:
+        """Read no more of a shard by ranges: what came so does not fit."""
+        with self._guard:
+            self._forget(number)
+            self._spent[number] += REQUEST_BYTES + entry.raw.num_bytes
 
     def _make(self, number: int, cache: ShardCache, entry: ShardEntry, indices: list[int]) -> list[bytes]:
         """Make samples of a shard of another format."""
@@ -107,7 +121,7 @@ class SampleRanges:
     def _cut_from_shards(
         self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]
     ) -> dict[int, dict[int, bytes]]:
-        """The bytes of samples, by shard number and index."""
+        """The bytes of samples, by shard number and index; without shards that have sent what does not fit."""
         known = {number: table for number in wanted if (table := self._tables.get(number)) is not None}
         fetched = {
             number: self._pool.submit(self._fetch_table, number, cache, entry)
@@ -116,36 +130,39 @@ class SampleRanges:
         }
         for number, fetch in fetched.items():
             table = _equal_sizes_table(wanted[number][1])
-            known[number] = fetch.result() if table is None else table
+            if table is None:
+                table = _if_it_fits(fetch)
+            if table is not None:
+                known[number] = table
         parts = [
             (number, part, self._pool.submit(self._fetch_part, number, cache, entry, known[number], part))
             for number, (cache, entry, indices) in wanted.items()
+            if number in known
             for part in _parts(known[number], indices)
         ]
-        content: dict[int, dict[int, bytes]] = {number: {} for number in wanted}
+        content: dict[int, dict[int, bytes]] = {number: {} for number in known}
+        misfits = {number for number, fetch in fetched.items() if not _is_table(_if_it_fits(fetch), known.get(number))}
         for number, part, part_fetch in parts:
-            content[number] |= _cut(known[number], part, part_fetch.result())
-        for number, fetch in fetched.items():
-            if not np.array_equal(fetch.result(), known[number]):
-                raise _no_such_shard(*wanted[number][:2])
+            came = _if_it_fits(part_fetch)
+            if came is None:
+                misfits.add(number)
+            else:
+                content[number] |= _cut(known[number], part, came)
+        with self._guard:
+            for number in misfits:
+                self._forget(number)
+                content.pop(number, None)
         return content
 
-    def compare(self, number: int, shard: Shard, where: str) -> None:
-        """Raise StoreError where samples that came by ranges differ from their verified shard; forget its ranges."""
+    def forget(self, number: int) -> None:
+        """Forget what is known of a shard: the whole one is here."""
         with self._guard:
-            came = self._came.pop(number, None)
-            self._versions.pop(number, None)
             self._spent.pop(number, None)
-            self._forget_table(number)
-        if came is None or not isinstance(shard, MdsShard):
-            return
-        wrong = [index for index, digest_ in came.items() if digest("xxh3_64", shard.stored(index)) != digest_]
-        if wrong:
-            raise StoreError(
-                f"{where}: ranges must equal the whole file, but samples {sorted(wrong)} had other bytes and "
-                "have been delivered. Resume from an earlier checkpoint, and check the proxy or server in between, or "
-                "read over https."
-            )
+            self._forget(number)
+
+    def _forget(self, number: int) -> None:
+        self._versions.pop(number, None)
+        self._forget_table(number)
 
     def _fetch_table(self, number: int, cache: ShardCache, entry: ShardEntry) -> _Offsets:
         end = table_bytes(entry.num_samples)
@@ -176,8 +193,7 @@ class SampleRanges:
         """Refuse a range of another version of the object; the caller holds the guard."""
         if version == self._versions.setdefault(number, version):
             return
-        del self._versions[number]
-        self._forget_table(number)
+        self._forget(number)
         raise FormatError(
             f"{cache.store.url}/{entry.raw.basename}: it was replaced while it was read. Read again; write datasets to "
             "new folders."
@@ -244,6 +260,19 @@ def _no_such_shard(cache: ShardCache, entry: ShardEntry) -> FormatError:
         f"{cache.store.url}/{entry.raw.basename}: it does not begin as a shard of {entry.num_samples} samples in "
         f"{entry.raw.num_bytes:,} bytes, as in its index. Compare it with the dataset's source."
     )
+
+
+def _if_it_fits(answer: Future[T]) -> T | None:
+    """What came; None if it does not fit the index."""
+    try:
+        return answer.result()
+    except FormatError as error:
+        _log.warning("An answer by range does not fit, and is asked for again: %s", error)
+        return None
+
+
+def _is_table(came: _Offsets | None, expected: _Offsets | None) -> bool:
+    return came is not None and expected is not None and np.array_equal(came, expected)
 
 
 def _parts(table: _Offsets, indices: _Ints) -> list[_Part]:

@@ -31,6 +31,7 @@ from lightning_stream.reading.deleted import kept_samples
 from lightning_stream.reading.fetches import Announced, ReaderProcess, UseFlat
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
+from lightning_stream.reading.proofs import Deliveries, EarlyRead
 from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.threads import DaemonPool
@@ -48,7 +49,7 @@ class SampleReader:
         self.streams = tuple(streams)
         self.defaults = defaults
         self.config, self.counters = config, Counters()
-        self.spare_requests = 0  # for ranges of shards that are being fetched anyway, in this process
+        self.delivered = Deliveries()  # early, in this process
         self._process: ReaderProcess | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
 
@@ -152,6 +153,7 @@ class SampleReader:
     def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
         process, by_range, at = self._mine(), False, within
+        self.counters.spent.reading_early = ()
         before = process.num_fetched_again
         if (shard := process.open.get(number)) is None:
             if part := early.by_range(self, process, [number], lambda _: np.array([within])):
@@ -165,14 +167,25 @@ class SampleReader:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
-            if not by_range and process.fetched_again(
-                number, *self.entry(number), process.open.lease(number, shard), before
-            ):
+            cache, entry = self.entry(number)
+            if by_range:
+                process.ranges.distrust(number, entry)
+            if by_range or process.fetched_again(number, cache, entry, process.open.lease(number, shard), before):
                 return self._part_of_sample(sample_id, number, within)
             stream = int(self.snapshot.streams_of(np.array([sample_id]))[0])
             where = f"sample {sample_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
+        self._note_early(process)
         return sample
+
+    def _note_early(self, process: ReaderProcess) -> None:
+        """Note the samples of this read that came before their shards were verified."""
+        spent = self.counters.spent
+        if spent.reading_early:
+            unproven = process.early.add(spent.reading_early)
+            spent.reading_early = ()
+            if spent.early is not None:
+                spent.early += unproven
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard, without reading from it."""
@@ -223,9 +236,11 @@ class SampleReader:
         return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
+        self.counters.spent.reading_early = ()
         columns = self._gathered(ids, out)
         for name, values in columns.items() if self.config.load_images else ():
             load_images(name, values)
+        self._note_early(self._mine())
         return columns
 
     def _gathered(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
@@ -257,9 +272,6 @@ class SampleReader:
         def wanted(k: int) -> NDArray[np.int64]:
             return np.unique(within[which == k], return_index=True)[0]
 
-        def count(k: int) -> int:
-            return int(within[which == k].max()) + 1
-
         parts = early.by_range(self, process, numbers.tolist(), wanted)
         for k in (numbers.searchsorted(number) for number in parts):
             within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
@@ -268,7 +280,7 @@ class SampleReader:
             process.hurry(whole, self.entry)
             shards = [
                 parts.get(number)
-                or early.beginning(self, process, number, partial(count, k))
+                or early.beginning(self, process, number, partial(wanted, k))
                 or self._shard(process, number)
                 for k, number in enumerate(numbers.tolist())
             ]
@@ -302,6 +314,10 @@ class SampleReader:
             return False
         return len(self._mine().open) == self.shards.num_files <= self.config.max_open_shards
 
+    def spare_requests(self, count: int) -> None:
+        """Let this process request so many ranges of shards that are being fetched anyway."""
+        self._mine().spare_requests = count
+
     def could_fetch_more(self) -> bool:
         """Whether connections are idle while others fetch; always False under a cache limit."""
         return self.defaults.config.limit_bytes is None and self._mine().could_fetch_more()
@@ -311,6 +327,44 @@ class SampleReader:
         under a cache limit, closed."""
         if announced is not None and announced.process.pid == os.getpid():
             announced.process.take_back(announced.numbers)
+
+    def compare_delivered(self, *, wait: bool = True) -> None:
+        """Compare samples that were delivered before their shards were verified; see `Deliveries.compare`."""
+        self.delivered.compare(self, wait=wait)
+
+    def compare_arrived(self) -> None:
+        """Compare those of them whose shards have come; to be called for each batch."""
+        if self.delivered.is_due:
+            self.compare_delivered(wait=False)
+
+    def url_of(self, number: int) -> str:
+        """Where a shard's file is."""
+        cache, entry = self.entry(number)
+        return f"{cache.store.url}/{entry.raw.basename}"
+
+    def is_present(self, number: int) -> bool:
+        """Whether a shard is here, verified."""
+        cache, entry = self.entry(number)
+        return cache.present(entry)
+
+    def hurry(self, numbers: list[int]) -> None:
+        """Begin to fetch all of these shards that are not here, at once."""
+        self._mine().hurry([number for number in numbers if not self.is_present(number)], self.entry)
+
+    def agreeing(self, reads: Sequence[EarlyRead], *, by_range: bool) -> set[EarlyRead]:
+        """Those of the early reads of one shard that have the bytes of the verified shard, or of other ranges."""
+        process, number = self._mine(), reads[0].number
+        if by_range:
+            cache, entry = self.entry(number)
+            indices = np.unique(np.concatenate([read.indices for read in reads]))
+            content = process.ranges.content({number: (cache, entry, indices)})
+            if number in content:
+                samples = content[number]
+                return {read for read in reads if read.has_bytes([samples[index] for index in read.indices])}
+        process.early.add(list(process.early.forget(number).difference(reads)))  # which opening the shard compares
+        with process.reading([number]):
+            shard = self._shard(process, number)
+            return {read for read in reads if read.agrees(shard)}
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Fetch shards into the cache, several at once. Raises the first failure."""
@@ -383,10 +437,9 @@ class SampleReader:
                     process.fetches.pop(number, None)
         if shard is None:
             return self._shard(process, number)
-        where = f"{cache.store.url}/{entry.raw.basename}"
-        process.ranges.compare(number, shard, where)
-        if shard.mapped is not None:
-            process.heads.compare(number, shard.mapped.file.array, where)
+        where = self.url_of(number)
+        process.ranges.forget(number)
+        process.early.compare(shard, number, where)
         with process.lock:
             # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
             if lease.is_held and (process.num_fetched_again == before or lease.is_current()):

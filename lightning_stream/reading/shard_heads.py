@@ -2,29 +2,27 @@
 
 A raw MDS shard begins with the table of its samples' offsets, and a single connection brings it in order. So its first
 samples can be read long before the last ones are here, without another request: an order with a quick start begins with
-these. They are read from a copy, since the file may yet be fetched again. The file's hash is not known before its end.
-Instead, the table must fit the index and each sample's columns must fill it, and once the shard is here, verified, it
-is compared with the copy.
+these. They are read from a copy, since the file may yet be fetched again; it is dropped once the file is here. The
+file's hash is not known before its end. Instead, the table must fit the index and each sample's columns must fill it,
+and the samples that were read are compared later, see `proofs`.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.errors import FormatError, StoreError
+from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.range_reads import REQUEST_BYTES, OpenShard, offsets_of, table_bytes
@@ -36,20 +34,12 @@ MOST_OF_SHARD = 0.5  # is read while the rest arrives
 _WORTH_BYTES = REQUEST_BYTES  # that need not be waited for, at least: about 35 ms at 60 MB/s
 
 
-class _Head(NamedTuple):
-    """The first samples of a shard, as a shard of their own, and its bytes."""
-
-    shard: Shard
-    content: NDArray[np.uint8]
-
-
 class ShardHeads:
-    """Opens the first samples of shards that another thread or process is fetching. Thread-safe; of one process."""
+    """Opens the first samples of shards that other threads or processes are fetching. Thread-safe; of one process."""
 
     def __init__(self, open_shard: OpenShard) -> None:
         self._open_shard = open_shard
-        self._heads: dict[int, _Head] = {}
-        self._guard = threading.Lock()
+        self._heads: dict[int, Shard] = {}
 
     def pays(self, cache: ShardCache, entry: ShardEntry, count: int) -> bool:
         """Whether the first ``count`` samples of a shard can be read, and surely come well before the last ones.
@@ -71,49 +61,32 @@ class ShardHeads:
         None if the whole shard has come before, or does not arrive in order.
         """
         head = self._heads.get(number)
-        if head is not None and head.shard.num_samples >= count:
-            return head.shard
+        if head is not None and head.num_samples >= count:
+            return head
         try:
             with tempfile.NamedTemporaryFile(prefix="lightning-stream-", buffering=0) as file:
                 num_samples = _copy(cache, entry, count, has_come, file)
-                made = self._opened(number, entry, num_samples, Path(file.name)) if num_samples else None
-        except OSError:  # no space for a copy, perhaps: the whole shard has its place in the cache
-            made = None
-        if made is None:
+                if not num_samples:
+                    return None
+                path = Path(file.name)
+                raw = replace(entry.raw, basename=path.name, num_bytes=path.stat().st_size, hashes={})
+                head = self._open_shard(number, replace(entry, num_samples=num_samples, raw=raw), path.parent)
+        except (
+            OSError,
+            FormatError,
+        ):  # no space for a copy, or wrong bytes: the whole shard shows which ones are right
             return None
-        with self._guard:
-            head = self._heads.get(number)
-            if head is not None and not _agree(head.content, made.content):
-                return None  # it is being fetched again, from the beginning: the whole shard shows which one is right
-            self._heads[number] = made
-        return made.shard
+        self._heads[number] = head
+        return head
 
-    def compare(self, number: int, content: NDArray[np.uint8], where: str) -> None:
-        """Raise StoreError where a verified shard differs from its first samples that were read; forget these."""
-        with self._guard:
-            head = self._heads.pop(number, None)
-        if head is not None and not _agree(head.content, content):
-            raise StoreError(
-                f"{where}: its first samples were read while it arrived, and the verified file has other bytes, which "
-                "may have been delivered. Resume from an earlier checkpoint, and check the proxy or server in between, "
-                "or read over https. start_by_range=False waits for whole shards."
-            )
-
-    def _opened(self, number: int, entry: ShardEntry, num_samples: int, path: Path) -> _Head:
-        raw = replace(entry.raw, basename=path.name, num_bytes=path.stat().st_size, hashes={})
-        shard = self._open_shard(number, replace(entry, num_samples=num_samples, raw=raw), path.parent)
-        assert shard.mapped is not None
-        return _Head(shard, shard.mapped.file.array)
+    def drop(self, number: int) -> None:
+        """Forget the first samples of a shard that is here, or will not come."""
+        self._heads.pop(number, None)
 
 
 def come_early(part: float, num_bytes: int) -> bool:
     """Whether the beginning of a shard of so many bytes, a part of it from 0 to 1, comes well before its end."""
     return part <= MOST_OF_SHARD and num_bytes * (1 - part) >= _WORTH_BYTES
-
-
-def _agree(head: NDArray[np.uint8], longer: NDArray[np.uint8]) -> bool:
-    """Whether a file begins with the bytes that came first, except for the number of samples, four bytes."""
-    return np.array_equal(head[4:], longer[4 : len(head)])
 
 
 def _copy(cache: ShardCache, entry: ShardEntry, count: int, has_come: Callable[[], bool], to: IO[bytes]) -> int:

@@ -14,9 +14,10 @@ from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.reading.fetches import Announced, UseFlat
+from lightning_stream.reading.fetches import Announced, ReaderProcess, UseFlat
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.reader import SampleReader, T
+from lightning_stream.reading.stream_shards import StreamShards
 
 Choice = tuple[Bitmap, Mapping[str, int]]
 
@@ -31,7 +32,7 @@ class SubsetReader(SampleReader):
 
     def __init__(self, whole: SampleReader, chosen: Bitmap | Callable[[SampleReader], Choice]) -> None:
         super().__init__(whole.streams, whole.defaults, whole.config)
-        self.whole, self.counters = whole, whole.counters
+        self.whole, self.counters, self.delivered = whole, whole.counters, whole.delivered
         self._choose = chosen if callable(chosen) else None
         if isinstance(chosen, Bitmap):
             self._choice, self.snapshot = (chosen, {}), whole.snapshot.subset(chosen)
@@ -65,6 +66,14 @@ class SubsetReader(SampleReader):
         """One parsed index per stream."""
         return self.whole.indexes
 
+    @property
+    def shards(self) -> StreamShards:
+        """The shards of all streams, with those of added columns; they have the same numbers here."""
+        return self.whole.shards
+
+    def _mine(self) -> ReaderProcess:
+        return self.whole._mine()  # noqa: SLF001 - of the same class
+
     @cached_property
     def snapshot(self) -> Snapshot:
         """The chosen samples alone, with a digest of their own."""
@@ -83,10 +92,6 @@ class SubsetReader(SampleReader):
         """Read one sample of the subset."""
         return self.whole.sample(self.chosen[sample_id])
 
-    def open_for(self, sample_id: int) -> None:
-        """Open the sample's shard."""
-        self.whole.open_for(self.chosen[sample_id])
-
     def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:
         """Gather samples of the subset as columns."""
         return self.whole.batch(self.chosen.select(ids), out)
@@ -103,24 +108,7 @@ class SubsetReader(SampleReader):
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that the subset has of a shard cost less than the shard."""
-        return self.whole.ranges_are_cheaper(number, int(self.snapshot.sizes[number]))
-
-    def has_open(self, ids: NDArray[np.int64]) -> bool:
-        """Whether these samples can be read without waiting for a shard."""
-        return self.whole.has_open(self.chosen.select(ids))
-
-    @property
-    def has_all_open(self) -> bool:
-        """Whether every shard of the whole is mapped, and stays so."""
-        return self.whole.has_all_open
-
-    def could_fetch_more(self) -> bool:
-        """Whether shards are waited for while connections are idle."""
-        return self.whole.could_fetch_more()
-
-    def plan(self, next_use: NextUse) -> None:
-        """Evict first what is needed last; shards have the same numbers here."""
-        self.whole.plan(next_use)
+        return self.ranges_are_cheaper(number, int(self.snapshot.sizes[number]))
 
     def forget(self, next_use: NextUse) -> None:
         """End a plan."""

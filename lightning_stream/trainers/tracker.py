@@ -254,7 +254,8 @@ class PositionTracker:
             self.say(self.loader.resumed_at(self.position))
 
     def end_run(self) -> None:
-        """Report what a resumed run lost and repeated, which is nothing."""
+        """Report what a resumed run lost and repeated, which is nothing; StoreError if samples had wrong bytes."""
+        self.loader.compare_early()
         if self.is_resumed:
             here, found = self.position, f"{self.num_lost} lost, {self.num_repeated} repeated"
             self.say(f"Trained up to epoch {here.epoch}, sample {here.position:,}: {found}")

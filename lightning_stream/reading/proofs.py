@@ -1,0 +1,182 @@
+"""Samples that are read before their shard is verified, and the proof that they were right.
+
+The hash of a shard holds for all of it. Samples that come before, by ranges or from the beginning of a file that still
+arrives, are noted with a digest of their bytes. A process that opens the whole shard compares them. So does the process
+that hands out batches: while it goes on, where the shard has come, and for all before a state is taken, when an
+iteration ends, and when the program ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from time import monotonic
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_stream.errors import LightningStreamError, StoreError
+from lightning_stream.formats.hashing import digest_parts
+from lightning_stream.formats.mds.shard import MdsShard
+from lightning_stream.formats.shard import Shard
+
+if TYPE_CHECKING:
+    from lightning_stream.reading.reader import SampleReader
+
+_Bytes = bytes | memoryview
+_HASH = "xxh3_64"
+_PAUSE_S = 0.05  # between looks for shards that have come
+_SHOWN = 8  # samples and batches in a message
+_log = logging.getLogger(__name__)
+
+
+class EarlyRead(NamedTuple):
+    """Samples of a shard that were read before it was verified."""
+
+    number: int  # of the shard
+    indices: tuple[int, ...]  # ascending
+    digest: str  # of their bytes
+    is_awaited: bool  # whether the whole shard is being fetched, or was; else these samples came by ranges alone
+
+    @classmethod
+    def of(cls, number: int, indices: Sequence[int], parts: Sequence[_Bytes], is_awaited: bool) -> EarlyRead:
+        """Note the samples of these indices, which have these bytes."""
+        return cls(number, tuple(indices), digest_parts([_HASH], parts)[_HASH], is_awaited)
+
+    def agrees(self, shard: Shard) -> bool:
+        """Whether the verified shard has the same bytes."""
+        assert isinstance(shard, MdsShard)
+        return self.has_bytes([shard.stored(index) for index in self.indices])
+
+    def has_bytes(self, parts: Sequence[_Bytes]) -> bool:
+        """Whether the samples have these bytes."""
+        return digest_parts([_HASH], parts)[_HASH] == self.digest
+
+
+class EarlyReads:
+    """What one process has read early, by shard, until it opens the whole one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._by_shard: dict[int, set[EarlyRead]] = {}
+        self._guard = threading.Lock()
+
+    def add(self, reads: Sequence[EarlyRead]) -> list[EarlyRead]:
+        """Note samples that are about to be delivered; return those that must be compared.
+
+        Samples that came by ranges alone need no more than a second answer of the store that has the same bytes.
+        """
+        unproven = []
+        with self._guard:
+            for read in reads:
+                known = self._by_shard.setdefault(read.number, set())
+                if read.is_awaited or read not in known:
+                    unproven.append(read)
+                known.add(read)
+        return unproven
+
+    def forget(self, number: int) -> set[EarlyRead]:
+        """Forget the samples of a shard, and return them."""
+        with self._guard:
+            return self._by_shard.pop(number, set())
+
+    def compare(self, shard: Shard, number: int, where: str) -> None:
+        """Raise StoreError where a verified shard differs from samples of it that were read; forget these."""
+        reads = self.forget(number)
+        if wrong := sorted(index for read in reads if not read.agrees(shard) for index in read.indices):
+            raise difference(where, wrong)
+
+
+class Deliveries:
+    """The early samples of batches that were handed out, until they are compared; of one reader in one process."""
+
+    def __init__(self) -> None:
+        self._reads: list[tuple[str, EarlyRead]] = []
+        self._looked = 0.0
+
+    def __reduce__(self) -> tuple[type[Deliveries], tuple[()]]:
+        return Deliveries, ()
+
+    def add(self, reader: SampleReader, reads: Sequence[EarlyRead], batch: str) -> None:
+        """Note the early samples of a batch, and where it is in the run."""
+        self._reads += [(batch, read) for read in reads]
+        _undecided.setdefault(id(self), (os.getpid(), reader))
+
+    def forget(self) -> None:
+        """Forget what was delivered: the run continues from before it."""
+        self._reads.clear()
+        _undecided.pop(id(self), None)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to look for shards that have come since."""
+        return bool(self._reads) and monotonic() - self._looked >= _PAUSE_S
+
+    def compare(self, reader: SampleReader, *, wait: bool) -> None:
+        """Compare what was delivered with the verified shards: with those that are here, or with all.
+
+        Samples of shards that nobody fetches are read by ranges a second time instead.
+
+        Raises:
+            StoreError: A sample has other bytes; again at each later call.
+            StoreError, FormatError, CacheError: A shard cannot be fetched.
+        """
+        if not self._reads:
+            return
+        self._looked = monotonic()
+        numbers = sorted({read.number for _, read in self._reads})
+        here = {number for number in numbers if reader.is_present(number)}
+        alone = set(numbers).difference(here, (read.number for _, read in self._reads if read.is_awaited))
+        if wait:
+            reader.hurry([number for number in numbers if number not in alone])
+        for number in numbers:
+            if not wait and number not in here:
+                continue
+            reads = [(batch, read) for batch, read in self._reads if read.number == number]
+            right = reader.agreeing([read for _, read in reads], by_range=number in alone)
+            self._reads = [(batch, read) for batch, read in self._reads if read not in right]
+            if wrong := [(batch, read) for batch, read in reads if read not in right]:
+                _undecided.pop(id(self), None)  # the caller is told now
+                batches = list(dict.fromkeys(batch for batch, _ in wrong))
+                raise difference(reader.url_of(number), sorted({i for _, read in wrong for i in read.indices}), batches)
+        if not self._reads:
+            self.forget()
+
+
+def difference(where: str, indices: Sequence[int], batches: Sequence[str] = ()) -> StoreError:
+    """The error for samples that were delivered before their shard was verified, and differ from it."""
+    shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
+    of_batches = f" in the batches at {'; '.join(batches[:_SHOWN])}" if batches else ""
+    of_batches += f" and {len(batches) - _SHOWN} more" * (len(batches) > _SHOWN)
+    return StoreError(
+        f"{where}: samples that are delivered before their shard is verified must be the same in it, but the verified "
+        f"file has other bytes, in one or more of the samples [{shown}]. They may have been trained on{of_batches}. "
+        "Resume from an earlier checkpoint, and check the proxy or server in between, or read over https. "
+        "start_by_range=False waits for whole shards."
+    )
+
+
+_undecided: dict[int, tuple[int, SampleReader]] = {}  # readers of this process that have delivered such samples
+
+
+def _compare_at_exit() -> None:
+    """Compare what iterations have delivered that were abandoned; the program fails where samples were wrong.
+
+    No error leaves a destructor, so the end of the program is the last place that can tell its caller.
+    """
+    if hasattr(sys, "last_value"):  # it fails already
+        return
+    try:
+        for pid, reader in list(_undecided.values()):
+            if pid == os.getpid():
+                reader.compare_delivered()
+    except (LightningStreamError, OSError) as error:
+        _log.error("Samples that were delivered early cannot be shown to be right: %s", error)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+atexit.register(_compare_at_exit)
