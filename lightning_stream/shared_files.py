@@ -260,10 +260,15 @@ class FileLock:
 
     def release(self) -> None:
         """Release the lock. In a forked child, which never held it, this does nothing."""
-        fd, self._fd = self._fd, None
+        is_ours, fd, self._fd = self.is_current(), self._fd, None
         if fd is not None and self._pid == os.getpid():
-            self.path.unlink(missing_ok=True)
+            if is_ours:
+                self.path.unlink(missing_ok=True)
             LOCK_FDS.close(fd)
+
+    def is_current(self) -> bool:
+        """Whether it is held, and its file was not deleted since: else another process may have made a new one."""
+        return self._fd is not None and same_file(self._fd, self.path)
 
     def holder(self) -> str:
         """The process that holds it, for messages."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -59,7 +61,7 @@ class OtherFormat(Protocol):
 class ShardFetcher:
     """Downloads, verifies and decompresses the files of one shard. `kept` folders may hold compressed files.
 
-    A shard with an origin is made by `make` instead.
+    A shard with an origin is made by `make` instead. ``is_ours`` is whether the drafts are still those of this process.
     """
 
     store: Store
@@ -67,6 +69,7 @@ class ShardFetcher:
     config: CacheConfig
     kept: tuple[Path, ...]
     counters: Counters
+    is_ours: Callable[[], bool]
     connections: int = 1
     make: Callable[[Path], object] | None = None
 
@@ -85,7 +88,7 @@ class ShardFetcher:
                 self._once(raw, compressed, draft, packed, here)
                 return
             except FormatError as error:  # noqa: PERF203 (the loop is over retries)
-                if not left or is_full(error):
+                if not left or is_full(error) or not self.is_ours():
                     raise
                 self.counters.add("retries")
                 self.counters.add("corrupt")
@@ -116,6 +119,8 @@ class ShardFetcher:
                 self.counters.add("fetched_bytes", size_of(draft) or 0)
         except NotFoundError as error:
             raise NotFoundError(f"{error} The index lists this file: the dataset there is not whole.") from error
+        if isinstance(self.store, RetryingStore) and size_of(draft) is None:  # with its folder
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(draft))
 
 
 def check_size(path: Path, file: FileEntry, where: str) -> None:
@@ -184,7 +189,10 @@ class IndexFile:
         path = self._folder.path / name
         if not path.is_file() or self._folder.source() not in (None, self._label):
             return None
-        return Index.from_bytes(path.read_bytes(), str(path))
+        try:
+            return Index.from_bytes(path.read_bytes(), str(path))
+        except FileNotFoundError:  # it was deleted meanwhile
+            return None
 
     def read(self, name: str, draft: Path | None = None, known: Known | None = None) -> Index:
         """Read an index from the store. A user's own download gets it as it was published last, into a draft."""

@@ -10,14 +10,22 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.cache.usage_log import CacheEntry
 from lightning_stream.counters import Counters
-from lightning_stream.errors import CacheError, DigestError, FormatError, NotFoundError, UnavailableError
+from lightning_stream.errors import DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
-from lightning_stream.shared_files import FULL, LOCK_FDS, before_boot, run_once_across_processes, same_file, try_flock
+from lightning_stream.shared_files import (
+    FULL,
+    LOCK_FDS,
+    FileLock,
+    before_boot,
+    run_once_across_processes,
+    same_file,
+    try_flock,
+)
 from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.local import LocalStore
 
@@ -26,8 +34,14 @@ from .fetch import IndexFile, OtherFormat, ShardFetcher, check_size, is_full, is
 from .lease import Lease
 
 T = TypeVar("T")
-_DELETIONS = 3  # so many times the folder may be deleted while one shard is fetched
+_DELETIONS = 3  # so many times the folder may be deleted while one file is fetched
 _log = logging.getLogger(__name__)
+
+
+class _Deleted(NamedTuple):
+    """What failed because the folder was deleted meanwhile."""
+
+    error: Exception
 
 
 class ShardCache:
@@ -110,9 +124,9 @@ class ShardCache:
             _log.warning("%s is read from the cache alone, as it was when last reached: %s", self.store.url, error)
             return self.index(name)
 
-    def _fetch_index(self, name: str) -> Index:
+    def _fetch_index(self, name: str, lock: FileLock) -> Index:
         draft = self._place.draft(name, "raw")
-        with self._cleanup_on_error([draft], name, 0):
+        with self._cleanup_on_error([draft], lock):
             return self._index.fetch(name, draft)
 
     def side_file(self, file: FileEntry, make: Callable[[Path], object] | None = None) -> Path:
@@ -137,11 +151,12 @@ class ShardCache:
                 return None
             return self.folder / name
 
-        def fetch() -> Path:
+        def fetch(lock: FileLock) -> Path:
             draft = self._place.draft(name, "raw")
-            with self._cleanup_on_error([draft], name, 0):
+            with self._cleanup_on_error([draft], lock):
                 if make is None:
-                    ShardFetcher(self.store, None, self.config, (), self.counters).fetch(file, None, draft, draft)
+                    fetcher = ShardFetcher(self.store, None, self.config, (), self.counters, lock.is_current)
+                    fetcher.fetch(file, None, draft, draft)
                 else:
                     make(draft)
                 self._place.publish(draft, name, durable=not file.hashes)
@@ -182,15 +197,8 @@ class ShardCache:
         if self._source is not None and (lease := self._in_place(entry)):
             return lease
         name, pin, fetch = entry.raw.basename, partial(self._pin, entry), partial(self._fetch, entry, connections)
-        for _ in range(_DELETIONS):
-            try:
-                with self._translate_os_errors():
-                    return pin() or self._once(name, pin, fetch, wait_s)
-            except CacheError as error:  # noqa: PERF203 (the loop is over retries)
-                if not isinstance(error.__cause__, FileNotFoundError):
-                    raise
         with self._translate_os_errors():
-            return self._once(name, pin, fetch, wait_s)
+            return pin() or self._once(name, pin, fetch, wait_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -216,7 +224,7 @@ class ShardCache:
             _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
         with self._translate_os_errors():
             done = lambda: None if lease is None or lease.is_current() else self._pin(entry)  # noqa: E731
-            return self._once(name, done, lambda: self._fetch(entry, 1, fresh=True))
+            return self._once(name, done, partial(self._fetch, entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
         """Set the function from a raw basename to its next use (smaller is sooner; None: not again), for evictions."""
@@ -320,26 +328,53 @@ class ShardCache:
                 raise self._evictor.disk_full(0) from error
             if error.errno == errno.EMFILE:
                 raise  # the folder is not the reason
-            within = error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder)
-            if within or error.errno == errno.EFBIG:
+            if self._is_within(error) or error.errno == errno.EFBIG:
                 raise self._place.os_error(error) from error
             raise
 
-    def _once(self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float | None = None) -> T:
-        self._place.prepare()
+    def _once(
+        self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float | None = None
+    ) -> T:
+        """Have one process do the work, see `run_once_across_processes`; again if the folder was deleted meanwhile."""
         wait_s = self.config.wait_s if wait_s is None else wait_s
-        return run_once_across_processes(done, work, self._place.lock(name), wait_s)
+        for left in reversed(range(1 + _DELETIONS)):
+            try:
+                self._place.prepare()
+                lock = self._place.lock(name)
+                result = run_once_across_processes(done, partial(self._attempt, work, lock), lock, wait_s)
+            except FileNotFoundError as error:
+                if not left or not self._is_within(error):
+                    raise
+                continue
+            if not isinstance(result, _Deleted):
+                return result
+            if not left:
+                raise result.error
+        raise AssertionError("the last attempt returns or raises")
 
-    def _fetch(self, entry: ShardEntry, connections: int, *, fresh: bool = False) -> Lease:
+    def _attempt(self, work: Callable[[FileLock], T], lock: FileLock) -> T | _Deleted:
+        try:
+            return work(lock)
+        except Exception as error:
+            # The work of one whose lock was deleted, too, may meet that of the process which made a new one.
+            if lock.is_current() and not (isinstance(error, FileNotFoundError) and self._is_within(error)):
+                raise
+            return _Deleted(error)
+
+    def _is_within(self, error: OSError) -> bool:
+        """Whether an error is about a file in the folder."""
+        return error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder)
+
+    def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
         name = entry.raw.basename
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
         kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
         make = None if self.other is None else partial(self.other.write, self.store, entry)
         compression, counters = entry.schema.compression, self.counters
-        fetcher = ShardFetcher(self.store, compression, self.config, kept, counters, connections, make)
+        fetcher = ShardFetcher(self.store, compression, self.config, kept, counters, lock.is_current, connections, make)
         reserved = _cache_entry(entry, with_zip=True)
-        with self._cleanup_on_error(drafts, name, reserved.num_bytes):
+        with self._cleanup_on_error(drafts, lock, reserved):
             self._make_space(reserved)
             for i, (raw, compressed) in enumerate(entry.files):
                 fetcher.fetch(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
@@ -349,6 +384,8 @@ class ShardCache:
             if entry.raw.origin is not None:  # now its size is known
                 fetched = replace(fetched, num_bytes=drafts[0].stat().st_size)
                 self._make_space(fetched)
+            if not lock.is_current():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(drafts[0]))
             lease = self._publish_all(entry, drafts)
             self._evictor.log.settle(fetched)
         self.counters.add("shards_fetched")
@@ -380,17 +417,20 @@ class ShardCache:
         return Lease(self.folder, fd, entry.raw.basename)
 
     @contextlib.contextmanager
-    def _cleanup_on_error(self, drafts: list[Path], name: str, need_bytes: int) -> Iterator[None]:
-        """After an error, delete the drafts and the entry of the usage log."""
+    def _cleanup_on_error(
+        self, drafts: list[Path], lock: FileLock, reserved: CacheEntry | None = None
+    ) -> Iterator[None]:
+        """After an error, delete the drafts, and the shard's entry in the usage log unless older files of it stay."""
         try:
             yield
         except BaseException as error:
-            for draft in drafts:
-                draft.unlink(missing_ok=True)
-            if need_bytes:
-                self._evictor.log.forget(name)
+            if lock.is_current():  # else they are another process's
+                for draft in drafts:
+                    draft.unlink(missing_ok=True)
+            if reserved is not None and not any((self.folder / name).exists() for name in reserved.names):
+                self._evictor.log.forget(reserved.names[0])
             if is_full(error):
-                raise self._evictor.disk_full(need_bytes) from error
+                raise self._evictor.disk_full(0 if reserved is None else reserved.num_bytes) from error
             raise
 
 

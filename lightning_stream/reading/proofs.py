@@ -14,8 +14,9 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lightning_stream.errors import LightningStreamError, StoreError
 from lightning_stream.formats.hashing import digest_parts
@@ -32,7 +33,8 @@ _SHOWN = 8  # samples and batches in a message
 _log = logging.getLogger(__name__)
 
 
-class EarlyRead(NamedTuple):
+@dataclass(frozen=True)
+class EarlyRead:
     """Samples of a shard that were read before it was verified."""
 
     number: int  # of the shard
