@@ -159,8 +159,9 @@ class IndexedSamples:
     def get_item(self, sample_id: int, retry: int = 7) -> Any:  # noqa: ARG002 - mosaicml-streaming's argument
         """Read one sample, in [0, size). A subclass may override it, as it may override ``__getitem__``.
 
-        `retry` is only accepted: the store's own retries suffice.
+        `retry` is only accepted: the store's own retries suffice. IndexError for an id that there is not.
         """
+        _check_range(sample_id, 0, self._streaming_source.snapshot.num_samples)
         return self._streaming_source.reader.sample(sample_id)
 
     def read_batch(
@@ -236,9 +237,13 @@ def read_at(index: Any, size: int, one: Callable[[int], Any], again: Callable[[A
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
     number = operator.index(index)
-    if not -size <= number < size:
-        raise IndexError(f"the dataset has {size} samples: index {number} is not in [-{size}, {size})")
+    _check_range(number, -size, size)
     return one(number % size)
+
+
+def _check_range(number: int, first: int, size: int) -> None:
+    if not first <= number < size:
+        raise IndexError(f"the dataset has {size} samples: index {number} is not in [{first}, {size})")
 
 
 def refuse_overrides(kind: type) -> None:
