@@ -16,7 +16,7 @@ from weakref import ReferenceType, ref
 
 from torch.utils.data import get_worker_info
 
-from lightning_stream.errors import StateError, StoreError
+from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.iteration import Loader
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
@@ -28,7 +28,7 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.rank_split import TAILS
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
-from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.proofs import EarlyRead, verdicts
 
 STATE_KEY = "lightning_stream"
 _log = logging.getLogger(__name__)
@@ -132,8 +132,13 @@ class PlainIterations:
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
         self._num_yielded = 0
         for batch in ahead:
-            read = partial(_read, source, batch, batches.plan.order)
-            for sample in read() if worker is None else _proven(source.reader, read):
+            read = partial(_read, source, batch, batches.plan.order)  # in a worker nobody could compare it later
+            samples, early = read()
+            while worker is not None and early and not all(verdicts(source.reader, early, wait=True).values()):
+                samples, early = read()
+            if worker is None and early:
+                source.reader.delivered.add(source.reader, early, batch.label)
+            for sample in samples:
                 self._num_yielded += 1
                 yield sample
         source.reader.compare_delivered()
@@ -217,29 +222,14 @@ class PlainIterations:
         self._shared.upcoming = start
 
 
-def _read(source: SampleSource, batch: MicroBatch, order: EpochOrder) -> list[Any]:
-    """Read a batch, and note the samples that came before their shards were verified."""
+def _read(source: SampleSource, batch: MicroBatch, order: EpochOrder) -> tuple[list[Any], list[EarlyRead]]:
+    """The samples of a batch, and those of them that came before their shards were verified."""
     source.reader.compare_arrived()
     spent = source.reader.counters.spent
     spent.early = []
-    samples, info = readable(source, batch, order, source.samples)
+    samples = readable(source, batch, order, source.samples)[0]
     early, spent.early = spent.early, None
-    if early:
-        source.reader.delivered.add(source.reader, early, info.label)
-    return samples
-
-
-def _proven(reader: SampleReader, read: Callable[[], list[Any]]) -> list[Any]:
-    """Read a batch in a worker of a plain DataLoader, and compare it: no process could later."""
-    samples = read()
-    try:
-        reader.compare_delivered()
-    except StoreError as error:
-        _log.warning("Samples that are not delivered yet are read again: %s", error)
-        reader.delivered.forget()
-        samples = read()
-        reader.compare_delivered()
-    return samples
+    return samples, early
 
 
 def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

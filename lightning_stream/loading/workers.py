@@ -39,6 +39,7 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.processes import job_signals_wait, num_cores
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
+from lightning_stream.reading.proofs import verdicts
 from lightning_stream.threads import DaemonPool
 
 # A loader's options that torch's loader over whole batches gets too, as they are when an iteration begins.
@@ -125,7 +126,7 @@ class Pipeline(IterableDataset[Delivery]):
     def _make(self, planned: MicroBatch, order: EpochOrder, planning_s: float, processor: _Processor) -> Delivery:
         """Make one batch, whose planning took so long."""
         source, spent = self.source, self.source.reader.counters.spent
-        out = None if self.slots is None else self.slots.empty
+        out = None if self.slots is None or os.getpid() == self.trainer_pid else self.slots.empty
         processor.begin()
         began = perf_counter()
         waited_s, transform_s, collate_s = spent.waited_s, spent.transform_s, spent.collate_s
@@ -139,6 +140,16 @@ class Pipeline(IterableDataset[Delivery]):
         thread_s, process_s, queued_s = processor.used(ended - began - waited_s)
         made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s, early)
         return batch, info, made
+
+    def proven(self, delivery: Delivery) -> Delivery:
+        """A batch that is about to be handed out; made again if its shards have come since and have other bytes."""
+        _, info, made = delivery
+        while made.early and not all(verdicts(self.source.reader, made.early, wait=False).values()):
+            _log.warning("The batch at %s was read early and wrong: it is made again.", info.label)
+            order = self.source.order(self.settings.order).epoch(info.epoch)
+            delivery = self._make(info, order, 0.0, _Processor())
+            _, info, made = delivery
+        return delivery
 
     def _by_threads(self, index: int, count: int) -> Iterator[Delivery]:
         """Batches in their order, while threads make those that follow."""
@@ -204,10 +215,17 @@ def _queued_s() -> float:
 class MadeBatches:
     """The batches of one iteration; `close` ends what makes them, and so do the last batch and the interpreter's exit.
 
-    `end` is called once, with whether an error ended the iteration; not in processes that this one forks.
+    `end` is called once, with whether an error ended the iteration; not in processes that this one forks. `proven` is
+    that of the `Pipeline`.
     """
 
-    def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Delivery],
+        end: Callable[[bool], None],
+        proven: Callable[[Delivery], Delivery] = lambda delivery: delivery,
+    ) -> None:
+        self._proven = proven
         self._batches: Iterator[Delivery] | None = batches
         self._end = weakref.finalize(self, _end_in, os.getpid(), end)
 
@@ -218,7 +236,7 @@ class MadeBatches:
                 "over the loader again: its state_dict() says where"
             )
         try:
-            return next(self._batches)
+            return self._proven(next(self._batches))
         except BaseException as error:
             self.close(failed=not isinstance(error, StopIteration))
             raise
@@ -264,7 +282,7 @@ class Workers:
     def _batches(self, pipeline: Pipeline, options: dict[str, Any], init: Callable[[int], None] | None) -> MadeBatches:
         if not (options["num_workers"] or options["pin_memory"] or options["timeout"]):
             here = iter(pipeline)  # as torch would, at a tenth of the cost
-            made = MadeBatches(here, lambda _: here.close())  # type: ignore[attr-defined]
+            made = MadeBatches(here, lambda _: here.close(), pipeline.proven)  # type: ignore[attr-defined]
             if pipeline.num_threads:
                 self._live.add(made)
             return made
@@ -290,7 +308,7 @@ class Workers:
                 torch_private.end_workers(batches)
                 self.meter.detach(loader.dataset.counters)  # type: ignore[attr-defined]  # a Pipeline
 
-        made = MadeBatches(in_order(batches, num_workers, slots) if num_workers else batches, end)
+        made = MadeBatches(in_order(batches, num_workers, slots) if num_workers else batches, end, pipeline.proven)
         self._live.add(made)
         return made
 

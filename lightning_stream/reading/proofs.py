@@ -15,6 +15,8 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from multiprocessing import parent_process
+from multiprocessing.util import Finalize
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -58,36 +60,51 @@ class EarlyRead:
 
 
 class EarlyReads:
-    """What one process has read early, by shard, until it opens the whole one. Thread-safe."""
+    """What one process has read early for nobody who compares it, until it opens the whole shard. Thread-safe."""
 
     def __init__(self) -> None:
         self._by_shard: dict[int, set[EarlyRead]] = {}
         self._guard = threading.Lock()
 
-    def add(self, reads: Sequence[EarlyRead]) -> list[EarlyRead]:
-        """Note samples that are about to be delivered; return those that must be compared.
-
-        Samples that came by ranges alone need no more than a second answer of the store that has the same bytes.
-        """
-        unproven = []
+    def add(self, reads: Sequence[EarlyRead]) -> None:
+        """Note samples that are about to be delivered."""
         with self._guard:
             for read in reads:
-                known = self._by_shard.setdefault(read.number, set())
-                if read.is_awaited or read not in known:
-                    unproven.append(read)
-                known.add(read)
-        return unproven
+                self._by_shard.setdefault(read.number, set()).add(read)
 
-    def forget(self, number: int) -> set[EarlyRead]:
-        """Forget the samples of a shard, and return them."""
+    def unproven(self, reads: Sequence[EarlyRead]) -> list[EarlyRead]:
+        """Those that are to be compared: for samples that come by ranges alone, two answers that agree suffice."""
         with self._guard:
-            return self._by_shard.pop(number, set())
+            return [read for read in reads if read.is_awaited or read not in self._by_shard.get(read.number, ())]
 
     def compare(self, shard: Shard, number: int, where: str) -> None:
         """Raise StoreError where a verified shard differs from samples of it that were read; forget these."""
-        reads = self.forget(number)
-        if wrong := sorted(index for read in reads if not read.agrees(shard) for index in read.indices):
-            raise difference(where, wrong)
+        with self._guard:
+            reads = self._by_shard.pop(number, set())
+        if wrong := [read for read in reads if not read.agrees(shard)]:
+            raise _difference(where, wrong)
+
+
+def verdicts(reader: SampleReader, reads: Sequence[EarlyRead], *, wait: bool) -> dict[EarlyRead, bool]:
+    """Whether early reads have the bytes of their verified shards; without `wait`, where these are here.
+
+    Samples of shards that nobody fetches are read by ranges a second time instead.
+
+    Raises:
+        StoreError, FormatError, CacheError: A shard cannot be fetched.
+    """
+    by_shard: dict[int, list[EarlyRead]] = {}
+    for read in reads:
+        by_shard.setdefault(read.number, []).append(read)
+    here = {number for number in by_shard if reader.is_present(number)}
+    alone = by_shard.keys() - here - {read.number for read in reads if read.is_awaited}
+    if wait:
+        reader.hurry(sorted(by_shard.keys() - here - alone))
+    agreeing: dict[EarlyRead, bool] = {}
+    for number in sorted(by_shard if wait else here):
+        right = reader.agreeing(by_shard[number], by_range=number in alone)
+        agreeing.update((read, read in right) for read in by_shard[number])
+    return agreeing
 
 
 class Deliveries:
@@ -103,7 +120,9 @@ class Deliveries:
     def add(self, reader: SampleReader, reads: Sequence[EarlyRead], batch: str) -> None:
         """Note the early samples of a batch, and where it is in the run."""
         self._reads += [(batch, read) for read in reads]
-        _undecided.setdefault(id(self), (os.getpid(), reader))
+        _undecided[id(self)] = os.getpid(), reader
+        if parent_process() is not None:  # a process that `multiprocessing` forked runs no other exit hooks
+            Finalize(None, _compare_at_exit, exitpriority=0)
 
     def forget(self) -> None:
         """Forget what was delivered: the run continues from before it."""
@@ -118,8 +137,6 @@ class Deliveries:
     def compare(self, reader: SampleReader, *, wait: bool) -> None:
         """Compare what was delivered with the verified shards: with those that are here, or with all.
 
-        Samples of shards that nobody fetches are read by ranges a second time instead.
-
         Raises:
             StoreError: A sample has other bytes; again at each later call.
             StoreError, FormatError, CacheError: A shard cannot be fetched.
@@ -127,27 +144,21 @@ class Deliveries:
         if not self._reads:
             return
         self._looked = monotonic()
-        numbers = sorted({read.number for _, read in self._reads})
-        here = {number for number in numbers if reader.is_present(number)}
-        alone = set(numbers).difference(here, (read.number for _, read in self._reads if read.is_awaited))
-        if wait:
-            reader.hurry([number for number in numbers if number not in alone])
-        for number in numbers:
-            if not wait and number not in here:
-                continue
-            reads = [(batch, read) for batch, read in self._reads if read.number == number]
-            right = reader.agreeing([read for _, read in reads], by_range=number in alone)
-            self._reads = [(batch, read) for batch, read in self._reads if read not in right]
-            if wrong := [(batch, read) for batch, read in reads if read not in right]:
-                _undecided.pop(id(self), None)  # the caller is told now
-                batches = list(dict.fromkeys(batch for batch, _ in wrong))
-                raise difference(reader.url_of(number), sorted({i for _, read in wrong for i in read.indices}), batches)
+        agreeing = verdicts(reader, [read for _, read in self._reads], wait=wait)
+        self._reads = [(batch, read) for batch, read in self._reads if not agreeing.get(read)]
+        wrong = [(batch, read) for batch, read in self._reads if read in agreeing]
+        if wrong:
+            _undecided.pop(id(self), None)  # the caller is told now
+            number = wrong[0][1].number
+            batches = list(dict.fromkeys(batch for batch, read in wrong))
+            raise _difference(reader.url_of(number), [read for _, read in wrong if read.number == number], batches)
         if not self._reads:
             self.forget()
 
 
-def difference(where: str, indices: Sequence[int], batches: Sequence[str] = ()) -> StoreError:
-    """The error for samples that were delivered before their shard was verified, and differ from it."""
+def _difference(where: str, reads: Sequence[EarlyRead], batches: Sequence[str] = ()) -> StoreError:
+    """The error for samples of a shard that were delivered before it was verified, and differ from it."""
+    indices = sorted({index for read in reads for index in read.indices})
     shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
     of_batches = f" in the batches at {'; '.join(batches[:_SHOWN])}" if batches else ""
     of_batches += f" and {len(batches) - _SHOWN} more" * (len(batches) > _SHOWN)
@@ -167,7 +178,7 @@ def _compare_at_exit() -> None:
 
     No error leaves a destructor, so the end of the program is the last place that can tell its caller.
     """
-    if hasattr(sys, "last_value"):  # it fails already
+    if hasattr(sys, "last_value") or sys.exc_info()[1] is not None:  # it fails already
         return
     try:
         for pid, reader in list(_undecided.values()):

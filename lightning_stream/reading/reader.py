@@ -181,11 +181,13 @@ class SampleReader:
     def _note_early(self, process: ReaderProcess) -> None:
         """Note the samples of this read that came before their shards were verified."""
         spent = self.counters.spent
-        if spent.reading_early:
-            unproven = process.early.add(spent.reading_early)
-            spent.reading_early = ()
-            if spent.early is not None:
-                spent.early += unproven
+        reads, spent.reading_early = spent.reading_early, ()
+        if not reads:
+            return
+        if spent.early is None:
+            process.early.add(reads)
+        else:
+            spent.early += process.early.unproven(reads)
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard, without reading from it."""
@@ -361,7 +363,6 @@ class SampleReader:
             if number in content:
                 samples = content[number]
                 return {read for read in reads if read.has_bytes([samples[index] for index in read.indices])}
-        process.early.add(list(process.early.forget(number).difference(reads)))  # which opening the shard compares
         with process.reading([number]):
             shard = self._shard(process, number)
             return {read for read in reads if read.agrees(shard)}
