@@ -143,7 +143,10 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
         return np.empty(0, np.uint32)
     if entry.raw.origin is not None:
         return _of_made_shard(cache, entry, name)
-    offsets, _ = fetch_offsets(cache, entry)
+    try:
+        offsets, _ = fetch_offsets(cache, entry)
+    except FormatError:  # one wrong answer is asked for again
+        offsets, _ = fetch_offsets(cache, entry)
     # A sample begins with the size of its only column of variable size; the other columns have fixed sizes.
     num_bytes = np.diff(offsets).astype(np.int64) - 4 - sum(size or 0 for size in schema.sizes)
     encoding = schema.columns[name]

@@ -37,6 +37,7 @@ REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come 
 _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with the bytes between them
 _HELD_BYTES = 64 << 20  # of tables that are kept
 THREADS = 16
+_ATTEMPTS = 3  # to read a table and samples that fit the index
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
@@ -74,8 +75,8 @@ class SampleRanges:
     def shards(self, wanted: Mapping[int, tuple[ShardCache, ShardEntry, _Ints]]) -> dict[int, Shard]:
         """By shard number, the samples of ascending, distinct indices as a shard of their own, numbered from 0.
 
-        Shards are left out, and are not read by ranges again, of which two answers did not fit the index. Raises
-        StoreError where the store does not send them.
+        Shards whose answers do not fit the index, also when asked again, are left out, and not read by ranges any more.
+        Raises StoreError where the store does not send them.
         """
         content = self.content(wanted)
         with scratch_folder() as folder:
@@ -95,10 +96,14 @@ class SampleRanges:
             if entry.raw.origin is not None
         }
         missing = {number: one for number, one in wanted.items() if number not in made}
-        content = self._cut_from_shards(missing)
-        content |= self._cut_from_shards({number: one for number, one in missing.items() if number not in content})
+        content: dict[int, dict[int, bytes]] = {}
+        for _ in range(_ATTEMPTS):
+            content |= self._cut_from_shards({number: one for number, one in missing.items() if number not in content})
+            if not missing.keys() - content.keys():
+                break
         for number in missing.keys() - content.keys():
-            self.distrust(number, wanted[number][1])
+            _log.warning("%s: its ranges do not fit its index; it is read as a whole.", missing[number][1].raw.basename)
+            self.distrust(number, missing[number][1])
         return content | {
             number: dict(zip(wanted[number][2].tolist(), make.result(), strict=True)) for number, make in made.items()
         }
@@ -237,9 +242,10 @@ def fetch_offsets(cache: ShardCache, entry: ShardEntry) -> tuple[_Offsets, str |
 def offsets_of(content: bytes, cache: ShardCache, entry: ShardEntry) -> _Offsets:
     """The offsets with which a raw MDS shard begins; FormatError if they do not fit the index."""
     end = table_bytes(entry.num_samples)
+    if len(content) != end:
+        raise _no_such_shard(cache, entry)
     offsets = np.frombuffer(content[4:], "<u4")
-    fits = len(content) == end and int.from_bytes(content[:4], "little") == entry.num_samples
-    fits = fits and int(offsets[0]) >= end
+    fits = int.from_bytes(content[:4], "little") == entry.num_samples and int(offsets[0]) >= end
     fits = fits and (entry.raw.origin is not None or int(offsets[-1]) == entry.raw.num_bytes)
     if not fits or (offsets[1:] < offsets[:-1]).any():
         raise _no_such_shard(cache, entry)
@@ -266,8 +272,7 @@ def _if_it_fits(answer: Future[T]) -> T | None:
     """What came; None if it does not fit the index."""
     try:
         return answer.result()
-    except FormatError as error:
-        _log.warning("An answer by range does not fit, and is asked for again: %s", error)
+    except FormatError:
         return None
 
 

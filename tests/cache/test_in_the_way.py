@@ -9,13 +9,17 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from servers.shards import make_dataset
+from servers.shards import bytes_in, make_dataset
 
 from lightning_stream.cache import CacheConfig, ShardCache
-from lightning_stream.errors import CacheError, CacheFullError
-from lightning_stream.stores import LocalStore
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.usage_log import UsageLog
+from lightning_stream.errors import CacheError, CacheFullError, NotFoundError
+from lightning_stream.shared_files import FileLock
+from lightning_stream.stores import LocalStore, RetryingStore
 
 SHARD = "shard.00000.mds"
 
@@ -85,6 +89,49 @@ def test_a_cache_that_is_deleted_during_a_run_is_made_again(tmp_path: Path, gone
         raw = index.entry(number).raw
         assert (cache.ensure(index.entry(number)) / raw.basename).stat().st_size == raw.num_bytes
         shutil.rmtree(tmp_path / "cache" / gone)
+
+
+@pytest.mark.parametrize("gone", ["", ".lightning_stream", ".lightning_stream/drafts", ".lightning_stream/locks"])
+def test_a_cache_that_is_deleted_while_a_draft_is_written_there_is_made_again(tmp_path: Path, gone: str) -> None:
+    index, local = make_dataset(tmp_path / "d", num_shards=1), tmp_path / "cache"
+
+    asked: list[str] = []
+
+    class Deleting(RetryingStore):
+        def connect(self, name: str, begin: int, end: int | None) -> Any:
+            body = super().connect(name, begin, end)
+            asked.append(name)
+            if name == SHARD and asked.count(SHARD) <= 2:
+                shutil.rmtree(local / gone)
+            return body
+
+    cache = ShardCache(Deleting(LocalStore(tmp_path / "d")), local)
+    assert (cache.ensure(index.entry(0)) / SHARD).read_bytes() == (tmp_path / "d" / SHARD).read_bytes()
+
+
+def test_a_lock_that_was_deleted_and_made_again_by_another_stays_that_ones(tmp_path: Path) -> None:
+    first, second = FileLock(tmp_path / "a.lock"), FileLock(tmp_path / "a.lock")
+    assert first.try_acquire()
+    (tmp_path / "a.lock").unlink()
+    assert second.try_acquire()
+    assert (first.is_current(), second.is_current()) == (False, True)
+    first.release()
+    assert second.is_current()
+    assert not FileLock(tmp_path / "a.lock").try_acquire()
+
+
+def test_a_failed_repair_keeps_the_logs_entry_of_the_files_that_stay(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=1)
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache")
+    entry = index.entry(0)
+    lease = cache.lease(entry)
+    damaged = tmp_path / "cache" / SHARD
+    damaged.write_bytes(b"x" * entry.raw.num_bytes)
+    (tmp_path / "d" / SHARD).unlink()
+    with pytest.raises(NotFoundError):
+        cache.fetch_again(entry, lease)
+    assert damaged.exists()
+    assert bytes_in(UsageLog(CacheFolder(tmp_path / "cache"))) == entry.raw.num_bytes
 
 
 def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> None:

@@ -121,6 +121,9 @@ def test_a_local_dataset_has_the_same_attributes(data: Path) -> None:
     )
     assert sum(shard.samples for shard in dataset.shards) == 20
     assert dataset.get_item(3) == dataset[3] == {"id": 3}
+    for wrong in (-1, len(dataset)):
+        with pytest.raises(IndexError, match=rf"the dataset has 20 samples: index {wrong} is not in \[0, 20\)"):
+            dataset.get_item(wrong)
 
 
 OWN_NAMES = (

@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from servers.web import Handler, WebServer  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import DigestError, StoreError  # noqa: E402
@@ -285,3 +286,114 @@ def test_a_shard_that_was_replaced_is_not_mixed_with_the_new_one(served: Served,
     for _ in range(2):
         with pytest.raises(DigestError, match=r"raw/shard\.00000\.mds: the index promises"):
             dataset[2]
+
+
+class FirstAnswers:
+    """Ranges whose first answers have a wrong byte at their end, or are too short."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, tables_too: bool = True) -> None:
+        self._right, self._kind, self._tables_too = range_reads.read_range, kind, tables_too
+        self._known: set[tuple[str, int]] = set()
+        monkeypatch.setattr(range_reads, "read_range", self)
+
+    def __call__(self, cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
+        content, version = self._right(cache, entry, begin, end)
+        place = entry.raw.basename, begin
+        if place in self._known or (begin == 0 and not self._tables_too):
+            return content, version
+        self._known.add(place)
+        return (content[:-1] if self._kind == "short" else content[:-1] + bytes([content[-1] ^ 1])), version
+
+
+@pytest.mark.parametrize("kind", ["short", "table"])
+def test_an_answer_by_range_that_does_not_fit_is_asked_for_again(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    dataset = served.dataset(tmp_path)
+    FirstAnswers(monkeypatch, kind)
+    assert dataset[7]["id"] == 7
+    assert dataset.read_batch([100, 230])["id"].tolist() == [100, 230]
+    assert all(value is not None for _, value in served.asked())
+
+
+def test_a_sample_that_never_fits_by_range_is_read_from_its_shard(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = range_reads.read_range
+    monkeypatch.setattr(range_reads, "read_range", lambda *a: (bytes(len(right(*a)[0])), None) if a[2] else right(*a))
+    dataset = served.dataset(tmp_path)
+    assert dataset[7] == sample(7)
+    assert dataset.read_batch([100])["id"].tolist() == [100]
+    assert [name for name, value in served.asked() if value is None] == ["shard.00000.mds", "shard.00001.mds"]
+
+
+def few_of(served: Served, folder: Path) -> StreamingDataset:
+    return served.dataset(folder, shuffle=False).subset([5, 150, 231])
+
+
+def test_samples_of_shards_that_nobody_fetches_count_once_a_second_answer_agrees(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = few_of(served, tmp_path / "right")
+    loader = StreamingDataLoader(part, 3)
+    assert next(iter(loader))["id"].tolist() == [5, 150, 231]
+    assert loader.state_dict()["position"] == 0  # of the next epoch
+    assert len(served.asked()) == 9  # tables, samples, and samples again
+    FirstAnswers(monkeypatch, "flip", tables_too=False)
+    loader = StreamingDataLoader(few_of(served, tmp_path / "wrong"), 3)
+    assert bytes(next(iter(loader))["x"][0]) != sample(5)["x"]
+    with pytest.raises(StoreError, match=r"samples \[5\]. They may .* positions 0 to 3"):
+        loader.state_dict()
+
+
+def start_by_range(served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
+    """A dataset whose first samples come by ranges, with a wrong byte each."""
+    served.server.slow = threading.Event()
+    dataset = served.dataset(folder, shuffle=True, start_by_range=True, batch_size=4)
+    FirstAnswers(monkeypatch, "flip", tables_too=False)
+    return dataset
+
+
+def test_a_plain_loop_takes_no_state_after_wrong_samples(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = start_by_range(served, tmp_path, monkeypatch)
+    samples = iter(dataset)
+    first = [next(samples) for _ in range(4)]
+    assert any(one != sample(one["id"]) for one in first)
+    served.server.slow.set()
+    with pytest.raises(StoreError, match=r"verified file has other bytes.* positions 0 to 4"):
+        dataset.state_dict(4, True)
+
+
+def test_the_workers_of_a_plain_dataloader_yield_nothing_that_was_not_compared(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = start_by_range(served, tmp_path, monkeypatch)
+    served.server.slow.set()
+    batches = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    seen = list(batches)
+    assert all(bytes(one["x"]) == sample(int(one["id"]))["x"] for one in seen)
+    assert sorted(int(one["id"]) for one in seen) == list(range(NUM_SAMPLES))
+
+
+def test_the_chosen_samples_of_a_dataset_start_by_range_too(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look_ahead, "_FILES_PER_RANGE", 0.1)  # 30 requests for 3 shards
+    served.server.slow = threading.Event()
+    dataset = served.dataset(tmp_path, shuffle=True).subset(range(1, NUM_SAMPLES))
+    batches = iter(StreamingDataLoader(dataset, 4))
+    seen = next(batches)["id"].tolist()  # though no shard can have come yet
+    served.server.slow.set()
+    seen += [number for batch in batches for number in batch["id"].tolist()]
+    assert sorted(set(seen)) == list(range(1, NUM_SAMPLES))
+
+
+def test_a_subset_of_a_subset_has_one_reader_of_shards_which_close_closes(served: Served, tmp_path: Path) -> None:
+    inner = served.dataset(tmp_path, shuffle=False).subset(range(200))
+    dataset = inner.subset(range(100))
+    next(iter(StreamingDataLoader(dataset, 4)))
+    assert dataset.reader._mine() is inner.reader._mine() is inner.reader.whole._mine()
+    dataset.reader.close()
+    assert [reader._process for reader in (dataset.reader, inner.reader, inner.reader.whole)] == [None] * 3
