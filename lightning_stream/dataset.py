@@ -104,10 +104,10 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         forget: Ids of samples that are never delivered, but others of their streams in their places. A run continues so
             from a state before it saw any of them: `plan_replay` finds the newest.
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
-            batches need not wait for whole shards. The bytes are compared with the shard once that is fetched and
-            verified: a difference ends the run. None: where that is faster and takes at most 5 % more requests, unless
-            bad data is substituted. The beginning of a shard that is arriving takes none. False: nothing is read
-            before its shard is here, verified.
+            batches need not wait for whole shards. The bytes are compared with the verified shard before a state is
+            taken and when an iteration ends: a difference is an error. None: where that is faster and takes at most 5 %
+            more requests, unless bad data is substituted. The beginning of a shard that is arriving takes none. False:
+            nothing is read before its shard is here, verified.
         pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
         schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
         bucket_by: Name of lengths, e.g. ``"tokens"``: each global batch then has samples of similar lengths, so that

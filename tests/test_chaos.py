@@ -22,7 +22,7 @@ TESTS = str(Path(__file__).resolve().parent)
 if TESTS not in sys.path:
     sys.path.insert(0, TESTS)
 
-from servers import processes  # noqa: E402
+from servers import early_runs, processes  # noqa: E402
 from servers.crowd import KEY, SECRET, STEADY, Crowd, upload  # noqa: E402
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
 from servers.workers import train  # noqa: E402
@@ -93,3 +93,17 @@ def test_no_fault_and_no_kill_costs_a_sample(tmp_path: Path) -> None:
     assert sum(counts.get(name, 0) for name in ODD) >= 200
     kept = sum(path.stat().st_size for path in (tmp_path / "cache").glob("shard.*"))
     assert kept <= LIMIT_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside the server's threads
+def test_no_run_ends_well_and_no_state_is_taken_after_wrong_samples(tmp_path: Path) -> None:
+    """The first answer for each shard and range is wrong; runs end at random places."""
+    with early_runs.FirstAnswersWrong(early_runs.write(tmp_path / "data")) as server:
+        counts = early_runs.check(server, tmp_path, early_runs.cases(24, 2), 0)
+    print(f"\n{dict(counts)} {dict(server.damaged)}")
+    assert counts["runs"] == 24
+    assert counts["states"] >= 5
+    assert counts["ended with an error after wrong samples"] >= 3
+    assert counts["ended well"] >= 8
