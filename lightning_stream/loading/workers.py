@@ -126,7 +126,7 @@ class Pipeline(IterableDataset[Delivery]):
     def _make(self, planned: MicroBatch, order: EpochOrder, planning_s: float, processor: _Processor) -> Delivery:
         """Make one batch, whose planning took so long."""
         source, spent = self.source, self.source.reader.counters.spent
-        out = None if self.slots is None or os.getpid() == self.trainer_pid else self.slots.empty
+        out = None if self.slots is None or get_worker_info() is None else self.slots.empty  # the trainer uses none
         processor.begin()
         began = perf_counter()
         waited_s, transform_s, collate_s = spent.waited_s, spent.transform_s, spent.collate_s
