@@ -10,11 +10,12 @@ overwritten belong to no other one. index.json is published again from time to t
 from __future__ import annotations
 
 import contextlib
+import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -23,7 +24,15 @@ from lightning_stream.formats.index.lengths import deleted_text, lengths_text, w
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
-from .errors import AccessError, AlreadyExistsError, ConflictError, FormatError, NotFoundError, StoreError
+from .errors import (
+    AccessError,
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
 
 Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
@@ -84,6 +93,7 @@ class Version:
         root, number, index: The log that it is in, its number there, and its index.
         keys: The keys of all changes up to it.
         published: The `ObjectStream.version` of the index.json that it was read from.
+        is_changed: Whether the dataset is known to have changes: this version has some, or index.json says so.
     """
 
     root: str
@@ -91,12 +101,14 @@ class Version:
     index: Index
     keys: tuple[str, ...] = ()
     published: str | None = None
+    is_changed: bool = False
 
 
 class _Origin(msgspec.Struct, omit_defaults=True):
-    root: str
-    number: int
+    root: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
+    number: Annotated[int, msgspec.Meta(ge=0)]
     keys: tuple[str, ...] = ()
+    is_changed: bool = False  # written before the first change; from then on the number says it
 
 
 class _Top(msgspec.Struct):
@@ -115,6 +127,7 @@ def read_newest(store: Store, known: Known | None = None) -> Version:
     Raises:
         NotFoundError: There is no index.json.
         FormatError: It is no index, or the log is damaged.
+        AccessError: A change must not be read, or the store does not tell whether there is a newer one.
     """
     return _later(store, _published(store, known))
 
@@ -135,14 +148,19 @@ def read_index(store: Store, name: str = INDEX_NAME) -> Index:
 
 
 def read_version(store: Store, wanted: str | int) -> Version:
-    """Read a version by its number, or by the first digits of its digest; NotFoundError if there is none."""
+    """Read a version by its number, or by the first digits of its digest; NotFoundError if there is none.
+
+    It needs the right to read the changes up to that version only.
+    """
     base = _published(store)
-    changes = read_changes(store, base.root)
+    changes, error = _readable_changes(store, base.root, 1, base)
     digests = [base.root, *(change.digest for change in changes)]
     if isinstance(wanted, int):
         found = [wanted] if 0 <= wanted < len(digests) else []
     else:
         found = [number for number, digest in enumerate(digests) if digest.startswith(wanted[: len(digest)])]
+    if not found and isinstance(error, AccessError):
+        raise error
     if not found:
         known = ", ".join(dict.fromkeys(digest[:_DIGITS] for digest in digests[::-1]))
         raise NotFoundError(
@@ -159,21 +177,20 @@ def read_version(store: Store, wanted: str | int) -> Version:
 def read_log(store: Store) -> tuple[Version, list[Change]]:
     """Read the version of index.json as it is published, and all changes, from the first one on."""
     base = _published(store)
-    return base, read_changes(store, base.root)
+    return base, read_changes(store, base.root, base=base)
 
 
-def read_changes(store: Store, root: str, first: int = 1) -> list[Change]:
-    """Read the changes from a number on, several at once."""
-    if (change := _change_at(store, root, first)) is None:  # as usual: no thread is started
-        return []
-    found = [change]
-    with DaemonPool(_AT_ONCE, "versions") as pool:
-        while True:
-            begin = first + len(found)
-            for read in [pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)]:
-                if (change := read.result()) is None:
-                    return found
-                found.append(change)
+def read_changes(store: Store, root: str, first: int = 1, base: Version | None = None) -> list[Change]:
+    """Read the changes from a number on, several at once. `base` is the version of index.json, if it is known.
+
+    Raises:
+        AccessError: A change must not be read, or the store does not tell whether there is a further one.
+        FormatError: A change is damaged, or is absent though there are later ones.
+    """
+    changes, error = _readable_changes(store, root, first, base)
+    if error is not None:
+        raise error
+    return changes
 
 
 def older_entries(store: Store) -> list[bytes]:
@@ -181,8 +198,9 @@ def older_entries(store: Store) -> list[bytes]:
     base, changes = read_log(store)
     found = [bytes(text) for change in changes for text in change.shards]
     if base.number:
-        first = msgspec.json.decode(store.read(version_name(base.root)), type=_Contents)
-        found += map(bytes, first.shards)
+        name = version_name(base.root)
+        first = Index.from_bytes(store.read(name), f"{store.url}/{name}")
+        found += map(first.text, range(len(first)))
     return found
 
 
@@ -213,6 +231,8 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
             samples=new.index.num_samples - new.index.num_deleted,
             num_shards=new.index.num_shards,
         )
+        if not version.is_changed:
+            _announce(store, version.root)
         name, data = _name(version.root, change.number), msgspec.json.encode(change)
         try:
             store.put(name, data, if_absent=True)
@@ -236,18 +256,7 @@ def publish(store: Store, version: Version, *, always: bool = True) -> None:
     """
     if not always and len(version.index.data) > _PUBLISHED_BYTES and version.number % _PUBLISHED_EVERY:
         return
-    while True:
-        there = _published(store)
-        if there.root != version.root or there.number >= version.number:
-            return
-        if there.number == 0:
-            with contextlib.suppress(AlreadyExistsError):
-                store.put(version_name(there.root), there.index.data, if_absent=True)
-        try:
-            store.put(INDEX_NAME, version.index.data, if_version=there.published)
-        except ConflictError:
-            continue
-        return
+    _replace_index(store, version.root, lambda there: version.index.data if there.number < version.number else None)
 
 
 def with_first_key(index: bytes, key: str) -> bytes:
@@ -266,12 +275,37 @@ def _published(store: Store, known: Known | None = None) -> Version:
     with store.open(INDEX_NAME) as body:
         where = f"{store.url}/{INDEX_NAME}"
         index = (known and known(body.version)) or Index.from_bytes(b"".join(body), where)
-    try:
-        origin = msgspec.json.decode(index.data, type=_Top).versions
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: the key 'versions' must have a root and a number; {error}.") from error
-    origin = origin or _Origin(index.digest[:_DIGITS], 0)
-    return Version(origin.root, origin.number, index, origin.keys, body.version)
+    origin = _parsed(index.data, _Top, where).versions or _Origin(index.digest[:_DIGITS], 0)
+    is_changed = origin.is_changed or origin.number > 0
+    return Version(origin.root, origin.number, index, origin.keys, body.version, is_changed)
+
+
+def _announce(store: Store, root: str) -> None:
+    """Say in index.json that the dataset has changes, before the first one is put: see `_refused`."""
+
+    def announced(there: Version) -> bytes | None:
+        origin = _Origin(root, 0, there.keys, is_changed=True)
+        return None if there.is_changed else with_keys(there.index.data, {"versions": msgspec.json.encode(origin)})
+
+    _replace_index(store, root, announced)
+
+
+def _replace_index(store: Store, root: str, newer: Callable[[Version], bytes | None]) -> None:
+    """Put index.json as a function makes it of the one that is there, unless that is None, or of another log.
+
+    The first index stays under a name of its own.
+    """
+    while True:
+        there = _published(store)
+        data = newer(there) if there.root == root else None
+        if data is None:
+            return
+        if there.number == 0:
+            with contextlib.suppress(AlreadyExistsError):
+                store.put(version_name(root), there.index.data, if_absent=True)
+        with contextlib.suppress(ConflictError):
+            store.put(INDEX_NAME, data, if_version=there.published)
+            return
 
 
 def _is_current(store: Store, version: Version) -> bool:
@@ -287,27 +321,90 @@ def _is_current(store: Store, version: Version) -> bool:
 
 def _later(store: Store, version: Version) -> Version:
     """The newest version, from an older one."""
-    return _with(version, read_changes(store, version.root, version.number + 1), store.url)
+    return _with(version, read_changes(store, version.root, version.number + 1, version), store.url)
 
 
-def _change_at(store: Store, root: str, number: int) -> Change | None:
-    """The change of a number; None if there is none.
+def _readable_changes(
+    store: Store, root: str, first: int, base: Version | None
+) -> tuple[list[Change], AccessError | FormatError | None]:
+    """The changes from a number on, and the error if there is, or may be, a further one; see `read_changes`."""
+    changes: list[Change] = []
+    answers = [_change_at(store, root, first)]
+    if isinstance(answers[0], Change):  # else no thread is started, as usual
+        with DaemonPool(_AT_ONCE, "versions") as pool:
+            while isinstance(answers[0], Change):
+                changes += [one for one in itertools.takewhile(_is_change, answers) if isinstance(one, Change)]
+                begin = first + len(changes)
+                reads = [pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)]
+                answers = [read.result() for read in reads]
+                if answers[0] is None and any(map(_is_change, answers)):  # committed meanwhile, or lost
+                    answers[0] = _change_at(store, root, begin)
+    answer, number = answers[0], first + len(changes)
+    must_exist = any(map(_is_change, answers)) or (base is not None and number <= base.number)
+    if not isinstance(answer, AccessError):
+        return changes, _absent(store, root, number) if must_exist else None
+    is_changed = bool(changes) or base is None or base.is_changed
+    # Older releases did not say in a large index that there are changes.
+    if must_exist or (base is not None and not is_changed and len(base.index.data) <= _PUBLISHED_BYTES):
+        return changes, _refused(answer) if must_exist else None
+    is_there = _is_listed(store, _name(root, number))
+    return changes, _refused(answer) if is_there or (is_there is None and is_changed) else None
 
-    Stores have several answers for that: a bucket that may not be listed refuses access, a web server may send a page.
+
+def _is_listed(store: Store, name: str) -> bool | None:
+    """Whether there is an object of that name; None where the store cannot be listed."""
+    try:
+        return any(entry.name == name for entry in store.list(name))
+    except UnavailableError:
+        raise
+    except StoreError:  # no right to list, or a web server
+        return None
+
+
+def _refused(error: AccessError) -> AccessError:
+    return AccessError(
+        f"{error} A changed dataset is read with all its changes, so this one must be readable, or it must be plain "
+        "that there is none. Grant the right to read and to list versions/ (on S3 s3:GetObject and s3:ListBucket; a "
+        "web server must answer 404 for what is absent), or pass the version= to read."
+    )
+
+
+def _absent(store: Store, root: str, number: int) -> FormatError:
+    return FormatError(
+        f"{store.url}/{_name(root, number)}: a dataset must have all its changes; this one is absent, but there are "
+        "later ones. Restore the file, or copy the dataset with its folder versions/."
+    )
+
+
+def _is_change(answer: object) -> bool:
+    return isinstance(answer, Change)
+
+
+def _change_at(store: Store, root: str, number: int) -> Change | AccessError | None:
+    """The change of a number; None if there is none, and the error where the answer does not tell.
+
+    A bucket that may not be listed refuses access to what is absent, and a web server may send a page.
     """
     name = _name(root, number)
     try:
         data = store.read(name)
-    except (NotFoundError, AccessError):
+    except NotFoundError:
         return None
+    except AccessError as error:
+        return error
     if data.lstrip()[:1] == b"<":
-        return None
+        return AccessError(f"{store.url}/{name}: the server sent a page, which is no change of the dataset.")
+    change: Change = _parsed(data, Change, f"{store.url}/{name}")
+    return change
+
+
+def _parsed(data: bytes | msgspec.Raw, kind: Any, where: str) -> Any:
     try:
-        return msgspec.json.decode(data, type=Change)
+        return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
         raise FormatError(
-            f"{store.url}/{name}: a change of the dataset must be a JSON object as this release writes it; {error}. "
-            "Install a newer release, or restore the file."
+            f"{where}: versions of a dataset must be described in JSON as this release writes it; {error}. Install a "
+            "newer release, or restore the file."
         ) from error
 
 
@@ -334,7 +431,7 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
     if not changes:
         return version
     index = version.index
-    contents = msgspec.json.decode(index.data, type=_Contents)
+    contents: _Contents = _parsed(index.data, _Contents, index.where)
     digest, lengths = index.digest, contents.lengths
     keys: dict[str, bytes | None] = {}
     for number, change in enumerate(changes, version.number + 1):
@@ -344,7 +441,7 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
                 f"{change.parent[:_DIGITS]}. Files below versions/ were changed: restore them."
             )
         digest = change.digest
-        added = msgspec.json.decode(change.lengths, type=dict[str, list[msgspec.Raw]])
+        added = _parsed(change.lengths, dict[str, list[msgspec.Raw]], f"{where}/{_name(version.root, number)}")
         if change.operation == "append":
             contents.shards += change.shards
             lengths = {name: [*lengths.get(name, ()), *added.get(name, ())] for name in {**lengths, **added}}

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError
 from lightning_stream.formats.encodings import plain_values
-from lightning_stream.formats.hashing import digest, hashes_to_write
+from lightning_stream.formats.hashing import digest, digest_parts, hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.formats.index.schema import MAX_FILE_BYTES
 from lightning_stream.formats.mds.encode import MdsEncoder
@@ -43,7 +43,7 @@ from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import DatasetPlace
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
-_HASH = "xxh3_128"
+_NAMING_HASH = "xxh3_128"  # of files of deleted samples
 _PUTS = 8  # shards of a column that are put at the same time
 
 
@@ -162,8 +162,9 @@ def delete_rows(
         all_deleted = np.union1d(before, given).astype("<i8")
         counts[0] = len(all_deleted) - len(before)
         data = all_deleted.tobytes()
-        found = digest(_HASH, data)
-        file = FileEntry(f"deleted.{found[:16]}.bin", len(data), {_HASH: found})
+        hashes = hashes_to_write([name for schema in version.index.schemas for name in schema.hashes] or None)
+        name = f"deleted.{digest(_NAMING_HASH, data)[:16]}.bin"
+        file = FileEntry(name, len(data), digest_parts(hashes, [data]))
         store.put(file.basename, data)
         return Edit("delete", (), {}, message, key or "", file)
 

@@ -200,3 +200,25 @@ def test_compacting_and_deleting_are_refused_where_the_other_was_first(
     with pytest.raises(ConflictError, match="was compacted meanwhile"):
         versions.delete_rows(tmp_path, [5])
     assert ids(StreamingDataset(local=tmp_path)) == [0, *range(3, 60)]
+
+
+@pytest.mark.parametrize("former", [False, True])
+@pytest.mark.parametrize("hashes", [None, ["sha1"], ["md5", "xxh64"]])
+def test_a_dataset_with_deleted_samples_opens_with_the_hash_that_its_shards_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashes: list[str] | None, former: bool
+) -> None:
+    write(tmp_path / "set", 0, hashes=hashes, lengths={"text": len})
+    with monkeypatch.context() as patch:
+        if former:  # former releases gave the file one hash, whatever the shards have
+            patch.setattr(versions, "hashes_to_write", lambda _: ("xxh3_128",))
+        versions.delete_rows(tmp_path / "set", [3])
+    for change in (lambda: None, lambda: versions.compact(tmp_path / "set")):
+        change()
+        for number, name in enumerate(hashes or ["xxh3_64"]):
+            place: dict[str, Any] = {"remote": tmp_path / "set", "validate_hash": name}
+            for cached in ({}, {"local": tmp_path / f"cache-{number}"}):
+                dataset = StreamingDataset(**place, **cached)
+                assert ids(dataset) == [number for number in range(60) if number != 3]
+                assert len(dataset.lengths("text")) == 59
+    with pytest.raises(ValueError, match="asks for a hash that the index must have"):
+        StreamingDataset(remote=tmp_path / "set", validate_hash="sha512")[0]
