@@ -27,6 +27,7 @@ T = TypeVar("T")
 _Span = tuple[int, "int | None"]  # first byte, and the byte after the last one
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
+_LEAST_RATE = 16 << 10  # bytes per second: a server that sends less is silent, as far as a download is concerned
 _READS = 3  # of an object that is replaced during each read
 _in_flight: weakref.WeakValueDictionary[int, RetryBudget] = weakref.WeakValueDictionary()  # by id
 
@@ -38,7 +39,8 @@ class RetryPolicy:
     Attributes:
         retries: Number of failures in a row that are tried again; any progress resets it to zero.
         timeout_s: Longest silence on a connection, for the client.
-        deadline_s: For one operation with its retries and pauses, or for each page of a listing.
+        deadline_s: For one operation with its retries and pauses, or for each page of a listing. A download may take
+            longer while it makes progress: in each such span, at least 16 KiB must arrive for each of its seconds.
         first_pause_s, longest_pause_s: Mean pause after the first failure, which doubles with each; its limit.
         parallel_from_bytes: An object of at least this size is fetched as several ranges at once.
         part_bytes, parts_at_once: The size and the number of these ranges.
@@ -155,6 +157,10 @@ class RetryingStore(Store):
 
     def _get_parts(self, name: str, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget) -> int | None:
         """Fetch ranges at once, each with its own budget; None if the server sends the whole object for a range."""
+
+        def part(span: _Span) -> tuple[int, str | None]:
+            return self._get_range(name, draft, span, self._budget(name))  # which begins with it, not in the queue
+
         parts = []
         if not self.traits.ranges:
             with self._open(name, *ranges[0], budget) as stream:
@@ -165,7 +171,7 @@ class RetryingStore(Store):
         if ranges:
             draft.resize(ranges[-1][1])
             with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
-                futures = [pool.submit(self._get_range, name, draft, span, self._budget(name)) for span in ranges]
+                futures = [pool.submit(part, span) for span in ranges]
                 parts += [future.result() for future in futures]
         if len({tag for _, tag in parts}) > 1:
             raise _ReplacedError(_replaced(f"{self.url}/{name}"))
@@ -232,7 +238,8 @@ class RetryBudget:
     def __init__(self, policy: RetryPolicy, where: str, counters: Counters) -> None:
         self._policy, self._counters = policy, counters
         self._where = where
-        self._begun = time.monotonic()
+        self._begun = self._span_begun = time.monotonic()
+        self._span_bytes = 0
         self._in_a_row = 0
         self.failures = 0
         self.pid = os.getpid()  # a forked process has copies of its parent's
@@ -250,11 +257,19 @@ class RetryBudget:
             except UnavailableError as error:  # noqa: PERF203 (the loop is over retries)
                 self.failed(error)
 
-    def progressed(self) -> None:
-        """Note that bytes have arrived; UnavailableError if the deadline has passed."""
+    def progressed(self, num_bytes: int) -> None:
+        """Note that bytes have arrived; UnavailableError if the deadline has passed with too few of them."""
         self._in_a_row = 0
-        if time.monotonic() - self._begun > self._policy.deadline_s:
-            raise self._too_late("it was still arriving, but too slowly")
+        self._span_bytes += num_bytes
+        now = time.monotonic()
+        if self._span_bytes >= _LEAST_RATE * self._policy.deadline_s:
+            self._span_begun, self._span_bytes = now, 0
+        elif now - self._span_begun > self._policy.deadline_s:
+            raise self._too_late(f"it was still arriving, but at less than {_LEAST_RATE >> 10} KiB/s")
+
+    def exclude(self, seconds: float) -> None:
+        """Do not count a time in which the reader did not wait for the store."""
+        self._span_begun += seconds
 
     def failed(self, error: UnavailableError) -> None:
         """Pause after a failure, or raise it if there were too many."""
@@ -264,7 +279,7 @@ class RetryBudget:
         pause_s *= _jitter.uniform(0.0, 2.0)
         if self._in_a_row > self._policy.retries:
             raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
-        if time.monotonic() + pause_s - self._begun > self._policy.deadline_s:
+        if time.monotonic() + pause_s - self._span_begun > self._policy.deadline_s:
             raise self._too_late(str(error)) from None
         self._counters.add("retries")
         self._counters.add("throttled", error.is_throttled)
@@ -325,8 +340,10 @@ class ResumingStream:
                 return
             self._position += len(chunk)
             self._store.counters.add("fetched_bytes", len(chunk))
+            self._budget.progressed(len(chunk))
+            handed_over = time.monotonic()
             yield chunk
-            self._budget.progressed()
+            self._budget.exclude(time.monotonic() - handed_over)
 
     def close(self) -> None:
         """Give the connection back."""

@@ -216,3 +216,67 @@ def test_a_draft_that_cannot_be_opened_raises_and_prints_nothing(tmp_path: Path)
     with pytest.raises(FileNotFoundError):
         _Draft(tmp_path / "none" / "x")
     gc.collect(0)  # pytest fails a test whose objects raise as they are freed; these are young
+
+
+class Clock:
+    """Stands for `time` in a module: it goes only as far as it is told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    perf_counter = monotonic
+
+
+class Paced(LocalStore):
+    """A store that takes a number of seconds for each piece."""
+
+    def __init__(self, folder: Path, clock: Clock, seconds: float, piece_bytes: int) -> None:
+        super().__init__(folder)
+        self.clock, self.seconds, self.piece_bytes = clock, seconds, piece_bytes
+
+    def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
+        stream = super()._open(name, begin, end)
+        data = b"".join(stream.chunks)
+        pieces = [data[k : k + self.piece_bytes] for k in range(0, len(data), self.piece_bytes)]
+        stream.chunks = (self.clock.sleep(self.seconds) or piece for piece in pieces)
+        return stream
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("lightning_stream.stores.retry.time", clock)
+    return clock
+
+
+def paced(folder: Path, clock: Clock, seconds: float, piece_bytes: int, **how: Any) -> RetryingStore:
+    (folder / "x").write_bytes(bytes(4 << 20))
+    return RetryingStore(Paced(folder, clock, seconds, piece_bytes), RetryPolicy(**how))
+
+
+@pytest.mark.parametrize("parts", [1, 16])
+def test_a_steady_download_may_take_longer_than_the_deadline(tmp_path: Path, clock: Clock, parts: int) -> None:
+    store = paced(tmp_path, clock, 10.0, 1 << 18, deadline_s=15.0, parallel_from_bytes=1, part_bytes=(4 << 20) // parts)
+    assert store.get("x", tmp_path / "y", 4 << 20) == 4 << 20
+    assert clock.now >= 160
+    assert len(store.read("x")) == 4 << 20
+
+
+def test_a_server_that_trickles_is_given_up_at_the_deadline(tmp_path: Path, clock: Clock) -> None:
+    store = paced(tmp_path, clock, 10.0, 100_000, deadline_s=60.0)
+    with pytest.raises(UnavailableError, match=r"deadline of 60 s.*less than 16 KiB/s.*deadline_s"):
+        store.read("x")
+    assert clock.now == 70
+
+
+def test_a_reader_may_take_its_time_between_two_chunks(tmp_path: Path, clock: Clock) -> None:
+    store = paced(tmp_path, clock, 1.0, 10_000, deadline_s=600.0)
+    with store.open("x") as stream:
+        for number, _ in enumerate(stream):
+            clock.sleep(1000.0 if number % 100 == 0 else 0.0)
