@@ -16,12 +16,6 @@ def start() -> None:
     import hydra
     from omegaconf import DictConfig
 
-    from recipes.checks import renamed_arguments
-
-    if problems := renamed_arguments(sys.argv[1:]):
-        print("Invalid config:", *problems, sep="\n  ", file=sys.stderr)
-        sys.exit(2)
-
     @hydra.main(version_base="1.3", config_path="configs", config_name="train")
     def run(config: DictConfig) -> None:
         from recipes.train import main

@@ -139,6 +139,31 @@ _SECRET = re.compile(
 )
 
 
+_SECRET_NAME = re.compile(
+    r"(?i)secret|passw|passphrase|credential|connection_?string|authorization|signature"
+    r"|(access|account|api|private|shared|client)_?key|(^|_)(sas|sas_token|(access|auth|session|security)_token)$"
+)
+_SECRET_OF_STORE = re.compile(r"(?i)token(?!i)|key|headers|(^|_)sas")
+_VARIABLE = re.compile(r"[A-Z0-9_]+_(TOKEN|KEY|PAT|SAS)")
+_NAME_OF_FILE = re.compile(r"(?i)(file|filename|path|dir)$")
+_SECRET_VALUE = re.compile(
+    r"(?i)\b(accountkey|sharedaccess\w+|sig|[\w-]*(?:signature|secret|password|token))=[^\s;&]{4,}|://[^/@\s:]*:[^/@\s]+@"
+)
+
+
+def is_secret(name: str, value: object, *, of_store: bool = False) -> bool:
+    """Whether a setting holds a secret, by its name or its text: one that comes from the environment, and is not kept.
+
+    The name of a file with secrets is none. Among the options of a store, each key and token is one.
+    """
+    if isinstance(value, str) and _SECRET_VALUE.search(value):
+        return True
+    if value is None or isinstance(value, bool) or _NAME_OF_FILE.search(name):
+        return False
+    named = _SECRET_NAME.search(name) or _VARIABLE.fullmatch(name) or (of_store and _SECRET_OF_STORE.search(name))
+    return bool(named)
+
+
 def redact(text: str) -> str:
     """The text without what may be secret in it: user and password of URLs, their query strings, `token=...`."""
     text = _QUERY.sub("?...", _USERINFO.sub("", text))

@@ -1,9 +1,8 @@
 """What is wrong with a config: all of it at once, one sentence each, before anything starts."""
 
 import os
-import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,30 +14,10 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-RENAMED = {
-    "scale": "hardware", "canonical_nodes": "num_canonical_nodes", "environment": "env", "trained_ids": "sample_log",
-    "held_out": "val_fraction", "boundary": "bos_token", "block": "seq_len", "width": "d_model", "depth": "n_layers",
-    "heads": "n_heads", "reset_at_documents": "mask_documents", "captionless": "cond_dropout",
-    "guidance": "guidance_scale", "drawing_steps": "num_inference_steps", "network": "arch",
-    "network_options": "model_kwargs", "small_images": "cifar_stem", "photos_sha256": "source_sha256",
-    "drawn_count": "synthetic_count", "generated_count": "synthetic_count", "smallest_crop": "crop_scale_min",
-    "colour": "color_jitter", "margin": "padding", "save_every": "save_every_n_steps",
-}  # fmt: skip
-"""Settings and groups whose names have changed."""
+from lightning_stream.errors import is_secret
 
 _CHECKPOINTS = {"lightning": "checkpoints/last.ckpt", "torch": "torch/last.pt", "composer": "composer/latest-rank0.pt"}
-_SECRET = re.compile(r"secret|password|passwd|token|access_?key|account_?key|credential|(^|_)key$|sas_", re.IGNORECASE)
-_URL_WITH_PASSWORD = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
-
-
-def renamed_arguments(arguments: Sequence[str]) -> list[str]:
-    """Sentences on command line arguments whose names have changed; Hydra would refuse them without the new name."""
-    problems = []
-    for key, equals, value in (argument.lstrip("+~").partition("=") for argument in arguments if argument[0] != "-"):
-        new = ".".join(RENAMED.get(part, part) for part in key.split(".")) + equals + value
-        if equals and new != key + equals + value:
-            problems.append(f"{key}={value} is now {new}.")
-    return problems
+_OF_STORES = {"store", "store_options", "options", "storage_options", "env", "headers"}  # groups that stores get
 
 
 def trainer_kind(config: DictConfig) -> str:
@@ -135,8 +114,9 @@ def _secrets(value: Any, where: str) -> Iterator[str]:
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         yield from _secrets(child, f"{where}.{key}".lstrip("."))
-    group, _, key = where.rpartition(".")
-    if group == "store" and _SECRET.search(key) and isinstance(value, (str, int)):
-        yield f"{where}: configs must not hold secrets. Set the variable that the store's config file names."
-    if isinstance(value, str) and _URL_WITH_PASSWORD.search(value):
-        yield f"{where}: this URL has a password in it, and configs are kept. Use the store's credentials."
+    *groups, name = where.split(".")
+    if isinstance(value, (str, int)) and is_secret(name, value, of_store=bool(_OF_STORES & set(groups))):
+        yield (
+            f"{where}: configs must not hold secrets, nor a URL with a password, since they are kept. Set the variable "
+            "of the credentials, which the store's config file names."
+        )

@@ -14,11 +14,11 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import lightning_stream
 from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output, in_flags
-from lightning_stream.errors import LightningStreamError, MissingExtraError
+from lightning_stream.errors import LightningStreamError, MissingExtraError, redact
 
 _COMMANDS = (
     "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
@@ -36,6 +36,14 @@ class _UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but without the values of unknown flags, which may be secrets."""
+        options, unknown = self.parse_known_args(args, namespace)
+        flags = [one.partition("=")[0] for one in unknown if one.startswith("-")]
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(flags) or redact(' '.join(unknown))}")
+        return options
+
     def error(self, message: str) -> NoReturn:
         raise _UsageError(f"{message.rstrip('.')}. See: {self.prog} --help")
 

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.errors import FormatError, NotFoundError, is_secret
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.order.forget import Forgotten
@@ -27,7 +27,6 @@ from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
-_SECRETS = ("secret", "password", "token", "_key", "key_")
 _BOUNDS = re.compile(r"(.+)=([0-9]*):([0-9]*)")
 _LEAST_DIGITS = 6  # of a digest, in the name of a version
 _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
@@ -105,9 +104,11 @@ class Pairs(argparse.Action):
     def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
         """Add a pair."""
         name, equals, value = given.partition("=")
+        of_store = "store" in self.dest
         if not equals or not name:
-            raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {given!r}")
-        if "store" in self.dest and any(word in name for word in _SECRETS):
+            is_name = not of_store or re.fullmatch(r"[a-z_]*=?", given)  # else it may be a secret
+            raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {repr(given) if is_name else 'other text'}")
+        if of_store and is_secret(name, value, of_store=True):
             message = f"a secret must not be on a command line; set the variable of {name}"
             raise argparse.ArgumentError(self, message)
         with suppress(ValueError):  # a number, a list or a truth value; else text

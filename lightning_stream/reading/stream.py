@@ -18,7 +18,7 @@ from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.sources.files import is_table, media_store, split_place
 from lightning_stream.sources.in_place import InPlace, changed_files, is_made
-from lightning_stream.stores import Store, open_store
+from lightning_stream.stores import Store, open_store, shown_url
 from lightning_stream.version_log import read_version
 
 _NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do instead
@@ -137,7 +137,7 @@ class Stream:
         self.validate_hash, self.keep_zip = validate_hash, keep_zip
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
         self.options = self._options = dict(options or {})  # a subclass may use the name for its own
-        self._label = name or os.fspath(remote or local or "").rstrip("/").rpartition("/")[2]
+        self._label = name or shown_url(os.fspath(remote or local or "")).rstrip("/").rpartition("/")[2]
         self._store: Store | None = None  # for a hook that calls super()
         media = None if media_root is None else media_store(media_root, self.remote or "", self._options)
         # As far as it does not depend on the split and the version.

@@ -16,7 +16,7 @@ from lightning_stream.errors import redact
 from .base import BaseStore, ObjectEntry, Store, StoreTraits
 from .local import LocalStore
 from .retry import RetryingStore, RetryPolicy
-from .transfer import ObjectStream
+from .transfer import ObjectStream, shown_url
 
 _POLICY = {field.name for field in fields(RetryPolicy)}
 ENTRY_POINTS = "lightning_stream.stores"  # other packages name their stores in this group
@@ -105,5 +105,5 @@ def _meant(scheme: str) -> str:
 
 __all__ = [
     "BaseStore", "LocalStore", "ObjectEntry", "ObjectStream", "RetryPolicy", "RetryingStore", "Store", "StoreTraits",
-    "open_store",
+    "open_store", "shown_url",
 ]  # fmt: skip

@@ -33,7 +33,7 @@ class AzureOptions:
     account_key: str | None = field(default=None, repr=False)
     sas_token: str | None = field(default=None, repr=False)
     connection_string: str | None = field(default=None, repr=False)
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     anonymous: bool = False
     timeout_s: float = 60.0
 
@@ -65,7 +65,7 @@ class AzureStore(BucketStore):
         container, at, host = place.partition("@")
         found = re.fullmatch(r"([a-z0-9]+)\.(?:dfs|blob)(\..+)", host)
         if at and found is None:
-            raise ValueError(f"an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; got {url}")
+            raise ValueError(f"an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; got {redact(url)}")
         if found is not None:
             options = {"account": found[1], "endpoint_url": f"https://{found[1]}.blob{found[2]}", **options}
         return cls(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), url)

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, ClassVar
 
 from lightning_stream import errors
 
-from .transfer import ObjectStream, check_name, claimed, source_file
+from .transfer import ObjectStream, check_name, claimed, shown_url, source_file
 
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
 
@@ -183,6 +183,16 @@ class BaseStore(Store):
     missing: ClassVar[str] = "no such object. Check the URL."
     network_errors: ClassVar[frozenset[str]] = frozenset({"OSError", "HTTPError"})
     client_errors: ClassVar[frozenset[str]] = frozenset()
+    _url = ""
+
+    @property
+    def url(self) -> str:
+        """The URL, for messages. What a store sets is kept without a password and without a query."""
+        return self._url
+
+    @url.setter
+    def url(self, url: str) -> None:
+        self._url = shown_url(url)
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
@@ -279,7 +289,12 @@ class BaseStore(Store):
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if status in (404, 410):
             return errors.NotFoundError(f"{where}: {self.missing}")
-        if status in (401, 403, 407):
+        if status == 407 or "connection failed: 407" in reason:
+            return errors.AccessError(
+                f"{where}: the proxy refused ({reason}). Put its user and password in the variable that names it: "
+                "HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT, or HTTP_PROXY."
+            )
+        if status in (401, 403):
             return errors.AccessError(f"{where}: refused ({reason}). {self.access_remedy}")
         if status in (408, 425, 429) or status >= 500:
             unavailable = errors.UnavailableError(

@@ -11,10 +11,19 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
-from lightning_stream.errors import AccessError, NotFoundError, needs, summarize
+from lightning_stream.errors import AccessError, NotFoundError, needs, redact, summarize
 
 from .base import BaseStore, ObjectEntry, PastTheEndError, StoreTraits
-from .transfer import CHUNK_BYTES, ObjectStream, PerProcess, header_stream, range_header, read_options, slice_stream
+from .transfer import (
+    CHUNK_BYTES,
+    ObjectStream,
+    PerProcess,
+    header_stream,
+    range_header,
+    read_options,
+    refuse_query,
+    slice_stream,
+)
 
 _DRAFT = ".draft-"
 _DBFS_READ_BYTES = 1 << 20  # the API's own limit
@@ -34,7 +43,7 @@ class DatabricksOptions:
         timeout_s: Longest silence on a connection.
     """
 
-    host: str | None = None
+    host: str | None = field(default=None, repr=False)
     token: str | None = field(default=None, repr=False)
     profile: str | None = None
     timeout_s: float = 60.0
@@ -61,11 +70,12 @@ class DatabricksStore(BaseStore):
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+        refuse_query(url)
         return cls(url[len("dbfs:") :], read_options(DatabricksOptions, options, "dbfs:/"))
 
     @property
     def identity(self) -> str:
-        return f"{self.url}@{self._options.host or os.environ.get('DATABRICKS_HOST', '')}"
+        return f"{self.url}@{redact(self._options.host or os.environ.get('DATABRICKS_HOST', ''))}"
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         path = f"{self._root}/{name}"

@@ -37,7 +37,7 @@ class GcsOptions:
     credentials_file: str | None = None
     project: str | None = None
     anonymous: bool | None = None
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     access_key_id: str | None = field(default=None, repr=False)
     secret_access_key: str | None = field(default=None, repr=False)
     timeout_s: float = 60.0

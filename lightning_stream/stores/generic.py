@@ -18,6 +18,7 @@ _VERSIONS = ("ETag", "etag", "version_id", "mtime", "last_modified", "LastModifi
 _PACKAGES = {"sftp": "paramiko", "ssh": "paramiko", "oci": "ocifs", "smb": "smbprotocol", "hdfs": "pyarrow"}
 _LOGIN_ERRORS = {"AuthenticationException", "BadHostKeyException", "PasswordRequiredException", "NotAuthenticated"}
 # Readers see a file while it is written, so a draft is renamed.
+_WITH_USERS = {"sftp", "ssh", "ftp", "ftps", "smb", "hdfs", "webhdfs", "http", "https", "webdav", "dav"}
 _IN_PLACE = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
 
 
@@ -29,7 +30,8 @@ class FsspecStore(BaseStore):
         self._options = dict(options or {})
         self._scheme = url.partition("://")[0]
         self._timeout_s = timeout_s
-        self.url = errors.redact(self._given)
+        # A name before the @ is a user's, or (oci) the bucket's.
+        self.url = errors.redact(self._given) if self._scheme in _WITH_USERS else self._given
         # One connection per thread: not every file system (sftp) can share one between threads.
         self._of_thread = PerProcess(threading.local)
 

@@ -9,7 +9,6 @@ import os
 import re
 import socket
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,7 +18,17 @@ from typing import Any, BinaryIO
 from lightning_stream.errors import StoreError, UnavailableError, needs, redact, summarize
 
 from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, PreconditionError, StoreTraits
-from .transfer import ObjectStream, PerProcess, content_version, header_stream, range_header, read_options, slice_stream
+from .transfer import (
+    ObjectStream,
+    PerProcess,
+    content_version,
+    header_stream,
+    proxy_for,
+    range_header,
+    read_options,
+    refuse_query,
+    slice_stream,
+)
 
 _MOST_REDIRECTS = 10
 _AS_IT_COMES: dict[str, Any] = {"redirect": False, "retries": False, "preload_content": False}
@@ -193,11 +202,24 @@ def _pool(address: str, url: str) -> Any:
     with needs("urllib3", "http", f"using {url}"):
         import urllib3
     scheme, host, _ = _origin(address)
-    proxy = None if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme)
-    pools = _pools()
+    proxy, pools = proxy_for(scheme, host), _pools()
     if proxy not in pools:
-        pools[proxy] = urllib3.PoolManager(maxsize=64) if proxy is None else urllib3.ProxyManager(proxy, maxsize=64)
+        pools[proxy] = urllib3.PoolManager(maxsize=64) if proxy is None else _proxy_pool(proxy, url)
     return pools[proxy]
+
+
+def _proxy_pool(proxy: str, url: str) -> Any:
+    """The connections through a proxy; urllib3 does not take the user and password from its URL."""
+    import urllib3
+
+    if proxy.startswith("socks"):
+        with needs("PySocks", "http", f"using the proxy of {url}"):
+            from urllib3.contrib.socks import SOCKSProxyManager
+        return SOCKSProxyManager(proxy, maxsize=64)
+    parts = urllib.parse.urlsplit(proxy)
+    login = f"{urllib.parse.unquote(parts.username or '')}:{urllib.parse.unquote(parts.password or '')}"
+    headers = urllib3.make_headers(proxy_basic_auth=login) if parts.username is not None else None
+    return urllib3.ProxyManager(proxy, proxy_headers=headers, maxsize=64)
 
 
 class HuggingFaceStore(HttpStore):
@@ -210,6 +232,7 @@ class HuggingFaceStore(HttpStore):
     access_remedy = "Set HF_TOKEN to a token that may read it; accept a gated dataset's terms on its page first."
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
+        refuse_query(url)
         path = url.partition("://")[2].strip("/")
         found = re.fullmatch(r"(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", path)
         if found is None:

@@ -7,6 +7,8 @@ import gzip
 import hashlib
 import logging
 import os
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +22,16 @@ from lightning_stream.errors import AccessError, NotFoundError, StoreError, need
 
 from .base import BaseStore, BucketStore, ListingPage, PreconditionError, StoreTraits
 from .s3_gets import ObjectGets
-from .transfer import ObjectStream, PerProcess, first_set, header_stream, range_header, read_options, split_url
+from .transfer import (
+    ObjectStream,
+    PerProcess,
+    first_set,
+    header_stream,
+    proxy_for,
+    range_header,
+    read_options,
+    split_url,
+)
 
 T = TypeVar("T")
 _loader: Any = None  # reads the descriptions of AWS's services; all sessions of a process share it, see `_make_loader`
@@ -57,7 +68,7 @@ class S3Options:
         timeout_s: Longest silence on a connection.
     """
 
-    endpoint_url: str | None = None
+    endpoint_url: str | None = field(default=None, repr=False)
     region: str | None = None
     profile: str | None = None
     access_key_id: str | None = field(default=None, repr=False)
@@ -129,7 +140,7 @@ class S3Store(BucketStore):
     @property
     def identity(self) -> str:
         endpoint = self._options.resolved_endpoint()
-        return f"{self.url}@{endpoint}" if endpoint else self.url
+        return f"{self.url}@{redact(endpoint)}" if endpoint else self.url
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         wanted = self._wanted(name) | range_header(begin, end)
@@ -237,6 +248,8 @@ class S3Store(BucketStore):
             # Not every compatible server knows the newer trailing checksums.
             checksums = ("request_checksum_calculation", "response_checksum_validation")
             settings |= {name: "when_required" for name in checksums if name in Config.OPTION_DEFAULTS}
+        if proxies := _proxies(options.endpoint_url or "https://s3.amazonaws.com"):
+            settings["proxies"] = proxies
         if not signed:
             settings["signature_version"] = botocore.UNSIGNED
         if options.addressing_style:
@@ -293,6 +306,13 @@ def _make_loader(folders: list[str]) -> Any:
             return sorted({path.name for folder in folders for path in Path(folder).glob("*/")})
 
     return Descriptions(folders, Files(), include_default_search_paths=False)
+
+
+def _proxies(endpoint: str) -> dict[str, str]:
+    """The proxy of the endpoint where ``ALL_PROXY`` names it, which botocore does not read."""
+    parts = urllib.parse.urlsplit(endpoint)
+    proxy = proxy_for(parts.scheme, parts.hostname or "")
+    return {} if proxy is None or parts.scheme in urllib.request.getproxies() else {parts.scheme: proxy}
 
 
 def _answer(error: Exception) -> dict[str, Any]:

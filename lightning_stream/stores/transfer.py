@@ -11,6 +11,7 @@ import re
 import socket
 import threading
 import time
+import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
@@ -29,6 +30,7 @@ _SLOW_S = 1.0
 _WAIT_S = 0.02
 _RECORD_BYTES = 1 << 15  # more than a record of TLS
 _ENOUGH_BYTES = 256 << 10
+_QUERY = re.compile(r"\?[^/?#=&]*=.*$", re.DOTALL)
 _CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
 _CLAIM_VALID_S = 600
 _CLAIM_WAIT_S = 60.0
@@ -193,11 +195,34 @@ def check_name(name: str) -> str:
     return name
 
 
+def shown_url(url: str) -> str:
+    """The URL of a store as messages, labels and identities have it: without a password, and without a query."""
+    if "://" not in url:
+        return url
+    scheme, _, rest = _QUERY.sub("", url).partition("://")
+    host, slash, path = rest.partition("/")
+    user, at, place = host.rpartition("@")
+    return f"{scheme}://{place if ':' in user else user + at + place}{slash}{path}"
+
+
+def refuse_query(url: str) -> None:
+    """Raise ValueError for a query (a signature) in the URL of a store that would take it for a part of a name."""
+    if _QUERY.search(url):
+        raise ValueError(
+            f"the URL of a bucket takes no query, such as a signature; one for {redact(url)} has some. Set the "
+            "variables of the credentials instead, e.g. AZURE_STORAGE_SAS_TOKEN; a signed web address is https://."
+        )
+
+
 def split_url(url: str) -> tuple[str, str]:
-    """The bucket (container, host) of a URL and the prefix in it; ValueError without a bucket, or with a password."""
+    """The bucket (container, host) of a URL and the prefix in it.
+
+    ValueError without a bucket, or with a password or a query.
+    """
     bucket, _, prefix = url.partition("://")[2].partition("/")
     if not bucket:
         raise ValueError(f"a URL names a bucket or container after '://'; got {redact(url)!r}")
+    refuse_query(url)
     if ":" in bucket and "@" in bucket:
         raise ValueError(
             f"the URL of a bucket takes no user and password; one for {redact(url)} has some. Set the variables of the "
@@ -213,6 +238,15 @@ def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
     if unknown:
         raise ValueError(f"unknown options for {scheme}: {', '.join(unknown)}. Known are {', '.join(known)}.")
     return kind(**options)
+
+
+def proxy_for(scheme: str, host: str) -> str | None:
+    """The URL of the proxy that the variables (``HTTPS_PROXY``, ``ALL_PROXY``, ``NO_PROXY``, ...) name for a host."""
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(host):
+        return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def first_set(*names: str) -> str | None:

@@ -77,6 +77,15 @@ def test_every_command_has_help_and_json() -> None:
         (["verify", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
         (["inspect", "x", "--store-options", "endpoint"], "--store-options: expected KEY=VALUE, got 'endpoint'"),
         (["inspect", "s3://b", "--store-options", "secret_access_key=hush"], "a secret must not be on a command line"),
+        (["inspect", "s3://b", "--store-options", "AWS_SECRET_ACCESS_KEY=hush"], "a secret must not be on a command"),
+        (["inspect", "s3://b", "--store-options", "connection_string=AccountName=a;AccountKey=hush"], "a secret must"),
+        (["inspect", "s3://b", "--store-options", "x=AccountName=a;AccountKey=hush"], "a secret must"),
+        (["inspect", "s3://b", "--store-options", "headers={'Authorization':'hush'}"], "a secret must"),
+        (["inspect", "s3://b", "--store-options", "Hush+1"], "expected KEY=VALUE, got other text"),
+        (["inspect", "s3://b", "--store-option", "k=hush"], "unrecognized arguments: --store-option."),
+        (["inspect", "s3://b", "--password", "hush"], "unrecognized arguments: --password."),
+        (["inspect", "s3://b", "--token=hush"], "unrecognized arguments: --token."),
+        (["inspect", "azure://c/x?sv=1&sig=hushhush"], "takes no query"),
         (["explain", "none.ckpt"], "there is no checkpoint at"),
         (["explain", "."], "there is no checkpoint at"),
         (["convert", "nowhere.csv", "out"], "nowhere.csv"),
@@ -99,6 +108,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert out == ""
     assert re.fullmatch(r"error: [^\n]+\n", err)
     assert sentence in err
+    assert "hush" not in err.lower()
     assert "hush" not in err
     code, data = answer(*arguments)
     assert code == 2

@@ -17,7 +17,8 @@ from servers.fake_gcs import FakeGcs
 from servers.web import HubServer, WebServer
 
 from lightning_stream.errors import AccessError, MissingExtraError, NotFoundError, UnavailableError, redact
-from lightning_stream.stores import open_store
+from lightning_stream.reading.stream import Stream, labels_of
+from lightning_stream.stores import LocalStore, open_store
 
 KEY, SECRET = "TESTKEY", "TESTSECRET"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # published
@@ -321,3 +322,50 @@ def test_a_bucket_takes_no_password_and_its_error_shows_none(scheme: str) -> Non
     with pytest.raises(ValueError, match="takes no user and password") as caught:
         open_store(f"{scheme}://user:hunter2@bucket/x", QUICK)
     assert "hunter2" not in str(caught.value)
+
+
+SIGNED = "sv=1&sig=S3CRETSIG"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"azure://c/x?{SIGNED}", f"az://c?{SIGNED}", f"abfss://c@account.dfs.core.windows.net/x?{SIGNED}",
+        f"abfss://c@account.example.com/x?{SIGNED}", "s3://b/x?X-Amz-Signature=S3CRETSIG", f"gs://b/x?{SIGNED}",
+        f"hf://datasets/org/name/x?{SIGNED}", f"dbfs:/Volumes/a/b/c?{SIGNED}", f"https://me:S3CRETPW@host/x?{SIGNED}",
+        f"sftp://me:S3CRETPW@host/x?{SIGNED}", f"https://S3CRETTOKEN@host/x?{SIGNED}", f"memory://x?{SIGNED}",
+        "abfss://c:S3CRETPW@account.dfs.core.windows.net/x", "s3://me:S3CRETPW@b/x",
+    ],
+)  # fmt: skip
+def test_no_store_shows_a_secret_of_its_url(url: str) -> None:
+    try:
+        store: Any = open_store(url)
+    except ValueError as error:
+        shown = str(error)
+    else:
+        shown = f"{store!r} {store.url} {store.identity} {store.store!r} {labels_of([Stream(url)])} {Stream(url)!r}"
+    assert "S3CRET" not in shown
+
+
+def test_no_identity_shows_a_secret_of_an_endpoint() -> None:
+    endpoint = {"endpoint_url": "https://me:S3CRET@minio.example/?sig=S3CRET"}
+    for url, options in (
+        ("s3://b/x", endpoint), ("gs://b/x", endpoint), ("azure://c/x", endpoint),
+        ("dbfs:/Volumes/a/b/c", {"host": "https://me:S3CRET@workspace.example"}),
+    ):  # fmt: skip
+        store: Any = open_store(url, options)
+        assert "S3CRET" not in f"{store.identity} {store.url} {store!r} {getattr(store.store, '_options', '')!r}"
+
+
+def test_a_store_of_another_package_shows_no_secret_either() -> None:
+    class Shelf(LocalStore):
+        def __init__(self, url: str) -> None:
+            self.url = url
+
+    assert Shelf("shelf://me:S3CRET@books/x?sig=S3CRET").url == "shelf://books/x"
+    assert Shelf("/data/what?x=1").url == "/data/what?x=1"
+
+
+def test_two_buckets_of_one_namespace_are_two_places() -> None:
+    first, second = (open_store(f"oci://{bucket}@namespace/x").identity for bucket in ("a", "b"))
+    assert first != second
