@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import copyreg
 import dis
@@ -160,8 +161,7 @@ class _Walk:
                 yield cell.cell_contents
         names = set(_names(function.__code__))
         yield from self._named(function.__globals__, names)
-        for module in _imported(function.__code__, function.__globals__):
-            yield from self._named({module.__name__: module}, {module.__name__, *names})
+        yield from _files_of(_imported(function.__code__, function.__globals__))
 
     def _named(self, held: dict[str, Any], names: set[str]) -> Iterator[Any]:
         for name in sorted(names & held.keys()):
@@ -201,19 +201,67 @@ def _path_of(spec: ModuleSpec | None) -> str | None:
     return next(iter(spec.submodule_search_locations or ()), None)
 
 
-def _imported(code: CodeType, variables: dict[str, Any]) -> Iterator[ModuleType]:
-    """The user's modules that a function imports when it is called, in functions inside it too."""
+def _imported(code: CodeType, variables: dict[str, Any]) -> Iterator[str]:
+    """The modules that a function imports when it is called, and perhaps what it takes from them, as in `_imports`."""
     steps = [step for step in dis.get_instructions(code) if step.opname != "EXTENDED_ARG"]
     for level, wanted, step in zip(steps, steps[1:], steps[2:], strict=False):
-        if step.opname != "IMPORT_NAME":
-            continue
-        with contextlib.suppress(ImportError, ValueError):  # it may be imported under a condition only
-            spec = None if level.argval else importlib.util.find_spec(step.argval.partition(".")[0])
-            if level.argval or _is_users_path(_path_of(spec)):
-                yield __import__(step.argval, variables, None, wanted.argval, level.argval)
+        if step.opname == "IMPORT_NAME":
+            yield from _absolute(step.argval, level.argval, variables.get("__package__"), wanted.argval or ())
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _imported(each, variables)
+
+
+def _imports(text: bytes, package: str) -> Iterator[str]:
+    """The modules that a file imports anywhere; a name that it takes from a module may be a module too."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from _absolute(node.module or "", node.level, package, [alias.name for alias in node.names])
+
+
+def _absolute(name: str, level: int, package: str | None, wanted: Iterable[str]) -> Iterator[str]:
+    with contextlib.suppress(ImportError, ValueError):  # beyond the top: Python would raise, if it comes so far
+        module = importlib.util.resolve_name("." * level + name, package) if level else name
+        yield module
+        yield from (f"{module}.{part}" for part in wanted)
+
+
+def _files_of(names: Iterable[str]) -> Iterator[Any]:
+    """The user's modules among these, with those that they import in turn: names, and digests of their files.
+
+    Nothing is imported: a function may import under a condition that never holds here, and modules have side effects.
+    """
+    waiting, seen = sorted(set(names), reverse=True), set(names)
+    while waiting:
+        name = waiting.pop()
+        spec = _spec_of(name)
+        if not _is_users_path(_path_of(spec)) or name.partition(".")[0] == "lightning_stream":
+            continue
+        text, package = b"", name
+        if spec is not None and spec.has_location and spec.origin:
+            with contextlib.suppress(OSError):
+                text = Path(spec.origin).read_bytes()
+            package = name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
+        yield [name, xxhash.xxh3_128_hexdigest(text)]
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a compiled module, or not of this Python
+            new = set(_imports(text, package)) - seen
+            seen |= new
+            waiting += sorted(new, reverse=True)
+
+
+def _spec_of(name: str) -> ModuleSpec | None:
+    """Where a module is; unlike `importlib.util.find_spec`, this does not import the packages that it is in."""
+    path, spec, parts = None, None, name.split(".")
+    for end in range(1, len(parts) + 1):
+        wanted = ".".join(parts[:end])
+        specs = (finder.find_spec(wanted, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((spec for spec in specs if spec is not None), None)
+        path = None if spec is None else spec.submodule_search_locations
+        if path is None:
+            return spec if end == len(parts) else None
+    return spec
 
 
 def _source(value: Any) -> Any:

@@ -189,3 +189,58 @@ def test_what_a_function_calls_counts_and_processes_do_not(tmp_path: Path) -> No
         after = digests(tmp_path / f"changed{k}", code.replace(old, new))
         assert after[1] != before[1], new
         assert after[3] != before[3], new
+
+
+def made(folder: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def sometimes(sample: dict[str, Any]) -> bool:
+    if sample.get("never"):
+        import heavy.inner
+        from heavy import other
+        from heavy.inner import missing  # noqa: F401
+
+        return bool(heavy, other)
+    return True
+
+
+HEAVY = {
+    "heavy/__init__.py": "raise RuntimeError('no GPU here')",
+    "heavy/inner.py": "from . import deep\nraise SystemExit(1)",
+    "heavy/other.py": "import nowhere_at_all",
+    "heavy/deep.py": "import heavy.inner\nX = 1",
+}
+
+
+@pytest.mark.parametrize("changed", list(HEAVY))
+def test_what_a_function_would_import_is_not_imported_and_its_files_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: str
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made(tmp_path, HEAVY)
+    before = function_text(sometimes)
+    assert function_text(sometimes) == before
+    assert not [name for name in sys.modules if name.startswith("heavy")]
+    made(tmp_path, {changed: HEAVY[changed] + "\n# changed"})
+    assert function_text(sometimes) != before
+
+
+def test_a_digest_is_the_same_before_and_after_the_function_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    made(tmp_path, {"lazily_used.py": "COUNT = 0\ndef double(x): return 2 * x"})
+
+    def doubled(sample: dict[str, int]) -> int:
+        from lazily_used import double
+
+        found: int = double(sample["x"])
+        return found
+
+    before = function_text(doubled)
+    assert doubled({"x": 2}) == 4
+    assert function_text(doubled) == before
+    monkeypatch.delitem(sys.modules, "lazily_used")
