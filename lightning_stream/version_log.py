@@ -10,9 +10,8 @@ overwritten belong to no other one. index.json is published again from time to t
 from __future__ import annotations
 
 import contextlib
-import itertools
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
@@ -281,7 +280,7 @@ def _published(store: Store, known: Known | None = None) -> Version:
 
 
 def _announce(store: Store, root: str) -> None:
-    """Say in index.json that the dataset has changes, before the first one is put: see `_refused`."""
+    """Say in index.json that the dataset has changes, before the first one is put: see `_readable_changes`."""
 
     def announced(there: Version) -> bytes | None:
         origin = _Origin(root, 0, there.keys, is_changed=True)
@@ -333,51 +332,48 @@ def _readable_changes(
     if isinstance(answers[0], Change):  # else no thread is started, as usual
         with DaemonPool(_AT_ONCE, "versions") as pool:
             while isinstance(answers[0], Change):
-                changes += [one for one in itertools.takewhile(_is_change, answers) if isinstance(one, Change)]
+                changes += _leading(answers)
                 begin = first + len(changes)
                 reads = [pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)]
                 answers = [read.result() for read in reads]
-                if answers[0] is None and any(map(_is_change, answers)):  # committed meanwhile, or lost
+                if answers[0] is None and any(answers):  # committed meanwhile, or lost
                     answers[0] = _change_at(store, root, begin)
     answer, number = answers[0], first + len(changes)
-    must_exist = any(map(_is_change, answers)) or (base is not None and number <= base.number)
-    if not isinstance(answer, AccessError):
-        return changes, _absent(store, root, number) if must_exist else None
-    is_changed = bool(changes) or base is None or base.is_changed
+    name, is_changed = _name(root, number), bool(changes) or base is None or base.is_changed
+    must_exist = any(isinstance(later, Change) for later in answers) or (base is not None and number <= base.number)
     # Older releases did not say in a large index that there are changes.
-    if must_exist or (base is not None and not is_changed and len(base.index.data) <= _PUBLISHED_BYTES):
-        return changes, _refused(answer) if must_exist else None
-    is_there = _is_listed(store, _name(root, number))
-    return changes, _refused(answer) if is_there or (is_there is None and is_changed) else None
-
-
-def _is_listed(store: Store, name: str) -> bool | None:
-    """Whether there is an object of that name; None where the store cannot be listed."""
-    try:
-        return any(entry.name == name for entry in store.list(name))
-    except UnavailableError:
-        raise
-    except StoreError:  # no right to list, or a web server
-        return None
-
-
-def _refused(error: AccessError) -> AccessError:
-    return AccessError(
-        f"{error} A changed dataset is read with all its changes, so this one must be readable, or it must be plain "
+    if answer is not None and not must_exist and (is_changed or (base and len(base.index.data) > _PUBLISHED_BYTES)):
+        must_exist = _is_listed(store, name, unknown=is_changed)
+    if not must_exist:
+        return changes, None
+    if answer is None:
+        return changes, FormatError(
+            f"{store.url}/{name}: a dataset must have all its changes; this one is absent, but there are later ones. "
+            "Restore the file, or copy the dataset with its folder versions/."
+        )
+    return changes, AccessError(
+        f"{answer} A changed dataset is read with all its changes, so this one must be readable, or it must be plain "
         "that there is none. Grant the right to read and to list versions/ (on S3 s3:GetObject and s3:ListBucket; a "
         "web server must answer 404 for what is absent), or pass the version= to read."
     )
 
 
-def _absent(store: Store, root: str, number: int) -> FormatError:
-    return FormatError(
-        f"{store.url}/{_name(root, number)}: a dataset must have all its changes; this one is absent, but there are "
-        "later ones. Restore the file, or copy the dataset with its folder versions/."
-    )
+def _leading(answers: Iterable[Change | AccessError | None]) -> Iterator[Change]:
+    """The changes before the first answer that is none."""
+    for answer in answers:
+        if not isinstance(answer, Change):
+            return
+        yield answer
 
 
-def _is_change(answer: object) -> bool:
-    return isinstance(answer, Change)
+def _is_listed(store: Store, name: str, unknown: bool) -> bool:
+    """Whether there is an object of that name; ``unknown`` where the store cannot be listed."""
+    try:
+        return any(entry.name == name for entry in store.list(name))
+    except UnavailableError:
+        raise
+    except StoreError:  # no right to list, or a web server
+        return unknown
 
 
 def _change_at(store: Store, root: str, number: int) -> Change | AccessError | None:

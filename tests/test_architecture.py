@@ -59,14 +59,14 @@ HEAVY_ON_IMPORT = {
 }
 # Tokens of code, without docstrings and comments. A room that needs more says why in the commit that raises its budget.
 BUDGETS = {
-    "order": 57_400, "formats": 26_400, "stores": 18_500,
-    "cache": 10_100, "writer": 11_800,
-    "sources": 36_000,
+    "order": 57_400, "formats": 26_400, "stores": 19_000,
+    "cache": 10_200, "writer": 11_800,
+    "sources": 38_700,
     "reading": 24_000, "simulation": 10_900,
-    "loading": 36_000, "convert": 13_200,
-    "trainers": 27_800, "spark": 15_800,
-    "cli": 30_400, "pages": 1_500,
-    "files of the root": 17_800,
+    "loading": 36_500, "convert": 13_200,
+    "trainers": 28_200, "spark": 15_800,
+    "cli": 29_300, "pages": 1_500,
+    "files of the root": 19_200,
 }  # fmt: skip
 NOT_COUNTED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER

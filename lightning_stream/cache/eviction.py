@@ -14,6 +14,7 @@ from lightning_stream.errors import CacheFullError
 from lightning_stream.shared_files import LOCK_FDS, backoff, same_file, try_flock
 
 _RECENT_S = 60.0
+_FEW_INODES = 16  # the drafts of a write that failed are deleted already
 _BLOCK_BYTES = 4096  # a disk with less than a block free is full
 NextUse = Callable[[str], "float | None"]
 
@@ -121,14 +122,14 @@ class Evictor:
 
     def disk_full(self, need_bytes: int) -> CacheFullError:
         """Return the error for a full disk. All files that were there are unchanged."""
-        free = self._free_bytes()
-        if max(need_bytes, _BLOCK_BYTES) <= free:
+        free, disk = self._free_bytes(), os.statvfs(self.folder.path)
+        if max(need_bytes, _BLOCK_BYTES) <= free and disk.f_files and disk.f_favail < _FEW_INODES:
             return CacheFullError(
                 f"the disk of the cache {self.folder.path} is full, though {free:,} bytes are free on it: all its "
-                "inodes may be used (df -i), or your quota. Delete files, or put `local` on another disk."
+                "inodes may be used (df -i). Delete files, or put `local` on another disk."
             )
         needed = f"{need_bytes:,} bytes are needed, " if need_bytes else ""
         return CacheFullError(
             f"the disk of the cache {self.folder.path} is full: {needed}{free:,} are free. Its files are unchanged. "
-            "Free some space, put `local` on a larger disk, or set cache_limit below its size."
+            "Free some space (or raise your quota), put `local` on a larger disk, or set cache_limit below its size."
         )

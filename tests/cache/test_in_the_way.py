@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -198,3 +199,21 @@ def test_a_disk_without_free_inodes_and_a_full_disk_are_different_errors(tmp_pat
     make_dataset(tmp_path / "d", num_shards=1)
     with pytest.raises(CacheFullError, match=r"is full, though 4,\d+,\d+ bytes are free on it: all its inodes may be"):
         read(tmp_path / "d", small_disk / "cache")
+
+
+def test_a_full_disk_with_a_few_free_bytes_and_free_inodes_is_no_matter_of_inodes(tmp_path: Path) -> None:
+    class Disk:
+        f_files, f_favail, f_bavail, f_frsize = 1000, 900, 2, 4096
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_stream.cache.eviction.os.statvfs", lambda _: Disk)
+        patch.setattr("lightning_stream.shared_files.os.fsync", _no_space)
+        make_dataset(tmp_path / "d", num_shards=1)
+        with pytest.raises(CacheFullError) as caught:
+            read(tmp_path / "d", tmp_path / "cache")
+    assert "8,192 are free" in str(caught.value)
+    assert "inodes" not in str(caught.value)
+
+
+def _no_space(_: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
