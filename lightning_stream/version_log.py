@@ -92,7 +92,7 @@ class Version:
         root, number, index: The log that it is in, its number there, and its index.
         keys: The keys of all changes up to it.
         published: The `ObjectStream.version` of the index.json that it was read from.
-        is_changed: Whether the dataset is known to have changes: this version has some, or index.json says so.
+        is_announced: Whether index.json says that there are changes.
     """
 
     root: str
@@ -100,14 +100,13 @@ class Version:
     index: Index
     keys: tuple[str, ...] = ()
     published: str | None = None
-    is_changed: bool = False
+    is_announced: bool = False
 
 
 class _Origin(msgspec.Struct, omit_defaults=True):
     root: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     number: Annotated[int, msgspec.Meta(ge=0)]
     keys: tuple[str, ...] = ()
-    is_changed: bool = False  # written before the first change; from then on the number says it
 
 
 class _Top(msgspec.Struct):
@@ -230,8 +229,6 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
             samples=new.index.num_samples - new.index.num_deleted,
             num_shards=new.index.num_shards,
         )
-        if not version.is_changed:
-            _announce(store, version.root)
         name, data = _name(version.root, change.number), msgspec.json.encode(change)
         try:
             store.put(name, data, if_absent=True)
@@ -251,11 +248,24 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
 def publish(store: Store, version: Version, *, always: bool = True) -> None:
     """Put index.json as this version has it, for other MDS readers, unless it is as new already.
 
-    Without `always`, only where that costs little: for a small index, and for each 128th version of a large one.
+    Without `always`, only where that costs little: for a small index, and for each 128th version of a large one; and
+    for the first one, so that a reader that is refused a change knows that there are some.
     """
-    if not always and len(version.index.data) > _PUBLISHED_BYTES and version.number % _PUBLISHED_EVERY:
+    is_costly = len(version.index.data) > _PUBLISHED_BYTES and version.number % _PUBLISHED_EVERY
+    if not always and is_costly and version.is_announced:
         return
-    _replace_index(store, version.root, lambda there: version.index.data if there.number < version.number else None)
+    while True:
+        there = _published(store)
+        if there.root != version.root or there.number >= version.number:
+            return
+        if there.number == 0:
+            with contextlib.suppress(AlreadyExistsError):
+                store.put(version_name(there.root), there.index.data, if_absent=True)
+        try:
+            store.put(INDEX_NAME, version.index.data, if_version=there.published)
+        except ConflictError:
+            continue
+        return
 
 
 def with_first_key(index: bytes, key: str) -> bytes:
@@ -275,36 +285,7 @@ def _published(store: Store, known: Known | None = None) -> Version:
         where = f"{store.url}/{INDEX_NAME}"
         index = (known and known(body.version)) or Index.from_bytes(b"".join(body), where)
     origin = _parsed(index.data, _Top, where).versions or _Origin(index.digest[:_DIGITS], 0)
-    is_changed = origin.is_changed or origin.number > 0
-    return Version(origin.root, origin.number, index, origin.keys, body.version, is_changed)
-
-
-def _announce(store: Store, root: str) -> None:
-    """Say in index.json that the dataset has changes, before the first one is put: see `_readable_changes`."""
-
-    def announced(there: Version) -> bytes | None:
-        origin = _Origin(root, 0, there.keys, is_changed=True)
-        return None if there.is_changed else with_keys(there.index.data, {"versions": msgspec.json.encode(origin)})
-
-    _replace_index(store, root, announced)
-
-
-def _replace_index(store: Store, root: str, newer: Callable[[Version], bytes | None]) -> None:
-    """Put index.json as a function makes it of the one that is there, unless that is None, or of another log.
-
-    The first index stays under a name of its own.
-    """
-    while True:
-        there = _published(store)
-        data = newer(there) if there.root == root else None
-        if data is None:
-            return
-        if there.number == 0:
-            with contextlib.suppress(AlreadyExistsError):
-                store.put(version_name(root), there.index.data, if_absent=True)
-        with contextlib.suppress(ConflictError):
-            store.put(INDEX_NAME, data, if_version=there.published)
-            return
+    return Version(origin.root, origin.number, index, origin.keys, body.version, is_announced=origin.number > 0)
 
 
 def _is_current(store: Store, version: Version) -> bool:
@@ -339,7 +320,7 @@ def _readable_changes(
                 if answers[0] is None and any(answers):  # committed meanwhile, or lost
                     answers[0] = _change_at(store, root, begin)
     answer, number = answers[0], first + len(changes)
-    name, is_changed = _name(root, number), bool(changes) or base is None or base.is_changed
+    name, is_changed = _name(root, number), bool(changes) or base is None or base.number > 0
     must_exist = any(isinstance(later, Change) for later in answers) or (base is not None and number <= base.number)
     # Older releases did not say in a large index that there are changes.
     if answer is not None and not must_exist and (is_changed or (base and len(base.index.data) > _PUBLISHED_BYTES)):
@@ -463,7 +444,7 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
             f"{where}: version {changes[-1].number} must have the digest {digest[:_DIGITS]}; its shards have "
             f"{made.digest[:_DIGITS]}. Files below versions/ were changed: restore them."
         )
-    return Version(origin.root, origin.number, made, known, version.published)
+    return Version(origin.root, origin.number, made, known, version.published, version.is_announced)
 
 
 def _array(texts: Iterable[msgspec.Raw]) -> bytes:
