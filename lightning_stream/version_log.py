@@ -107,6 +107,7 @@ class _Origin(msgspec.Struct, omit_defaults=True):
     root: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     number: Annotated[int, msgspec.Meta(ge=0)]
     keys: tuple[str, ...] = ()
+    is_announced: bool = False  # there are changes, though the number is 0
 
 
 class _Top(msgspec.Struct):
@@ -248,11 +249,11 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
 def publish(store: Store, version: Version, *, always: bool = True) -> None:
     """Put index.json as this version has it, for other MDS readers, unless it is as new already.
 
-    Without `always`, only where that costs little: for a small index, and for each 128th version of a large one; and
-    for the first one, so that a reader that is refused a change knows that there are some.
+    Without `always`, only where that costs little: for a small index, and for each 128th version of a large one. In
+    between, index.json says that there are changes, so that a reader that is refused one knows it.
     """
     is_costly = len(version.index.data) > _PUBLISHED_BYTES and version.number % _PUBLISHED_EVERY
-    if not always and is_costly and version.is_announced:
+    if is_costly and not always and version.is_announced:
         return
     while True:
         there = _published(store)
@@ -261,8 +262,14 @@ def publish(store: Store, version: Version, *, always: bool = True) -> None:
         if there.number == 0:
             with contextlib.suppress(AlreadyExistsError):
                 store.put(version_name(there.root), there.index.data, if_absent=True)
+        text = version.index.data
+        if is_costly and not always:
+            if there.is_announced:
+                return
+            origin = _Origin(there.root, 0, there.keys, is_announced=True)
+            text = with_keys(there.index.data, {"versions": msgspec.json.encode(origin)})
         try:
-            store.put(INDEX_NAME, version.index.data, if_version=there.published)
+            store.put(INDEX_NAME, text, if_version=there.published)
         except ConflictError:
             continue
         return
@@ -285,7 +292,8 @@ def _published(store: Store, known: Known | None = None) -> Version:
         where = f"{store.url}/{INDEX_NAME}"
         index = (known and known(body.version)) or Index.from_bytes(b"".join(body), where)
     origin = _parsed(index.data, _Top, where).versions or _Origin(index.digest[:_DIGITS], 0)
-    return Version(origin.root, origin.number, index, origin.keys, body.version, is_announced=origin.number > 0)
+    is_announced = origin.is_announced or origin.number > 0
+    return Version(origin.root, origin.number, index, origin.keys, body.version, is_announced)
 
 
 def _is_current(store: Store, version: Version) -> bool:
@@ -320,7 +328,7 @@ def _readable_changes(
                 if answers[0] is None and any(answers):  # committed meanwhile, or lost
                     answers[0] = _change_at(store, root, begin)
     answer, number = answers[0], first + len(changes)
-    name, is_changed = _name(root, number), bool(changes) or base is None or base.number > 0
+    name, is_changed = _name(root, number), bool(changes) or base is None or base.number > 0 or base.is_announced
     must_exist = any(isinstance(later, Change) for later in answers) or (base is not None and number <= base.number)
     # Older releases did not say in a large index that there are changes.
     if answer is not None and not must_exist and (is_changed or (base and len(base.index.data) > _PUBLISHED_BYTES)):

@@ -57,7 +57,7 @@ def of_changes(*numbers: int) -> Callable[[str], bool]:
 
 
 def as_before(folder: Path) -> None:
-    """Former releases did not publish the first change of a large dataset."""
+    """Former releases did not say in the index of a large dataset that there are changes."""
     (first,) = folder.glob("index.*.json")
     first.replace(folder / "index.json")
 
@@ -135,7 +135,7 @@ def test_after_a_writer_that_was_killed_before_it_published_the_next_one_does(
             write(tmp_path, 10, append=True)
     assert read_newest(Bucket(tmp_path)).index.num_samples == 20
     write(tmp_path, 20, append=True)
-    assert json.loads((tmp_path / "index.json").read_bytes())["versions"]["number"] == 2
+    assert json.loads((tmp_path / "index.json").read_bytes())["versions"]["number"] == (0 if is_large else 2)
     with pytest.raises(AccessError):
         read_newest(Bucket(tmp_path, of_changes(1, 2, 3), can_list=False))
 

@@ -65,7 +65,7 @@ def test_an_append_to_a_large_dataset_puts_one_small_file_beside_its_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path, range(1990))
-    write(tmp_path, range(1990, 2000), append=True)  # the first one is always published
+    write(tmp_path, range(1990, 2000), append=True)  # the first one is noted in index.json
     before = (tmp_path / "index.json").read_bytes()
     puts: list[tuple[str, int]] = []
     put = LocalStore.put
