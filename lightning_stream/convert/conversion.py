@@ -22,7 +22,7 @@ from lightning_stream.processes import Progress, run_partitions
 from lightning_stream.sources.base import Found, InputSplit, Partition, Piece, Source, partitions_of, read_splits
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
-from lightning_stream.sources.nulls import NullRule
+from lightning_stream.sources.nulls import NullRule, widened_columns
 from lightning_stream.stores import Store
 from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.infer import infer_columns
@@ -129,7 +129,7 @@ class Conversion:
             num_bytes = self.partition_bytes or self.source.partition_bytes
             found = self.found or self.source.find_columns(self.columns if self.transform.function is None else None)
             splits, by_piece = self._splits(found, num_bytes)
-            found = self._with_nulls(found, splits)
+            found = self._settled(found, splits)
             columns = self._columns(found, splits)
             shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
             if self.force:
@@ -222,9 +222,12 @@ class Conversion:
         )  # fmt: skip
         return splits, False
 
-    def _with_nulls(self, found: Found, splits: Sequence[InputSplit]) -> Found:
-        """The columns with the encoding ``json`` where nulls are known, as where the source is read in place."""
-        if self.columns is not None or self.transform.function is not None or self.nulls != NullRule():
+    def _settled(self, found: Found, splits: Sequence[InputSplit]) -> Found:
+        """The columns as where the source is read in place: they hold the values of all files, and known nulls."""
+        if self.columns is not None or self.transform.function is not None:
+            return found
+        found = replace(found, columns=widened_columns(found.columns, splits))
+        if self.nulls != NullRule():
             return found
         known = {name for split in splits for name in split.nulls}
         takes_nulls = self.source.reader.takes_nulls

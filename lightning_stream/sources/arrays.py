@@ -28,8 +28,8 @@ def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, rows: int, read: C
     """A table in blocks of ``rows``, which ``read(begin, end, columns)`` gives as record batches."""
     begins = range(0, num_rows, rows)
 
-    def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
-        for first in begins[begin:end]:
+    def batches(place: Piece | InputSplit, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+        for first in begins[place.begin : place.end]:
             yield from read(first, min(num_rows, first + rows), columns)
 
     def pieces() -> list[Piece]:

@@ -39,6 +39,11 @@ _ENCODING = {
     "text": "str", "binary": "bytes", "decimal": "str_decimal",
     "date": "int32", "timestamp": "int64", "duration": "int64", "time": "int64",
 }  # fmt: skip
+# What views become, and binary values of one size: what all readers know.
+_PLAIN_TYPES = {
+    "string_view": pa.large_string(), "binary_view": pa.large_binary(), "fixed_size_binary": pa.binary(),
+}  # fmt: skip
+_LISTS: dict[str, Callable[[pa.Field], pa.DataType]] = {"list": pa.list_, "large_list": pa.large_list}
 _NUMERIC = ("int", "uint", "float", "str_")
 # What may be asked for instead of the inferred encoding: beginnings of names.
 _ALLOWED = {
@@ -57,15 +62,88 @@ _UNITS: dict[str, Callable[[pa.DataType], pa.DataType]] = {
 
 
 def _sort(kind: pa.DataType) -> str:
-    """``number``, ``text``, ``list``...; of a dictionary or an extension, that of its values."""
-    name = re.match(r"\w+", str(_plain_type(kind)))
-    return _SORTS.get(name[0] if name else "", "other")
+    """``number``, ``text``, ``list``... of a plain type."""
+    return _SORTS.get(_word(kind), "other")
 
 
-def _plain_type(kind: pa.DataType) -> pa.DataType:
+def _word(kind: pa.DataType) -> str:
+    name = re.match(r"\w+", str(kind))
+    return name[0] if name else ""
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type of the values themselves: without dictionaries, runs, views and extensions, at any depth."""
     if isinstance(kind, pa.BaseExtensionType):
-        return _plain_type(kind.storage_type)
-    return _plain_type(kind.value_type) if pa.types.is_dictionary(kind) else kind
+        return plain_type(kind.storage_type)
+    if pa.types.is_dictionary(kind) or pa.types.is_run_end_encoded(kind):
+        return plain_type(kind.value_type)
+    if pa.types.is_struct(kind):
+        fields = map(kind.field, range(kind.num_fields))
+        return pa.struct([field.with_type(plain_type(field.type)) for field in fields])
+    if pa.types.is_map(kind):
+        inner = plain_type(kind.key_type), plain_type(kind.item_type)
+        return kind if inner == (kind.key_type, kind.item_type) else pa.map_(*inner)
+    if pa.types.is_fixed_size_list(kind):
+        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
+    make = _LISTS.get(_word(kind))
+    if make is not None:
+        return make(kind.value_field.with_type(plain_type(kind.value_type)))
+    return _PLAIN_TYPES.get(_word(kind), kind)
+
+
+def plain_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """The rows with columns of plain types: the same whether a process knows the extensions or not."""
+    return pa.RecordBatch.from_arrays(list(map(_plain_values, batch.columns)), names=batch.schema.names)
+
+
+def _plain_values(column: pa.Array) -> pa.Array:
+    wanted = plain_type(column.type)
+    if wanted == column.type:
+        return column
+    if isinstance(column, pa.ExtensionArray):
+        return _plain_values(column.storage)
+    if pa.types.is_dictionary(column.type):
+        return _plain_values(column.dictionary_decode())
+    if pa.types.is_run_end_encoded(column.type):
+        import pyarrow.compute as pc  # slow to import
+
+        return _plain_values(pc.run_end_decode(column))
+    return column.cast(wanted)
+
+
+def common_type(former: pa.DataType, latter: pa.DataType) -> pa.DataType:
+    """The plain type that holds all values of two exactly, as they are written; ValueError if there is none."""
+    sorts = {_sort(former), _sort(latter)}
+    if former == latter or {encoding_of(former), encoding_of(latter)} == {"json"}:
+        return former
+    if "null" in sorts:
+        return pa.null()
+    if sorts == {"number"}:
+        return _common_number(former, latter)
+    if len(sorts) > 1:
+        raise ValueError(f"{former!s:.60} and {latter!s:.60} have no common type")
+    return _common_list(former, latter) if sorts == {"list"} else former
+
+
+def _common_number(former: pa.DataType, latter: pa.DataType) -> pa.DataType:
+    dtypes = [np.dtype(_NUMBERS[str(kind)]) for kind in (former, latter)]
+    common = np.promote_types(*dtypes)
+    if common.kind == "f" and any(dtype.kind != "f" and dtype.itemsize == common.itemsize for dtype in dtypes):
+        raise ValueError(f"no type holds all numbers of {former} and {latter} exactly")
+    return pa.from_numpy_dtype(common)
+
+
+def _common_list(former: pa.DataType, latter: pa.DataType) -> pa.DataType:
+    elements = [former.value_type, latter.value_type]
+    known = [kind for kind in elements if not pa.types.is_null(kind)]  # lists without a type are empty
+    try:
+        element = common_type(known[0], known[-1])
+    except ValueError:
+        if "json" in (encoding_of(former), encoding_of(latter)):
+            return pa.list_(pa.null())
+        raise
+    is_fixed = all(map(pa.types.is_fixed_size_list, (former, latter))) and former.list_size == latter.list_size
+    return pa.list_(element, former.list_size if is_fixed else -1)
 
 
 def arrow_columns(schema: pa.Schema, asked: Asked | None = None) -> dict[str, str]:
@@ -78,9 +156,9 @@ def arrow_columns(schema: pa.Schema, asked: Asked | None = None) -> dict[str, st
             problems.append(f"{name!r} is not a column; the columns are {', '.join(names)}.")
             continue
         try:
-            kind = _plain_type(schema.field(name).type)
+            kind = plain_type(schema.field(name).type)
             wanted = None if asked is None else asked[name]
-            columns[name] = _inferred(kind) if wanted is None else _allowed(kind, wanted)
+            columns[name] = encoding_of(kind) if wanted is None else _allowed(kind, wanted)
         except (ValueError, TypeError, KeyError) as error:
             problems.append(f"column {name!r}: {error}.")
     if problems or not columns:
@@ -99,7 +177,8 @@ def _allowed(kind: pa.DataType, asked: str) -> str:
     return asked
 
 
-def _inferred(kind: pa.DataType) -> str:
+def encoding_of(kind: pa.DataType) -> str:
+    """The encoding of a plain type; ValueError if it has none."""
     element, shape = kind, []
     while _sort(element) == "list":
         shape.append(element.list_size if pa.types.is_fixed_size_list(element) else 0)
@@ -116,9 +195,7 @@ def _inferred(kind: pa.DataType) -> str:
 
 def _check_json(kind: pa.DataType) -> None:
     """Raise ValueError unless values of this type can be written as json."""
-    kind, sort = _plain_type(kind), _sort(kind)
-    if sort == "null":
-        raise ValueError("all its values are null. Omit it by columns=")
+    sort = _sort(kind)
     if sort == "other":
         raise ValueError(f"there is no encoding for Arrow's type {kind!s:.60}. Cast it, or omit it by columns=")
     for inner in _inner(kind, sort).values():
@@ -137,14 +214,14 @@ def _inner(kind: pa.DataType, sort: str) -> dict[str, pa.DataType]:
 def settle_nulls(
     batch: pa.RecordBatch, columns: Mapping[str, str], fill: Mapping[str, Any], drop: bool, nulls: dict[str, int]
 ) -> pa.RecordBatch:
-    """Return the batch with nulls filled, or their rows dropped; add the numbers of those that are left to ``nulls``.
+    """Return a plain batch with nulls filled, or their rows dropped; add the numbers of what is left to ``nulls``.
 
     Nulls inside arrays count too. Null is a value of json, so those columns are never counted.
     """
     for name, value in fill.items():
         k = batch.schema.get_field_index(name)
         if k >= 0 and batch.column(k).null_count:
-            column = plain_values(batch.column(k))
+            column = batch.column(k)
             batch = batch.set_column(k, name, column.fill_null(pa.scalar(value, column.type)))
     counted = [name for name, encoding in columns.items() if encoding != "json"]
     for name in counted if drop else ():
@@ -160,11 +237,11 @@ def settle_nulls(
 
 
 def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, Values]:
-    """Return the values of every column, as `MDSWriter.write_batch` takes them; loops over rows only where it must."""
+    """Return a plain batch as values that `MDSWriter.write_batch` takes; loops over rows only where it must."""
     found = {}
     for name, encoding in columns.items():
         try:
-            found[name] = _values(plain_values(batch.column(name)), encoding)
+            found[name] = _values(batch.column(name), encoding)
         except (ValueError, TypeError, pa.ArrowInvalid) as error:  # noqa: PERF203 - a batch has few columns
             raise ValueError(f"column {name!r}: {error}") from error
     return found
@@ -189,18 +266,6 @@ def _values(column: pa.Array, encoding: str) -> Values:
         arrays = _nested(column)
         return _cast(arrays, wanted) if isinstance(arrays, np.ndarray) else [_cast(each, wanted) for each in arrays]
     return column  # the writer takes views of texts and bytes
-
-
-def plain_values(column: pa.Array) -> pa.Array:
-    """The values of a dictionary or an extension as themselves, and views as what all readers know."""
-    if isinstance(column, pa.ExtensionArray):
-        return plain_values(column.storage)
-    if pa.types.is_dictionary(column.type):
-        return plain_values(column.dictionary_decode())
-    known = {"string_view": pa.large_string(), "binary_view": pa.large_binary()}.get(str(column.type))
-    if known is None and pa.types.is_fixed_size_binary(column.type):
-        known = pa.binary()
-    return column if known is None else column.cast(known)
 
 
 def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
@@ -272,7 +337,7 @@ _JSON_VALUES: dict[str, Callable[[Any], Any]] = {
 
 def _json_value(kind: pa.DataType) -> Callable[[Any], Any]:
     """What turns a value of this type into what json knows."""
-    kind, sort = _plain_type(kind), _sort(kind)
+    sort = _sort(kind)
     inner = {name: _json_value(each) for name, each in _inner(kind, sort).items()}
     if sort == "struct":
         make: Any = lambda value: {name: inner[name](each) for name, each in value.items()}  # noqa: E731

@@ -37,11 +37,13 @@ class InputSplit:
     num_bytes: int  # about
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the reader, if they differ between pieces
     nulls: tuple[str, ...] = ()  # the columns that are known to have some
+    types: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Piece(NamedTuple):
     """A piece of a file that becomes a shard: where it is, its rows, about their bytes, the reader's settings,
-    the columns that are known to have nulls, and those that are not read."""
+    the columns that are known to have nulls, those that are not read, and the Arrow types of columns for which those
+    of the first file are too narrow."""
 
     begin: int
     end: int
@@ -50,6 +52,7 @@ class Piece(NamedTuple):
     settings: Mapping[str, Any] = {}
     nulls: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
+    types: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -241,7 +244,7 @@ class Source:
         reader = self.reader
         if reader.piece_bytes is None and (by_piece or reader.is_cut_by_piece):
             return [
-                InputSplit(file, one.begin, one.end, one.num_bytes, one.settings, one.nulls)
+                InputSplit(file, one.begin, one.end, one.num_bytes, one.settings, one.nulls, one.types)
                 for file, one in self.pieces(columns)
             ]
         limit = reader.piece_bytes if by_piece and reader.piece_bytes else partition_bytes

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
 from lightning_stream.shared_files import scratch_folder
-from lightning_stream.sources.arrow import arrow_columns, plain_values
+from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader, with_constants
@@ -124,7 +124,6 @@ class DeltaReader(ParquetReader):
             if self.deleted:
                 mask = np.ones(count, bool)
                 mask[: max(0, min(count, len(kept) - done))] = kept[done : done + count]
-                rows = pa.RecordBatch.from_arrays(list(map(plain_values, rows.columns)), names=rows.schema.names)
                 rows = rows.filter(pa.array(mask))
             done += count
             constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}

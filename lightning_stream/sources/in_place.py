@@ -25,7 +25,7 @@ from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader, Source, marks_of, readable, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of, is_table
-from lightning_stream.sources.nulls import NullRule
+from lightning_stream.sources.nulls import NullRule, widened_columns
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import is_other_mark
 
@@ -89,13 +89,12 @@ class InPlace:
             shards = source.pieces(columns)
         if self.columns is None:
             _warn_of_others(shards, columns)
-        nulls = {name: file for file, piece in reversed(shards) for name in piece.nulls if name in columns}
-        for name, file in nulls.items():  # MDS has no null but in json
-            if not isinstance(self.columns, Mapping) and reader.takes_nulls(columns[name]):
-                columns[name] = "json"
-            elif columns[name] != "json":
-                count = sum(name in piece.nulls for _, piece in shards)
-                raise _nulls(file.uri, f"{name}: {count:,} of {len(shards):,} shards have some")
+        if not isinstance(self.columns, Mapping):
+            columns = widened_columns(columns, [piece for _, piece in shards])
+            for name in {name for _, piece in shards for name in piece.nulls if name in columns}:
+                if reader.takes_nulls(columns[name]):  # MDS has no null but in json
+                    columns[name] = "json"
+        _refuse_nulls(shards, columns)
         version = reader.settings.get("version")
         about = b"" if version is None else b', "table_version": %d' % version
         if marks:
@@ -208,6 +207,15 @@ def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[tuple[So
     schema = MdsEncoder(columns, None, (), None).schema
     entries = [json.dumps(_entry(schema, kind, number, *one)) for number, one in enumerate(shards)]
     return f'"shards": [{", ".join(entries)}], "version": 2'.encode()
+
+
+def _refuse_nulls(shards: Sequence[tuple[SourceFile, Piece]], columns: Mapping[str, str]) -> None:
+    """Raise FormatError if a column is known to have nulls, but cannot; those of deleted rows do not count."""
+    for file, piece in shards:
+        nulls = [name for name in piece.nulls if columns.get(name, "json") != "json"]
+        if nulls and not piece.settings.get("deleted"):
+            count = sum(nulls[0] in piece.nulls for _, piece in shards)
+            raise _nulls(file.uri, f"{', '.join(nulls)}: {count:,} of {len(shards):,} shards have some")
 
 
 def _warn_of_others(shards: Sequence[tuple[SourceFile, Piece]], columns: Mapping[str, str]) -> None:

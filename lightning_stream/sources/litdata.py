@@ -1,8 +1,9 @@
 """LitData's chunks: files of items, which its index.json describes. Pickled values are refused.
 
 A chunk has the number of its items and their offsets (uint32), then the items: the sizes of an item's values (uint32),
-then the values. Items of its token loader are one value without a size. See ``litdata/streaming/writer.py`` and
-``serializers.py`` in github.com/Lightning-AI/litdata.
+then the values. Items of its token loader are one value without a size. Dicts of texts, numbers, lists and dicts are
+empty items, and an Arrow file of all rows behind them: its size (uint32), and a mark, end the chunk. See
+``litdata/streaming/writer.py``, ``item_loader.py`` and ``serializers.py`` in github.com/Lightning-AI/litdata.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import io
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -19,7 +20,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, batched, present
@@ -30,11 +31,18 @@ from lightning_stream.threads import DaemonPool
 # The dtypes by the numbers that LitData stores.
 _TORCH = ["float32", "float32", "float64", "float64", "complex64", "complex64", "complex128", "complex128",
           "float16", "float16", "bfloat16", "uint8", "int8", "int16", "int16", "int32", "int32", "int64", "int64",
-          "bool"]  # fmt: skip
+          "bool", "uint16"]  # fmt: skip
 _NUMPY = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
           "complex64", "complex128", "bool", "object", "bytes", "str", "void"]  # fmt: skip
 _SCALARS = {"int": "int64", "float": "float64", "bool": "uint8"}
-_STORED = {name: name for name in ("str", "pil", "jpeg", "bytes", "json")} | {"video": "bytes", "tifffile": "bytes"}
+_STORED = {name: name for name in ("str", "pil", "jpeg", "bytes", "json")} | {"text": "str"}
+_STORED |= dict.fromkeys(("video", "audio", "tifffile", "tiff", "nifti", "mesh", "pdf"), "bytes")
+_OF_ROWS = {"str", "int", "float", "bool", "bytes", "json"}  # formats of values that may be Arrow rows
+_ROWS_MARK = b"LDARW01\0"
+_OTHER_LOADERS = {
+    "ParquetLoader": "They are Parquet files: pass format='parquet'.",
+    "TemporalArrayLoader": "Write them with its PyTreeLoader.",
+}
 _FRAMED, _FRAMED_HEAD, _FRAME_BYTES = b"LDFZ01", struct.Struct("<8sHHIII"), 24
 _UNUSABLE = ("complex64", "complex128", "bfloat16", "object", "bytes", "str", "void")
 
@@ -47,6 +55,7 @@ class LitDataReader(Reader):
         names, formats: The column and LitData's format of each value of an item, in their order.
         compression: What is compressed with zstd: ``"chunk"``, ``"batch"`` (frames of several items) or ``"sample"``.
         has_sizes: Whether items begin with the sizes of their values.
+        is_table: Of a shard: whether it may hold Arrow rows, so that no item can be read by itself.
     """
 
     kind = "litdata"
@@ -55,6 +64,7 @@ class LitDataReader(Reader):
     formats: Sequence[str] = ()
     compression: str | None = None
     has_sizes: bool = True
+    is_table: bool = field(default=False, compare=False)
 
     def begin(self, files: Sequence[SourceFile]) -> None:
         index = replace(files[0], name=INDEX_NAME, stamp="")
@@ -63,7 +73,10 @@ class LitDataReader(Reader):
             config = about["config"]
             self.formats = [str(one) for one in config["data_format"]]
             self.compression = (config.get("compression_level") or "chunk") if config.get("compression") else None
-            self.names = _leaves(json.loads(config["data_spec"])[1]) if config.get("data_spec") else []
+            spec = json.loads(config["data_spec"])[1] if config.get("data_spec") else {}
+            self.names = _leaves(spec) if spec else []
+            may_have_rows = str(spec.get("type")).endswith("dict") and set(self.formats) <= _OF_ROWS
+            self._types = dict(_types(config.get("types") or {})) if may_have_rows else {}
             self._chunks = {str(one["filename"]): int(one["chunk_size"]) for one in about["chunks"]}
         except NotFoundError as error:
             raise FormatError(f"{files[0].uri} must lie beside LitData's {INDEX_NAME}. Copy that, too.") from error
@@ -71,13 +84,17 @@ class LitDataReader(Reader):
             raise FormatError(f"{index.uri} is not an index of LitData ({error!r}). Write it again.") from error
         self.has_sizes = config.get("item_loader") != "TokensLoader"
         self.names = self.names if len(self.names) == len(self.formats) else list(map(str, range(len(self.formats))))
+        self.is_table = bool(self._types)
+        if (loader := config.get("item_loader")) in _OTHER_LOADERS:
+            raise FormatError(f"{index.uri}: chunks of LitData's {loader} cannot be read. {_OTHER_LOADERS[loader]}")
         if config.get("encryption"):
             raise FormatError(f"{index.uri}: encrypted chunks cannot be read. Write them without encryption.")
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Return the columns of the index; ValueError for values that cannot be read, such as pickled ones."""
-        wanted = self.names if asked is None else [name for name in asked if name in self.names]
         formats = dict(zip(self.names, self.formats, strict=True))
+        formats |= {name: form for name, (form, _) in self._types.items()}  # of all rows, not of the first alone
+        wanted = formats if asked is None else [name for name in asked if name in formats]
         return Found({name: _encoding(name, formats[name], files[0].root) for name in wanted})
 
     def all_pieces(
@@ -85,26 +102,36 @@ class LitDataReader(Reader):
     ) -> Iterator[tuple[SourceFile, Piece]]:
         by_name, settings = {file.name: file for file in files}, self.settings
         del settings["kind"]
+        settings |= {"is_table": True} if self.is_table else {}
+        nulls = tuple(name for name, (_, is_optional) in self._types.items() if is_optional)
         for name, num_items in self._chunks.items():
             if name not in by_name:
                 raise FormatError(f"{files[0].root}/{name} is in LitData's index, but not there. Copy it again.")
-            present(self.names, columns, by_name[name])
-            yield by_name[name], Piece(0, num_items, num_items, by_name[name].num_bytes, settings)
+            present([*self.names, *self._types], columns, by_name[name])
+            yield by_name[name], Piece(0, num_items, num_items, by_name[name].num_bytes, settings, nulls)
 
     def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
-            values = self._columns(split.file, columns)
-            rows = (
-                {name: _own(value) for name, value in zip(values, row, strict=True)}
-                for row in zip(*values.values(), strict=True)
-            )
-            yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
+            for batch in self.read_columns(split, columns):
+                if not isinstance(batch.rows, dict):
+                    yield batch
+                    continue
+                rows = (
+                    {name: _own(value) for name, value in zip(batch.rows, row, strict=True)}
+                    for row in zip(*batch.rows.values(), strict=True)
+                )
+                yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
 
     def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
-        yield Batch(self._columns(split.file, columns), split.file.uri)
+        data = stretch(split.file)
+        table = _arrow_rows(split.file, data)
+        if table is None:
+            yield Batch(self._columns(split.file, data, columns), split.file.uri)
+        else:
+            yield from _table_batches(table, columns, split.file)
 
     def has_rows(self, file: SourceFile) -> bool:
-        return self.compression is None
+        return self.compression is None and not self.is_table
 
     def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
         file = split.file
@@ -115,12 +142,12 @@ class LitDataReader(Reader):
         items = [found[span] for span in spans]
         yield Batch(self._cut(memoryview(b"".join(items)), np.cumsum([0, *map(len, items)]), file, columns), file.uri)
 
-    def _columns(self, file: SourceFile, columns: Mapping[str, str]) -> dict[str, Any]:
+    def _columns(self, file: SourceFile, data: memoryview, columns: Mapping[str, str]) -> dict[str, Any]:
         try:
-            data, offsets = self._items(file)
+            items, offsets = self._items(file, data)
         except (zstandard.ZstdError, struct.error) as error:
             raise FormatError(f"{file.uri} must be a chunk of LitData in zstd: {error}. Copy it again.") from error
-        return self._cut(data, offsets, file, columns)
+        return self._cut(items, offsets, file, columns)
 
     def _cut(
         self, data: memoryview, offsets: NDArray[np.int64], file: SourceFile, columns: Mapping[str, str]
@@ -136,15 +163,18 @@ class LitDataReader(Reader):
                 raise FormatError(f"{file.uri} must be a chunk of LitData; an item's values do not fit it.")
             sizes = heads
         begins = offsets[1:, None] - np.cumsum(sizes[:, ::-1], axis=1)[:, ::-1]
-        return {
+        found = {
             name: _values(name, form, data, begins[:, k], sizes[:, k], file)
             for k, (name, form) in enumerate(zip(self.names, self.formats, strict=True))
             if name in columns
         }
+        for name, form in zip(self.names, self.formats, strict=True):
+            if form == "json" and columns.get(name, "").startswith("ndarray:"):
+                found[name] = [np.array(value, columns[name].split(":")[1]) for value in found[name]]
+        return {name: found.get(name, [None] * (len(offsets) - 1)) for name in columns}
 
-    def _items(self, file: SourceFile) -> tuple[memoryview, NDArray[np.int64]]:
+    def _items(self, file: SourceFile, data: memoryview) -> tuple[memoryview, NDArray[np.int64]]:
         """The uncompressed items of a chunk, and where each begins, and the last one ends."""
-        data = stretch(file)
         if self.compression == "chunk":
             data = memoryview(_inflated(data))
         if self.compression == "batch" and data[: len(_FRAMED)] == _FRAMED:
@@ -183,13 +213,77 @@ def _leaves(spec: Any, above: str = "") -> list[str]:
     return [name for key, child in zip(keys, children, strict=True) for name in _leaves(child, f"{dot}{key}")]
 
 
+def _types(
+    fields: Mapping[str, Any], above: str = "", is_optional: bool = False
+) -> Iterator[tuple[str, tuple[str, bool]]]:
+    """The name of each value of all rows, as `_leaves` names it, with its format, and whether it may be absent."""
+    for key, about in fields.items():
+        kind = about if isinstance(about, dict) else {"type": about}
+        is_absent = is_optional or bool(kind.get("optional"))
+        if kind.get("type") == "struct" and kind.get("fields"):
+            yield from _types(kind["fields"], f"{above}{key}.", is_absent)
+        elif kind.get("type") == "list" and kind.get("value") in ("int", "float"):
+            yield f"{above}{key}", (f"list:{kind['value']}", is_absent)
+        else:
+            yield f"{above}{key}", (kind["type"] if kind["type"] in _OF_ROWS else "json", is_absent)
+
+
+def _arrow_rows(file: SourceFile, data: memoryview) -> Any:
+    """The Arrow table of a chunk that holds one behind empty items; None for another chunk."""
+    count = int.from_bytes(data[:4], "little")
+    head = bytes(data[4 : 8 + 4 * count])
+    tail = len(data) - 4 - len(_ROWS_MARK)
+    if data[-len(_ROWS_MARK) :] != _ROWS_MARK or head != (8 + 4 * count).to_bytes(4, "little") * (count + 1):
+        return None
+    with needs("pyarrow", "convert", f"reading the rows of {file.uri}"):
+        import pyarrow as pa
+    rows = data[tail - int.from_bytes(data[tail : tail + 4], "little") : tail]
+    opened = pa.ipc.open_file if bytes(rows[:6]) == b"ARROW1" else pa.ipc.open_stream
+    try:
+        table = opened(pa.py_buffer(rows)).read_all()
+    except (pa.ArrowInvalid, OSError) as error:
+        raise FormatError(f"{file.uri} must hold Arrow rows of LitData: {error}. Copy the chunk again.") from error
+    if table.num_rows != count:
+        raise FormatError(f"{file.uri} must hold {count:,} rows; found {table.num_rows:,}. Copy the chunk again.")
+    return table
+
+
+def _table_batches(table: Any, columns: Mapping[str, str], file: SourceFile) -> Iterator[Batch]:
+    from lightning_stream.sources.tables import pieces_of
+
+    done = 0
+    for batch in table.to_batches():
+        values = {name: _nested_column(batch, name) for name in columns}
+        for rows in pieces_of(type(batch).from_pydict(values)):
+            yield Batch(rows, f"{file.uri}, rows {done:,} to {done + rows.num_rows:,}")
+            done += rows.num_rows
+
+
+def _nested_column(batch: Any, name: str) -> Any:
+    """The values of a column, or of a field of structs, which `_leaves` names; nulls where there is none."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    column = batch
+    while name:
+        names = [each.name for each in (column.schema if column is batch else column.type)]
+        key = next((key for key in names if name == key or name.startswith(f"{key}.")), None)
+        if key is None:
+            return pa.nulls(batch.num_rows)
+        column = column.column(key) if column is batch else pc.struct_field(column, key)
+        name = name[len(key) + 1 :]
+    return column
+
+
 def _encoding(name: str, form: str, where: str) -> str:
     kind, _, code = form.partition(":")
     if kind in _SCALARS:
         return _SCALARS[kind]
     if kind in _STORED:
         return _STORED[kind]
-    if kind == "file":
+    if kind == "list":
+        return f"ndarray:{_SCALARS[code]}"
+    if kind in ("file", "image"):
         return "jpeg" if code in ("jpg", "jpeg") else "png" if code == "png" else "bytes"
     if kind in ("numpy", "tensor"):
         return "ndarray"
@@ -232,9 +326,66 @@ def _own(value: Any) -> Any:
 
 
 def _json(data: bytes, where: str) -> Any:
-    if data[:1] <= b" ":
-        raise FormatError(f"{where}: a nested value is in LitData's own binary form. Omit the column by columns=.")
-    return json.loads(data)
+    """A nested value: as JSON, or in LitData's own binary form, which begins with a tag."""
+    try:
+        return json.loads(data) if data[:1] > b" " else _Tagged(data).value()
+    except (ValueError, IndexError, RecursionError) as error:
+        raise FormatError(f"{where}: a nested value cannot be read: {error}. Omit the column by columns=.") from error
+
+
+class _Tagged:
+    """Values one after another, each behind a tag."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def value(self) -> Any:
+        tag = self._bytes(1)[0]
+        if tag in (5, 6):
+            return self._dicts(tag)
+        if tag in (7, 0x11):
+            return self._text()
+        if tag in (8, 0x12):
+            return int.from_bytes(self._bytes(8), "little", signed=True)
+        if tag in (9, 0x13):
+            return struct.unpack("<d", self._bytes(8))[0]
+        if tag in (10, 0x14):
+            return self._bytes(1) != b"\0"
+        if tag in (11, 0x10):
+            return None
+        return self._list(tag, self._number())
+
+    def _list(self, tag: int, count: int) -> Any:
+        if tag == 0:
+            return json.loads(self._bytes(count))
+        if tag == 1:
+            return [self._text() for _ in range(count)]
+        if tag in (2, 3):
+            return np.frombuffer(self._bytes(8 * count), "<i8" if tag == 2 else "<f8").tolist()
+        if tag == 4:
+            return list(map(bool, self._bytes(count)))
+        raise ValueError(f"its tag is {tag}")
+
+    def _dicts(self, tag: int) -> Any:
+        """One dict, or a list of dicts with the same keys."""
+        count = self._number()
+        if tag == 5:
+            return {self._text(): self.value() for _ in range(count)}
+        keys = [self._text() for _ in range(self._number())]
+        return [{key: self.value() for key in keys} for _ in range(count if keys else 0)]
+
+    def _number(self) -> int:
+        return int.from_bytes(self._bytes(4), "little")
+
+    def _text(self) -> str:
+        return self._bytes(self._number()).decode()
+
+    def _bytes(self, count: int) -> bytes:
+        data = self._data[self._at : self._at + count]
+        if len(data) < count:
+            raise IndexError(f"it has {len(self._data):,} bytes, too few")
+        self._at += count
+        return data
 
 
 def _array(data: memoryview, dtypes: Sequence[str], where: str) -> NDArray[Any]:

@@ -1,18 +1,34 @@
-"""Rows of a source as columns of values that an encoder takes, and how nulls are treated."""
+"""Columns that hold the values of all files, rows of a source as values that an encoder takes, and nulls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from lightning_stream.sources.base import Row
+from lightning_stream.sources.base import InputSplit, Piece, Row
 from lightning_stream.writer.batch import batch_columns
 
 _NUMBERS = ("int", "uint", "float")
 LARGEST_FLOAT = 1 << 53  # up to it, every whole number is a float64
+
+
+def widened_columns(columns: Mapping[str, str], pieces: Iterable[Piece | InputSplit]) -> dict[str, str]:
+    """Return the columns with encodings that hold the values of all files exactly; ValueError if there are none."""
+    wider = [pair for piece in pieces for pair in piece.types.items()]
+    if not wider:
+        return dict(columns)
+    from lightning_stream.sources.arrow import common_type, encoding_of
+
+    types: dict[str, Any] = {}
+    for name, kind in wider:
+        try:
+            types[name] = common_type(types.get(name, kind), kind)
+        except ValueError as error:  # noqa: PERF203 - few files have wider types
+            raise ValueError(f"column {name!r}: {error}. Cast it, or name the encodings by columns=.") from error
+    return {**columns, **{name: encoding_of(kind) for name, kind in types.items()}}
 
 
 @dataclass(frozen=True)

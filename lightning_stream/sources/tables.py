@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from abc import abstractmethod
@@ -16,7 +17,7 @@ import pyarrow as pa
 
 from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.lazy import kept
-from lightning_stream.sources.arrow import arrow_columns
+from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile, read_below
@@ -25,6 +26,7 @@ from lightning_stream.sources.stretches import FetchedFile, stretch
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
+_LOG = logging.getLogger(__name__)
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
 _CONNECTIONS = 16
 _FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
@@ -34,11 +36,11 @@ _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's b
 
 
 class Table(NamedTuple):
-    """An open file: its schema, its pieces with their stored bytes, and the record batches of some, in some columns."""
+    """An open file: its schema, its pieces with their stored bytes, and the record batches of one, in some columns."""
 
     schema: pa.Schema
     pieces: Callable[[], Sequence[Piece]]
-    batches: Callable[[int, int | None, list[str] | None], Iterator[pa.RecordBatch]]
+    batches: Callable[[Piece | InputSplit, list[str] | None], Iterator[pa.RecordBatch]]
 
 
 @dataclass
@@ -51,6 +53,8 @@ class TableReader(Reader):
 
     is_cut_by_piece = True
     media_root: str | os.PathLike[str] | Store | None = field(default=None, compare=False, kw_only=True)
+    # The types of the first file, of columns whose encodings follow from them.
+    types: Mapping[str, pa.DataType] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Read the first file's schema; columns in the names of folders come behind its own."""
@@ -60,10 +64,9 @@ class TableReader(Reader):
         firsts: dict[str, bytes | None] = {}
         if media:
             with self._opened(files[0]) as table:
-                batches = table.batches(0, table.pieces()[0].end, media) if table.pieces() else iter(())
-                for batch in islice((batch.slice(0, 1) for batch in batches if batch.num_rows), 1):
-                    values = {name: _file_bytes(batch.column(name), files[0], self.media_root) for name in media}
-                    firsts = {name: value[0].as_py() for name, value in values.items()}
+                batches = (batch for piece in table.pieces() for batch in table.batches(piece, media))
+                if batch := next((batch for batch in batches if batch.num_rows), None):
+                    firsts = {name: _first_value(batch.column(name), files[0], self.media_root) for name in media}
         for name in [name for name in files[0].partition if name not in schema.names]:
             texts = {file.partition.get(name) for file in files}
             is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
@@ -71,6 +74,10 @@ class TableReader(Reader):
             kind = pa.int64() if is_number else pa.string()
             schema = schema.append(pa.field(name, kind))
         found = _found(schema, firsts, asked)
+        own = [name for name in found.columns if name not in files[0].partition and not (asked and asked[name])]
+        self.types = {name: plain_type(schema.field(name).type) for name in own if name not in media}
+        if empty := [name for name, kind in self.types.items() if pa.types.is_null(kind)]:
+            _LOG.warning("%s: %s can only be null, and becomes json.", files[0].uri, ", ".join(empty))
         nulls = {name for name in found.columns if any(file.partition.get(name, "") is None for file in files)}
         columns = {name: "json" if name in nulls else encoding for name, encoding in found.columns.items()}
         return replace(found, columns=columns)
@@ -81,7 +88,7 @@ class TableReader(Reader):
             with self._opened(split.file) as table:
                 stored, folders = self._stored(table, columns, split.file)
                 files = [name for name in _files(_noted(table.schema)) if name in stored]
-                for batch in table.batches(split.begin, split.end, stored or table.schema.names[:1]):
+                for batch in table.batches(split, stored or table.schema.names[:1]):
                     for name in files:
                         values = _file_bytes(batch.column(name), split.file, self.media_root)
                         batch = batch.set_column(batch.schema.names.index(name), name, values)
@@ -100,8 +107,22 @@ class TableReader(Reader):
                 raise FormatError(f"{file.uri}: {error}") from error
             others = tuple(name for name in (*table.schema.names, *file.partition) if name not in columns)
             media = _files(_noted(table.schema))
-            found = [piece._replace(others=others) for piece in table.pieces() if piece.num_rows]
+            types = self._other_types(table.schema, stored, file)
+            found = [piece._replace(others=others, types=types) for piece in table.pieces() if piece.num_rows]
             return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in found]
+
+    def _other_types(self, schema: pa.Schema, stored: Sequence[str], file: SourceFile) -> dict[str, pa.DataType]:
+        """The types of columns for which those of the first file are too narrow."""
+        found = {}
+        for name in self.types.keys() & set(stored):
+            try:
+                found[name] = common_type(self.types[name], plain_type(schema.field(name).type))
+            except ValueError as error:  # noqa: PERF203 - a file has few columns
+                raise FormatError(
+                    f"all files must have types that fit those of the first; column {name!r} of {file.uri} does not: "
+                    f"{error}. Cast it, or name the encodings: columns={{{name!r}: ...}}."
+                ) from error
+        return {name: kind for name, kind in found.items() if kind != self.types[name]}
 
     def _stored(
         self, table: Table, columns: Mapping[str, str], file: SourceFile
@@ -153,9 +174,9 @@ def _joined(splits: Sequence[InputSplit]) -> list[InputSplit]:
 def pieces_of(
     batch: pa.RecordBatch, most_rows: int = _MAX_ROWS, most_bytes: int = _BATCH_BYTES
 ) -> Iterator[pa.RecordBatch]:
-    """Cut a batch into pieces of about so many bytes."""
+    """Cut a batch into pieces of about so many bytes, with columns of plain types."""
     rows = fitting_rows(batch.num_rows, batch.nbytes, most_rows, most_bytes)
-    return (batch.slice(begin, rows) for begin in range(0, batch.num_rows, rows))
+    return (plain_batch(batch.slice(begin, rows)) for begin in range(0, batch.num_rows, rows))
 
 
 def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str]]) -> pa.RecordBatch:
@@ -205,8 +226,8 @@ class ParquetReader(TableReader):
                 for k, group in groups
             ]
 
-        def batches(begin: int, end: int | None, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
-            for piece in pieces(begin, end):
+        def batches(place: Piece | InputSplit, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+            for piece in pieces(place.begin, place.end):
                 if isinstance(plain, FetchedFile):
                     plain.fetch(_column_spans(footer.row_group(piece.begin), columns))
                 rows = fitting_rows(piece.num_rows, piece.num_bytes)
@@ -237,16 +258,19 @@ def _known(schema: pa.Schema, nulls: Sequence[int]) -> tuple[str, ...]:
     """The columns of a record batch that have nulls, or whose nested values have some."""
     found, at = [], 0
     for each in schema:
-        end = at + _num_nodes(each.type)
+        end = at + sum(1 for _ in _storage_types(each.type))
         found += [each.name] if any(nulls[at:end]) else []
         at = end
     return tuple(found) if at == len(nulls) else ()
 
 
-def _num_nodes(kind: pa.DataType) -> int:
-    if isinstance(kind, pa.BaseExtensionType):
-        return _num_nodes(kind.storage_type)
-    return 1 + sum(_num_nodes(kind.field(k).type) for k in range(kind.num_fields))
+def _storage_types(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """The type that a column is stored as, and those of what is nested in it, in the order of Arrow's headers."""
+    while isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    yield kind
+    for k in range(kind.num_fields):
+        yield from _storage_types(kind.field(k).type)
 
 
 @dataclass
@@ -268,19 +292,19 @@ class ArrowReader(TableReader):
                 for each in records
             ]
 
-        def batches(begin: int, end: int | None, _: list[str] | None) -> Iterator[pa.RecordBatch]:
-            if any("dictionary<" in str(kind) for kind in schema.types):  # each batch needs all those before it
-                at, stop = max(begin, head.end), end or file.num_bytes
+        def batches(place: Piece | InputSplit, _: list[str] | None) -> Iterator[pa.RecordBatch]:
+            stored = stretch(file, place.begin, place.end)
+            inner = (kind for each in schema.types for kind in _storage_types(each))
+            if any(map(pa.types.is_dictionary, inner)):  # each batch needs all dictionaries before it
                 before = (each for each in messages(plain, file.uri, file.num_bytes) if each.is_dictionary)
-                spans = [(head.begin, head.end), *((each.begin, each.end) for each in before if each.begin < at)]
-                parts = [stretch(file, *span) for span in (*spans, (at, stop))]
-                yield from pa.ipc.open_stream(pa.BufferReader(b"".join(parts)))
+                spans = [(head.begin, head.end)]
+                spans += [(each.begin, each.end) for each in before if each.begin < place.begin]
+                parts = [stretch(file, *span) for span in spans]
+                yield from pa.ipc.open_stream(pa.BufferReader(b"".join([*parts, stored])))
                 return
-            spans = [(begin, end)] if end is not None else [(one.begin, one.end) for one in pieces()]
-            for first, last in spans:
-                data = pa.BufferReader(stretch(file, first, last))
-                while data.tell() < last - first:
-                    yield pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
+            data = pa.BufferReader(stored)
+            while data.tell() < len(stored):
+                yield pa.ipc.read_record_batch(pa.ipc.read_message(data), schema)
 
         return Table(schema, pieces, batches)
 
@@ -313,6 +337,15 @@ def _found(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | 
     if classes:
         about["classes"] = {name: names for name, names in classes.items() if name in columns}
     return Found(columns, about, media=tuple(files))
+
+
+def _first_value(column: pa.Array, file: SourceFile, media_root: Any) -> bytes | None:
+    """The first value of a column of images and the like; None if there is none."""
+    for row in range(len(column)):  # one by one: each may be a file of its own
+        value: bytes | None = _file_bytes(column.slice(row, 1), file, media_root)[0].as_py()
+        if value:
+            return value
+    return None
 
 
 def _file_bytes(column: pa.Array, file: SourceFile, media_root: Any) -> pa.Array:

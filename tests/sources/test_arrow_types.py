@@ -1,0 +1,178 @@
+"""Every type of Arrow in place: as Arrow's own values, in all files of a dataset, with or without its extensions."""
+
+from __future__ import annotations
+
+import datetime as dt
+import logging
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --extra convert")
+import pyarrow.feather as feather  # noqa: E402
+import pyarrow.parquet as pq  # noqa: E402
+
+from lightning_stream import Stream, StreamingDataset  # noqa: E402
+from lightning_stream.convert import convert  # noqa: E402
+from lightning_stream.errors import FormatError  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "cache"))
+
+
+def write(path: Path, *columns: Any) -> str:
+    """One file for each of some tables or columns."""
+    path.mkdir(exist_ok=True)
+    for number, column in enumerate(columns):
+        table = column if isinstance(column, pa.Table) else pa.table({"x": column})
+        feather.write_feather(table, str(path / f"{number}.arrow"), compression="uncompressed")
+    return str(path)
+
+
+def plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, (np.ndarray, np.generic)) else value
+
+
+def read(uri: str, columns: Any = None, name: str = "x") -> list[Any]:
+    dataset = StreamingDataset(streams=[Stream(remote=uri, columns=columns)])
+    return [plain(dataset[k][name]) for k in range(dataset.size)]
+
+
+class Pairs(pa.ExtensionType):  # type: ignore[misc]
+    """An extension type of a user."""
+
+    def __init__(self) -> None:
+        super().__init__(pa.list_(pa.int32()), "lightning_stream.pairs")
+
+    def __arrow_ext_serialize__(self) -> bytes:
+        return b""
+
+    @classmethod
+    def __arrow_ext_deserialize__(cls, storage: Any, data: bytes) -> Pairs:
+        return cls()
+
+
+@pytest.fixture
+def pairs() -> Iterator[Any]:
+    kind = Pairs()
+    pa.register_extension_type(kind)
+    yield pa.ExtensionArray.from_storage(kind, pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.int32())))
+    try:
+        pa.unregister_extension_type(kind.extension_name)
+    except KeyError:
+        return  # a test did it
+
+
+def test_an_extension_reads_the_same_where_it_is_known_and_where_not(tmp_path: Path, pairs: Any) -> None:
+    inner = pa.ListArray.from_arrays([0, 1, 3, 3], pairs)
+    rows = pa.table({"x": pairs, "inner": inner, "word": pa.array(["a", "b", "a"]).dictionary_encode()})
+    uris = [write(tmp_path / "arrow", rows), str(tmp_path / "a.parquet")]
+    pq.write_table(rows, uris[1])
+    known = [(read(uri), read(uri, name="inner")) for uri in uris]
+    pa.unregister_extension_type(Pairs().extension_name)
+    (tmp_path / "cache").rename(tmp_path / "other")
+    assert known == [(read(uri), read(uri, name="inner")) for uri in uris]
+    assert known[0][0] == pairs.storage.to_pylist()
+
+
+TYPES: dict[str, Any] = {
+    "runs": lambda: pa.RunEndEncodedArray.from_arrays([2, 3], ["a", "b"]),
+    "text view": lambda: pa.array(["a", "é", ""], pa.string_view()),
+    "bytes view": lambda: pa.array([b"a", b"", b"c"], pa.binary_view()),
+    "words in lists": lambda: pa.ListArray.from_arrays([0, 1, 1, 3], pa.array(["a", "b", "a"]).dictionary_encode()),
+    "tensor": lambda: pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(6).reshape(3, 2)),
+    "struct with a null": lambda: pa.array([{"a": 1, "b": None}] * 3, pa.struct([("a", pa.int64()), ("b", pa.null())])),
+    "nulls": lambda: pa.nulls(3),
+    "empty lists": lambda: pa.array([[], [], []], pa.list_(pa.null())),
+}
+
+
+@pytest.mark.parametrize("name", list(TYPES))
+def test_a_type_reads_as_arrows_own_values(name: str, tmp_path: Path) -> None:
+    column = TYPES[name]()
+    uri = write(tmp_path / "in", column)
+    wanted = column.to_pylist()
+    assert read(uri) == wanted
+    convert(uri, tmp_path / "out", num_workers=1)
+    assert read(str(tmp_path / "out")) == wanted
+
+
+def test_a_column_of_nulls_is_json_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert read(write(tmp_path / "in", pa.nulls(2))) == [None, None]
+    assert "x can only be null, and becomes json" in caplog.text
+
+
+WIDER: dict[str, tuple[Any, Any, str]] = {
+    "int32, then int64": (pa.array([1], pa.int32()), pa.array([2**40]), "int64"),
+    "int32, then double": (pa.array([1], pa.int32()), pa.array([0.5]), "float64"),
+    "uint8, then int8": (pa.array([255], pa.uint8()), pa.array([-1], pa.int8()), "int16"),
+    "half, then int8": (pa.array([np.float16(0.5)]), pa.array([-1], pa.int8()), "float16"),
+    "lists": (pa.array([[1]], pa.list_(pa.int32())), pa.array([[2**40]]), "ndarray:int64"),
+    "fixed lists": (pa.array([[1, 2]], pa.list_(pa.int64(), 2)), pa.array([[3]]), "ndarray:int64"),
+    "lists of nothing": (pa.array([[]], pa.list_(pa.null())), pa.array([[3]]), "ndarray:int64"),
+    "lists, then texts": (pa.array([[1]]), pa.array([["a"]]), "json"),
+    "a column, then nulls": (pa.array(["a"]), pa.nulls(1), "json"),
+    "words, then texts": (pa.array(["a"]).dictionary_encode(), pa.array(["b"], pa.large_string()), "str"),
+    "moments": (pa.array([5], pa.timestamp("ms")), pa.array([7000], pa.timestamp("us", "UTC")), "int64"),
+}
+
+
+@pytest.mark.parametrize("name", list(WIDER))
+def test_files_with_other_types_get_one_that_holds_all_values(name: str, tmp_path: Path) -> None:
+    first, second, encoding = WIDER[name]
+    uri = write(tmp_path / "in", first, second, first)
+    assert convert(uri, tmp_path / "out", num_workers=1).columns == {"x": encoding}
+    wanted = [5000, 7000, 5000] if name == "moments" else [column[0].as_py() for column in (first, second, first)]
+    assert read(uri) == read(str(tmp_path / "out")) == wanted
+
+
+APART: dict[str, tuple[Any, Any, str]] = {
+    "int64, then double": (pa.array([2**60]), pa.array([0.5]), "no type holds all numbers of int64 and double exactly"),
+    "int64, then uint64": (pa.array([-1]), pa.array([2**64 - 1], pa.uint64()), "int64 and uint64 exactly"),
+    "number, then moment": (pa.array([1]), pa.array([1], pa.timestamp("us")), "have no common type"),
+    "date, then moment": (pa.array([dt.date(2024, 1, 1)]), pa.array([1], pa.timestamp("us")), "date32"),
+    "lists": (pa.array([[2**60]]), pa.array([[0.5]]), "int64 and double exactly"),
+}
+
+
+@pytest.mark.parametrize("name", list(APART))
+def test_types_that_no_encoding_holds_are_refused_at_opening_with_file_and_column(name: str, tmp_path: Path) -> None:
+    first, second, message = APART[name]
+    uri = write(tmp_path / "in", first, first, second)
+    for call in (lambda: read(uri), lambda: convert(uri, tmp_path / "out", num_workers=1)):
+        with pytest.raises(FormatError, match=rf"column 'x' of .*in/2.arrow does not: .*{message}"):
+            call()
+    assert not (tmp_path / "out").exists()
+
+
+def test_three_files_of_which_two_fit_the_first_but_not_each_other_are_refused(tmp_path: Path) -> None:
+    uri = write(tmp_path / "in", pa.array([1], pa.int32()), pa.array([2**60]), pa.array([0.5]))
+    with pytest.raises(ValueError, match="column 'x': no type holds all numbers of int64 and double exactly"):
+        read(uri)
+    with pytest.raises(ValueError, match="column 'x'"):
+        convert(uri, tmp_path / "out", num_workers=1)
+    assert read(uri, {"x": "float64"}) == [1.0, float(2**60), 0.5]
+
+
+def test_nulls_that_headers_know_and_the_encoding_lacks_are_refused_at_opening(tmp_path: Path) -> None:
+    for uri, columns in (
+        (write(tmp_path / "bytes", pa.array([b"a"]), pa.array([b"b", None])), None),
+        (write(tmp_path / "asked", pa.array([1]), pa.array([None, 1])), {"x": "int64"}),
+    ):
+        with pytest.raises(FormatError, match=r"1.arrow: only json columns may have nulls; x has some"):
+            StreamingDataset(streams=[Stream(remote=uri, columns=columns)]).size  # noqa: B018 - it opens the index
+
+
+def test_columns_in_another_order_and_decimals_of_another_scale_are_the_same_columns(tmp_path: Path) -> None:
+    first = pa.table({"x": pa.array([Decimal("1.50")], pa.decimal128(5, 2)), "y": [1]})
+    second = pa.table({"y": [2], "x": pa.array([Decimal("2.125")], pa.decimal128(9, 3))})
+    uri = write(tmp_path / "in", first, second)
+    assert read(uri) == [Decimal("1.50"), Decimal("2.125")]
+    assert read(uri, ["y"], "y") == [1, 2]
