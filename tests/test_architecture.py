@@ -59,7 +59,6 @@ HEAVY_ON_IMPORT = {
 }
 # Tokens of code, without docstrings and comments. A room that needs more says why in the commit that raises its budget.
 BUDGETS = {
-<<<<<<< HEAD
     "order": 57_400, "formats": 26_400, "stores": 19_000,
     "cache": 10_200, "writer": 11_800,
     "sources": 38_700,
@@ -68,16 +67,6 @@ BUDGETS = {
     "trainers": 28_200, "spark": 15_800,
     "cli": 29_300, "pages": 1_500,
     "files of the root": 19_200,
-=======
-    "order": 57_400, "formats": 26_400, "stores": 18_500,
-    "cache": 9_900, "writer": 11_800,
-    "sources": 36_100,
-    "reading": 22_400, "simulation": 10_900,
-    "loading": 35_000, "convert": 13_200,
-    "trainers": 27_800, "spark": 15_700,
-    "cli": 30_400, "pages": 1_500,
-    "files of the root": 17_700,
->>>>>>> 214474f (Hugging Face's media and extension types, LitData's Arrow rows, and files whose types differ are read)
 }  # fmt: skip
 NOT_COUNTED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER

@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 import pyarrow as pa
