@@ -23,7 +23,7 @@ from lightning_stream import (  # noqa: E402
     World,
     verify_delivery,
 )
-from lightning_stream.errors import NotFoundError  # noqa: E402
+from lightning_stream.errors import NotFoundError, StateError  # noqa: E402
 
 MEANS = {"web": 20, "code": 60}  # tokens of a document
 PACK = Packing(row_length=128, window=64)
@@ -195,3 +195,42 @@ def test_the_record_of_a_changed_run_of_rows_is_verified(folder: Path, tmp_path:
     found = verify_delivery(tmp_path, dataset_of(folder, EVEN))
     assert found.first_difference is None, found.sentence
     assert found.num_steps == tracker.num_steps
+
+
+@pytest.mark.parametrize("pack", [PACK, None], ids=["rows", "samples"])
+@pytest.mark.parametrize("tail", ["pad", "drop", "exact"])
+@pytest.mark.parametrize("epoch_size", [200, 460])
+def test_a_loop_over_a_mixture_that_ends_comes_to_its_end(folder: Path, pack: Any, tail: Any, epoch_size: int) -> None:
+    schedule = Schedule(EVEN, exhausted="stop")
+
+    def fresh() -> StreamingDataLoader:
+        dataset = dataset_of(folder, schedule, pack=pack, epoch_size=epoch_size)
+        return StreamingDataLoader(dataset, global_batch_size=ROWS, tail=tail, collate_fn=len)
+
+    for follow in (lambda loader: loader, PositionTracker):
+        loader, counts = fresh(), []
+        run = follow(loader)
+        while run.position.epoch < 6:
+            assert len(counts) == run.position.epoch, "each pass is one epoch"
+            counts.append(0)
+            for _ in run:
+                counts[-1] += 1
+                if run is not loader:
+                    run.stepped()
+            resumed = fresh()
+            resumed.load_state_dict(loader.state_dict())
+            assert resumed.position == loader.position
+        assert counts == [fresh().num_batches(epoch) for epoch in range(6)]
+        assert counts[0] > 0
+        assert counts[5] == 0
+
+
+def test_an_optimizer_step_over_two_global_batches_is_refused(folder: Path) -> None:
+    (loader,) = loaders(folder)
+    tracker = PositionTracker(loader)
+    batches = iter(tracker)
+    next(batches)
+    next(batches)
+    with pytest.raises(StateError, match=r"one global batch.*before positions 8 to 16.*Step wherever"):
+        tracker.stepped()
+    assert tracker.position.position == 0

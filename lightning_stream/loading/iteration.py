@@ -80,6 +80,7 @@ class LoaderIterator:
         start: Where it began; None before its first batch.
         last_batch: The samples of the batch that it handed out last.
         num_batches: How many it handed out.
+        is_exhausted: Whether it came to the end of its epoch.
         limit: How many it hands out at most; None for all of the epoch.
 
     Example::
@@ -95,7 +96,7 @@ class LoaderIterator:
     def __init__(self, loader: Loader, moves: bool = True) -> None:
         self._loader, self.moves = loader, moves
         self._made: MadeBatches | None = None
-        self._is_over = self._is_outdated = False
+        self._is_over = self._is_outdated = self.is_exhausted = False
         self.start: Position | None = None
         self.last_batch: MicroBatch | None = None
         self.num_batches = 0
@@ -124,6 +125,7 @@ class LoaderIterator:
             self._loader.compare_arrived()
             batch, self.last_batch, made = next(self._made)
         except BaseException as error:
+            self.is_exhausted = isinstance(error, StopIteration) and self.num_batches != self.limit
             self._end()
             self._loader.meter.gave_up(perf_counter() if isinstance(error, StopIteration) else None)
             if isinstance(error, (StopIteration, StoreError)):  # that of a worker does not know the batches
@@ -141,7 +143,14 @@ class LoaderIterator:
     @property
     def position(self) -> Position:
         """Everything before it was handed out; inside an accumulation: the last whole optimizer step."""
-        return self._loader.position if self.start is None else _Stop(self.start, self.last_batch).position
+        return self._loader.position if (stop := self.stop) is None else stop.position
+
+    @property
+    def stop(self) -> _Stop | None:
+        """Where it is; None before its first batch."""
+        if self.start is None:
+            return None
+        return _Stop(self.start, self.last_batch, self.num_batches, self.is_exhausted)
 
     @property
     def upcoming(self) -> Position | None:
@@ -195,19 +204,20 @@ def driver_of(loader: Loader) -> Driver | None:
 
 @dataclass(frozen=True)
 class _Stop:
-    """Where an iteration began, the last batch that it handed out, and the number of its batches."""
+    """Where an iteration began, its last batch, how many it handed out, and whether it came to the epoch's end."""
 
     start: Position
     last: MicroBatch | None = None
     num_batches: int = 0
+    is_exhausted: bool = False
 
     @property
     def position(self) -> Position:
         """Everything before it was handed out; inside an accumulation, the last whole optimizer step."""
         last = self.last
-        if last is None:
+        if last is None and not self.is_exhausted:
             return self.start
-        if last.ends_epoch:
+        if last is None or last.ends_epoch:  # an epoch may have no batch, and is over then
             return self.start.next_epoch()
         return replace(self.start, position=last.end if last.completes_step else last.begin)
 
@@ -243,9 +253,7 @@ class Progress:
     @property
     def _now(self) -> _Stop | None:
         leader = None if self._leader is None else self._leader()
-        if leader is None or leader.start is None:
-            return self._stop
-        return _Stop(leader.start, leader.last_batch, leader.num_batches)
+        return (None if leader is None else leader.stop) or self._stop
 
     @property
     def leading(self) -> LoaderIterator | None:
@@ -304,8 +312,8 @@ class Progress:
         """Note that an iteration was closed, dropped or exhausted."""
         self._live.discard(iteration)
         if self._leader is not None and self._leader() in (iteration, None):
-            if iteration.start is not None and iteration.num_batches:
-                self._stop = _Stop(iteration.start, iteration.last_batch, iteration.num_batches)
+            if iteration.num_batches or iteration.is_exhausted:
+                self._stop = iteration.stop
             self._leader = None
 
     def begins_in(self, epoch: int) -> bool:

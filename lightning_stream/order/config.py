@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from lightning_stream.errors import StateError
+from lightning_stream.errors import StateError, VersionMismatch
 from lightning_stream.order.batching import METHODS, SCHEDULED
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.batching.buckets import LengthBuckets
@@ -250,7 +250,7 @@ class OrderConfig:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
-        """Read the result of :meth:`to_state`; raise StateError for anything else."""
+        """Read the result of :meth:`to_state`; raise VersionMismatch for a newer one, StateError for anything else."""
         try:
             values = _known(OrderConfig, state)
             if values.get("mosaic") is not None:
@@ -259,14 +259,14 @@ class OrderConfig:
                 if values.get(name) is not None:
                     values[name] = kind(**_known(kind, values[name]))
             if values.get("schedule") is not None:
-                values["schedule"] = Schedule.from_state(values["schedule"])
+                values["schedule"] = Schedule.from_state(_known(Schedule, values["schedule"]))
             switches = (_known(Switch, one) for one in values.get("switches", ()))
             values["switches"] = tuple(Switch(**{**one, "versions": tuple(one["versions"])}) for one in switches)
             return cls(**values)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"The order settings of a state must be those that this package wrote, but: {error} "
-                "The state is damaged or of another library; load another checkpoint."
+                "The state is damaged, or of a newer version or another library; load another checkpoint, or upgrade."
             ) from error
 
 
@@ -293,13 +293,16 @@ def _resolve_mosaic(
 
 
 def _known(
-    kind: type[OrderConfig | MosaicConfig | RowPacking | LengthBuckets | Switch], values: object
+    kind: type[OrderConfig | MosaicConfig | RowPacking | LengthBuckets | Schedule | Switch], values: object
 ) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
     names = {_KEYS.get(field.name, field.name): field.name for field in fields(kind)}
     if unknown := sorted(str(name) for name in values if name not in names):
-        raise ValueError(f"unknown settings {unknown}.")
+        raise VersionMismatch(
+            f"The order settings of a state must be those that this version has, but it has none named {unknown}: the "
+            "state was written by a newer lightning-stream. Install that one to continue the run."
+        )
     return {names[key]: value for key, value in values.items()}
 
 

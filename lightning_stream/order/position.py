@@ -145,17 +145,17 @@ class Position:
     def normalised(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
         """This position in the run that loads it: with its data, settings, B and tail, and the ledger of its order.
 
-        It is the beginning of the next epoch if this one has no batch left.
+        It is the beginning of the next epoch if this one was begun and has no batch left.
         """
         order = self.order_in(run)
-        ended = not order.reaches(self.position + 1) and self.position >= order.num_samples
-        if not ended:
-            plan = BatchPlan(order, batch_size=batch_size, world=world, tail=tail, start=self.position)
-            ended = self.position > 0 and not plan.has(0)
-        here = self.next_epoch() if ended else self
+        is_over = not order.reaches(self.position + 1) and self.position >= order.num_samples
+        if self.position and not is_over:
+            is_over = not BatchPlan(order, batch_size=batch_size, world=world, tail=tail, start=self.position).has(0)
+        here = self.next_epoch() if self.position and is_over else self
         changes = here.batch_changes
         if batch_size != here.batch_size and here.position:
-            changes = (*(changes or ((0, here.batch_size),)), (here.position, batch_size))
+            earlier = changes or ((0, here.batch_size),)
+            changes = (*(change for change in earlier if change[0] < here.position), (here.position, batch_size))
         new = Position.start(run, batch_size=batch_size, tail=tail, epoch=here.epoch)
         here = replace(new, position=here.position, ledger=here.ledger, batch_changes=changes, landmark=here.landmark)
         if (self.order, self.weights, self.snapshot) == (new.order, new.weights, new.snapshot):
@@ -294,7 +294,8 @@ class Position:
             order=OrderConfig.from_state(state["order"]),
             snapshot=SnapshotSummary(data["digest"], data["samples"], data["shards"], versions),
             ledger=int(state["ledger"], 16),
-            batch_changes=tuple((int(at), int(size)) for at, size in state["batch_changes"]),
+            # A state may hold two changes at one position, as older versions wrote them: the later one holds.
+            batch_changes=tuple({int(at): int(size) for at, size in state["batch_changes"]}.items()),
             landmark=Landmark(state["epoch"], _windows_of(state.get("landmark"))),
         )
 
@@ -339,8 +340,12 @@ def _change_problems(state: Mapping[str, Any]) -> list[str]:
     if not changes:
         return []
     starts = [at for at, _ in changes]
-    good = starts[0] == 0 and starts == sorted(set(starts)) and starts[-1] <= position and changes[-1][1] == size
-    return [] if good else [f"batch_changes must rise from 0 to the batch size {size} at {position} or before."]
+    rises = starts.count(0) == 1 and starts == sorted(starts) and starts[-1] <= position
+    return (
+        []
+        if rises and changes[-1][1] == size
+        else [f"batch_changes must rise from 0 to the batch size {size} at {position} or before."]
+    )
 
 
 def _checksum(state: Mapping[str, Any]) -> str:

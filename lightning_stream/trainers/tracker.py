@@ -92,7 +92,8 @@ class PositionTracker:
         self._walk: Iterator[MicroBatch] | None = None
         self._next = (-1, 0)  # (epoch, number) of the micro-batch that the walk gives next
         self._epoch = -1  # the epoch that `_batches` belongs to
-        self._place: Place | None = None
+        self._place: Place | None = None  # of the micro-batch that no optimizer step has used up yet
+        self._spans = False  # whether a whole global batch was trained on before it without a step
         self._record: DeliveryRecord | None = None
         self._settings: BatchSettings | None = None
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
@@ -288,6 +289,7 @@ class PositionTracker:
         planned = self._planned(number - self._base)
         if self.check_delivery:
             _compare(planned, self.current, number)
+        self._spans |= self._place is not None and self._place.completes_step
         self._place, seen, self.epoch_in_training = planned, self.current or planned, planned.epoch
         if self._record is not None:
             self._record.take(seen)
@@ -327,11 +329,17 @@ class PositionTracker:
             whole_steps: Whether every optimizer step must use up whole global batches.
 
         Raises:
-            StateError: The optimizer stepped in the middle of a global batch.
+            StateError: The optimizer stepped in the middle of a global batch, or over more than one.
         """
         place = self._place
         if place is None:
             return
+        if whole_steps and self._spans:
+            raise StateError(
+                "an optimizer step must use up one global batch, but none came after the one before positions "
+                f"{place.begin} to {place.end}, so that this step took both. Step wherever `current.completes_step`; "
+                "call stepped() there too if a step is left out on purpose"
+            )
         if self.ends_epochs and (place.ends_epoch or ends_epoch):
             self.known = replace(self.position, epoch=place.epoch).next_epoch()
         elif place.completes_step:
@@ -342,7 +350,7 @@ class PositionTracker:
                 f"at positions {place.begin} to {place.end}: it accumulates another number of micro-batches than the "
                 f"loader, which has accumulate={self.loader.accumulate}. Give both the same number"
             )
-        self._place = None
+        self._place, self._spans = None, False
         self.num_steps += 1
         if self._record is not None:
             self._record.commit(self.settings, self.loader.first_position)
@@ -351,10 +359,11 @@ class PositionTracker:
         """Begin the next epoch, also where the trainer cut this one short."""
         if self.position.epoch == self._epoch:
             self.known = self.position.next_epoch()
-        self._place = None
+        self._place, self._spans = None, False
 
     def _forget_epoch(self) -> None:
         self._batches = self._walk = self._place = self._settings = None
+        self._spans = False
         self._epoch, self.epoch_in_training, self._next = -1, -1, (-1, 0)
 
     # A plain loop
@@ -368,6 +377,8 @@ class PositionTracker:
         for number, batch in enumerate(self._own, first):
             self.take(number, self._epoch)  # the process may have resumed, and then its own steps count from 0
             yield batch
+        if not self._own.num_batches:
+            self.epoch_over()
 
 
 def _compare(planned: MicroBatch, delivered: MicroBatch | None, number: int) -> None:

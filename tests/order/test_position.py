@@ -7,6 +7,7 @@ import copy
 import json
 from dataclasses import replace
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -134,6 +135,24 @@ def test_changes_of_batch_size_that_cannot_be_are_refused(changes):
         Position.from_state(state)
 
 
+def test_the_batch_size_may_change_any_number_of_times_at_one_position():
+    run, twice = run_of(), run_of()
+    position = Position.from_state(start(run).advanced(run, 48).to_state())
+    for size in (4, 16, 2):
+        position = Position.from_state(position.normalised(run, batch_size=size, tail="pad").to_state())
+    once = start(twice).advanced(twice, 48).normalised(twice, batch_size=2, tail="pad")
+    assert position == once
+    assert position.batch_changes == ((0, 8), (48, 2))
+    assert position.advanced(run, 52).num_steps(run) == 6 + 2
+
+
+def test_a_state_with_two_changes_of_the_batch_size_at_one_position_is_read_as_with_the_later():
+    position = start(run_of()).advanced(run_of(), 48)
+    state = {**position.to_state(), "batch_size": 4, "batch_changes": [[0, 8], [48, 16], [48, 4]]}
+    del state["checksum"]
+    assert Position.from_state(state).batch_changes == ((0, 8), (48, 4))
+
+
 def test_a_tampered_ledger_is_found():
     position = start(run_of()).advanced(run_of(), 40)
     assert position.is_proven(run_of())
@@ -184,6 +203,21 @@ def test_the_same_run_is_accepted():
 def test_a_state_of_a_newer_version_is_refused_first():
     state = {**start(run_of()).to_state(), "version": 2, "epoch": "?"}
     with pytest.raises(VersionMismatch, match=r"version 2.*newer lightning-stream.*Install"):
+        Position.from_state(state)
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+@pytest.mark.parametrize("at", ["order", "packing", "buckets", "mosaic", "schedule"])
+def test_a_state_with_a_setting_of_a_newer_version_is_called_newer(at, is_checked):
+    state = start(run_of()).to_state()
+    if at == "order":
+        state["order"]["new_setting"] = 1
+    else:
+        state["order"][at] = {**(state["order"].get(at) or {}), "new_setting": 1}
+    del state["checksum"]
+    if is_checked:
+        state["checksum"] = f"{crc32(json.dumps(state, sort_keys=True, separators=(',', ':')).encode()):08x}"
+    with pytest.raises(VersionMismatch, match=r"none named \['new_setting'\].*newer lightning-stream.*Install"):
         Position.from_state(state)
 
 
