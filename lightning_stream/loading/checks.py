@@ -72,7 +72,7 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             "downloads more. num_canonical_nodes=1, set when a run starts, balances over all machines; each then "
             "downloads all shards."
         )
-    if run.config.buckets is not None and size % (settings.device_batch_size * world.num_replicas):
+    if run.config.buckets is not None and size % (settings.accumulate * world.num_replicas):
         _log.warning(
             f"With batch_tokens, batches have multiples of {size} samples. {world.num_replicas} replicas (times "
             "accumulation) do not divide that, so every batch has padding. Set batch_multiple when a run starts."

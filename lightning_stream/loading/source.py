@@ -65,21 +65,28 @@ class BatchSettings:
     order: OrderConfig
     padding: bool = True  # whether a rank gets padding beside samples of its own, so that all ranks have equal shapes
     balance: Balance | None = None  # what decides which samples of a global batch a rank gets, beside their places
+    accumulate: int = 1  # micro-batches of an optimizer step
 
     def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
-        order, size = source.order(self.order).epoch(start.epoch), self.global_batch_size
+        order = source.order(self.order).epoch(start.epoch)
         if start.landmark is not None:
             order.learn(start.landmark)
         return BatchPlan(
-            order, batch_size=size, world=self.world, tail=self.tail, start=start.position, balance=self.balance
+            order,
+            batch_size=self.global_batch_size,
+            world=self.world,
+            tail=self.tail,
+            start=start.position,
+            balance=self.balance,
+            accumulate=self.accumulate,
         )
 
     def where(
         self, source: SampleSource, position: Position, sample_id: int, epochs: Iterable[int] | None
     ) -> list[Occurrence]:
         """When and where the run of this position sees a sample, see `lightning_stream.order.where`."""
-        delivery = Delivery(self.world, self.device_batch_size, self.padding, self.balance)
+        delivery = Delivery(self.world, self.device_batch_size, self.padding, self.balance, self.accumulate)
         return where(source.order(position.order), position, sample_id, delivery, epochs)
 
     def micro_batches(self, source: SampleSource, start: Start) -> MicroBatches:
@@ -167,7 +174,8 @@ class SampleSource:
         )
         if self.is_switched:
             order = self._switched(order, size, tail, () if resumed is None else resumed.switches)
-        return BatchSettings(world, device_batch_size, size, tail, order, balance=self._balance(device_batch_size))
+        balance = self._balance(device_batch_size)
+        return BatchSettings(world, device_batch_size, size, tail, order, balance=balance, accumulate=accumulate)
 
     @property
     def lengths_name(self) -> str | None:

@@ -81,6 +81,7 @@ class Delivery:
     device_batch_size: int
     padding: bool = True
     balance: Balance | None = None
+    accumulate: int = 1
 
 
 def explain(run: RunOrder, position: Position, *, world: World | None = None) -> Explanation:
@@ -139,7 +140,7 @@ def where(
     found: list[Occurrence] = []
     for epoch in (position.epoch,) if epochs is None else epochs:
         here = position if epoch == position.epoch else replace(position, epoch=epoch, position=0, batch_changes=())
-        stretches = _stretches(run, here, delivery.world)
+        stretches = _stretches(run, here, delivery.world, delivery.accumulate)
         if not all(plan.follows_order for plan, _ in stretches):
             raise ValueError(
                 "This order of mosaicml-streaming has other batches on this number of nodes and ranks. Ask in the "
@@ -169,7 +170,9 @@ def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator
         return  # a position is on one replica
 
 
-def _stretches(run: RunOrder, position: Position, world: World | None) -> list[tuple[BatchPlan, int]]:
+def _stretches(
+    run: RunOrder, position: Position, world: World | None, accumulate: int = 1
+) -> list[tuple[BatchPlan, int]]:
     """The epoch by its batch sizes: for each, a plan from its first position on, and its number of steps."""
     order, tail = run.epoch(position.epoch), position.tail
     changes = position.batch_changes or ((0, position.batch_size),)
@@ -177,7 +180,8 @@ def _stretches(run: RunOrder, position: Position, world: World | None) -> list[t
     found = []
     for (begin, size), end in zip(changes, ends, strict=True):
         fits = world is None or size % world.num_replicas == 0  # an earlier batch may not: its world is not known
-        plan = BatchPlan(order, batch_size=size, world=world if fits else None, tail=tail, start=begin)
+        known = world if fits else None
+        plan = BatchPlan(order, batch_size=size, world=known, tail=tail, start=begin, accumulate=accumulate)
         found.append((plan, _steps_until(plan, end)))
     return found
 

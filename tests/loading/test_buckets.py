@@ -77,6 +77,19 @@ def test_global_batches_are_the_same_in_every_world(folder, options, ranks, work
     assert found == alone
 
 
+@pytest.mark.parametrize("options", [BUDGET, {**BUDGET, "bucket_window": 96, "batch_multiple": 12}])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("accumulate", [1, 2, 3, 4, 8])
+def test_every_batch_of_a_budget_has_as_many_micro_batches_as_are_accumulated(folder, options, ranks, accumulate):
+    (alone,) = loaders_of(folder, **options)
+    ends = [batch.end for batch in alone.micro_batches_from(alone.first_position()).walk()]
+    for loader in loaders_of(folder, ranks, accumulate=accumulate, **options):
+        micro = list(loader.micro_batches_from(loader.first_position()).walk())
+        assert [batch.end for batch in micro] == [end for end in ends for _ in range(accumulate)]
+        assert [batch.completes_step for batch in micro] == ([False] * (accumulate - 1) + [True]) * len(ends)
+        assert all(batch.ids.size > 0 for batch in micro)
+
+
 @pytest.mark.parametrize("options", [BUDGET, SORTED, {**BUDGET, "bucket_window": 64}])
 def test_a_run_resumes_on_other_devices_at_the_next_batch(folder, options):
     alone, _ = steps_of(loaders_of(folder, **options))

@@ -13,15 +13,24 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities import CombinedLoader
-from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, checkpoints, expect_exact, keep_all
+from support.lightning_runs import (
+    GLOBAL_BATCH,
+    NUM_SAMPLES,
+    Recorder,
+    Run,
+    checkpoints,
+    expect_exact,
+    keep_all,
+    write_shards,
+)
 
-from lightning_stream import StreamingDataLoader, StreamingDataModule, StreamingDataset
+from lightning_stream import Schedule, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{text}.*")
-    for text in ("callbacks used to create the checkpoint", "have no `val_dataloader`")
+    for text in ("callbacks used to create the checkpoint", "have no `val_dataloader`", "The dirpath has changed")
 ]
 QUIET: dict[str, Any] = {
     "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -135,3 +144,28 @@ def test_a_run_stopped_early_resumes_and_more_epochs_can_be_added(shards: Path, 
     third = Run(shards, tmp_path, tmp_path / "b.ckpt")
     assert first.steps | second.steps | third.steps == whole.steps
     assert [len(run.steps) for run in (first, second, third)] == [5, 6, 22]
+
+
+@pytest.mark.parametrize("epoch_size", [160, 200])
+def test_a_finished_run_whose_mixture_has_ended_ends_at_once(shards: Path, tmp_path: Path, epoch_size: int) -> None:
+    other = write_shards(tmp_path / "other", 1000)
+
+    def run(folder: Path, ckpt: Path | None, max_epochs: int) -> Run:
+        streams = [Stream(remote=shards, name="a"), Stream(remote=other, name="b")]
+        schedule = Schedule([(0, {"a": 2, "b": 1})], exhausted="stop")
+        mix = {"remote": None, "streams": streams, "schedule": schedule, "epoch_size": epoch_size}
+        keep = keep_all(folder, every_n_epochs=1, save_on_train_epoch_end=True)
+        return Run(None, folder, ckpt, dataset=mix, val=False, callbacks=[keep], max_epochs=max_epochs)  # type: ignore[arg-type]
+
+    whole = run(tmp_path / "whole", None, 5)
+    assert whole.trainer.current_epoch < 5, "the test needs a mixture that ends"
+    for max_epochs in (1, 2, 3, 4):
+        folder = tmp_path / str(max_epochs)
+        finished = run(folder, None, max_epochs)
+        step, last = checkpoints(folder)[-1]
+        assert finished.trainer.global_step == step
+        finished.trainer.save_checkpoint(tmp_path / "end.ckpt")
+        for path in (last, tmp_path / "end.ckpt"):
+            for more in (0, 3):
+                again = run(tmp_path / "again", path, max_epochs + more)
+                assert again.steps == {at: ids for at, ids in whole.steps.items() if more and at >= step}

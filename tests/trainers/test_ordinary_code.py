@@ -16,6 +16,7 @@ pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from support.lightning_chains import OneOf
 from support.lightning_habits import HOOKS, EmptyBatches, Habits, Looks, OrdinaryRun
 from support.lightning_runs import NUM_SAMPLES, Recorder, Run, Steps, checkpoints, keep_all, write_shards
@@ -23,6 +24,7 @@ from support.looks import Look
 from torch.utils.data import DataLoader
 
 from lightning_stream import StreamingCallback, StreamingDataLoader, StreamingDataset, World
+from lightning_stream.errors import StateError
 from lightning_stream.trainers.audit import verify_delivery
 
 pytestmark = [
@@ -223,15 +225,74 @@ def test_schedulers_and_epoch_ends_come_after_a_resume_as_without_it(
 
 
 def test_torchs_loader_over_a_dataset_says_once_what_to_write_instead(shards: Path, tmp_path: Path) -> None:
-    class Plain(Recorder):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.net(batch["x"]).square().mean()
-
     loader = DataLoader(StreamingDataset(remote=shards, batch_size=16), 16)
     trainer = pl.Trainer(max_steps=2, enable_checkpointing=False, default_root_dir=tmp_path, **QUIET_TRAINER)
     with pytest.warns(UserWarning, match=r"Replace it by StreamingDataLoader\(dataset, batch_size=\.\.\.\)") as caught:
         trainer.fit(Plain(), loader)
     assert sum("StreamingDataLoader" in str(one.message) for one in caught) == 1
+
+
+class Plain(Recorder):
+    """Trains on batches in whatever collection they come."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        while "x" not in batch:
+            batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
+        self.steps[self.global_step] += batch["id"].tolist()
+        return self.net(batch["x"]).square().mean()
+
+
+COLLECTIONS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "torch": (lambda dataset: DataLoader(dataset, 16), "Replace it by StreamingDataLoader"),
+    "torch in a dict": (lambda dataset: {"a": DataLoader(dataset, 16)}, "Replace it by StreamingDataLoader"),
+    "a dict of one": (lambda dataset: {"a": StreamingDataLoader(dataset, 16)}, "Pass one loader to fit"),
+    "a list of two": (lambda dataset: [StreamingDataLoader(dataset, 16) for _ in "ab"], "Pass one loader to fit"),
+    "combined": (lambda dataset: CombinedLoader({"a": StreamingDataLoader(dataset, 16)}), "Pass one loader to fit"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*no checkpoint of this run can be resumed")
+@pytest.mark.parametrize("name", COLLECTIONS)
+def test_what_lightning_cannot_resume_exactly_is_refused_at_the_resume(shards: Path, tmp_path: Path, name: str) -> None:
+    make, cure = COLLECTIONS[name]
+
+    def fit(ckpt_path: Path | None = None, **options: Any) -> Plain:
+        module = Plain()
+        trainer = pl.Trainer(max_epochs=2, **QUIET_TRAINER, **{"enable_checkpointing": False, **options})
+        dataset = StreamingDataset(remote=shards, shuffle=True, batch_size=16)
+        trainer.fit(module, make(dataset), ckpt_path=ckpt_path)
+        return module
+
+    keep = keep_all(tmp_path, every_n_train_steps=3)
+    assert len(fit(enable_checkpointing=True, callbacks=[keep]).steps) == 22
+    for step, path in checkpoints(tmp_path)[:5]:
+        with pytest.raises(StateError, match=f"a resumed run must train on what its checkpoint has not seen.*{cure}"):
+            fit(path)
+        assert step > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*no checkpoint of this run can be resumed")
+@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
+def test_a_dataset_that_the_users_code_resumes_is_left_to_it(shards: Path, tmp_path: Path) -> None:
+    class KeepsState(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dataset = StreamingDataset(remote=shards, shuffle=True, batch_size=16)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(self.dataset, 16)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["data"] = self.dataset.state_dict(16 * (self.trainer.global_step % 11), True)
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.dataset.load_state_dict(checkpoint["data"])
+
+    modules = [KeepsState(), KeepsState()]
+    for module, ckpt_path in zip(modules, (None, tmp_path / "ckpt" / "4-0.ckpt"), strict=True):
+        keep = keep_all(tmp_path, every_n_train_steps=4)
+        pl.Trainer(max_epochs=1, callbacks=[keep], **QUIET_TRAINER).fit(module, ckpt_path=ckpt_path)
+    assert modules[1].steps == {step: ids for step, ids in modules[0].steps.items() if step >= 4}
 
 
 def test_persistent_workers_end_with_the_fit(shards: Path, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,8 @@ class BatchPlan:
             batch before.
         start: The position that the plan starts from; any, since B may have changed.
         balance: Gives every replica samples of nearly equal cost; None splits without regard to costs.
+        accumulate: Micro-batches of a step. Batches of a budget of tokens, which differ in size, are cut into so many;
+            all others by the samples of a micro-batch.
 
     Raises:
         ValueError: B does not divide over the replicas, contradicts the order, or ``start`` is outside the epoch.
@@ -65,22 +67,26 @@ class BatchPlan:
         tail: Tail = "pad",
         start: int = 0,
         balance: Balance | None = None,
+        accumulate: int = 1,
     ) -> None:
         self.order, self.batch_size, self.tail, self.start = order, batch_size, tail, start
-        self.balance = balance
+        self.balance, self.accumulate = balance, accumulate
         self.world = World() if world is None else world
         if problems := self._problems():
             raise ValueError("The batches of an epoch cannot be planned. " + " ".join(problems))
 
     def __reduce__(self) -> tuple[partial[BatchPlan], tuple[EpochOrder]]:
         """Pickle what the plan was made of, not what was computed from it."""
-        names = ("batch_size", "world", "tail", "start", "balance")
-        return partial(BatchPlan, **{name: getattr(self, name) for name in names}), (self.order,)
+        return partial(BatchPlan, **self._arguments), (self.order,)
 
     def of(self, world: World, balance: Balance | None) -> BatchPlan:
         """The same global batches, for another rank or another balance."""
-        size, tail, start = self.batch_size, self.tail, self.start
-        return BatchPlan(self.order, batch_size=size, world=world, tail=tail, start=start, balance=balance)
+        return BatchPlan(self.order, **{**self._arguments, "world": world, "balance": balance})
+
+    @property
+    def _arguments(self) -> dict[str, Any]:
+        names = ("batch_size", "world", "tail", "start", "balance", "accumulate")
+        return {name: getattr(self, name) for name in names}
 
     @cached_property
     def _cuts(self) -> tuple[int, tuple[int, ...]]:

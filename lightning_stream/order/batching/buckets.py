@@ -251,7 +251,7 @@ class BudgetPlan(BatchPlan):
         return begin, end
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
-        return max(1, ceil_div(ceil_div(self.batch_size, self.world.num_replicas), device_batch_size))
+        return self.accumulate
 
 
 class BudgetOrder(BucketOrder):

@@ -91,6 +91,7 @@ class StreamingCallback(Callback):
         self._first_epoch = 0
         self._seen_step = 0
         self._num_substituted = 0  # in the batch in training
+        self._is_restored = False  # whether this fit has loaded a checkpoint
         self._was_asked = False  # whether a checkpoint was asked for its position
         self._resumed_epoch = _NEVER  # the epoch that a resume continued inside of
         self._validated_step = _NEVER
@@ -112,7 +113,6 @@ class StreamingCallback(Callback):
         loader = loops.train_loader_of(trainer)
         if not isinstance(loader, StreamingDataLoader):
             if self.is_passive:
-                rules.warn_of_others(loops.train_loaders_of(trainer))
                 return None
             raise TypeError(
                 f"StreamingCallback keeps the position of a StreamingDataLoader; the trainer trains on "
@@ -153,6 +153,7 @@ class StreamingCallback(Callback):
             self._from = self.tracker.position
             self.tracker.detach()
         self._was_asked, self._first_epoch, self._enters_at, self._resumed_epoch = False, 0, None, _NEVER
+        self._is_restored = False
         if trainer.global_step == 0:
             self._from = None
         elif self._from is None:  # the trainer has fitted before, with other data: its epochs count on
@@ -188,6 +189,8 @@ class StreamingCallback(Callback):
         self._seen_step = trainer.global_step
         loader = self._attach(trainer)
         if loader is None:
+            is_resumed = trainer.global_step > 0 and (self._is_restored or trainer.ckpt_path is not None)
+            rules.check_others(loops.train_loaders_of(trainer), is_resumed=is_resumed)
             return
         self.tracker.output = partial(loops.say, trainer)
         self.tracker.reordered = partial(self._follow_change, trainer)
@@ -320,7 +323,8 @@ class StreamingCallback(Callback):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Continue from the position, and make Lightning's counters agree with it before it restores them."""
-        if trainer.state.fn != "fit" or (self.is_passive and not self._concerns_us(trainer, checkpoint)):
+        self._is_restored = trainer.state.fn == "fit"
+        if not self._is_restored or (self.is_passive and not self._concerns_us(trainer, checkpoint)):
             return
         if loops.forget_fetched(trainer) and self.tracker.is_attached:
             self.tracker.detach()
@@ -330,7 +334,7 @@ class StreamingCallback(Callback):
         if loader is None or (state := self._state_in(checkpoint)) is None:
             return
         position = loader.first_position() if state["position"] is None else loader.accept(state["position"])
-        if loader.batches_before(position) >= loops.epoch_length(trainer, loader, position):
+        if position.position and loader.batches_before(position) >= loops.epoch_length(trainer, loader, position):
             position = position.next_epoch()  # the trainer's limit on an epoch is tighter now
         self._validated_step = state["validated_step"]
         at = self._loop_position(trainer, loader, position, checkpoint)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.dataset import StreamingDataset
+from lightning_stream.dataset import StreamingDataset, plain_iterations_of
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.source import BatchSettings
@@ -100,21 +100,28 @@ def missing_last(trainer: Any) -> StateError | None:
     )
 
 
-def warn_of_others(loaders: Sequence[Any]) -> None:
-    """Warn of training loaders over datasets of ours that Lightning does not resume."""
-    if len(loaders) > 1 and any(isinstance(loader, StreamingDataLoader) for loader in loaders):
-        warnings.warn(
-            f"the position of one training loader is kept, but {len(loaders)} were given: after a stop they train "
-            "on other samples than the checkpoint says. Mix the data as streams= of one StreamingDataset",
-            stacklevel=2,
+def check_others(loaders: Sequence[Any], *, is_resumed: bool) -> None:
+    """Warn of training loaders over datasets of ours whose position Lightning does not keep; refuse a resume with them.
+
+    A dataset that the user's own code has given a state continues from there.
+    """
+    datasets = [found for loader in loaders if isinstance(found := getattr(loader, "dataset", None), StreamingDataset)]
+    if not datasets:
+        return
+    if any(isinstance(loader, StreamingDataLoader) for loader in loaders):
+        reason = f"the position of one StreamingDataLoader is kept, but the trainer got a collection of {len(loaders)}"
+        cure = "Pass one loader to fit, and mix the data as streams= of one StreamingDataset"
+    elif any(plain_iterations_of(dataset).loaded_state is None for dataset in datasets):
+        reason = "Lightning does not resume torch's DataLoader"
+        cure = (
+            "Replace it by StreamingDataLoader(dataset, batch_size=...), imported from lightning_stream; nothing else "
+            "has to change"
         )
-    elif any(isinstance(getattr(loader, "dataset", None), StreamingDataset) for loader in loaders):
-        warnings.warn(
-            "Lightning does not resume torch's DataLoader: after a stop it would train on other samples than the "
-            "checkpoint says. Replace it by StreamingDataLoader(dataset, batch_size=...), imported from "
-            "lightning_stream; nothing else has to change",
-            stacklevel=2,
-        )
+    else:
+        return
+    if is_resumed:
+        raise StateError(f"a resumed run must train on what its checkpoint has not seen, but {reason}. {cure}")
+    warnings.warn(f"{reason}: no checkpoint of this run can be resumed. {cure}", stacklevel=2)
 
 
 def weight_of(current: MicroBatch, settings: BatchSettings) -> float:
@@ -122,7 +129,5 @@ def weight_of(current: MicroBatch, settings: BatchSettings) -> float:
 
     Lightning divides by the accumulation, and the ranks' gradients are averaged: right for whole steps only.
     """
-    in_step = current.end - current.begin
-    if in_step == settings.global_batch_size:
-        return 1.0
-    return settings.global_batch_size / settings.device_batch_size * current.num_samples / in_step
+    micro_batches = settings.accumulate * settings.world.num_replicas
+    return micro_batches * current.num_samples / (current.end - current.begin)
