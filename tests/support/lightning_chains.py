@@ -19,9 +19,12 @@ import torch
 
 from lightning_stream import StreamingDataModule
 from lightning_stream.order import World
+from support.lightning_data import draw_data
+from support.lightning_habits import HOOKS as HOOKS_OF_LOOKS
 from support.lightning_habits import Habits, OrdinaryRun, draw_habits, draw_surroundings
 from support.lightning_runs import EPOCHS, Run, Steps, checkpoints, keep_all
 from support.lightning_stops import At, Stopped, StopsIn, raise_stopped, saved_on_exception, send
+from support.looks import Look
 
 STEPS_PER_EPOCH = 11
 WAYS = ("max_steps", "killed", "exception", "signal", "clock", "epoch end", "validation")
@@ -93,6 +96,33 @@ def draw_ordinary_chain(
             at = replace(at, micro=at.micro % accumulate, step=max(1, min(at.step, around.num_steps - 2)))
         habits = draw_habits(rng, around, link.way)
         drawn.append(replace(link, num_ranks=num_ranks, accumulate=accumulate, at=at, habits=habits))
+    return drawn, shared
+
+
+def draw_data_chain(
+    seed: int, *, folder: Path, workers: tuple[int, ...] = (0,), num_links: int = 4
+) -> tuple[list[Link], dict[str, Any]]:
+    """A chain of ordinary users over other kinds of data, see `draw_data`, who also make second loaders over it."""
+    links, shared = draw_ordinary_chain(seed, workers=workers, num_links=num_links)
+    rng = random.Random(f"data {seed}")
+    dataset, loading, fits_any = draw_data(rng, folder)
+    del shared["dataset"]["num_canonical_nodes"]
+    shared["dataset"] |= dataset
+    shared["data"] |= loading
+    drawn = []
+    for link in links:
+        num_ranks, accumulate = link.num_ranks, link.accumulate
+        if fits_any and "accumulate_grad_batches" not in shared:
+            num_ranks, accumulate = rng.choice((1, 2, 3, 4, 6)), rng.choice((1, 2, 3, 8))
+        at = link.at and replace(link.at, micro=link.at.micro % accumulate)
+        assert link.habits is not None
+        seconds = [
+            Look(rng.choice(HOOKS_OF_LOOKS), rng.randrange(20), "second") for _ in range(rng.choice((0, 0, 1, 2)))
+        ]
+        habits = replace(link.habits, looks=(*link.habits.looks, *seconds))
+        options = tuple((name, 0.5 if value == 3 else value) for name, value in link.options)  # epochs may be short
+        kept = {"at": at, "options": options, "habits": habits}
+        drawn.append(replace(link, num_ranks=num_ranks, accumulate=accumulate, **kept))
     return drawn, shared
 
 

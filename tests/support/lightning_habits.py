@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_stream import StreamingCallback, StreamingDataLoader, StreamingDataset
 from lightning_stream.loading.collate import collate_samples
-from support.lightning_runs import EPOCHS, GLOBAL_BATCH, NUM_SAMPLES, Run
+from support.lightning_runs import EPOCHS, NUM_SAMPLES, Run
 from support.lightning_stops import StopsIn
 from support.looks import KINDS, Look, use
 
@@ -200,7 +200,7 @@ class OrdinaryRun(Run):
 
     def _made(self) -> StreamingDataLoader:
         return StreamingDataLoader(
-            self.data.datasets["train"], global_batch_size=GLOBAL_BATCH, world=self.data.as_world, tail=self.data.tail,
+            self.data.datasets["train"], global_batch_size=self.data.global_batch_size, world=self.data.as_world, tail=self.data.tail,
             accumulate=self.trainer.accumulate_grad_batches, num_workers=self.data.num_workers,
             collate_fn=self.options["data"].get("collate_fn"),
         )  # fmt: skip

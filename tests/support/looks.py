@@ -31,6 +31,11 @@ def use(loader: Any, kind: str) -> list[Any]:
         assert len(list(loader)) > 0
     elif kind == "statistics":
         assert len(list(loader.look())) == len(loader)
+    elif kind == "second":
+        dataset, size = loader.streaming, {} if loader.streaming.batch_tokens else {"batch_size": 5}
+        batches = iter(type(loader)(dataset, collate_fn=len, world=loader.world, **size))
+        next(batches, None)
+        return [batches]
     elif kind == "state":
         assert loader.state_dict() == loader.state_dict()
     else:

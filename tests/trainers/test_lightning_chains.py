@@ -12,7 +12,8 @@ import pytest
 
 pytest.importorskip("lightning.pytorch")
 
-from support.lightning_chains import draw_chain, draw_ordinary_chain, run_chain
+from support.lightning_chains import draw_chain, draw_data_chain, draw_ordinary_chain, run_chain
+from support.lightning_data import write_streams
 from support.lightning_runs import Run
 
 pytestmark = [
@@ -75,3 +76,25 @@ def test_a_random_chain_of_ordinary_users_is_exact(shards: Path, tmp_path: Path,
 @pytest.mark.parametrize("seed", range(300, 400))
 def test_more_random_chains_of_ordinary_users_are_exact(shards: Path, tmp_path: Path, seed: int) -> None:
     expect_chain_exact(shards, tmp_path, seed, draw_ordinary_chain, workers=(0, 0, 0, 1, 2))
+
+
+@pytest.fixture(scope="module")
+def streams(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_streams(tmp_path_factory.mktemp("streams"))
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(400, 406), 70035]
+)  # in the last, a loader whose mixture has ended serves again
+def test_a_random_chain_over_budgets_rows_and_mixtures_that_end_is_exact(
+    streams: Path, tmp_path: Path, seed: int
+) -> None:
+    expect_chain_exact(streams / "a", tmp_path, seed, draw_data_chain, folder=streams)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(410, 510))
+def test_more_random_chains_over_budgets_rows_and_mixtures_that_end_are_exact(
+    streams: Path, tmp_path: Path, seed: int
+) -> None:
+    expect_chain_exact(streams / "a", tmp_path, seed, draw_data_chain, folder=streams)

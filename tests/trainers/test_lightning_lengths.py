@@ -166,3 +166,15 @@ def test_an_epoch_that_a_change_makes_longer_is_trained_to_its_end_also_after_a_
         first, _ = fit_mix(mix, tmp_path / str(stop), stop, Change())
         rest, last = fit_mix(mix, tmp_path / str(stop), 60)
         assert (first + rest, last) == (rows, state), stop
+
+
+def test_a_loader_whose_mixture_has_ended_serves_another_trainer_from_the_start(mix: Path) -> None:
+    schedule = Schedule([(0, {"short": 1, "long": 1})], exhausted="stop")
+    loader = StreamingDataLoader(mix_of(mix, schedule), 8, tail="drop", collate_fn=padded)
+    models = [Model(), Model()]
+    for model in models:
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+        L.Trainer(accelerator="cpu", devices=1, max_epochs=4, **quiet).fit(model, loader)
+    assert loader.num_batches(3) == 0, "the test needs a mixture that ends"
+    assert models[0].seen == models[1].seen
+    assert models[0].seen

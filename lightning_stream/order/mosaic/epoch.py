@@ -99,8 +99,8 @@ class _MosaicBatches(BatchPlan):
         micro = order.global_batch or batch_size
         if batch_size % micro or micro % world.num_replicas or world.num_replicas % world.num_nodes:
             raise ValueError(
-                f"A run in an order of mosaicml-streaming keeps the global batch it began with, {micro} samples over "
-                f"all ranks, and a step is a multiple of it; found {batch_size} samples a step over "
+                f"A run in an order of mosaicml-streaming keeps the batch it began with, {micro} samples over all "
+                f"ranks without accumulation, and a step is a multiple of it; found {batch_size} samples a step over "
                 f"{world.num_replicas} data replicas on {world.num_nodes} nodes. Choose batch size per device and "
                 "accumulation so that they fit."
             )

@@ -160,6 +160,10 @@ class StreamingCallback(Callback):
             self._first_epoch = trainer.current_epoch
         elif self._from.position:
             self._from = self._from.next_epoch()  # a second fit begins with an epoch, as Lightning does
+        source = loops.data_source_of(trainer)
+        if isinstance(source, StreamingDataLoader) and source.epochs_differ and source.begins_at is None:
+            # Lightning asks for its length first, and trains nothing if the fit before this one came to its data's end.
+            source.continue_from(self._begins_at(source) or source.first_position())
 
     def _check(self, trainer: Any) -> None:
         loops.warn_if_untried(trainer)

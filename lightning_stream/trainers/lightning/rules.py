@@ -109,7 +109,7 @@ def check_others(loaders: Sequence[Any], *, is_resumed: bool) -> None:
     if not datasets:
         return
     if any(isinstance(loader, StreamingDataLoader) for loader in loaders):
-        reason = f"the position of one StreamingDataLoader is kept, but the trainer got a collection of {len(loaders)}"
+        reason = f"the position of one training loader is kept, but a collection of {len(loaders)} was given"
         cure = "Pass one loader to fit, and mix the data as streams= of one StreamingDataset"
     elif any(plain_iterations_of(dataset).loaded_state is None for dataset in datasets):
         reason = "Lightning does not resume torch's DataLoader"
