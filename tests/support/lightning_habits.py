@@ -200,9 +200,9 @@ class OrdinaryRun(Run):
 
     def _made(self) -> StreamingDataLoader:
         return StreamingDataLoader(
-            self.data.datasets["train"], global_batch_size=self.data.global_batch_size, world=self.data.as_world, tail=self.data.tail,
-            accumulate=self.trainer.accumulate_grad_batches, num_workers=self.data.num_workers,
-            collate_fn=self.options["data"].get("collate_fn"),
+            self.data.datasets["train"], global_batch_size=self.data.global_batch_size,
+            world=self.data.as_world, tail=self.data.tail, accumulate=self.trainer.accumulate_grad_batches,
+            num_workers=self.data.num_workers, collate_fn=self.options["data"].get("collate_fn"),
         )  # fmt: skip
 
     def _validation(self, train: StreamingDataLoader) -> StreamingDataLoader:

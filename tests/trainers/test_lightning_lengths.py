@@ -168,6 +168,7 @@ def test_an_epoch_that_a_change_makes_longer_is_trained_to_its_end_also_after_a_
         assert (first + rest, last) == (rows, state), stop
 
 
+@pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
 def test_a_loader_whose_mixture_has_ended_serves_another_trainer_from_the_start(mix: Path) -> None:
     schedule = Schedule([(0, {"short": 1, "long": 1})], exhausted="stop")
     loader = StreamingDataLoader(mix_of(mix, schedule), 8, tail="drop", collate_fn=padded)
