@@ -293,6 +293,10 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
     def next_epoch(self, epoch: int) -> None:
         self._streaming_plain.next_epoch = epoch
 
+    def __bool__(self) -> bool:
+        """Whether it has samples; epochs of packed rows have no length."""
+        return self._streaming_source.snapshot.num_samples > 0
+
     def __len__(self) -> int:
         """Samples of one replica in a full epoch."""
         if self._streaming_source.packing is not None:

@@ -140,6 +140,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         # Accelerate and Lightning read arguments off the attributes of their names; torch has filled in its own.
         vars(self).update(batch_size=batch_size, drop_last=self.tail == "drop", num_workers=count)
 
+    packs_states = False  # whether the dataset gives Composer the state as one string
+
     # For Accelerate: this loader divides its batches itself, and its state is kept.
     _is_accelerate_prepared = use_stateful_dataloader = True
 
@@ -222,9 +224,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         """Start making an iteration's batches; returns where it begins."""
         plain = plain_iterations_of(self.streaming)
         iterator.moves &= not self.evaluation
-        if iterator.moves:
-            plain.belongs_to(self)
-        loaded = plain.loaded_state if iterator.moves else None  # given to the dataset, as MDS users do
+        loaded = plain.state_for(self) if iterator.moves else None  # given to the dataset, as MDS users do
         driver = self._driver or driver_of(self)
         if driver is None and self.begins_at is None and self._progress.position is None and loaded:
             resume = self._resume if plain.batch_size is None else self.continue_from  # else the dataset announced it
@@ -233,6 +233,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         settings = self.settings()
         run = self._run(settings)
         iterator.moves &= driver is None or own is not None
+        if iterator.moves:
+            plain.belongs_to(self)
         if own is not None:
             start = own
         elif iterator.moves:
@@ -326,7 +328,10 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     @property
     def position(self) -> Position:
-        """Where the training run is, by the batches trained on, or else handed out; at a whole optimizer step."""
+        """Where the training run is, by the batches trained on, or else handed out; at a whole optimizer step.
+
+        After a look at one batch it is where the next iteration begins, until `state_dict` counts that batch.
+        """
         here = self._progress.position if self._driver is None else self._driver.known
         return here or self.begins_at or self.first_position()
 
@@ -356,6 +361,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def state_of(self, position: Position) -> dict[str, Any]:
         """A position as a state, which passes through the dataset's `state_dict`: a subclass may override that."""
         state, plain = self.proven(position).to_state(), plain_iterations_of(self.streaming)
+        self._progress.took(position)
         found: dict[str, Any] = plain.passed(state, lambda: self.streaming.state_dict(position.position, True))
         return found
 
@@ -384,6 +390,11 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
             self._resume(self.accept(state))
         elif self._driver.takes_states:  # else the trainer reads the same checkpoint itself
             self._driver.load(state)
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether a trainer reports what was trained on, see `driven_by`."""
+        return self._driver is not None
 
     def driven_by(self, driver: Driver) -> None:
         """Let a trainer report what was trained on: a loader only knows what it hands out."""

@@ -194,6 +194,67 @@ def test_a_look_at_one_batch_moves_nothing(dataset: StreamingDataset) -> None:
     assert ids_of(loader) == epochs[1]
 
 
+@pytest.mark.parametrize("stop", [10, 11])
+def test_a_look_at_the_last_batch_of_an_epoch_moves_nothing(dataset: StreamingDataset, stop: int) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    whole = one_epoch(dataset, 16)
+    batches = iter(loader)
+    for _ in range(stop):
+        next(batches)
+    state = loader.state_dict()
+    again = StreamingDataLoader(dataset, 16)
+    again.load_state_dict(state)
+    expected = again.position
+    next(iter(again))
+    assert again.position == expected
+    if stop == 10:
+        assert ids_of(again) == whole[10:]
+
+
+def test_a_position_after_a_look_is_where_the_next_iteration_begins_and_a_state_decides(
+    dataset: StreamingDataset,
+) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    next(iter(loader))
+    assert loader.position.position == 0
+    assert loader.state_of(loader.position) == loader.state_dict()
+    batches = iter(loader)
+    next(batches)
+    assert batches.start is not None
+    assert batches.start.position == 0
+    assert loader.state_of(loader.position) == loader.state_dict() == batches.state_dict()
+    batches.close()
+    assert loader.position.position == 16
+    counted = StreamingDataLoader(dataset, 16)
+    next(iter(counted))
+    state = counted.state_dict()
+    assert state["position"] == counted.position.position == 16
+    assert counted.state_of(counted.position) == state
+
+
+def test_a_loop_that_takes_each_batch_from_a_new_iteration_is_warned_at_the_third_look(
+    dataset: StreamingDataset,
+) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    next(iter(loader)), next(iter(loader))
+    assert len(ids_of(loader)) == 11
+    next(iter(loader)), next(iter(loader))
+    with pytest.warns(UserWarning, match=r"keep one iterator, batches = iter\(loader\)"):
+        next(iter(loader))
+
+
+def test_the_epoch_that_a_look_begins_in_is_kept_when_it_is_set(dataset: StreamingDataset) -> None:
+    whole = one_epoch(dataset, 16)
+    first = StreamingDataLoader(dataset, 16)
+    batches = iter(first)
+    next(batches), next(batches)
+    loader = StreamingDataLoader(dataset, 16)
+    loader.load_state_dict(first.state_dict())
+    next(iter(loader))
+    loader.set_epoch(0)
+    assert ids_of(loader) == whole[2:]
+
+
 def test_a_second_iterator_moves_nothing_while_the_first_one_goes(dataset: StreamingDataset) -> None:
     loader = StreamingDataLoader(dataset, 16)
     whole = one_epoch(dataset, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -18,6 +19,8 @@ from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.chain import Chain
 from lightning_stream.order.micro_batches import MicroBatch
+
+_LOOKS_BEFORE_WARNING = 3
 
 
 class Driver(Protocol):
@@ -51,7 +54,10 @@ class Loader(Protocol):
     def __len__(self) -> int: ...
 
     evaluation: bool
+    packs_states: bool
 
+    @property
+    def is_driven(self) -> bool: ...
     @property
     def meter(self) -> Meter: ...
     @property
@@ -193,13 +199,16 @@ class LoaderIterator:
             self._end()
 
 
+def composer_callback() -> Any:
+    """The module that joins Composer's trainers, a higher layer; None where the program does not use Composer."""
+    return import_module("lightning_stream.trainers.composer.callback") if "composer" in sys.modules else None
+
+
 def driver_of(loader: Loader) -> Driver | None:
     """The Composer trainer that asks for batches; None if another program does. Other trainers call `driven_by`."""
-    if "composer" not in sys.modules:
-        return None
-    join = import_module("lightning_stream.trainers.composer.callback")  # a higher layer, imported only if Composer is
-    found: Driver | None = join.driver_of(loader)
-    return found
+    join = composer_callback()
+    driver: Driver | None = None if join is None else join.driver_of(loader)
+    return driver
 
 
 @dataclass(frozen=True)
@@ -231,8 +240,8 @@ class Progress:
     """The position of a loader that no trainer drives, and the ledger's sum up to there.
 
     One iteration leads, and its batches move the position; others look on and move nothing while the leader lives.
-    An iteration that handed out a single batch was a look, as in ``next(iter(loader))``, unless a state was taken
-    then: the next iteration begins where it began.
+    An iteration that handed out a single batch, and was not asked for another, was a look, as in
+    ``next(iter(loader))``, unless a state was taken then: the next iteration begins where it began.
     """
 
     def __init__(self) -> None:
@@ -240,11 +249,16 @@ class Progress:
         self._leader: ref[LoaderIterator] | None = None
         self._live: WeakSet[LoaderIterator] = WeakSet()
         self._was_asked = False  # whether a state was taken since the leader's last start
+        self._num_looks = 0  # how many iterations in a row were looks at the same batch
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
 
     def __getstate__(self) -> dict[str, object]:
         """A copy stands where this one does, and follows no iteration."""
-        return {"_stop": self._now, "_was_asked": True, "_summed": self._summed}
+        return {
+            "_stop": self._now,
+            "_was_asked": self._was_asked or self.leading is not None,
+            "_summed": self._summed,
+        }
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -262,8 +276,11 @@ class Progress:
 
     @property
     def position(self) -> Position | None:
-        """Where the training run is; None before anything began."""
-        return None if (now := self._now) is None else now.position
+        """Where the training run is; None before anything began. A look whose iteration is over has not moved it."""
+        now = self._now
+        if now is None:
+            return None
+        return now.start if self.leading is None and self._only_looked(now) else now.position
 
     def asked(self) -> None:
         """Note that a state is taken here.
@@ -280,9 +297,18 @@ class Progress:
             )
         self._was_asked = True
 
+    def took(self, position: Position) -> None:
+        """Note that a state of this position was taken, which decides whether the last batch was only a look."""
+        now = self._now
+        if now is not None and position == now.position:
+            self._was_asked = True
+        elif now is not None and position == self.position:
+            self._stop = _Stop(position)
+
     def go_to(self, position: Position) -> None:
         """Let the next iteration begin here; those in progress no longer move the position."""
-        self._stop, self._leader, self._live, self._was_asked = _Stop(position), None, WeakSet(), False
+        self._stop, self._leader, self._live = _Stop(position), None, WeakSet()
+        self._was_asked, self._num_looks = False, 0
 
     def begin(self, iteration: LoaderIterator, run: RunOrder, settings: BatchSettings) -> Position:
         """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
@@ -306,7 +332,7 @@ class Progress:
             self._leader = ref(iteration)
 
     def _only_looked(self, stop: _Stop) -> bool:
-        return stop.num_batches <= 1 and stop.is_inside_epoch and not self._was_asked
+        return stop.num_batches == 1 and not stop.is_exhausted and not self._was_asked
 
     def ended(self, iteration: LoaderIterator) -> None:
         """Note that an iteration was closed, dropped or exhausted."""
@@ -315,11 +341,30 @@ class Progress:
             if iteration.num_batches or iteration.is_exhausted:
                 self._stop = iteration.stop
             self._leader = None
+        if iteration.num_batches and iteration.stop is not None:
+            self._count_looks(iteration.stop)
+
+    def _count_looks(self, ended: _Stop) -> None:
+        """Warn of a loop that takes each batch from a new iteration, which is the same batch each time."""
+        now = self._now
+        if now is None or not self._only_looked(ended) or not self._only_looked(now) or ended.start != now.start:
+            self._num_looks = 0
+            return
+        self._num_looks += 1
+        if self._num_looks == _LOOKS_BEFORE_WARNING:
+            warnings.warn(
+                "an iteration of one batch is a look, and the next iteration begins with the same batch: found "
+                f"{self._num_looks} looks in a row at the batch at epoch {now.start.epoch}, position "
+                f"{now.start.position}. To train, keep one iterator, batches = iter(loader), and call next(batches)",
+                stacklevel=2,
+            )
 
     def begins_in(self, epoch: int) -> bool:
         """Whether the next iteration reads this epoch, from wherever in it was set."""
         now = self._now
-        return epoch == 0 if now is None else not now.is_inside_epoch and epoch == now.position.epoch
+        if now is None or self._only_looked(now):
+            return epoch == (0 if now is None else now.start.epoch)
+        return not now.is_inside_epoch and epoch == now.position.epoch
 
     def proven(self, run: RunOrder, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""

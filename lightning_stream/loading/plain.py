@@ -18,10 +18,11 @@ from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
-from lightning_stream.loading.iteration import Loader
+from lightning_stream.loading.iteration import Loader, composer_callback
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
+from lightning_stream.loading.torch_private import iteration_key
 from lightning_stream.order import Occurrence, Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.batching.base import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
@@ -40,7 +41,6 @@ class PlainIterations:
     def __init__(self, batch_size: int | None) -> None:
         self.batch_size = batch_size  # samples per device; DataLoader workers need it
         self._owner: ReferenceType[Loader] | None = None
-        self._packed = False
         self._num_yielded = 0  # samples of this rank since the iteration began
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
@@ -51,17 +51,17 @@ class PlainIterations:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_owner": None}
 
-    def belongs_to(self, loader: Loader, *, packed: bool | None = None) -> None:
-        """Leave the position to a loader of ours that reads this dataset.
+    def belongs_to(self, loader: Loader) -> None:
+        """Leave the position to a loader of ours that trains on this dataset; not where a trainer drives another."""
+        owner = self.loader
+        if owner is loader or (owner is not None and owner.is_driven and not loader.is_driven):
+            return
+        self.loaded_state = self.state_for(loader)
+        self._owner = ref(loader)
 
-        With `packed` states are one string of JSON under a constant key: Composer loads sharded checkpoints key by key
-        into the state of the run that loads. None leaves it as it is.
-        """
-        if self.loader is not loader:
-            if self._owner is not None:
-                self.loaded_state = None  # it was for the loader before
-            self._owner = ref(loader)
-        self._packed = self._packed if packed is None else packed
+    def state_for(self, loader: Loader) -> Mapping[str, Any] | None:
+        """The state that the dataset was given for its next loader; None for those after that one."""
+        return self.loaded_state if self._owner is None or self.loader is loader else None
 
     @property
     def loader(self) -> Loader | None:
@@ -126,9 +126,9 @@ class PlainIterations:
         source.reader.require_samples()
         refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        key = worker.seed - worker.id if worker is not None else os.getpid()
+        key = iteration_key(worker) if worker is not None else os.getpid()
         settings = self.settings(source)
-        batches, size = settings.micro_batches(source, self._shared.begin(key or 1, index)), settings.device_batch_size
+        batches, size = settings.micro_batches(source, self._shared.begin(key, index)), settings.device_batch_size
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
         self._num_yielded = 0
         for batch in ahead:
@@ -167,9 +167,17 @@ class PlainIterations:
                     stacklevel=1,
                 )
             return dict(self._passing)
-        if (owner := self.loader) is not None:
-            state = self.passed({}, lambda: owner.state_after(num_samples))
-            return {STATE_KEY: json.dumps(state)} if self._packed else state
+        owner, trainer_state = self._trained_on()
+        if owner is not None:
+            counted = None if trainer_state is not None else num_samples
+            state = self.passed({}, lambda: owner.state_after(counted))
+            return {STATE_KEY: json.dumps(state)} if owner.packs_states else state
+        if self.batch_size is None and (trainer_state is not None or self._owner is not None):
+            raise StateError(
+                "a state holds the batches of the run, which this dataset does not know: no StreamingDataLoader that "
+                "trains on it is there, and it has no batch size. Train on a StreamingDataLoader, keep it, and take "
+                "its state_dict(); or pass batch_size= to StreamingDataset, the same as to torch's DataLoader"
+            )
         if num_samples is None:
             if get_worker_info() is not None:
                 raise StateError(
@@ -197,8 +205,8 @@ class PlainIterations:
         if self._passing is not None and state is not None:
             self._passing = state
             return
-        if (owner := self.loader) is not None:
-            self.loaded_state = state
+        owner, trainer_state = self._trained_on()
+        if owner is not None:
             self.passed({}, lambda: owner.load_state_dict(state))
             return
         if state is None:
@@ -220,6 +228,22 @@ class PlainIterations:
         if reached and start.epoch > int(state["epoch"]):
             start = Start(int(state["epoch"]), self.order(source).epoch(int(state["epoch"])).num_samples)
         self._shared.upcoming = start
+        if trainer_state is not None:
+            composer_callback().continue_epoch(trainer_state, partial(self._skip_epoch, source))
+
+    def _skip_epoch(self, source: SampleSource) -> None:
+        """Leave an empty rest of the epoch that the next iteration begins in."""
+        epoch = self._shared.upcoming.epoch
+        self._shared.upcoming = Start(epoch, self.order(source).epoch(epoch).num_samples)
+
+    def _trained_on(self) -> tuple[Loader | None, Any]:
+        """The loader of ours whose position a state is, and Composer's state where Composer saves or loads one.
+
+        Composer knows which loader it trains on; other loaders over the dataset have no part in its checkpoints.
+        """
+        join = composer_callback()
+        trainer_state = None if join is None else join.state_that_asks()
+        return (self.loader if trainer_state is None else join.loader_of(trainer_state, self)), trainer_state
 
 
 def _read(source: SampleSource, batch: MicroBatch, order: EpochOrder) -> tuple[list[Any], list[EarlyRead]]:

@@ -22,9 +22,10 @@ from lightning_stream.order import Position
 from lightning_stream.order.batching.packed import Landmark
 from lightning_stream.threads import lock_over_forks
 
-_MAX_WORKERS = 1024
-_NEXT, _CURRENT, _KEY, _BEGUN = slice(0, 2), slice(2, 4), 4, slice(5, 5 + _MAX_WORKERS)  # an epoch and a position each
-_NUM_BYTES = _BEGUN.stop * 8
+_MAX_WORKERS, _MAX_ITERATIONS = 1024, 64
+_START = ("start", np.int64, 2)  # an epoch and a position
+_ITERATION = np.dtype([("key", np.int64), _START, ("begun", np.bool_, _MAX_WORKERS)])
+_SHARED = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("latest", _ITERATION, _MAX_ITERATIONS)])
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,16 @@ _threads = lock_over_forks()
 class SharedPosition:
     """The start of the next iteration over a dataset, agreed upon by all workers of that iteration.
 
-    Each worker begins every iteration once, all with the same key. The first one takes the next start and moves it to
-    the next epoch; the others join it. A worker that begins a second time begins another iteration.
+    Each worker begins every iteration once, all with a key that no other iteration has. The first one takes the next
+    start and moves it to the next epoch; the others join it, also where other iterations began since, or the start was
+    set. A worker that begins a second time under its key, as persistent ones do, begins another iteration.
     """
 
     _fd = -1
 
     def __init__(self, start: Start | None = None, fd: int | None = None) -> None:
-        self._fd = memory_file("position", _NUM_BYTES) if fd is None else fd
-        self._values: Any = np.frombuffer(mmap.mmap(self._fd, _NUM_BYTES), dtype=np.int64)
+        self._fd = memory_file("position", _SHARED.itemsize) if fd is None else fd
+        self._values: Any = np.frombuffer(mmap.mmap(self._fd, _SHARED.itemsize), dtype=_SHARED)
         if start is not None:
             self.upcoming = start
 
@@ -77,7 +79,7 @@ class SharedPosition:
         with _threads:
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
             try:
-                yield self._values
+                yield self._values[0]
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
@@ -85,35 +87,43 @@ class SharedPosition:
     def upcoming(self) -> Start:
         """Where the next iteration will start."""
         with self._locked() as values:
-            return Start(*values[_NEXT].tolist())
+            return Start(*values["start"].tolist())
 
     @upcoming.setter
     def upcoming(self, start: Start) -> None:
         with self._locked() as values:
-            values[_NEXT] = start.epoch, start.position
-            values[_BEGUN] = 0
+            values["start"] = start.epoch, start.position
+            values["is_set"] = True
 
     @property
     def current(self) -> Start | None:
         """Where the latest iteration started; None if none has begun since the start was last set."""
         with self._locked() as values:
-            return Start(*values[_CURRENT].tolist()) if values[_BEGUN].any() else None
+            if values["is_set"] or not values["num_begun"]:
+                return None
+            latest = values["latest"][(values["num_begun"] - 1) % _MAX_ITERATIONS]
+            return Start(*latest["start"].tolist())
 
     def begin(self, key: int, worker: int = 0) -> Start:
         """Begin an iteration, or join the one that another worker (0-based) began under the same key.
 
-        All workers of one iteration have the same key, e.g. torch's base seed.
+        All workers of one iteration have the same key, see `torch_private.iteration_key`.
         """
         if not 0 <= worker < _MAX_WORKERS:
             raise ValueError(f"at most {_MAX_WORKERS} workers share a position; this is worker {worker}")
         with self._locked() as values:
-            begun = values[_BEGUN]
-            if begun[worker] or not begun.any() or values[_KEY] != key:
-                values[_CURRENT] = values[_NEXT]
-                values[_NEXT] = values[_CURRENT][0] + 1, 0
-                values[_KEY], begun[:] = key, 0
-            begun[worker] = 1
-            return Start(*values[_CURRENT].tolist())
+            latest = values["latest"]
+            joined = np.flatnonzero((latest["key"] == key) & latest["begun"].any(axis=1) & ~latest["begun"][:, worker])
+            if len(joined):
+                number = joined[0]
+            else:
+                number = values["num_begun"] % _MAX_ITERATIONS
+                latest[number] = key, values["start"], False
+                values["start"] = values["start"][0] + 1, 0
+                values["num_begun"] += 1
+                values["is_set"] = False
+            latest["begun"][number, worker] = True
+            return Start(*latest["start"][number].tolist())
 
 
 def memory_file(name: str, num_bytes: int) -> int:

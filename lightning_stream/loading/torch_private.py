@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import os
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, get_context
 from typing import Any
 
+from torch.utils.data._utils.worker import WorkerInfo
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from lightning_stream.processes import job_signals_wait, start_resource_tracker
@@ -38,6 +41,19 @@ def start_servers(context: Any) -> None:
 def worker_processes(batches: Any) -> list[Any]:
     """The worker processes of torch's iterator; none where this process makes the batches."""
     return list(batches._workers) if isinstance(batches, _MultiProcessingDataLoaderIter) else []  # noqa: SLF001
+
+
+def iteration_key(worker: WorkerInfo) -> int:
+    """A number that all workers of one iteration of torch's DataLoader share, and no other iteration has.
+
+    The pipe of their results tells iterations apart: torch's base seed is the same again after ``torch.manual_seed``.
+    """
+    frame = inspect.currentframe()
+    while frame is not None and "data_queue" not in frame.f_locals:
+        frame = frame.f_back
+    results = None if frame is None else frame.f_locals["data_queue"]._reader  # noqa: SLF001
+    pipe = 0 if results is None else os.fstat(results.fileno()).st_ino
+    return hash((pipe, worker.seed - worker.id))
 
 
 def set_worker_dataset(info: Any, dataset: Any) -> None:

@@ -99,7 +99,9 @@ class PositionTracker:
         self._own: LoaderIterator | None = None  # the iteration of a plain loop
         self._owns: Callable[[LoaderIterator], bool] = self._is_own
         self.loaded: Callable[[], None] | None = None  # called after a state was loaded
+        self.saves: Callable[[], None] | None = None  # called before a state is taken
         self.reordered: Callable[[], None] | None = None  # called after the mixture has changed
+        self.num_resumes = 0
         self.is_resumed = self.is_of_mosaic = self.is_attached = self._has_said = False
         if loader is not None:
             self.attach(loader)
@@ -201,6 +203,8 @@ class PositionTracker:
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
+        if self.saves is not None:
+            self.saves()
         self._proven = self.loader.proven(self.position)
         return self.loader.state_of(self._proven)
 
@@ -235,6 +239,7 @@ class PositionTracker:
     def resume(self, position: Position) -> None:
         """Continue from a position that a state gave."""
         self._proven, self.is_resumed, self._own = position, True, None
+        self.num_resumes += 1
         self.move_to(position)
 
     def report_missing(self, found: str) -> None:

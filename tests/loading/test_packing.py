@@ -305,6 +305,11 @@ def test_a_subset_is_packed_by_itself(folder):
     assert sum(map(len, pieces)) == sum(len(doc) for doc in documents()[::2])
 
 
+def test_a_packed_dataset_is_true_in_a_condition(folder):
+    dataset = StreamingDataset(local=folder, pack=Packing(row_length=32))
+    assert (dataset or None) is dataset
+
+
 def test_a_resume_with_another_packing_is_refused(folder):
     loader = loader_of(folder)
     next(iter(loader))

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from lightning_stream.loading.shared_position import SharedPosition, Start
+from lightning_stream.loading.torch_private import iteration_key
 
 
 def test_workers_with_one_key_share_a_start_and_another_key_begins_the_next_epoch() -> None:
@@ -29,6 +32,47 @@ def test_workers_with_one_key_share_a_start_and_another_key_begins_the_next_epoc
     assert (shared.current, shared.begin(6, 1)) == (None, Start(1, 8))
     with pytest.raises(ValueError, match="at most 1024 workers"):
         shared.begin(1, 1024)
+
+
+def test_workers_join_their_own_iteration_whatever_began_since() -> None:
+    shared = SharedPosition()
+    assert [shared.begin(5, 0), shared.begin(6, 0)] == [Start(0), Start(1)]
+    assert [shared.begin(5, 1), shared.begin(6, 1)] == [Start(0), Start(1)]
+    shared.upcoming = Start(7, 16)
+    assert shared.begin(6, 2) == Start(1)
+    assert shared.current is None
+    assert shared.begin(8, 1) == Start(7, 16)
+
+
+class Epochs(IterableDataset[Any]):
+    """The epoch that each worker begins in."""
+
+    def __init__(self) -> None:
+        self.shared = SharedPosition()
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        yield self.shared.begin(iteration_key(info), info.id).epoch
+
+
+@pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("fork", True), ("spawn", False)])
+def test_all_workers_of_an_iteration_read_one_epoch_under_one_seed(method: str, persistent: bool) -> None:
+    """Also where iterations begin in between, or are abandoned before all of their workers began."""
+    loader = DataLoader(
+        Epochs(), batch_size=None, num_workers=2, multiprocessing_context=method, persistent_workers=persistent
+    )
+    iterations = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        iterations.append(iter(loader))
+        next(iterations[-1])
+    if not persistent:
+        other = iter(loader)
+        assert next(other) == next(other)
+    torch.manual_seed(0)
+    again = iter(loader)
+    assert next(again) == next(again) > 1
 
 
 def begin(shared: SharedPosition, queue: Any, worker: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -21,6 +22,7 @@ from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.meter import Mark
+from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.report import RunReport
@@ -55,8 +57,10 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
         self.monitor = self._new_monitor()  # of the trainer that joined last
         self.tracker.attach(loader, owns=self._begins)
-        self.tracker.loaded = lambda: self._follow_length(private.state_that_loads(loader))
+        self.tracker.loaded = lambda: self._follow_length(private.state_that_asks())
+        self.tracker.saves = self._begin_anew
         self._trainer: Any = None
+        self._num_resumes = 0  # of those before the trainer joined
         self._epoch_clock = self._batch_clock = 0
         self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
@@ -94,9 +98,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
 
     def _join(self, trainer: Any) -> None:
         tracker, clock = self.tracker, trainer.state.timestamp
-        if self._trainer is not None and not tracker.is_resumed:  # a second trainer begins the data from its start
-            tracker.move_to(self.loader.first_position())
-        self._trainer, tracker.counts = trainer, True
+        self._begin_anew(trainer.state)
+        self._trainer, self._num_resumes, tracker.counts = trainer, tracker.num_resumes, True
         self.monitor = self._new_monitor()
         self.monitor.attach(self.loader)
         self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
@@ -116,6 +119,14 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
                 path, self.loader, tracker, step=lambda: int(trainer.state.timestamp.batch), say=tracker.say
             )
             self.monitor.begin_report(report)
+
+    def _begin_anew(self, state: State | None = None) -> None:
+        """Let a second trainer begin the data from its start: None for the one that saves a checkpoint."""
+        state, tracker = state or private.state_that_asks(), self.tracker
+        is_second = self._trainer is not None and state is not None and state is not self._trainer.state
+        if is_second and tracker.num_resumes == self._num_resumes:
+            tracker.is_resumed = False
+            tracker.move_to(self.loader.first_position())
 
     def _limit(self, trainer: Any) -> int | None:
         """Batches of an epoch, where the trainer takes fewer than there are."""
@@ -243,11 +254,69 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self._epoch_clock = int(clock.epoch)
 
 
+class _RestOfEpoch(Callback):  # type: ignore[misc]  # Composer has no types
+    """Lets a run resumed inside an epoch of `train_subset_num_batches` take the rest of them from torch's DataLoader.
+
+    Composer takes that many once more. It reads the number where it begins to iterate; schedules read it later.
+    """
+
+    def __init__(self, loader: Any, skip_epoch: Callable[[], None]) -> None:
+        self.loader, self.skip_epoch = loader, skip_epoch
+        self.limit: int | None = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+        """Let Composer read how many batches are left."""
+        done, limit = int(state.timestamp.batch_in_epoch), state.dataloader_len
+        loader, self.loader = self.loader, None  # only the first epoch is begun already
+        if done == 0 or limit is None or state.train_dataloader is not loader or not _is_less(int(limit), loader):
+            return
+        if done >= int(limit):
+            self.skip_epoch()
+        else:
+            self.limit, state.dataloader_len = int(limit), int(limit) - done
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
+        """Restore the length of an epoch: Composer has begun to iterate."""
+        limit, self.limit = self.limit, None
+        if limit is not None:
+            state.dataloader_len = limit
+
+
+def _is_less(limit: int, loader: Any) -> bool:
+    """Whether the user lets each epoch take fewer batches than it has."""
+    try:
+        return limit < len(loader)
+    except TypeError:  # packed rows have no length
+        return True
+
+
+def continue_epoch(state: State, skip_epoch: Callable[[], None]) -> None:
+    """Let a run continue in the epoch of the state that torch's DataLoader has loaded; `skip_epoch` leaves none."""
+    state.callbacks.append(_RestOfEpoch(state.train_dataloader, skip_epoch))
+
+
+def state_that_asks() -> State | None:
+    """Composer's state where it asks a dataset for its state, or gives it one; None where another does."""
+    return private.state_that_asks()
+
+
+def loader_of(state: State, plain: PlainIterations) -> StreamingDataLoader | None:
+    """The loader of ours that a trainer trains on, which follows that trainer from now on; None if it has another."""
+    loader = state.train_dataloader
+    if not isinstance(loader, StreamingDataLoader) or plain_iterations_of(loader.streaming) is not plain:
+        return None
+    if not loader.is_driven:
+        _follower(loader)
+    return loader
+
+
 def driver_of(loader: StreamingDataLoader) -> PositionTracker | None:
     """Follow the Composer trainer that is about to train on a loader that has no tracker yet, if there is one."""
-    if private.trainer_that_asks(loader) is None:
-        return None
-    tracker, loaded = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming).loaded_state
-    if loaded is not None:  # Composer gave the checkpoint's state to the dataset before
+    return None if private.trainer_that_asks(loader) is None else _follower(loader)
+
+
+def _follower(loader: StreamingDataLoader) -> PositionTracker:
+    tracker, loaded = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming).state_for(loader)
+    if loaded is not None:  # the user gave it to the dataset
         tracker.load(loaded)
     return tracker

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from composer import State, Trainer
@@ -21,11 +22,17 @@ from lightning_stream.trainers.report_file import NAME
 _TAKES_BATCHES = "_iter_dataloader"  # Trainer's generator around the iteration over its loader
 
 
-def trainer_that_asks(loader: Any) -> Any | None:
-    """The trainer whose training loop is asking this loader for a batch; None where another asks."""
+def _frame_of_composer() -> FrameType | None:
+    """The frame in which Composer called what calls this."""
     frame = inspect.currentframe()
     while frame is not None and not frame.f_globals.get("__name__", "").startswith("composer."):
         frame = frame.f_back
+    return frame
+
+
+def trainer_that_asks(loader: Any) -> Any | None:
+    """The trainer whose training loop is asking this loader for a batch; None where another asks."""
+    frame = _frame_of_composer()
     if frame is None or frame.f_code.co_name != _TAKES_BATCHES:
         return None
     trainer = frame.f_locals.get("self")
@@ -33,15 +40,11 @@ def trainer_that_asks(loader: Any) -> Any | None:
     return trainer if trains and isinstance(trainer, Trainer) and trainer.state.train_dataloader is loader else None
 
 
-def state_that_loads(loader: Any) -> Any | None:
-    """The state of the trainer that is loading a checkpoint, and trains on this loader; None where there is none."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, State) and found.train_dataloader is loader:
-            return found
-        frame = frame.f_back
-    return None
+def state_that_asks() -> State | None:
+    """The state of the trainer that is saving or loading a checkpoint, of which it asks us; None where another asks."""
+    frame = _frame_of_composer()
+    state = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("state"))
+    return state if isinstance(state, State) else None
 
 
 def report_path(state: Any) -> Path | None:

@@ -138,7 +138,8 @@ def data_spec(
             watch_after_s=watch_after_s,
             report=report,
         )
-        plain_iterations_of(loader.streaming).belongs_to(loader, packed=True)
+        loader.packs_states = True
+        plain_iterations_of(loader.streaming).belongs_to(loader)
     counter = BatchCounter(loader, token_column, padding_id)
     return DataSpec(
         loader,
