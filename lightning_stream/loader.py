@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_stream.dataset import StreamingDataset, plain_iterations_of, source_of
 from lightning_stream.errors import StateError, suggesting
 from lightning_stream.formats.sizes import whole
-from lightning_stream.loading.accelerate import as_prepared, is_prepared
+from lightning_stream.loading.accelerate import Prepared, is_prepared
 from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.dataset_arguments import check_blocks
@@ -214,7 +214,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def __iter__(self) -> LoaderIterator:  # type: ignore[override]  # torch names its own iterator class
         """Make an iteration from the loaded state, or of the next epoch that was not begun yet."""
-        return as_prepared(self, LoaderIterator(self)) if is_prepared(self) else LoaderIterator(self)
+        batches: Any = LoaderIterator(self)
+        return Prepared(self, batches) if is_prepared(self) else batches  # type: ignore[return-value]
 
     def look(self) -> LoaderIterator:
         """Make an iteration over a whole epoch that moves nothing, e.g. for statistics before training."""

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 from lightning_stream.order import World
@@ -18,7 +18,28 @@ def is_prepared(loader: Any) -> bool:
     return "_is_accelerate_prepared" in vars(loader)
 
 
-def as_prepared(loader: Any, batches: Iterator[Any]) -> Any:
+class Prepared:
+    """One iteration over a prepared loader: what it hands out is on Accelerate's device, all else is the iterator's."""
+
+    def __init__(self, loader: Any, batches: Any) -> None:
+        self._batches, self._moved = batches, _as_prepared(loader, batches)
+
+    def __iter__(self) -> Prepared:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._moved)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def close(self) -> None:
+        """End the iteration and what it owns."""
+        self._moved.close()
+        self._batches.close()
+
+
+def _as_prepared(loader: Any, batches: Iterator[Any]) -> Generator[Any, None, None]:
     """Yield batches as Accelerate's own loaders do: on its device, the last one marked for gradient accumulation."""
     from accelerate.state import GradientState, PartialState
     from accelerate.utils import send_to_device

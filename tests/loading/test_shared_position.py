@@ -15,10 +15,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noqa: E402
 
-from lightning_stream.loading.shared_position import SharedPosition, Start
-from lightning_stream.loading.torch_private import iteration_key
+from lightning_stream.loading.shared_position import SharedPosition, Start  # noqa: E402
+from lightning_stream.loading.torch_private import iteration_key  # noqa: E402
 
 
 def test_workers_with_one_key_share_a_start_and_another_key_begins_the_next_epoch() -> None:

@@ -9,12 +9,12 @@ import socket
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer import Callback
+from composer import Callback, DataSpec
 from torch.utils.data import DataLoader
 
 from lightning_stream import StreamingDataLoader, StreamingDataset
@@ -82,7 +82,7 @@ HOOKS = (
     "after_backward", "batch_end", "batch_checkpoint", "epoch_end", "epoch_checkpoint", "eval_start", "eval_end",
     "fit_end",
 )  # fmt: skip
-SOURCES = ("spec", "bare", "torch")
+SOURCES = ("spec", "bare", "DataSpec", "torch")
 STOPS_IN = ("batch_start", "after_forward", "after_backward", "batch_end", "epoch_start")
 
 
@@ -152,12 +152,11 @@ class StoppedRun(Run):
             self.trainer.close()
 
 
-def draw_chain(seed: int, *, num_links: int = 4) -> tuple[list[Link], dict[str, Any]]:
+def draw_chain(seed: int, *, num_links: int = 4, kinds: Sequence[str] = KINDS) -> tuple[list[Link], dict[str, Any]]:
     """A chain of runs by users who look at batches and hand loaders over in their own ways; and what holds for all."""
     rng = random.Random(seed)
     sources = [rng.choice(SOURCES)] if rng.random() < 0.7 else SOURCES
-    # Composer itself counts a limit from where a loader of torch resumes.
-    per_epoch = rng.choice((11, 11, 11, 1, 4, 6) if "torch" not in sources else (11,))
+    per_epoch = rng.choice((11, 11, 11, 1, 4, 6) if len(sources) == 1 or "torch" not in sources else (11,))
     shared: dict[str, Any] = {
         "dataset": {"shuffle": rng.random() < 0.8, "shuffle_seed": rng.randrange(100), "num_canonical_nodes": 4},
         "tail": "pad" if "torch" in sources else rng.choice(("pad", "exact", "drop")),
@@ -169,9 +168,9 @@ def draw_chain(seed: int, *, num_links: int = 4) -> tuple[list[Link], dict[str, 
         source = rng.choice(sources)
         begun = min(begun + rng.choice((1, 1, 2, 5, 11)), num_steps - 1)
         looks = tuple(
-            Look(rng.choice(HOOKS), rng.randrange(num_steps), rng.choice(KINDS)) for _ in range(rng.randrange(5))
+            Look(rng.choice(HOOKS), rng.randrange(num_steps), rng.choice(kinds)) for _ in range(rng.randrange(5))
         )
-        done = tuple(tuple(rng.choices(KINDS, k=rng.choice((0, 0, 1, 2)))) for _ in "ba")
+        done = tuple(tuple(rng.choices(kinds, k=rng.choice((0, 0, 1, 2)))) for _ in "ba")
         plain = source == "torch"  # torch's loader has one position: what iterates over it moves it
         options = {
             "save_interval": rng.choice(("1ba", "1ba", "3ba", "1ep")),
@@ -238,4 +237,5 @@ def made(shards: Path, source: str, workers: int, shared: dict[str, Any]) -> Any
     if source == "torch":
         return DataLoader(dataset, GLOBAL_BATCH, num_workers=workers)
     make = data_spec if source == "spec" else StreamingDataLoader
-    return make(dataset, global_batch_size=GLOBAL_BATCH, num_workers=workers, tail=shared["tail"])
+    data = make(dataset, global_batch_size=GLOBAL_BATCH, num_workers=workers, tail=shared["tail"])
+    return DataSpec(data) if source == "DataSpec" else data

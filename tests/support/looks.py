@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 KINDS = ("look", "look", "three", "kept", "pass", "statistics", "state")
+SECOND_LOADERS = ("second", "kept second", "second of torch")
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,13 @@ def use(loader: Any, kind: str) -> list[Any]:
         assert len(list(loader)) > 0
     elif kind == "statistics":
         assert len(list(loader.look())) == len(loader)
-    elif kind == "second":
+    elif kind in ("second", "kept second"):
         dataset, size = loader.streaming, {} if loader.streaming.batch_tokens else {"batch_size": 5}
         batches = iter(type(loader)(dataset, collate_fn=len, world=loader.world, **size))
-        next(batches, None)
-        return [batches]
+        next(batches, None), next(batches, None)
+        return [batches] if kind == "kept second" else []
+    elif kind == "second of torch":
+        next(iter(DataLoader(loader.dataset, 16)))
     elif kind == "state":
         assert loader.state_dict() == loader.state_dict()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-
 
 from support.composer_chains import draw_chain, made, run_drawn_chain
 from support.composer_runs import Run
+from support.looks import KINDS, SECOND_LOADERS
 
 pytestmark = [
     pytest.mark.filterwarnings("default::UserWarning:composer"),
@@ -20,8 +22,8 @@ pytestmark = [
 ]
 
 
-def expect_chain_exact(shards: Path, tmp_path: Path, seed: int) -> None:
-    links, shared = draw_chain(seed)
+def expect_chain_exact(shards: Path, tmp_path: Path, seed: int, kinds: Sequence[str] = KINDS) -> None:
+    links, shared = draw_chain(seed, kinds=kinds)
     data = made(shards, "spec", 0, shared)
     whole = Run(shards, tmp_path / "whole", spec=data, train_subset_num_batches=shared["limit"])
     steps, losses = run_drawn_chain(shards, tmp_path, links, shared, random.Random(seed))
@@ -33,6 +35,13 @@ def expect_chain_exact(shards: Path, tmp_path: Path, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_a_random_chain_of_ordinary_users_is_exact(shards: Path, tmp_path: Path, seed: int) -> None:
     expect_chain_exact(shards, tmp_path, seed)
+
+
+@pytest.mark.parametrize("seed", range(70_100, 70_103))
+def test_a_random_chain_with_second_loaders_over_the_training_dataset_is_exact(
+    shards: Path, tmp_path: Path, seed: int
+) -> None:
+    expect_chain_exact(shards, tmp_path, seed, (*KINDS, *SECOND_LOADERS, *SECOND_LOADERS))
 
 
 @pytest.mark.nightly
