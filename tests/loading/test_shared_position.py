@@ -56,7 +56,10 @@ class Epochs(IterableDataset[Any]):
         yield self.shared.begin(iteration_key(info), info.id).epoch
 
 
-@pytest.mark.parametrize(("method", "persistent"), [("fork", False), ("fork", True), ("spawn", False)])
+@pytest.mark.parametrize(
+    ("method", "persistent"),
+    [("fork", False), ("fork", True), pytest.param("spawn", False, marks=pytest.mark.nightly)],
+)
 def test_all_workers_of_an_iteration_read_one_epoch_under_one_seed(method: str, persistent: bool) -> None:
     """Also where iterations begin in between, or are abandoned before all of their workers began."""
     loader = DataLoader(
