@@ -26,7 +26,7 @@ pytestmark = [
 
 def made(shards: Path, source: str) -> Any:
     """What the trainer trains on."""
-    dataset = StreamingDataset(remote=str(shards), shuffle=True, batch_size=16)
+    dataset = StreamingDataset(remote=str(shards), shuffle=True, batch_size=16 if source == "torch" else None)
     if source == "data_spec":
         return data_spec(dataset, global_batch_size=16)
     loader = DataLoader(dataset, 16) if source == "torch" else StreamingDataLoader(dataset, global_batch_size=16)
