@@ -64,7 +64,7 @@ BUDGETS = {
     "sources": 38_700,
     "reading": 24_000, "simulation": 10_900,
     "loading": 36_500, "convert": 13_200,
-    "trainers": 28_200, "spark": 15_800,
+    "trainers": 28_400, "spark": 15_800,
     "cli": 29_300, "pages": 1_500,
     "files of the root": 19_200,
 }  # fmt: skip
