@@ -233,7 +233,7 @@ def test_a_document_is_where_it_was_delivered_after_changes_of_mixture_batch_and
         loader.load_state_dict(first.state_dict())
     for sample_id in range(0, first.streaming.size, 7):
         places = [one for one in ranks[1].where(sample_id) if one.step >= 5]
-        assert sorted(places) == sorted(found.get(sample_id, []))
+        assert sorted(places) == sorted(set(found.get(sample_id, [])))  # a row is listed once, whatever it has of it
 
 
 def test_what_workers_get_does_not_hold_the_lengths_of_all_samples(folder: Path) -> None:

@@ -211,6 +211,23 @@ def test_a_look_at_the_last_batch_of_an_epoch_moves_nothing(dataset: StreamingDa
         assert ids_of(again) == whole[10:]
 
 
+@pytest.mark.parametrize("stop", [3, 10])
+def test_loaders_that_are_read_in_step_come_to_the_epochs_end_together(dataset: StreamingDataset, stop: int) -> None:
+    pair = [StreamingDataLoader(dataset, 16), StreamingDataLoader(dataset, 16)]
+    whole = one_epoch(dataset, 16)
+    batches = iter(pair[0])
+    for _ in range(stop):
+        next(batches)
+    state = pair[0].state_dict()
+    batches.close()
+    for loader in pair:
+        loader.load_state_dict(state)
+    assert [[one["id"].tolist(), other["id"].tolist()] for one, other in zip(*pair, strict=False)] == [
+        [ids, ids] for ids in whole[stop:]
+    ]
+    assert ids_of(pair[0]) == ids_of(pair[1])  # of the next epoch
+
+
 def test_a_position_after_a_look_is_where_the_next_iteration_begins_and_a_state_decides(
     dataset: StreamingDataset,
 ) -> None:
@@ -232,13 +249,13 @@ def test_a_position_after_a_look_is_where_the_next_iteration_begins_and_a_state_
     assert counted.state_of(counted.position) == state
 
 
-def test_a_loop_that_takes_each_batch_from_a_new_iteration_is_warned_at_the_third_look(
+def test_a_loop_that_takes_each_batch_from_a_new_iteration_is_warned_after_three_looks(
     dataset: StreamingDataset,
 ) -> None:
     loader = StreamingDataLoader(dataset, 16)
     next(iter(loader)), next(iter(loader))
     assert len(ids_of(loader)) == 11
-    next(iter(loader)), next(iter(loader))
+    next(iter(loader)), next(iter(loader)), next(iter(loader))
     with pytest.warns(UserWarning, match=r"keep one iterator, batches = iter\(loader\)"):
         next(iter(loader))
 

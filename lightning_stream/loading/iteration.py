@@ -77,6 +77,23 @@ class Loader(Protocol):
     def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]: ...
 
 
+class _Turns:
+    """Counts how often another loader of this process is asked for a batch than the one before."""
+
+    def __init__(self) -> None:
+        self.number, self._asked_last = 0, 0
+
+    def take(self, loader: Loader) -> int:
+        """Note that a loader is asked for a batch; returns the number of its turn."""
+        if self._asked_last != id(loader):
+            self._asked_last = id(loader)
+            self.number += 1
+        return self.number
+
+
+_TURNS = _Turns()
+
+
 class LoaderIterator:
     """One iteration over a `StreamingDataLoader`, with workers and a position of its own.
 
@@ -105,7 +122,7 @@ class LoaderIterator:
         self._is_over = self._is_outdated = self.is_exhausted = False
         self.start: Position | None = None
         self.last_batch: MicroBatch | None = None
-        self.num_batches = 0
+        self.num_batches = self._turn = 0
         self.limit: int | None = None
 
     def __iter__(self) -> LoaderIterator:
@@ -117,7 +134,7 @@ class LoaderIterator:
     def __next__(self) -> Any:
         if self._is_over:
             raise StopIteration
-        asked, last = perf_counter(), self.last_batch
+        asked, last, self._turn = perf_counter(), self.last_batch, _TURNS.take(self._loader)
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
@@ -156,7 +173,7 @@ class LoaderIterator:
         """Where it is; None before its first batch."""
         if self.start is None:
             return None
-        return _Stop(self.start, self.last_batch, self.num_batches, self.is_exhausted)
+        return _Stop(self.start, self.last_batch, self.num_batches, self.is_exhausted, _TURNS.number != self._turn)
 
     @property
     def upcoming(self) -> Position | None:
@@ -219,6 +236,7 @@ class _Stop:
     last: MicroBatch | None = None
     num_batches: int = 0
     is_exhausted: bool = False
+    others_went_on: bool = False  # whether another loader was asked for a batch since
 
     @property
     def position(self) -> Position:
@@ -241,7 +259,9 @@ class Progress:
 
     One iteration leads, and its batches move the position; others look on and move nothing while the leader lives.
     An iteration that handed out a single batch, and was not asked for another, was a look, as in
-    ``next(iter(loader))``, unless a state was taken then: the next iteration begins where it began.
+    ``next(iter(loader))``, unless a state was taken then: the next iteration begins where it began. It was none where
+    it came to the epoch's last batch in step with other loaders, as in ``zip(one, other)``: only one of them is asked
+    for the end there.
     """
 
     def __init__(self) -> None:
@@ -317,7 +337,9 @@ class Progress:
             here = Position.start(run, batch_size=size, tail=tail)
         elif self._only_looked(now):
             here = now.start
+            self._note_look(here)
         else:
+            self._num_looks = 0
             here = now.position.next_epoch() if now.is_inside_epoch else now.position
             here = here.normalised(run, batch_size=size, tail=tail, world=settings.world)
         self._live.add(iteration)
@@ -332,7 +354,9 @@ class Progress:
             self._leader = ref(iteration)
 
     def _only_looked(self, stop: _Stop) -> bool:
-        return stop.num_batches == 1 and not stop.is_exhausted and not self._was_asked
+        if stop.num_batches != 1 or stop.is_exhausted or self._was_asked:
+            return False
+        return stop.last is None or not (stop.last.ends_epoch and stop.others_went_on)
 
     def ended(self, iteration: LoaderIterator) -> None:
         """Note that an iteration was closed, dropped or exhausted."""
@@ -341,21 +365,15 @@ class Progress:
             if iteration.num_batches or iteration.is_exhausted:
                 self._stop = iteration.stop
             self._leader = None
-        if iteration.num_batches and iteration.stop is not None:
-            self._count_looks(iteration.stop)
 
-    def _count_looks(self, ended: _Stop) -> None:
+    def _note_look(self, at: Position) -> None:
         """Warn of a loop that takes each batch from a new iteration, which is the same batch each time."""
-        now = self._now
-        if now is None or not self._only_looked(ended) or not self._only_looked(now) or ended.start != now.start:
-            self._num_looks = 0
-            return
         self._num_looks += 1
         if self._num_looks == _LOOKS_BEFORE_WARNING:
             warnings.warn(
                 "an iteration of one batch is a look, and the next iteration begins with the same batch: found "
-                f"{self._num_looks} looks in a row at the batch at epoch {now.start.epoch}, position "
-                f"{now.start.position}. To train, keep one iterator, batches = iter(loader), and call next(batches)",
+                f"{self._num_looks} looks in a row at the batch at epoch {at.epoch}, position {at.position}. To train, "
+                "keep one iterator, batches = iter(loader), and call next(batches)",
                 stacklevel=2,
             )
 

@@ -27,7 +27,7 @@ def test_a_disk_that_fills_up_during_decompression(
     monkeypatch.setattr(fetch, "decompress_file", onto_a_full_disk)
     cache = ShardCache(LocalStore(str(tmp_path / "remote")), tmp_path / "cache")
     entry = cache.index().entry(0)
-    with pytest.raises(CacheFullError, match=r"the disk of the cache .* is full, though"):
+    with pytest.raises(CacheFullError, match=r"the disk of the cache .* is full: .* are free.* raise your quota"):
         cache.ensure(entry)
     assert not cache.present(entry)
     assert Path("/dev/full").exists()

@@ -378,7 +378,7 @@ def test_simulate_takes_a_schedule_and_forgotten_samples(documents: Path, tmp_pa
     ("flags", "message"),
     [
         (["--row-length", "64"], "pass --pack-column"),
-        (["--pack-column", "text"], "every stream must have the lengths 'text'"),
+        (["--pack-column", "text"], "found column='text' among {'tokens': 'ndarray:int32'}. Tokenise first"),
         (["--filter-lengths", "tokens=8"], "expected NAME=LEAST:GREATEST, got 'tokens=8'"),
         (["--filter-lengths", "tokens=1000:"], "filters must keep some samples"),
         (["--schedule", "ids"], "a schedule is a JSON list of points"),
