@@ -223,7 +223,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Start making an iteration's batches; returns where it begins."""
-        plain = plain_iterations_of(self.streaming)
+        plain, is_look = plain_iterations_of(self.streaming), not iterator.moves
         iterator.moves &= not self.evaluation
         loaded = plain.state_for(self) if iterator.moves else None  # given to the dataset, as MDS users do
         driver = self._driver or driver_of(self)
@@ -240,7 +240,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
             start = own
         elif iterator.moves:
             start = self._progress.begin(iterator, run, settings)
-        elif driver is not None and not driver.counts:
+        elif driver is not None and not driver.counts and not is_look:
             start = self.normalised(self.position)  # no trainer yet: where a state put it
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)

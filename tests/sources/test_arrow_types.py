@@ -166,9 +166,7 @@ def test_nulls_that_headers_know_and_the_encoding_lacks_are_refused_at_opening(t
         (write(tmp_path / "bytes", pa.array([b"a"]), pa.array([b"b", None])), None),
         (write(tmp_path / "asked", pa.array([1]), pa.array([None, 1])), {"x": "int64"}),
     ):
-        with pytest.raises(
-            FormatError, match=r"1.arrow: only json columns .* found x: 1 of 2 shards have some"
-        ):
+        with pytest.raises(FormatError, match=r"1.arrow: only json columns .* found x: 1 of 2 shards have some"):
             StreamingDataset(streams=[Stream(remote=uri, columns=columns)]).size  # noqa: B018 - it opens the index
 
 

@@ -80,7 +80,7 @@ def test_checkpoints_before_the_first_batch_and_beside_second_loaders_resume_exa
     for stop in (0, 2, 4):
         path = checkpoints(tmp_path)[stop]
         again = Run(shards, tmp_path / str(stop), path, spec=made(shards, source), max_duration="6ba")
-        expect_exact(whole, again, stop)
+        expect_exact(run, again, stop)  # saving before the first batch has begun the optimizer's own count of steps
 
 
 @pytest.mark.parametrize("source", ["bare", "data_spec"])

@@ -243,7 +243,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     def _sync(self) -> None:
         """Commit the batches that were trained on by the trainer's clock."""
         clock = self._trainer.state.timestamp
-        if int(clock.batch) > self._batch_clock:
+        if int(clock.batch) != self._batch_clock:  # the user may set it back
             self._batch_clock = int(clock.batch)
             self.tracker.stepped()
         if int(clock.epoch) > self._epoch_clock and self.tracker.position.position > 0:
