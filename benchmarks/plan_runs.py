@@ -133,14 +133,18 @@ def planned(folder: Path, scratch: str, run: Run, costs: dict[str, float]) -> An
     """The plan's bound of the epoch that is measured, by the pace of the store and the run's own sleeps."""
     from lightning_stream.plan import Rates, plan
 
+    pace = run.pace
+    known = {
+        "latency_s": pace.latency_s,
+        "connection_bytes_per_s": pace.bytes_per_s,
+        "node_bytes_per_s": pace.all_bytes_per_s,
+        "num_cores": run.num_cores,
+    }
     rates = Rates(
-        latency_s=run.pace.latency_s,
-        connection_bytes_per_s=run.pace.bytes_per_s,
-        node_bytes_per_s=run.pace.all_bytes_per_s,
         step_s=run.step_s,
         sample_s=costs["sample_s"] + run.sample_s,
         unpack_s_per_mb=costs["unpack_s_per_mb"],
-        num_cores=run.num_cores,
+        **{name: value for name, value in known.items() if value},
     )
     found = plan(loader_of(str(folder / run.data), f"{scratch}/local", run), rates)
     return found.later_bound if run.epoch else found.limit

@@ -22,11 +22,11 @@ FLOORS = {
     "cache": 2, "writer": 2,
     "sources": 3,
     "reading": 4,
-    "simulation": 5,
     "versions": 5,
     "loading": 5, "convert": 5,
     "dataset": 6,
     "loader": 7,
+    "plan": 8,
     "trainers": 8, "spark": 8,
     "cli": 9,
 }  # fmt: skip
@@ -62,11 +62,11 @@ BUDGETS = {
     "order": 57_400, "formats": 26_400, "stores": 19_000,
     "cache": 10_200, "writer": 11_800,
     "sources": 38_700,
-    "reading": 24_100, "simulation": 10_900,
+    "reading": 24_100,
     "loading": 36_700, "convert": 13_200,
     "trainers": 28_400, "spark": 15_800,
-    "cli": 29_300, "pages": 1_500,
-    "files of the root": 19_200,
+    "cli": 24_900, "pages": 700,
+    "files of the root": 21_700,  # with plan.py, 2,500
 }  # fmt: skip
 NOT_COUNTED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
