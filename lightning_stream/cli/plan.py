@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning_stream
 from lightning_stream.cli.arguments import (
     add_dataset,
     add_reading,
@@ -28,7 +29,7 @@ from lightning_stream.reading.stream import Stream
 from lightning_stream.shared_files import scratch_folder
 
 if TYPE_CHECKING:
-    from lightning_stream import StreamingDataset
+    from lightning_stream.dataset import StreamingDataset
     from lightning_stream.plan import Plan, Rates
 
 HELP = "plan a training run: downloads, price, cache and shuffle, and what limits its speed"
@@ -147,28 +148,25 @@ def _imagined(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
 
 
 def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> StreamingDataset:
-    from lightning_stream import Packing, StreamingDataset  # or an error that names the extra for torch
-
     column, _, length = (options.pack or "").partition("=")
-    return StreamingDataset(
+    return lightning_stream.StreamingDataset(  # imports torch, or raises an error that names the extra
         streams=streams,
         shuffle=options.shuffle,
         filter_lengths=options.filter_lengths,
         exclude_ids=options.exclude_ids,
         forget=None if options.forget is None else ids_of(options.forget),
-        pack=Packing(column, parse_count(length or 2048, "pack")) if column else None,
+        pack=lightning_stream.Packing(column, parse_count(length or 2048, "pack")) if column else None,
         **_given(options, _DATASET),
     )
 
 
 def _plan(dataset: StreamingDataset, num_nodes: int, options: argparse.Namespace) -> Plan:
-    from lightning_stream import StreamingDataLoader
     from lightning_stream.plan import plan
 
     world = World(0, num_nodes * options.devices, options.devices, options.replication or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch counts the cores of this machine
-        loader = StreamingDataLoader(dataset, world=world, **_given(options, _LOADER))
+        loader = lightning_stream.StreamingDataLoader(dataset, world=world, **_given(options, _LOADER))
     return plan(loader, _rates(options))
 
 
