@@ -32,7 +32,6 @@ _EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 1024  # above these, downloads are es
 _INDEX_REQUESTS = 2  # for each stream: one asks for versions
 _MB, _GB = 1e6, 1e9
 _POLICY = RetryPolicy()
-_WORTH_WORKERS = 0.05  # the part of the training process's time from which on making batches in it is a cause
 _REMEDIES = {
     "link of a node": "Write smaller samples (compression='zstd'), or train on more nodes.",
     "bucket": "Write smaller samples (compression='zstd'), or lower the download factor.",
@@ -175,8 +174,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON values."""
-        limit = self.limit
-        return {**asdict(self), "limit": None if limit is None else asdict(limit), "finding": self.finding}
+        return {**asdict(self), "limit": self.limit and asdict(self.limit), "finding": self.finding}
 
 
 def plan(loader: StreamingDataLoader, rates: Rates | None = None) -> Plan:
@@ -247,12 +245,16 @@ class _Need:
         self.index_bytes = sum(len(index.data) for index in reader.indexes)
         self.num_samples = run.epoch(0).num_samples
         self.num_steps, self.num_workers = num_steps, loader.num_workers
-        self.rank_samples = settings.global_batch_size / world.num_replicas  # of a step
+        self.rank_samples = self.num_samples / world.num_replicas
         self.raw_bytes = np.concatenate([index.raw_bytes for index in reader.indexes])
         self.stored_bytes = np.concatenate([index.stored_bytes for index in reader.indexes])
         parts = np.array([max(1, len(parts_of(num_bytes, 1, _POLICY))) for num_bytes in self.stored_bytes.tolist()])
-        of_epoch: dict[str, Any] = {"epoch": 0, "batch_size": settings.global_batch_size, "world": world}
-        of_epoch["shard_bytes"] = self.stored_bytes
+        of_epoch: dict[str, Any] = {
+            "epoch": 0,
+            "batch_size": settings.global_batch_size,
+            "world": world,
+            "shard_bytes": self.stored_bytes,
+        }
         if run.num_samples > _EXACT_SAMPLES or world.num_replicas > _EXACT_REPLICAS:
             self.downloads = estimate_downloads(run, **of_epoch)
         else:
@@ -265,7 +267,7 @@ class _Need:
         self.num_requests = max(requests)
         self.all_requests = sum(requests) + _INDEX_REQUESTS * len(reader.streams) * world.num_nodes
         limit = reader.defaults.config.limit_bytes
-        ratio = int(self.raw_bytes.sum()) / max(1, int(self.stored_bytes.sum()))  # the cache holds raw shards
+        ratio = int(self.raw_bytes.sum()) / int(self.stored_bytes.sum())  # the cache holds raw shards
         self.node_raw_bytes = self.num_bytes * ratio
         self.later_bytes = 0 if limit is None else int(np.maximum(per_node - limit / ratio, 0).sum())
         ahead = loader.read_ahead(settings)
@@ -276,11 +278,13 @@ class _Need:
         furthest = furthest_ahead(source.predownload, size, is_limited=limit is not None)
         busy = cache_need(reader, run, settings, replace(ahead, batches=furthest, finished=finished))
         at_once = min(int(parts.max()), _POLICY.parts_at_once)
-        self.threads = hurried_threads(reader.config.fetch_threads, min(size, busy.active_shards))
+        is_uniform = source.batch_tokens is None  # else a batch may need any number of shards
+        waited = min(size, busy.active_shards) if is_uniform else busy.active_shards
+        self.threads = hurried_threads(reader.config.fetch_threads, waited)
         self.connections = world.ranks_per_node * ahead.workers * self.threads * at_once
         self.requests_ahead = max(1, busy.entering_shards) * at_once
         self.is_packed = bool((self.raw_bytes != self.stored_bytes).any())
-        self.requested_later = 1 - run.active_shards() / len(self.raw_bytes)
+        self.requested_later = 1 - run.active_shards() / len(self.raw_bytes) if is_uniform else 0.0
 
     def bounds(self, rates: Rates, share: float = 1.0) -> tuple[Bound, ...]:
         """The bound of each resource in an epoch that downloads so much of the data."""
@@ -301,7 +305,7 @@ class _Need:
         transfer_s = size / rates.connection_bytes_per_s
         begin_s = requests * rates.latency_s
         unpack_s = raw_bytes / _MB * rates.unpack_s_per_mb
-        making_s = self.num_steps * self.rank_samples * rates.sample_s  # of a rank
+        making_s = self.rank_samples * rates.sample_s  # of a rank
         ranks, ahead = self.world.ranks_per_node, self.requests_ahead
         unpacking = ("unpack_s_per_mb",) if self.is_packed else ()
         fetching = ("latency_s", "connection_bytes_per_s", *unpacking)
@@ -328,7 +332,8 @@ class _Need:
         if limit is None or limit.resource == "cache":
             return ""
         making_s = 0.0 if self.num_workers else self.rank_samples * rates.sample_s
-        if limit.resource == "training process" and making_s > _WORTH_WORKERS * (making_s + rates.step_s):
+        steps_s = self.num_steps * rates.step_s
+        if limit.resource == "training process" and making_s > 0.05 * steps_s:
             return "Raise num_workers: it makes the batches itself, between its steps."
         return _REMEDIES[limit.resource]
 

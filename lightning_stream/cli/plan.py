@@ -30,7 +30,7 @@ from lightning_stream.shared_files import scratch_folder
 
 if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
-    from lightning_stream.plan import Plan, Rates
+    from lightning_stream.plan import Plan
 
 HELP = "plan a training run: downloads, price, cache and shuffle, and what limits its speed"
 EXAMPLES = """examples:
@@ -86,13 +86,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "latency=20ms, and rates a second: connection=60mb,node=10gbit,bucket=50gb; `doctor URL --read` measures them"
     )
     known.add_argument("--link", type=_link, default={}, metavar="NAME=VALUE,...", help=text)
-    known.add_argument("--disk", type=_rate, metavar="RATE", help="what a node writes to its cache, e.g. 1gb a second")
-    known.add_argument("--cores", type=_count, metavar="N", help="cores of a node that workers may use")
-    known.add_argument("--step-ms", type=_number, metavar="MS", help="an optimizer step, without its data")
-    text = "reading, decoding and transforming a sample on one core; print(loader.stats()) has it"
-    known.add_argument("--sample-ms", type=_number, metavar="MS", help=text)
+    known.add_argument(
+        "--disk",
+        dest="disk_bytes_per_s",
+        type=_rate,
+        metavar="RATE",
+        help="what a node writes to its cache, e.g. 1gb a second",
+    )
+    known.add_argument(
+        "--cores", dest="num_cores", type=_count, metavar="N", help="cores of a node that workers may use"
+    )
+    known.add_argument(
+        "--step-ms", dest="step_s", type=_seconds, metavar="MS", help="an optimizer step, without its data"
+    )
+    text = "reading, decoding and transforming a sample on one core, see `doctor URL --read`"
+    known.add_argument("--sample-ms", dest="sample_s", type=_seconds, metavar="MS", help=text)
     text = "verifying and decompressing 1 MB of a shard on one core"
-    known.add_argument("--unpack-ms", type=_number, metavar="MS", help=text)
+    known.add_argument("--unpack-ms", dest="unpack_s_per_mb", type=_seconds, metavar="MS", help=text)
     text = f"list prices of 2026: {', '.join(_PRICES)}; or gb=0.09,requests=0.0004: dollars for a GB and 1,000 requests"
     known.add_argument("--price", type=_price, default={}, metavar="NAME", help=text)
     same = parser.add_argument_group("arguments of StreamingDataset and StreamingDataLoader, by their names")
@@ -161,28 +171,18 @@ def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> Streamin
 
 
 def _plan(dataset: StreamingDataset, num_nodes: int, options: argparse.Namespace) -> Plan:
-    from lightning_stream.plan import plan
+    from lightning_stream.plan import Rates, plan
 
     world = World(0, num_nodes * options.devices, options.devices, options.replication or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch counts the cores of this machine
         loader = lightning_stream.StreamingDataLoader(dataset, world=world, **_given(options, _LOADER))
-    return plan(loader, _rates(options))
+    return plan(loader, Rates(**options.link, **options.price, **_given(options, _FLAGS)))
 
 
 def _given(options: argparse.Namespace, names: Mapping[str, Any]) -> dict[str, Any]:
     """The options of these names that were passed."""
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
-
-
-def _rates(options: argparse.Namespace) -> Rates:
-    from lightning_stream.plan import Rates
-
-    times = {"step_s": options.step_ms, "sample_s": options.sample_ms, "unpack_s_per_mb": options.unpack_ms}
-    known = {name: value / 1000 for name, value in times.items() if value is not None}
-    known |= {"disk_bytes_per_s": options.disk} if options.disk else {}
-    known |= {"num_cores": options.cores} if options.cores else {}
-    return Rates(**options.link, **options.price, **known)
 
 
 def _price(text: str) -> dict[str, float]:
@@ -200,6 +200,10 @@ def _number(text: str, kind: Any = float) -> Any:
         if 0 < kind(text) < math.inf:
             return kind(text)
     raise argparse.ArgumentTypeError(f"takes a {'whole ' if kind is int else ''}number above 0; found {text!r}")
+
+
+def _seconds(text: str) -> float:
+    return float(_number(text)) / 1000
 
 
 def _count(text: str) -> int:
@@ -254,7 +258,8 @@ def _about(plan: Plan, options: argparse.Namespace) -> dict[str, str]:
     """What is known of a plan beside its bounds."""
     from lightning_stream.plan import duration
 
-    size = f"{plan.global_batch_size:,} {'samples' if options.pack is None else 'rows'}"
+    mean = plan.num_samples / plan.num_steps if options.batch_tokens else plan.global_batch_size
+    size = f"{mean:,.0f} {'samples' if options.pack is None else 'rows'}"
     price = f"${plan.price_usd:,.2f}" if options.price else "no --price given"
     later = f"{readable(plan.later_bytes)} or more to download in each" if plan.later_bytes else "nothing to download"
     about = {
