@@ -28,7 +28,7 @@ from lightning_stream.reading.fetches import hurried_threads
 from lightning_stream.reading.look_ahead import furthest_ahead
 from lightning_stream.stores.retry import RetryPolicy, parts_of
 
-_EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 1024  # above these, downloads are estimated
+_EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256  # above these, downloads are estimated
 _INDEX_REQUESTS = 2  # for each stream: one asks for versions
 _MB, _GB = 1e6, 1e9
 _POLICY = RetryPolicy()
@@ -179,6 +179,8 @@ class Plan:
 
 def plan(loader: StreamingDataLoader, rates: Rates | None = None) -> Plan:
     """Plan a training run of this loader from its indexes and its order alone: no sample is read.
+
+    Data that is read in place is planned as if it were downloaded.
 
     Args:
         loader: The data and all settings. Its `world` says how many nodes and devices train.

@@ -20,7 +20,7 @@ from lightning_stream.cli.arguments import (
     add_streams,
     mixtures_of,
 )
-from lightning_stream.cli.output import ExitCode, Output, in_flags
+from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import World
 from lightning_stream.order.chain import readable
@@ -54,9 +54,10 @@ _PRICES = {
     "s3": (0.0, 0.0004), "s3-internet": (0.09, 0.0004), "gcs": (0.0, 0.0004), "gcs-internet": (0.12, 0.0004),
     "azure": (0.0, 0.0005), "azure-internet": (0.087, 0.0005), "r2": (0.0, 0.00036),
 }  # fmt: skip
-_FLAGS = {name: f"--link {short}=" for short, name in _LINK.items()}
-_FLAGS |= {"disk_bytes_per_s": "--disk", "step_s": "--step-ms", "sample_s": "--sample-ms"}
-_FLAGS |= {"unpack_s_per_mb": "--unpack-ms", "num_cores": "--cores"}
+_RATES = {name: f"--link {short}=" for short, name in _LINK.items()}
+_RATES |= {"disk_bytes_per_s": "--disk", "step_s": "--step-ms", "sample_s": "--sample-ms"}
+_RATES |= {"unpack_s_per_mb": "--unpack-ms", "num_cores": "--cores"}
+_FLAGS = _RATES | {name: f"--{name.replace('_', '-')}" for name in (*_LOADER, *_DATASET) if "_" in name}
 _UNITS = {"ms": 1e-3, "s": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "mbit": 1e6 / 8, "gbit": 1e9 / 8}
 _MISSING = "not given: "
 _ROW = "  {:>5} {:>9} {:>11} {:>10} {:>7} {:>9} {:>11} {:>9}  {}"
@@ -177,7 +178,7 @@ def _plan(dataset: StreamingDataset, num_nodes: int, options: argparse.Namespace
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch counts the cores of this machine
         loader = lightning_stream.StreamingDataLoader(dataset, world=world, **_given(options, _LOADER))
-    return plan(loader, Rates(**options.link, **options.price, **_given(options, _FLAGS)))
+    return plan(loader, Rates(**options.link, **options.price, **_given(options, _RATES)))
 
 
 def _given(options: argparse.Namespace, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -241,15 +242,15 @@ def _pairs(text: str) -> list[tuple[str, str]]:
 
 
 def _print(plans: Sequence[Plan], options: argparse.Namespace, out: Output) -> None:
-    plan, parser = plans[0], options.parser
-    why = {bound.resource: _in_flags(bound.why, parser) for bound in plan.bounds}
+    plan = plans[0]
+    why = {bound.resource: _in_flags(bound.why) for bound in plan.bounds}
     rates = {bound.resource: bound.samples_per_s for bound in plan.bounds}
     bounds = {name: f"{rate:>12,.0f} samples/s  {why[name]}" for name, rate in rates.items() if rate is not None}
     others = [f"{name} ({why[name].removeprefix(_MISSING)})" for name, rate in rates.items() if rate is None]
-    out.show({"limit": in_flags(plan.finding, parser), **({"at most": bounds} if bounds else {})})
+    out.show({"limit": _in_flags(plan.finding), **({"at most": bounds} if bounds else {})})
     out.show({"not given": "; ".join(others) or "nothing", **_about(plan, options)})
     if plan.warning is not None:
-        out.show({"warning": in_flags(plan.warning, parser)})
+        out.show({"warning": _in_flags(plan.warning)})
     for cells in _compared(plans) if len(plans) > 1 else ():
         out.line(_ROW.format(*cells))
 
@@ -304,8 +305,8 @@ def _compared(plans: Sequence[Plan]) -> Iterator[tuple[str, ...]]:
         )
 
 
-def _in_flags(text: str, parser: argparse.ArgumentParser) -> str:
+def _in_flags(text: str) -> str:
     """A text with the flags for the names of rates and arguments."""
     for name, flag in _FLAGS.items():
         text = text.replace(name, flag)
-    return in_flags(text, parser)
+    return text
