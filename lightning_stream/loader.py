@@ -288,12 +288,15 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         settings = self.settings()
         if self._checked != settings:
             self._checked = settings
-            depth = read_ahead_depth(self._source.predownload, settings.device_batch_size)
-            num_workers, finished = max(1, self.num_workers), self.prefetch_factor or 0
-            if self.workers == "threads":  # which look ahead together
-                num_workers, finished = 1, num_workers * finished
-            ahead = ReadAhead(num_workers, depth, finished)
-            check_run(self._source.reader, self._run(settings), settings, ahead)
+            check_run(self._source.reader, self._run(settings), settings, self.read_ahead(settings))
+
+    def read_ahead(self, settings: BatchSettings) -> ReadAhead:
+        """What the workers of this rank may have begun to fetch before it is trained on."""
+        depth = read_ahead_depth(self._source.predownload, settings.device_batch_size)
+        num_workers, finished = max(1, self.num_workers), self.prefetch_factor or 0
+        if self.workers == "threads":  # which look ahead together
+            num_workers, finished = 1, num_workers * finished
+        return ReadAhead(num_workers, depth, finished)
 
     @property
     def _iterator(self) -> None:

@@ -22,7 +22,7 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError, red
 
 _COMMANDS = (
     "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
-    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "simulate", "bench", "doctor",
+    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "plan", "bench", "doctor",
 )  # fmt: skip
 _ALIASES = {"convert": ["reshard"]}
 _ELSEWHERE = {
@@ -105,7 +105,7 @@ def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
     """Build the parser of all commands."""
     parser = _Parser(
         prog,
-        description="Convert, inspect and verify datasets; explain checkpoints; simulate training; check this machine.",
+        description="Convert, inspect and verify datasets; explain checkpoints; plan training; check this machine.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -63,7 +63,9 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         raise ValueError(f"an epoch must have a batch, but {_cause_of_none(run, tail, size)}")
     limit, world = reader.defaults.config.limit_bytes, settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
-        _check_limit(reader, run, settings, ahead, limit)
+        refusal = refusal_of_limit(reader, run, settings, ahead, limit)
+        if refusal is not None:
+            raise ValueError(refusal)
     if world.rank:
         return
     if settings.balance is not None and not can_balance(run, world):
@@ -102,12 +104,13 @@ def _cause_of_none(run: RunOrder, tail: Tail, batch_size: int) -> str:
     )
 
 
-def _check_limit(
+def refusal_of_limit(
     reader: SampleReader, run: RunOrder, settings: BatchSettings, ahead: ReadAhead, limit_bytes: int
-) -> None:
+) -> str | None:
+    """Why a cache limit is too small to train with, and what to pass instead; None where it suffices."""
     need = cache_need(reader, run, settings, ahead)
     if need.num_bytes <= limit_bytes:
-        return
+        return None
 
     def fits(ahead: ReadAhead, window: int | None = None) -> bool:
         return cache_need(reader, run, settings, ahead, window).num_bytes <= limit_bytes
@@ -121,7 +124,7 @@ def _check_limit(
         remedies += [f"window={windows[-1]} (it is {run.config.window}), which shuffles less"] if windows else []
     if len(remedies) == 1:
         remedies.append("fewer workers, a smaller num_canonical_nodes, or smaller shards")
-    raise ValueError(
+    return (
         "a cache must hold the shards that the order keeps active and those read ahead, or each is fetched again and "
         f"again: cache_limit is {limit_bytes / 1e6:.3f} MB, and on each node {need.active_shards} active shards take "
         f"{need.active_bytes / 1e6:.3f} MB and {need.entering_shards} that each rank's {ahead.workers} workers read "

@@ -23,7 +23,7 @@ _EMBEDDED = re.compile(r'<script type="application/json" id="page">(.*?)</script
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; media-src data:;
- connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
+ style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
 <title>{title}</title><style>
 {style}</style></head><body><h1>{title}</h1><p class="about">{about}</p>
 {body}</body></html>
@@ -105,17 +105,6 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[Any]]) -> dic
 def figures(values: Mapping[str, str]) -> dict[str, Any]:
     """Numbers to read first, by what they are."""
     return {"kind": "figures", "items": [[value, label] for label, value in values.items()]}
-
-
-def fields(listed: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fields of a page that `server.serve` shows.
-
-    Args:
-        listed: Each with a ``name``, a ``label`` and a ``value`` (None: empty); and with ``choices``, or with the ends
-            ``least`` and ``most`` of a slider, which is logarithmic with ``log`` and has whole numbers with ``whole``;
-            ``empty`` is what an empty field means.
-    """
-    return {"kind": "fields", "fields": list(listed)}
 
 
 def text(title: str, lines: str, *, code: bool = False) -> dict[str, Any]:

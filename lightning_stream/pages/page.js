@@ -261,76 +261,10 @@ const MAKERS = {
 function render() {
   charts = [];
   main.style.minHeight = `${main.offsetHeight}px`;  // the page does not jump while it is empty
-  // The fields stay where they are: the user may be moving one.
-  [...main.children].forEach((one) => one.matches(".fields") || one.remove());
+  main.replaceChildren();
   main.append(...page.sections.map((one) => MAKERS[one.kind](one)));
-  page.sections = page.sections.filter(({kind}) => kind !== "fields");
   charts.forEach((one) => one.draw());
   main.style.minHeight = "";
-}
-
-// Fields
-
-MAKERS.fields = ({fields}) => {
-  const problem = element("p", {class: "error", role: "alert", hidden: ""});
-  const form = element("form", {}, ...fields.map((one) => field(one)));
-  form.oninput = () => ask(form, problem, true);  // while a slider moves
-  form.onchange = () => ask(form, problem, false);
-  form.onsubmit = (event) => event.preventDefault();
-  return element("section", {class: "wide fields"}, form, problem);
-};
-
-/** A choice; or a number with a slider, where the number is what counts. */
-function field({name, label, value, choices, least, most, log, whole, empty}) {
-  if (choices) {
-    const options = choices.map((one) => element("option", one === value ? {selected: ""} : {}, one));
-    return element("label", {}, element("span", {}, label), element("select", {name}, ...options));
-  }
-  const number = element("input", {type: "number", name, value: value ?? "", step: "any", min: 0, placeholder: empty || ""});
-  const slider = element("input", {type: "range", min: 0, max: 200, step: 1, "aria-label": label});
-  const toSlider = () => {
-    const at = log ? Math.log(number.value / least) / Math.log(most / least) : (number.value - least) / (most - least);
-    slider.value = 200 * (number.value === "" ? 1 : Math.max(0, at));
-  };
-  slider.oninput = () => {
-    const at = slider.value / 200, found = log ? least * (most / least) ** at : least + at * (most - least);
-    number.value = whole && found < 10 ? Math.round(found) : Number(found.toPrecision(2));
-  };
-  number.oninput = toSlider;
-  toSlider();
-  return element("label", {}, element("span", {}, label), number, slider);
-}
-
-let isAsking = false, waiting = null;
-
-/** Ask for what the page shows with these values; while an answer is under way, only the latest values wait. */
-async function ask(form, problem, isQuick) {
-  if (isAsking) {
-    waiting = isQuick;
-    return;
-  }
-  isAsking = true;
-  const query = new URLSearchParams(new FormData(form));
-  try {
-    const answer = await fetch(`${isQuick ? "/quick" : "/values"}?${query}`), found = await answer.json();
-    problem.textContent = found.error || "";
-    if (!found.error) show(found, isQuick);
-  } catch (error) {
-    problem.textContent = "No answer: the program that serves this page has ended.";
-  }
-  problem.hidden = !problem.textContent;
-  isAsking = false;
-  const next = waiting;
-  waiting = null;
-  if (next !== null) ask(form, problem, next);
-}
-
-/** A quick answer lacks what takes long: that stays as it is until the whole answer comes. */
-function show({sections, columns}, isQuick) {
-  const same = (one) => sections.find(({kind, title}) => kind === one.kind && title === one.title);
-  page.sections = isQuick ? page.sections.map((one) => same(one) || one) : sections;
-  Object.assign(page.columns, columns);
-  render();
 }
 
 render();

@@ -1,4 +1,4 @@
-"""``explain`` and ``simulate``: what they say is what a loader does."""
+"""``explain``: what it says is what a loader does."""
 
 from __future__ import annotations
 
@@ -135,62 +135,6 @@ def test_explain_refuses_what_is_not_a_checkpoint(content: bytes, tmp_path: Path
     assert "is not a checkpoint that torch reads" in about["error"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"shuffle_algo": "py1e", "shuffle_block_size": 16, "shuffle_seed": 3},
-        {"shuffle_algo": "naive", "partition_algo": "orig", "num_canonical_nodes": 4},
-        {"batching_method": "stratified", "window": 2, "num_canonical_nodes": 2},
-        {"epoch_size": 40, "sampling_method": "fixed", "sampling_granularity": 2},
-        {"shuffle": False},
-    ],
-)
-def test_simulate_takes_the_dataset_s_settings_to_the_same_order(
-    settings: dict[str, Any], shards: Path, answer: Answer
-) -> None:
-    dataset = StreamingDataset(remote=str(shards / "train"), **{"shuffle": True, **settings})
-    loader = StreamingDataLoader(dataset, global_batch_size=16)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if name != "shuffle"]
-    flags += [] if settings.get("shuffle", True) else ["--no-shuffle"]
-    code, about = answer("simulate", str(shards / "train"), "--global-batch-size", "16", *flags)
-    assert code == 0
-    next(iter(loader))
-    expected = loader.state_dict()["order"]
-    assert {name: value for name, value in expected.items() if value is not None} == about["datasets"][0]["order"]
-
-
-def test_simulate_prints_nothing_before_all_is_checked(shards: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", str(shards), "--global-batch-size", "63", "--nodes", "2", "--devices", "8"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert "63 samples over 16 replicas" in err
-
-
-def test_simulate_reports_downloads_quality_and_cache(shards: Path, answer: Answer) -> None:
-    arguments = ["--global-batch-size", "16", "--nodes", "2", "--devices", "2"]
-    code, about = answer("simulate", str(shards / "train"), *arguments, "--cache-limit", "1kb", "--predownload", "8")
-    assert code == 0
-    (one,) = about["datasets"]
-    assert len(one["download_per_node_bytes"]) == 2
-    assert one["download_factor"] > 1
-    assert one["shuffle_quality"]["active_shards"] == 5
-    assert "--num-canonical-nodes=16" in one["warning"]
-    assert "num_canonical_nodes" not in one["warning"]
-    assert one["cache_needed_per_node_bytes"] > 1024
-    assert "would refuse --cache-limit=" in one["cache_warning"]
-
-
-def test_simulate_knows_mixtures(shards: Path, answer: Answer) -> None:
-    flags = [f"--stream={shards / 'train'}=repeat:2", f"--stream={shards / 'val'}=choose:8"]
-    code, about = answer("simulate", "--global-batch-size", "8", *flags)
-    assert code == 0
-    assert about["datasets"][0]["epoch_samples"] == 2 * 64 + 8
-    code, about = answer("simulate", "--global-batch-size", "8", f"--stream={shards}=0.5", flags[1])
-    assert code == 2
-    assert "is a folder of splits" in about["error"]
-
-
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of two streams, with their lengths in tokens."""
@@ -309,92 +253,18 @@ def test_explain_shows_a_schedule_by_its_points(documents: Path, tmp_path: Path,
 @pytest.mark.parametrize(
     "size", [{"bucket_window": 64}, {"batch_tokens": 800}, {"batch_tokens": 800, "batch_multiple": 2}]
 )
-def test_simulate_and_explain_know_batches_by_length(
-    size: dict[str, int], documents: Path, tmp_path: Path, answer: Answer
-) -> None:
+def test_explain_knows_batches_by_length(size: dict[str, int], documents: Path, tmp_path: Path, answer: Answer) -> None:
     web, batch = str(documents / "web"), {} if "batch_tokens" in size else {"global_batch_size": 8}
     dataset = StreamingDataset(web, shuffle=True, bucket_by="tokens", **size)
-    loader = StreamingDataLoader(dataset, collate_fn=list, **batch)
-    padded = tokens = steps = 0
-    for batch_of_samples in loader:
-        lengths = [len(sample["tokens"]) for sample in batch_of_samples]
-        padded, tokens, steps = padded + max(lengths) * len(lengths), tokens + sum(lengths), steps + 1
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in {**size, **batch}.items()]
-    code, about = answer("simulate", web, "--bucket-by", "tokens", "--devices", "2", "--cache-limit", "1mb", *flags)
-    assert code == 0
-    (one,) = about["datasets"]
-    assert one["batches"] == steps
-    assert one["padding_percent"] == pytest.approx(100 * (1 - tokens / padded), abs=2)
     loader = StreamingDataLoader(dataset, collate_fn=list, **batch)
     iterator = iter(loader)
     for _ in range(3):
         next(iterator)
     torch.save({"callbacks": {"lightning_stream": {"position": loader.state_dict()}}}, tmp_path / "last.ckpt")
-    assert one["order"]["buckets"] == loader.state_dict()["order"]["buckets"]
     code, about = answer("explain", str(tmp_path / "last.ckpt"), "--stream", web)
     assert (code, about["global_batches"], about["next"]["ids"]) == (0, 3, loader.trace(3).ids.tolist())
     code, about = answer("explain", str(tmp_path / "last.ckpt"))
     assert ("global_batches" in about) == bool(batch)
-
-
-@pytest.mark.parametrize("policy", ["split", "truncate", "drop"])
-def test_simulate_packs_the_rows_that_a_loader_delivers(policy: Any, documents: Path, answer: Answer) -> None:
-    pack = Packing(row_length=64, window=50, long_documents=policy)
-    dataset = StreamingDataset(str(documents / "web"), shuffle=True, pack=pack, filter_lengths={"tokens": (8, None)})
-    loader = StreamingDataLoader(dataset, global_batch_size=8, tail="exact")
-    counts = [int(count) for batch in loader for count in batch["num_tokens"]]
-    rows, tokens = len(counts), sum(counts)
-    flags = ["--pack-column", "tokens", "--row-length", "64", "--pack-window", "50", "--long-documents", policy]
-    flags += ["--filter-lengths", "tokens=8:", "--balance", "tokens", "--devices", "2", "--cache-limit", "1mb"]
-    code, about = answer("simulate", str(documents / "web"), "--global-batch-size", "8", *flags)
-    assert code == 0
-    (one,) = about["datasets"]
-    (packed,) = (stage["counts"] for stage in one["chain"] if stage["name"] == "pack")
-    assert (one["epoch_rows"], packed["rows"], packed["tokens"]) == (rows, rows, tokens)
-    assert packed["padding tokens"] == 64 * rows - tokens
-    assert packed["tokens lost"] == int(dataset.lengths("tokens").sum()) - tokens
-    assert one["order"]["packing"] == loader.state_dict()["order"]["packing"]
-    assert one["documents_per_s"] > 0
-    without, balanced = one["most_expensive_rank_over_mean"].values()
-    assert 1 <= balanced <= without
-
-
-def test_simulate_takes_a_schedule_and_forgotten_samples(documents: Path, tmp_path: Path, answer: Answer) -> None:
-    points = [[0, {"web": 0.7, "code": 0.3}], [40, {"web": 1}]]
-    (tmp_path / "points.json").write_text(json.dumps(points))
-    streams = [Stream(str(documents / name)) for name in ("web", "code")]
-    dataset = StreamingDataset(streams=streams, shuffle=True, schedule=points, forget=[3, 5])
-    loader = StreamingDataLoader(dataset, global_batch_size=8)
-    flags = ["--global-batch-size", "8", *(f"--stream={one.remote}" for one in streams)]
-    flags += ["--forget", str(documents / "ids"), "--schedule"]
-    expected = {name: value for name, value in loader.state_dict()["order"].items() if value is not None}
-    (tmp_path / "state.json").write_text(json.dumps(expected["schedule"]))
-    for file in ("points.json", "state.json"):
-        code, about = answer("simulate", *flags, str(tmp_path / file))
-        assert (code, about["datasets"][0]["order"]) == (0, expected)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--row-length", "64"], "pass --pack-column"),
-        (["--pack-column", "text"], "found column='text' among {'tokens': 'ndarray:int32'}. Tokenise first"),
-        (["--filter-lengths", "tokens=8"], "expected NAME=LEAST:GREATEST, got 'tokens=8'"),
-        (["--filter-lengths", "tokens=1000:"], "filters must keep some samples"),
-        (["--schedule", "ids"], "a schedule is a JSON list of points"),
-        (["--schedule", "number"], "a schedule is a JSON list of points"),
-        (["--schedule", "other"], "names 'news', but the streams are web"),
-    ],
-)
-def test_simulate_refuses_wrong_rules(
-    flags: list[str], message: str, documents: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (documents / "number").write_text("3")
-    (documents / "other").write_text('[[0, {"news": 1}]]')
-    monkeypatch.chdir(documents)
-    code, about = answer("simulate", "web", "--global-batch-size", "8", *flags)
-    assert code == 2
-    assert message in about["error"]
 
 
 def test_commands_read_a_dataset_behind_a_password(documents: Path, answer: Answer) -> None:
@@ -403,7 +273,7 @@ def test_commands_read_a_dataset_behind_a_password(documents: Path, answer: Answ
             server.objects[f"/web/{file.relative_to(documents / 'web')}"] = file.read_bytes()
         server.authorization = f"Basic {base64.b64encode(b'user:HUSH').decode()}"
         url = f"http://user:HUSH@127.0.0.1:{server.port}/web"
-        code, about = answer("simulate", url, "--global-batch-size", "8", "--pack-column", "tokens")
+        code, about = answer("plan", url, "--global-batch-size", "8", "--pack", "tokens")
         assert code == 0
         assert "HUSH" not in json.dumps(about)
         code, about = answer("inspect", url, "--samples", "1")

@@ -107,8 +107,8 @@ def test_convert_and_explain_know_the_state_of_a_run_over_the_source(
     assert answer("inspect", out)[1]["datasets"][0]["converted_from"] == json.loads(
         (Path(out) / "index.json").read_text()
     )["converted_from"]["source"]  # fmt: skip
-    sizes = [answer("simulate", place, "--global-batch-size", "8")[1]["datasets"][0] for place in (str(rows), out)]
-    assert sizes[0]["shuffle_quality"]["mean"] == sizes[1]["shuffle_quality"]["mean"]
+    plans = [answer("plan", place, "--batch-size", "8")[1]["datasets"][0]["plans"][0] for place in (str(rows), out)]
+    assert plans[0]["quality"]["mean"] == plans[1]["quality"]["mean"]
     code, done = answer("convert", str(rows), str(tmp_path / "other"), "--size-limit", "1kb", "--num-workers", "1")
     assert (code, done["keeps_order"]) == (0, False)
     assert answer("explain", str(tmp_path / "last.pt"), "--stream", str(tmp_path / "other"))[0] == 1
@@ -127,7 +127,7 @@ def test_a_version_of_a_dataset_is_read(rows: Path, tmp_path: Path, answer: Answ
         assert answer("verify", out, "--version", wanted)[1]["datasets"][0]["samples"] == 1
     assert answer("inspect", out)[1]["datasets"][0]["samples"] == 2
     both = ["--stream", out, "--stream", str(rows)]
-    code, about = answer("simulate", "--global-batch-size", "2", "--version", "0", *both)
+    code, about = answer("plan", "--batch-size", "2", "--version", "0", *both)
     assert (code, "that of one dataset" in about["error"]) == (2, True)
 
 

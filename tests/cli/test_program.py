@@ -57,7 +57,7 @@ def test_every_command_has_help_and_json() -> None:
     (commands,) = (action for action in build_parser()._actions if hasattr(action, "choices") and action.choices)
     assert " ".join(commands.choices or ()) == (
         "convert reshard inspect head preview stats verify lint diff pull cache merge lengths log checkpoint explain "
-        "simulate bench doctor"
+        "plan bench doctor"
     )
     for parser in dict(commands.choices or {}).values():
         assert "--json" in parser.format_help()
@@ -90,7 +90,7 @@ def test_every_command_has_help_and_json() -> None:
         (["explain", "."], "there is no checkpoint at"),
         (["convert", "nowhere.csv", "out"], "nowhere.csv"),
         (["merge", "nowhere"], "index.json"),
-        (["simulate", "--global-batch-size", "8"], "either a PATH|URL, or --stream"),
+        (["plan", "--global-batch-size", "8"], "plan takes one of PATH|URL, --stream"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -183,11 +183,7 @@ def test_pipes_get_no_control_codes(shards: Path, tmp_path: Path) -> None:
 
 
 def test_looking_at_datasets_needs_no_torch(shards: Path) -> None:
-    for command in (
-        ["inspect", str(shards)],
-        ["verify", str(shards)],
-        ["simulate", str(shards), "--global-batch-size=8"],
-    ):
+    for command in (["inspect", str(shards)], ["verify", str(shards)]):
         done = program(*command, before="sys.modules['torch'] = None")
         assert done.returncode == 0, done.stderr
 

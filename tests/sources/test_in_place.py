@@ -348,7 +348,7 @@ def test_the_command_line_knows_other_formats(kind: str, tmp_path: Path, capsys:
     assert "tokens" in shown
     assert main(["verify", uri]) == 0
     assert "verified by reading all 100 rows" in capsys.readouterr().out
-    assert main(["simulate", uri, "--global-batch-size", "8"]) == 0
-    assert "100 samples, 4 shards" in capsys.readouterr().out
+    assert main(["plan", uri, "--batch-size", "8"]) == 0
+    assert "13 of 8 samples" in capsys.readouterr().out
     broken(Path(uri), kind)
     assert main(["verify", uri, "--shards", "3"]) != 0
