@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import FormatError, NotFoundError, is_secret
+from lightning_stream.errors import FormatError, NotFoundError, StoreError, UnavailableError, is_secret
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.order.forget import Forgotten
@@ -30,36 +31,22 @@ _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
 _BOUNDS = re.compile(r"(.+)=([0-9]*):([0-9]*)")
 _LEAST_DIGITS = 6  # of a digest, in the name of a version
 _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
+_FIRST_REQUEST = {"retries": 1, "timeout_s": 4}  # a user waits for it, and a wrong URL or network shows there
+# An argument, or several, and its first sentence in a docstring.
+_DOCUMENTED = re.compile(r"^ +([a-z_, ]+): (\S.*?\.)(?=\s+[A-Z0-9]|\n +[a-z_, ]+:|\s*\Z)", re.MULTILINE | re.DOTALL)
 
-
-@dataclass(frozen=True)
-class Reading:
-    """How a dataset is read, as `Stream` takes it."""
-
-    format: str | None = None
-    columns: Mapping[str, str] | Sequence[str] | None = None
-    version: str | int | None = None
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Reading:
-        """What the flags of :func:`add_reading` say."""
-        names, version = options.columns, options.version
-        columns = None if names is None else names if any(names.values()) else list(names)
-        is_number = version is not None and version.isdigit() and len(version) < _LEAST_DIGITS
-        return cls(options.format, columns, int(version) if is_number else version)
-
-
-_AS_IT_IS = Reading()
+Options = Mapping[str, Any] | None
+Reading = Mapping[str, Any]  # how a dataset is read: arguments of `Stream`
 
 
 @dataclass(frozen=True)
 class FoundDataset:
-    """A dataset that an argument names: its URL as it was given, its files, and its index."""
+    """A dataset that an argument names: its URL as it was given, its files, its index, and how it is read."""
 
     remote: str
     store: Store
     index: Index
-    how: Reading = _AS_IT_IS
+    how: Reading
 
     @property
     def format(self) -> str | None:
@@ -67,10 +54,24 @@ class FoundDataset:
         origin = self.index.entry(0).raw.origin if self.index.num_shards else None
         return None if origin is None else origin.kind
 
-    def stream(self, folder: str, options: Mapping[str, Any] | None, **settings: Any) -> Stream:
+    @property
+    def num_samples(self) -> int:
+        """Samples that are not deleted."""
+        return self.index.num_samples - self.index.num_deleted
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is in a folder of this machine."""
+        return isinstance(self.store, LocalStore)
+
+    def stream(self, folder: str | None, options: Options, **settings: Any) -> Stream:
         """The stream that reads it, with a folder for what is downloaded."""
-        local = None if isinstance(self.store, LocalStore) else folder
-        return Stream(self.remote, local=local, options=options, **vars(self.how), **settings)
+        return Stream(self.remote, local=None if self.is_local else folder, options=options, **self.how, **settings)
+
+
+def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -> SampleReader:
+    """A reader of these streams."""
+    return SampleReader(streams, CacheDefaults(), config or ReaderConfig())
 
 
 def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
@@ -83,37 +84,71 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     """Let a command take how a dataset is read, as `Stream` takes it."""
     reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
     reading.add_argument("--format", help="format of files without an index.json: parquet, arrow, jsonl, ...")
-    text = "column to read of such files, and its encoding; may be repeated (default: all)"
-    reading.add_argument("--columns", action=_Columns, metavar="NAME[=ENCODING]", help=text)
+    text = "column to read, and its encoding in files without an index.json; may be repeated (default: all)"
+    reading.add_argument("--columns", action=Pairs, metavar="NAME[=ENCODING]", help=text)
     text = "version of the dataset: a number, or digits of its digest; of a Delta table: its number"
     reading.add_argument("--version", metavar="VERSION", help=text)
 
 
-class _Columns(argparse.Action):
-    """Collects ``NAME`` or ``NAME=ENCODING``, given any number of times, in a dict."""
-
-    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
-        """Add a column."""
-        name, _, encoding = given.partition("=")
-        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: encoding or None})
+def reading_of(options: argparse.Namespace) -> Reading:
+    """What the flags of :func:`add_reading` say; empty without any."""
+    names, version = options.columns, options.version
+    is_number = version is not None and version.isdigit() and len(version) < _LEAST_DIGITS
+    has_encodings = names is not None and any(names.values())
+    settings = {
+        "format": options.format,
+        "columns": names if has_encodings or names is None else list(names),
+        "version": int(version) if is_number else version,
+    }
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 class Pairs(argparse.Action):
     """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
 
-    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
+    def __call__(self, _parser: Any, options: argparse.Namespace, text: Any, _flag: Any = None) -> None:
         """Add a pair."""
-        name, equals, value = given.partition("=")
+        name, equals, value = text.partition("=")
         of_store = "store" in self.dest
-        if not equals or not name:
-            is_name = not of_store or re.fullmatch(r"[a-z_]*=?", given)  # else it may be a secret
-            raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {repr(given) if is_name else 'other text'}")
+        needs_value = self.metavar != "NAME[=ENCODING]"
+        if not name or (needs_value and not equals):
+            is_name = not of_store or re.fullmatch(r"[a-z_]*=?", text)  # else it may be a secret
+            raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {repr(text) if is_name else 'other text'}")
         if of_store and is_secret(name, value, of_store=True):
             message = f"a secret must not be on a command line; set the variable of {name}"
             raise argparse.ArgumentError(self, message)
+        parsed: Any = value if equals else None
         with suppress(ValueError):  # a number, a list or a truth value; else text
-            value = json.loads(value.lower() if value.lower() in ("true", "false") else value)
-        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: value})
+            parsed = json.loads(value.lower() if value.lower() in ("true", "false") else value)
+        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: parsed})
+
+
+def add_signature(parser: argparse.ArgumentParser, function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Let a command take arguments of a Python function: their kinds and defaults, and what its docstring says."""
+    parameters = inspect.signature(function).parameters
+    texts: dict[str, str] = {}
+    for several, text in _DOCUMENTED.findall(function.__doc__ or ""):
+        texts |= dict.fromkeys(several.split(", "), " ".join(text.replace("%", "%%").replace("``", "").split()))
+    for name in names:
+        kind, default = str(parameters[name].annotation), parameters[name].default
+        settings: dict[str, Any] = {"type": _text, "default": default}
+        if kind == "bool":
+            settings = {"action": "store_true"}
+        elif kind.startswith("Mapping"):
+            settings = {"action": Pairs, "metavar": "NAME=VALUE"}
+        elif kind.startswith("Iterable"):
+            settings["type"] = _list
+        elif kind.startswith(("int", "float")) and "str" not in kind:
+            settings["type"] = int if kind.startswith("int") else float
+        parser.add_argument(f"--{name.replace('_', '-')}", help=texts.get(name), **settings)
+
+
+def _text(text: str) -> str | None:
+    return None if text == "none" else text
+
+
+def _list(text: str) -> list[str]:
+    return [] if text == "none" else text.split(",")
 
 
 def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-options") -> None:
@@ -156,49 +191,58 @@ def add_rules(parser: argparse.ArgumentParser) -> None:
 class _Bounds(argparse.Action):
     """Collects ``NAME=LEAST:GREATEST``, given any number of times, in a dict."""
 
-    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
+    def __call__(self, _parser: Any, options: argparse.Namespace, text: Any, _flag: Any = None) -> None:
         """Add a pair of bounds."""
-        match = _BOUNDS.fullmatch(given)
+        match = _BOUNDS.fullmatch(text)
         if match is None:
-            raise argparse.ArgumentError(self, f"expected NAME=LEAST:GREATEST, got {given!r}")
-        bounds = tuple(int(one) if one else None for one in match.group(2, 3))
+            raise argparse.ArgumentError(self, f"expected NAME=LEAST:GREATEST, got {text!r}")
+        bounds = tuple(int(limit) if limit else None for limit in match.group(2, 3))
         setattr(options, self.dest, {**(getattr(options, self.dest) or {}), match[1]: bounds})
 
 
-def datasets_at(remote: str, options: Mapping[str, Any] | None, how: Reading = _AS_IT_IS) -> list[FoundDataset]:
+def require_answer(remote: str, options: Options) -> None:
+    """Raise UnavailableError within seconds where a store does not answer; later requests are tried for longer."""
+    try:
+        open_store(remote, {**_FIRST_REQUEST, **(options or {})}).open(INDEX_NAME, 0, 1).close()
+    except UnavailableError:
+        raise
+    except (StoreError, OSError, ValueError):  # which the command meets, too
+        return
+
+
+def datasets_at(remote: str, options: Options, how: Reading | None = None) -> list[FoundDataset]:
     """Find the dataset in a folder, or the datasets in its splits.
 
     Raises:
         NotFoundError: There is none.
+        UnavailableError: The store does not answer.
         ValueError: There are files that cannot be read in place.
     """
-    found = _indexed(remote, options) if how.format is None else []
-    if found:
-        return found if how == _AS_IT_IS else [_as_stream(one.remote, options, how) for one in found]
-    if how != _AS_IT_IS:
+    require_answer(remote, options)
+    how = how or {}
+    if found := [] if "format" in how else _indexed(remote, options):
+        return [_as_stream(dataset.remote, options, how) for dataset in found] if how else found
+    if how:
         return [_as_stream(remote, options, how)]
-    with suppress(NotFoundError):
+    try:
         return [_as_stream(remote, options, how)]
-    raise NotFoundError(
-        f"a dataset is a folder with an {INDEX_NAME}; {open_store(remote, options).url} has none, none of its splits "
-        f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. Check the path "
-        "or URL; a writer that did not finish leaves no index."
-    )
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"{open_store(remote, options).url} is no dataset: it has no {INDEX_NAME}, none of its splits "
+            f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. {error}"
+        ) from error
 
 
 def datasets_of(options: argparse.Namespace) -> list[FoundDataset]:
     """The datasets that the arguments of :func:`add_source` name; see :func:`datasets_at`."""
-    return datasets_at(options.remote, options.store_options, Reading.of(options))
+    return datasets_at(options.remote, options.store_options, reading_of(options))
 
 
-def _indexed(remote: str, options: Mapping[str, Any] | None) -> list[FoundDataset]:
+def _indexed(remote: str, options: Options) -> list[FoundDataset]:
     """The dataset with an index.json in a folder, or those in its splits."""
     store = open_store(remote, options)
-    try:
+    with suppress(NotFoundError):
         return [_read(remote, store, options)]
-    except NotFoundError as error:
-        if "there is no" in str(error):  # bucket, or container
-            raise
     splits: Sequence[str] = _SPLITS
     if isinstance(store, LocalStore):
         splits = sorted(path.parent.name for path in Path(store.folder).glob(f"*/{INDEX_NAME}"))
@@ -210,28 +254,36 @@ def _indexed(remote: str, options: Mapping[str, Any] | None) -> list[FoundDatase
     return found
 
 
-def _read(remote: str, store: Store, options: Mapping[str, Any] | None) -> FoundDataset:
+def _read(remote: str, store: Store, options: Options) -> FoundDataset:
     try:
-        return FoundDataset(remote, store, read_index(store))
+        return FoundDataset(remote, store, read_index(store), {})
     except FormatError:
         if not InPlace().recognises(store.read(INDEX_NAME)):
             raise
-        return _as_stream(remote, options, _AS_IT_IS)
+        return _as_stream(remote, options, {})
 
 
-def _as_stream(remote: str, options: Mapping[str, Any] | None, how: Reading) -> FoundDataset:
+def _as_stream(remote: str, options: Options, how: Reading) -> FoundDataset:
     """The dataset as `StreamingDataset` reads it; an index that is made stays in the cache, for that too."""
-    stream = Stream(remote, options=options, **vars(how))
+    stream = Stream(remote, options=options, **how)
     cache = cache_of(stream, CacheDefaults())
     return FoundDataset(remote, cache.store, index_of(stream, cache), how)
 
 
-def mds_at(remote: str, options: Mapping[str, Any] | None, remedy: str) -> list[FoundDataset]:
+def mds_at(remote: str, options: Options, remedy: str) -> list[FoundDataset]:
     """Find datasets that have an index.json beside them. ValueError with the remedy for any other format."""
     found = datasets_at(remote, options)
-    if other := next((one.format for one in found if one.format), None):
+    if other := next((dataset.format for dataset in found if dataset.format), None):
         raise ValueError(f"{found[0].store.url} holds data of the format {other}, which is read in place. {remedy}")
     return found
+
+
+def only_dataset(found: Sequence[FoundDataset], rule: str) -> FoundDataset:
+    """The one dataset; ValueError, which begins with the rule, for several splits."""
+    if len(found) > 1:
+        splits = " or ".join(dataset.store.url for dataset in found)
+        raise ValueError(f"{rule}; this is a folder of splits. Pass {splits}")
+    return found[0]
 
 
 def _weighted(text: str) -> tuple[str, StreamWeights]:
@@ -277,19 +329,18 @@ def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str
         ValueError: One of several streams is a folder of splits.
     """
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    how = Reading.of(options)
-    if how.version is not None and len(urls) > 1:
+    how = reading_of(options)
+    if "version" in how and len(urls) > 1:
         raise ValueError(f"--version is that of one dataset; found {len(urls)} streams. Omit it, or pass one stream")
     found = [datasets_at(url, options.store_options, how) for url in urls]
     if len(found) == 1:
         chosen = [[dataset] for dataset in found[0]]
     else:
-        for text, datasets in zip(streams, found, strict=True):
-            if len(datasets) > 1:
-                splits = " or ".join(dataset.store.url for dataset in datasets)
-                raise ValueError(f"a stream of a mixture is one dataset; {text} is a folder of splits. Pass {splits}")
-        chosen = [[dataset for (dataset,) in found]]
-    return [Mixture(_reader(one, weights, options, f"{folder}/{number}"), weights) for number, one in enumerate(chosen)]
+        chosen = [[only_dataset(datasets, "a stream of a mixture is one dataset") for datasets in found]]
+    return [
+        Mixture(_reader(datasets, weights, options, f"{folder}/{number}"), weights)
+        for number, datasets in enumerate(chosen)
+    ]
 
 
 def _reader(
@@ -299,18 +350,9 @@ def _reader(
         dataset.stream(f"{folder}/{number}", options.store_options, **vars(weight))
         for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True))
     ]
-    reader = SampleReader(streams, CacheDefaults(), ReaderConfig())
+    reader = reader_over(streams)
     reader.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
     return Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader)
-
-
-def one_dataset_at(remote: str, options: argparse.Namespace, rule: str) -> FoundDataset:
-    """Find the dataset in a folder; ValueError, which begins with the rule, for a folder of splits."""
-    found = datasets_at(remote, options.store_options, Reading.of(options))
-    if len(found) > 1:
-        splits = " or ".join(dataset.store.url for dataset in found)
-        raise ValueError(f"{rule}; {remote} is a folder of splits. Pass {splits}")
-    return found[0]
 
 
 def imported(text: str, flag: str) -> Callable[[Any], Any]:

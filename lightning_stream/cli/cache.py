@@ -20,11 +20,9 @@ from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.order.chain import readable
 from lightning_stream.stores import LocalStore, open_store
 
-HELP = "list, check or prune the shards that this machine keeps"
 EXAMPLES = """examples:
   lightning-stream cache ls
-  lightning-stream cache path s3://bucket/train
-  lightning-stream cache verify
+  lightning-stream cache check
   lightning-stream cache prune --to 50gb
   lightning-stream cache prune s3://bucket/train --unused 7d
 """
@@ -79,13 +77,6 @@ def _folder(options: argparse.Namespace) -> Path:
     return default_folder(store.identity)
 
 
-def _path(options: argparse.Namespace, out: Output) -> int:
-    path = cache_root() if options.dataset is None else _folder(options)
-    out.data = {"path": str(path), "exists": path.is_dir()}
-    out.line(str(path))
-    return ExitCode.OK
-
-
 def _ls(options: argparse.Namespace, out: Output) -> int:
     found: list[dict[str, Any]] = []
     for cache in _caches(options):
@@ -101,7 +92,7 @@ def _ls(options: argparse.Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _verify(options: argparse.Namespace, out: Output) -> int:
+def _check(options: argparse.Namespace, out: Output) -> int:
     """Compare the shards with the hashes of their index; a damaged one is deleted, so that it is fetched again."""
     damaged: list[dict[str, Any]] = []
     num_shards, caches = 0, _caches(options)
@@ -162,7 +153,7 @@ def _seconds(text: str) -> float:
 
 _ACTIONS: dict[str, Callable[[argparse.Namespace, Output], int]] = {
     "ls": _ls,
-    "path": _path,
-    "verify": _verify,
+    "list": _ls,
+    "check": _check,
     "prune": _prune,
 }

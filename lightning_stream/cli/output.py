@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
@@ -142,15 +141,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def in_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
-    """A message of the library with a command's flags for Python arguments: ``--overwrite`` for ``overwrite=True``."""
-    for action in parser._actions if parser is not None else ():  # noqa: SLF001 - argparse has no public list of flags
-        for flag in action.option_strings[:1]:
-            name = flag.strip("-").replace("-", "_")
-            message = re.sub(rf"(?<![\w/.-]){name}=True\b", flag, message)
-            message = re.sub(rf"(?<![\w/.-]){name}=", f"{flag}=", message)
-            if "_" in name:
-                message = re.sub(rf"(?<![\w/.-]){name}(?![\w/.])", flag, message)
-    return message

@@ -1,4 +1,4 @@
-"""``head``, ``preview``, ``stats`` and ``lint``: what a dataset holds, sample by sample."""
+"""``show``: what a dataset holds, sample by sample."""
 
 from __future__ import annotations
 
@@ -43,37 +43,69 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_head_prints_the_first_samples_or_those_asked_for(photos: Path, answer: Answer) -> None:
-    code, found = answer("head", str(photos), "-n", "2")
+def test_show_describes_every_split(shards: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
+    assert main(["show", str(shards / "train"), "--samples", "1"]) == 0
+    lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    for pair in (["samples", "64"], ["compression", "zstd"], ["hashes", "sha1, xxh3_64"], ["x", "ndarray:int32:8"]):
+        assert pair in lines
+    assert ["name", "n0"] in lines
+    code, about = answer("show", str(shards), "--samples", "1")
     assert code == 0
-    (samples,) = [one["samples"] for one in found["datasets"]]
+    assert [(one["url"], one["samples"]) for one in about["datasets"]] == [
+        (str(shards / "train"), 64),
+        (str(shards / "val"), 16),
+    ]
+    assert about["datasets"][0]["columns"] == {"label": "int", "name": "str", "x": "ndarray:int32:8"}
+    assert about["datasets"][0]["printed"][0] == {"id": 0, "label": 0, "name": "n0", "x": list(range(8))}
+
+
+def test_show_prints_images_and_class_names(tmp_path: Path, answer: Answer) -> None:
+    images = pytest.importorskip("PIL.Image", reason="images need Pillow: uv sync --extra images")
+    for name in ("rose", "daisy"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(4):
+            pixels = np.full((6, 8, 3), 40 * number, dtype=np.uint8)
+            images.fromarray(pixels).save(tmp_path / "photos" / name / f"{number}.jpg")
+    out = str(tmp_path / "out")
+    arguments = [str(tmp_path / "photos"), out, "--num-workers", "1"]
+    code, done = answer("convert", *arguments)
+    assert (code, done["num_samples"], done["is_new"]) == (0, {"": 8}, True)
+    _, about = answer("show", out, "--samples", "2")
+    assert about["datasets"][0]["classes"] == {"label": ["daisy", "rose"]}
+    assert about["datasets"][0]["printed"][1]["image"] == "JPEG 8x6"
+
+
+def test_show_prints_the_first_samples_or_those_asked_for(photos: Path, answer: Answer) -> None:
+    code, found = answer("show", str(photos), "--samples", "2")
+    assert code == 0
+    (samples,) = [one["printed"] for one in found["datasets"]]
     assert [one["id"] for one in samples] == [0, 1]
     assert samples[0] == {
         "id": 0, "image": "JPEG 40x30", "label": 0, "text": "<b>text 0</b>", "about": None, "items": [],
     }  # fmt: skip
-    _, found = answer("head", str(photos), "--ids", "58:,3")
-    assert [one["id"] for one in found["datasets"][0]["samples"]] == [58, 59, 3]
+    _, found = answer("show", str(photos), "--ids", "58:,3")
+    assert [one["id"] for one in found["datasets"][0]["printed"]] == [58, 59, 3]
 
 
 @pytest.mark.parametrize(
     ("given", "rule"),
     [
         (["--ids", "60"], "sample ids are 0 to 59 in this dataset; found 60"),
-        (["--ids", "3,0:99999999999999"], "found 99,999,999,999,998"),
-        (["--ids", "5:5"], "found none"),
+        (["--ids", "3,0:99999999999999"], "found 0:99999999999999"),
+        (["--ids", "5:5"], "found 5:5"),
         (["--ids", "x"], "--ids takes numbers and ranges"),
-        (["-n", "0"], "--count is at least 1"),
+        (["--samples", "-1"], "--samples is at least 1; found -1"),
     ],
 )
 def test_wrong_ids_are_refused_by_their_rule(photos: Path, answer: Answer, given: list[str], rule: str) -> None:
-    code, found = answer("head", str(photos), *given)
+    code, found = answer("show", str(photos), *given)
     assert code == 2
     assert rule in found["error"]
 
 
-def test_a_preview_is_one_page_with_every_image_and_no_markup_of_the_data(photos: Path, tmp_path: Path) -> None:
+def test_a_page_is_one_page_with_every_image_and_no_markup_of_the_data(photos: Path, tmp_path: Path) -> None:
     path = tmp_path / "page.html"
-    assert main(["preview", str(photos), "-n", "7", "--out", str(path)]) == 0
+    assert main(["show", str(photos), "--samples", "7", "--page", str(path)]) == 0
     page = path.read_text()
     assert page.count("<article>") == page.count('src="data:image/jpeg;base64,') == 7
     assert "&lt;b&gt;text 3&lt;/b&gt;" in page
@@ -82,26 +114,15 @@ def test_a_preview_is_one_page_with_every_image_and_no_markup_of_the_data(photos
     assert "<dd>rose</dd>" in page
 
 
-def test_a_preview_as_a_picture_has_a_cell_for_each_image(photos: Path, tmp_path: Path) -> None:
-    path = tmp_path / "sheet.png"
-    assert main(["preview", str(photos), "--ids", "0,59", "--out", str(path)]) == 0
-    with images.open(path) as sheet:
-        middles = [sheet.convert("RGB").getpixel((8 + 80 + k * 168, 8 + 80)) for k in range(2)]
-    assert all(abs(pixel - 3 * number) < 8 for number, middle in zip((0, 59), middles, strict=True) for pixel in middle)
-
-
-def test_a_preview_of_texts_alone_is_no_picture(shards: Path, tmp_path: Path, capsys: Any) -> None:
-    assert main(["preview", str(shards / "val"), "--out", str(tmp_path / "a.png")]) == 2
-    assert "these samples have none" in capsys.readouterr().err
-    assert main(["preview", str(shards), "--out", str(tmp_path / "a.html")]) == 2
-    assert "is a folder of splits" in capsys.readouterr().err
-    assert main(["preview", str(shards / "val"), "--out", str(tmp_path / "a.gif")]) == 2
+def test_a_page_shows_one_dataset_and_ends_with_html(shards: Path, tmp_path: Path, answer: Answer) -> None:
+    assert "is a folder of splits" in answer("show", str(shards), "--page", str(tmp_path / "a.html"))[1]["error"]
+    assert "ends with .html" in answer("show", str(shards / "val"), "--page", str(tmp_path / "a.png"))[1]["error"]
     assert list(tmp_path.iterdir()) == []
 
 
 def test_stats_are_those_of_the_values(photos: Path, answer: Answer) -> None:
-    code, found = answer("stats", str(photos))
-    columns = found["datasets"][0]["columns"]
+    code, found = answer("show", str(photos), "--stats")
+    columns = found["datasets"][0]["stats"]
     assert code == 0
     labels, items = np.arange(60) % 3, np.concatenate([np.arange(k % 4) for k in range(60)])
     assert columns["label"]["values"] == {"min": 0.0, "mean": 1.0, "max": 2.0, "std": pytest.approx(labels.std())}
@@ -118,86 +139,38 @@ def test_stats_count_numbers_that_are_not_finite(tmp_path: Path, answer: Answer)
     with MDSWriter(out=str(tmp_path), columns={"x": "float32"}) as writer:
         for value in (1.0, float("nan"), 3.0, float("inf")):
             writer.write({"x": np.float32(value)})
-    _, found = answer("stats", str(tmp_path))
-    assert found["datasets"][0]["columns"]["x"]["values"] == {
+    _, found = answer("show", str(tmp_path), "--stats")
+    assert found["datasets"][0]["stats"]["x"]["values"] == {
         "min": 1.0, "mean": 2.0, "max": 3.0, "std": 1.0, "not_finite": 2,
     }  # fmt: skip
 
 
-@pytest.fixture
-def damaged(tmp_path: Path) -> Path:
-    """50 images; the bytes of two of them are cut."""
-    with MDSWriter(out=str(tmp_path / "damaged"), columns={"image": "jpeg"}, size_limit=8 << 10) as writer:
-        for number in range(50):
-            writer.write({"image": jpeg(number)[: 500 if number in (7, 40) else None]})
-    return tmp_path / "damaged"
-
-
-def test_lint_lists_every_sample_that_cannot_be_decoded(damaged: Path, photos: Path, answer: Answer) -> None:
-    code, found = answer("lint", str(damaged), "--num-workers", "2")
-    assert (code, [each["id"] for each in found["datasets"][0]["bad"]]) == (1, [7, 40])
-    assert answer("lint", str(photos), "--num-workers", "1") == (0, {"datasets": [{"url": str(photos), "bad": []}]})
-
-
-def test_lint_does_not_decode_again_what_its_file_notes(damaged: Path, tmp_path: Path, answer: Answer) -> None:
-    notes = tmp_path / "lint.jsonl"
-    first = answer("lint", str(damaged), "--num-workers", "1", "--resume", str(notes))
-    for path in damaged.glob("*.mds"):
-        path.unlink()
-    assert answer("lint", str(damaged), "--num-workers", "1", "--resume", str(notes)) == first
-
-
-def test_lint_decodes_again_what_its_file_notes_of_other_columns(tmp_path: Path, answer: Answer) -> None:
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows" / "a.jsonl").write_text('{"x": 1, "y": 1}\n' * 4 + '{"x": 1, "y": "?"}\n')
-    given = [str(tmp_path / "rows"), "--num-workers", "1", "--resume", str(tmp_path / "lint.jsonl")]
-    assert answer("lint", *given, "--columns", "x")[0] == 0
-    code, found = answer("lint", *given, "--columns", "y=int64")
-    assert (code, [each["shard"] for each in found["datasets"][0]["bad"]]) == (1, [0])
-
-
-def test_lint_names_a_shard_that_is_missing(damaged: Path, answer: Answer) -> None:
-    (damaged / "shard.00000.mds").unlink()
-    code, found = answer("lint", str(damaged), "--num-workers", "1")
-    assert code == 1
-    first = found["datasets"][0]["bad"][0]
-    assert (first["shard"], first["id"]) == (0, None)
-    assert "shard.00000.mds" in first["error"]
-
-
-def test_a_preview_shows_the_samples_beside_an_image_that_cannot_be_decoded(tmp_path: Path) -> None:
+def test_a_page_shows_the_samples_beside_an_image_that_cannot_be_decoded(tmp_path: Path) -> None:
     whole, bomb = jpeg(1, width=4000), io.BytesIO()
     images.new("1", (20_000, 20_000)).save(bomb, "PNG")  # more pixels than Pillow opens
     with MDSWriter(out=str(tmp_path / "data"), columns={"image": "bytes", "label": "str"}) as writer:
         for number, image in enumerate((whole, whole[:-20], bomb.getvalue())):
             writer.write({"image": image, "label": f"of two\nlines {number}"})
-    for name in ("page.html", "page.png"):
-        assert main(["preview", str(tmp_path / "data"), "--out", str(tmp_path / name)]) == 0
+    assert main(["show", str(tmp_path / "data"), "--page", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("<img ") == 1
     assert page.count("cannot be decoded") == 2
-    with images.open(tmp_path / "page.png") as sheet:
-        assert sheet.width > 2 * 160
 
 
-def test_a_preview_of_no_samples_or_many_columns_stays_short(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_page_of_no_samples_or_many_columns_stays_short(tmp_path: Path) -> None:
     for name, count in (("none", 0), ("wide", 1)):
         with MDSWriter(out=str(tmp_path / name), columns={f"c{k}": "int" for k in range(500)}) as writer:
             for _ in range(count):
                 writer.write(dict.fromkeys((f"c{k}" for k in range(500)), 1))
-        assert main(["preview", str(tmp_path / name), "--out", str(tmp_path / "page.html")]) == 0
+        assert main(["show", str(tmp_path / name), "--page", str(tmp_path / "page.html")]) == 0
         assert len(re.search('<p class="about">(.*)</p>', (tmp_path / "page.html").read_text())[1]) < 400
-        assert main(["preview", str(tmp_path / name), "--out", str(tmp_path / "page.png")]) == 2
-        assert len(capsys.readouterr().err) < 300
 
 
-def test_a_preview_replaces_a_former_one_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_replaces_a_former_one_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with MDSWriter(out=str(tmp_path / "data"), columns={"about": "json"}) as writer:
         writer.write({"about": "half a character: \ud800"})
     path = tmp_path / "page.html"
-    assert main(["preview", str(tmp_path / "data"), "--out", str(path)]) == 0
+    assert main(["show", str(tmp_path / "data"), "--page", str(path)]) == 0
     former = path.read_text(encoding="utf-8")
     assert "half a character: ?" in former
 
@@ -205,7 +178,7 @@ def test_a_preview_replaces_a_former_one_as_a_whole(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(shared_files, "publish", full)
-    assert main(["preview", str(tmp_path / "data"), "--out", str(path)]) == 2
+    assert main(["show", str(tmp_path / "data"), "--page", str(path)]) == 2
     assert path.read_text(encoding="utf-8") == former
     assert sorted(one.name for one in tmp_path.iterdir()) == ["data", "page.html"]
 
@@ -213,7 +186,7 @@ def test_a_preview_replaces_a_former_one_as_a_whole(tmp_path: Path, monkeypatch:
 def test_texts_do_not_act_on_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MDSWriter(out=str(tmp_path), columns={"text": "str"}) as writer:
         writer.write({"text": "\x1b[2Jred\nnew\u202e\x9b"})
-    assert main(["head", str(tmp_path)]) == 0
+    assert main(["show", str(tmp_path), "--samples", "1"]) == 0
     assert r"\x1b[2Jred\nnew\u202e\x9b" in capsys.readouterr().out
 
 
@@ -221,9 +194,9 @@ def test_numbers_that_are_not_finite_are_null_in_json(tmp_path: Path, capsys: py
     columns = {"x": "float32", "v": "ndarray:float32:2", "d": "str_decimal"}
     with MDSWriter(out=str(tmp_path), columns=columns) as writer:
         writer.write({"x": np.nan, "v": np.array([1, np.inf], np.float32), "d": Decimal("1.10")})
-    assert main(["head", str(tmp_path), "--json"]) == 0
+    assert main(["show", str(tmp_path), "--samples", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
-    assert found["datasets"][0]["samples"] == [{"id": 0, "x": None, "v": [1.0, None], "d": "1.10"}]
+    assert found["datasets"][0]["printed"] == [{"id": 0, "x": None, "v": [1.0, None], "d": "1.10"}]
 
 
 def test_a_label_that_is_no_number_keeps_its_value(tmp_path: Path) -> None:
@@ -231,7 +204,20 @@ def test_a_label_that_is_no_number_keeps_its_value(tmp_path: Path) -> None:
         for label in (None, 1, "other", 9):
             writer.write({"label": label})
     (tmp_path / "manifest.json").write_text(json.dumps({"classes": {"label": ["daisy", "rose"]}}))
-    assert main(["preview", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
-    assert main(["stats", str(tmp_path)]) == 0
+    assert main(["show", str(tmp_path), "--stats", "--page", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert re.findall("<dd>(.*?)</dd>", page) == ["none", "rose", "other", "9"]
+
+
+def test_a_missing_bucket_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    moto = pytest.importorskip("moto.server", reason="a local S3 needs moto: uv sync --group test")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "KEY")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "SECRET")
+    server = moto.ThreadedMotoServer("127.0.0.1", 0)
+    server.start()
+    try:
+        endpoint = "http://{}:{}".format(*server.get_host_and_port())
+        assert main(["show", "s3://nowhere/x", "--store-options", f"endpoint_url={endpoint}"]) == 2
+    finally:
+        server.stop()
+    assert "there is no bucket 'nowhere'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``lengths``, and what ``inspect``, ``verify`` and ``convert`` do with lengths."""
+"""``convert``, the lengths that it adds, and ``log --merge``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,39 @@ from typing import Any
 
 import pytest
 
+from lightning_stream import MDSWriter
 from lightning_stream.cli import main
 
 Answer = Callable[..., tuple[int, Any]]
+
+
+def test_a_conversion_is_reused_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"a": {number}}}\n' for number in range(20)))
+    arguments = ["convert", str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--num-workers", "1"]
+    assert main([*arguments, "--val-fraction", "0.2"]) == 0
+    assert "val in 2 shards" in capsys.readouterr().out
+    assert main([*arguments, "--val-fraction", "0.2"]) == 0
+    assert capsys.readouterr().out.startswith("Reusing the existing dataset at ")
+    assert main([*arguments, "--val-fraction", "0.3"]) == 2
+    text = capsys.readouterr().err
+    assert "val_fraction was " in text
+    assert "overwrite" in text
+
+
+def test_a_column_may_have_the_name_of_a_secret(tmp_path: Path, answer: Answer) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"token_ids": 1, "b": 2}\n')
+    arguments = [str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--num-workers", "1"]
+    code, done = answer("convert", *arguments, "--columns", "token_ids=int32")
+    assert (code, done["columns"]) == (0, {"token_ids": "int32"})
+
+
+def test_merge_writes_one_index(tmp_path: Path, answer: Answer) -> None:
+    for part in ("0", "1"):
+        with MDSWriter(out=str(tmp_path / "parts" / part), columns={"a": "int"}) as writer:
+            writer.write({"a": 1})
+    code, about = answer("log", str(tmp_path / "parts"), "--merge")
+    assert (code, about["samples"], about["shards"], len(about["versions"])) == (0, 2, 2, 1)
+    assert answer("check", str(tmp_path / "parts"))[0] == 0
 
 
 @pytest.fixture
@@ -23,7 +53,7 @@ def copied(shards: Path, tmp_path: Path) -> Path:
 def test_lengths_are_added_to_every_split_and_shown(
     copied: Path, capsys: pytest.CaptureFixture[str], answer: Answer
 ) -> None:
-    code, done = answer("lengths", str(copied), "--column", "name", "--num-workers", "1")
+    code, done = answer("convert", str(copied), "--lengths", "name", "--num-workers", "1")
     total = sum(len(f"n{k}") for k in range(64))
     assert code == 0
     assert done["datasets"][0] == {
@@ -31,15 +61,14 @@ def test_lengths_are_added_to_every_split_and_shown(
         "lengths": {"name": {"sum": total, "mean": total / 64, "max": 3}},
     }
     assert [one["url"] for one in done["datasets"]] == [str(copied / "train"), str(copied / "val")]
-    _, about = answer("inspect", str(copied), "--samples", "1")
+    _, about = answer("show", str(copied))
     assert [one["lengths"] for one in about["datasets"]] == [one["lengths"] for one in done["datasets"]]
-    assert about["datasets"][0]["sample_0"]["name"] == "n0"
-    assert main(["inspect", str(copied / "train")]) == 0
+    assert main(["show", str(copied / "train")]) == 0
     lines = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     assert ["name", f"{total} sum, {total / 64:.1f} mean, 3 max"] in lines
-    assert main(["lengths", str(copied), "--column", "name"]) == 2
-    assert "has the lengths name already. Pass --overwrite to measure again" in capsys.readouterr().err
-    assert main(["lengths", str(copied), "--column", "name", "--overwrite", "--num-workers", "1"]) == 0
+    assert main(["convert", str(copied), "--lengths", "name"]) == 2
+    assert "has the lengths name already. Pass overwrite=True to measure again" in capsys.readouterr().err
+    assert main(["convert", str(copied), "--lengths", "name", "--overwrite", "--num-workers", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == str(copied / "train")
 
 
@@ -52,58 +81,29 @@ def test_a_function_of_a_module_in_the_folder_measures(
         "def total(x):\n    return int(x.sum())\n\ndef whole(sample):\n    return sample['label'] + len(sample['x'])\n"
     )
     for column, function, largest in (("x", "total", 28 + 8 * 15), ("cost", "whole", 3 + 8)):
-        given = ["lengths", str(copied / "val"), "--column", column, "--by", f"my_measures:{function}"]
+        given = ["convert", str(copied / "val"), "--lengths", f"{column}=my_measures:{function}"]
         code, done = answer(*given)
         assert (code, done["datasets"][0]["lengths"][column]["max"]) == (0, largest)
     for wrong, message in (
-        ("my_measures", "--by takes MODULE:FUNCTION"),
+        ("my_measures", "--lengths NAME= takes MODULE:FUNCTION"),
         ("my_measures:none", "cannot be imported: module 'my_measures' has no attribute 'none'"),
         ("no_such_module:total", "cannot be imported: No module named 'no_such_module'"),
     ):
-        assert main(["lengths", str(copied / "val"), "--column", "y", "--by", wrong]) == 2
+        assert main(["convert", str(copied / "val"), "--lengths", f"y={wrong}"]) == 2
         assert message in capsys.readouterr().err
 
 
 def test_a_misspelled_column_is_refused(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["lengths", str(copied / "val"), "--column", "nme", "--num-workers", "1"]) == 2
+    assert main(["convert", str(copied / "val"), "--lengths", "nme", "--num-workers", "1"]) == 2
     assert "needs a column of that name; the columns are label, name, x." in capsys.readouterr().err
     assert not list(copied.rglob("*.bin"))
-    assert main(["lengths", str(copied / "val")]) == 2
-    assert "--column" in capsys.readouterr().err
-
-
-def test_verify_checks_the_files_of_lengths(copied: Path, capsys: pytest.CaptureFixture[str], answer: Answer) -> None:
-    train = copied / "train"
-    assert main(["lengths", str(train), "--column", "name", "--num-workers", "1"]) == 0
-    (path,) = train.glob("*.bin")
-    data = path.read_bytes()
-    assert main(["verify", str(train)]) == 0
-    for damage, message in (
-        (b"\1" + data[1:], "the index says sha1"),
-        (data[:-4], f"the index says {len(data)} bytes, the file has {len(data) - 4}"),
-        (None, "no such file"),
-    ):
-        path.unlink()
-        if damage is not None:
-            path.write_bytes(damage)
-        capsys.readouterr()
-        code, about = answer("verify", str(train))
-        (corrupt,) = about["datasets"][0]["corrupt"]
-        assert (code, corrupt["lengths"]) == (1, "name")
-        assert message in corrupt["error"]
-        assert main(["verify", str(train), "--shards", "0:2"]) == 0
-        if damage is None:
-            path.write_bytes(data)
-    index = train / "index.json"
-    index.write_text(index.read_text().replace('"samples": 64}]', '"samples": 65}]'))
-    capsys.readouterr()
-    assert main(["verify", str(train)]) == 1
-    assert "of lengths 'name' has 256 bytes for 65 samples" in capsys.readouterr().out
+    assert main(["convert", str(copied / "val"), "--lengths", "name", "--val-fraction", "0.1"]) == 2
+    assert "found one path and val_fraction" in capsys.readouterr().err
 
 
 def test_convert_takes_columns_to_measure(tmp_path: Path, answer: Answer) -> None:
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"a": {k}, "text": "{"x" * k}"}}\n' for k in range(20)))
     arguments = [str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--num-workers", "1", "--lengths", "text"]
     assert answer("convert", *arguments)[0] == 0
-    _, about = answer("inspect", str(tmp_path / "out"))
+    _, about = answer("show", str(tmp_path / "out"))
     assert about["datasets"][0]["lengths"] == {"text": {"sum": 190, "mean": 9.5, "max": 19}}
