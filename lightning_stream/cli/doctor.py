@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import metadata
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ _CREDENTIALS = (
     "AZURE_STORAGE_CONNECTION_STRING", "DATABRICKS_TOKEN", "HF_TOKEN",
 )  # fmt: skip
 _FEW_FILES, _SMALL_SHM, _LITTLE_DISK = 4096, 1 << 30, 10 << 30
+_IMAGES = ("jpeg", "png", "pil", "webp")
 _TIMED_BYTES, _TIMED_SHARDS = 8 << 20, 3
 
 
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     """Print what was found, and a remedy below each problem; then how fast a dataset is read."""
     if options.read and (options.remote is None or options.batch_size < 1 or options.seconds <= 0):
         raise ValueError("--read reads a dataset: pass PATH|URL, a --batch-size of at least 1, and --seconds above 0")
-    transform = _loaded if options.transform is None else imported(options.transform, "--transform")
+    transform = None if options.transform is None else imported(options.transform, "--transform")
     datasets: list[FoundDataset] = []
     findings = []
     for finding in (*_of_machine(), *_of_datasets(options, datasets)):
@@ -177,9 +179,10 @@ def _of_datasets(options: argparse.Namespace, datasets: list[FoundDataset]) -> I
         took = f" in {time.perf_counter() - begin:.2f} s" if len(datasets) == 1 else ""
         for dataset in datasets:
             about = f"{dataset.store.url}: index of {dataset.index.num_shards:,} shards{took}"
-            first_s, rate = _link(dataset) if dataset.index.num_shards else (0.0, 0.0)
-            link = f"first byte after {1000 * first_s:.0f} ms, {readable(int(rate))}/s on one connection"
-            yield Finding("store", f"{about}; {link}")
+            if not dataset.is_local and dataset.index.num_shards:
+                first_s, rate = _link(dataset)
+                about += f"; first byte after {1000 * first_s:.0f} ms, {readable(int(rate))}/s on one connection"
+            yield Finding("store", about)
     except (LightningStreamError, ValueError, OSError) as error:
         yield Finding("store", redact(options.remote), str(error), is_wrong=True)
 
@@ -210,21 +213,23 @@ def _loaded(sample: Any) -> Any:
 
 
 def _read(
-    dataset: FoundDataset, transform: Callable[[Any], Any], options: argparse.Namespace, out: Output
+    dataset: FoundDataset, transform: Callable[[Any], Any] | None, options: argparse.Namespace, out: Output
 ) -> dict[str, Any]:
     """Read batches for a while, and print where the time went, what limits it, and the rates for a plan."""
     from lightning_stream import StreamingDataLoader, StreamingDataset
     from lightning_stream.loading.verdict import verdict_of
 
     with scratch_folder() as folder:
+        stream = dataset.stream(folder, options.store_options)
+        has_images = any(kind.startswith(_IMAGES) for kind in dataset.index.columns.values())
         data = StreamingDataset(
-            streams=[dataset.stream(folder, options.store_options)], shuffle=True, transform=transform
+            streams=[stream], shuffle=True, transform=transform or (_loaded if has_images else None)
         )
         workers: Any = "auto" if options.num_workers is None else options.num_workers
-        loader = StreamingDataLoader(data, options.batch_size, num_workers=workers)
-        begin = time.perf_counter()
-        for _ in loader:
-            if time.perf_counter() - begin > options.seconds:
+        loader = StreamingDataLoader(data, options.batch_size, num_workers=workers, persistent_workers=workers != 0)
+        end = time.perf_counter() + options.seconds
+        for _ in chain.from_iterable(repeat(loader)) if dataset.is_local else loader:  # the cache has a second epoch
+            if time.perf_counter() > end:
                 break
         stats = loader.stats()
     counted = stats.counters
@@ -247,5 +252,5 @@ def _flags(rates: Mapping[str, float]) -> str:
     if "latency_s" in rates:
         latency, connection = 1000 * rates["latency_s"], rates["connection_bytes_per_s"] / 1e6
         flags += f" --unpack-ms {1000 * rates['unpack_s_per_mb']:.3g}"
-        flags += f" --link latency={latency:.3g}ms,connection={connection:.3g}mb"
+        flags += f" --link latency={latency:.3g}ms,connection={connection:.0f}mb"
     return flags
