@@ -28,7 +28,6 @@ from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
-_BOUNDS = re.compile(r"(.+)=([0-9]*):([0-9]*)")
 _LEAST_DIGITS = 6  # of a digest, in the name of a version
 _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
 _FIRST_REQUEST = {"retries": 1, "timeout_s": 4}  # a user waits for it, and a wrong URL or network shows there
@@ -55,11 +54,6 @@ class FoundDataset:
         return None if origin is None else origin.kind
 
     @property
-    def num_samples(self) -> int:
-        """Samples that are not deleted."""
-        return self.index.num_samples - self.index.num_deleted
-
-    @property
     def is_local(self) -> bool:
         """Whether it is in a folder of this machine."""
         return isinstance(self.store, LocalStore)
@@ -74,35 +68,6 @@ def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -
     return SampleReader(streams, CacheDefaults(), config or ReaderConfig())
 
 
-def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
-    """Let a command take the folder or URL of a dataset."""
-    help_text = "folder or URL of a dataset, or of a folder of splits"
-    parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
-
-
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Let a command take how a dataset is read, as `Stream` takes it."""
-    reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
-    reading.add_argument("--format", help="format of files without an index.json: parquet, arrow, jsonl, ...")
-    text = "column to read, and its encoding in files without an index.json; may be repeated (default: all)"
-    reading.add_argument("--columns", action=Pairs, metavar="NAME[=ENCODING]", help=text)
-    text = "version of the dataset: a number, or digits of its digest; of a Delta table: its number"
-    reading.add_argument("--version", metavar="VERSION", help=text)
-
-
-def reading_of(options: argparse.Namespace) -> Reading:
-    """What the flags of :func:`add_reading` say; empty without any."""
-    names, version = options.columns, options.version
-    is_number = version is not None and version.isdigit() and len(version) < _LEAST_DIGITS
-    has_encodings = names is not None and any(names.values())
-    settings = {
-        "format": options.format,
-        "columns": names if has_encodings or names is None else list(names),
-        "version": int(version) if is_number else version,
-    }
-    return {name: value for name, value in settings.items() if value is not None}
-
-
 class Pairs(argparse.Action):
     """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
 
@@ -110,37 +75,54 @@ class Pairs(argparse.Action):
         """Add a pair."""
         name, equals, value = text.partition("=")
         of_store = "store" in self.dest
-        needs_value = self.metavar != "NAME[=ENCODING]"
-        if not name or (needs_value and not equals):
+        if not name or not (equals or "[" in str(self.metavar)):
             is_name = not of_store or re.fullmatch(r"[a-z_]*=?", text)  # else it may be a secret
-            raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {repr(text) if is_name else 'other text'}")
+            found = repr(text) if is_name else "other text"
+            raise argparse.ArgumentError(self, f"expected {self.metavar}, got {found}")
         if of_store and is_secret(name, value, of_store=True):
             message = f"a secret must not be on a command line; set the variable of {name}"
             raise argparse.ArgumentError(self, message)
-        parsed: Any = value if equals else None
-        with suppress(ValueError):  # a number, a list or a truth value; else text
-            parsed = json.loads(value.lower() if value.lower() in ("true", "false") else value)
-        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: parsed})
+        pairs = getattr(options, self.dest) or {}
+        setattr(options, self.dest, {**pairs, name: self.value(value) if equals else None})
+
+    def value(self, text: str) -> Any:
+        """A number, a list or a truth value; else text."""
+        with suppress(ValueError):
+            return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+        return text
+
+
+class _Bounds(Pairs):
+    def value(self, text: str) -> Any:
+        """The least and the greatest of ``64:4096``, of which one may be absent."""
+        if not re.fullmatch("[0-9]*:[0-9]*", text):
+            raise argparse.ArgumentError(self, f"expected {self.metavar}, got {text!r}")
+        return tuple(int(limit) if limit else None for limit in text.split(":"))
+
+
+def add_flags(parser: Any, texts: Mapping[str, str]) -> None:
+    """Let a command take flags, with their help: ``--samples N``, ``--page FILE``, ``--set KEY=VALUE``, ``--stats``.
+
+    N is a whole number and F a number; what has ``=`` in it is collected in a dict.
+    """
+    for flag, text in texts.items():
+        name, _, metavar = flag.partition(" ")
+        settings: dict[str, Any] = {"metavar": metavar, "type": {"N": int, "F": float}.get(metavar, str)}
+        if "=" in metavar:
+            settings = {"metavar": metavar, "action": _Bounds if ":" in metavar else Pairs}
+        parser.add_argument(name, help=text, **(settings if metavar else {"action": "store_true"}))
 
 
 def add_signature(parser: argparse.ArgumentParser, function: Callable[..., Any], names: Iterable[str]) -> None:
     """Let a command take arguments of a Python function: their kinds and defaults, and what its docstring says."""
-    parameters = inspect.signature(function).parameters
     texts: dict[str, str] = {}
     for several, text in _DOCUMENTED.findall(function.__doc__ or ""):
         texts |= dict.fromkeys(several.split(", "), " ".join(text.replace("%", "%%").replace("``", "").split()))
     for name in names:
-        kind, default = str(parameters[name].annotation), parameters[name].default
-        settings: dict[str, Any] = {"type": _text, "default": default}
-        if kind == "bool":
-            settings = {"action": "store_true"}
-        elif kind.startswith("Mapping"):
-            settings = {"action": Pairs, "metavar": "NAME=VALUE"}
-        elif kind.startswith("Iterable"):
-            settings["type"] = _list
-        elif kind.startswith(("int", "float")) and "str" not in kind:
-            settings["type"] = int if kind.startswith("int") else float
-        parser.add_argument(f"--{name.replace('_', '-')}", help=texts.get(name), **settings)
+        parameter = inspect.signature(function).parameters[name]
+        settings = _KINDS.get(parameter.annotation.partition("[")[0], {"type": _text})
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, help=texts.get(name), default=parameter.default, **settings)
 
 
 def _text(text: str) -> str | None:
@@ -151,53 +133,70 @@ def _list(text: str) -> list[str]:
     return [] if text == "none" else text.split(",")
 
 
+_KINDS: dict[str, dict[str, Any]] = {
+    "bool": {"action": "store_true"},
+    "int": {"type": int},
+    "int | None": {"type": int},
+    "float | None": {"type": float},
+    "Iterable": {"type": _list},
+    "Mapping": {"action": Pairs, "metavar": "NAME=VALUE"},
+}
+
+
+def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
+    """Let a command take the folder or URL of a dataset."""
+    help_text = "folder or URL of a dataset, or of a folder of splits"
+    parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """Let a command take how a dataset is read, as `Stream` takes it."""
+    reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
+    add_flags(reading, {
+        "--format NAME": "format of files without an index.json: parquet, arrow, jsonl, ...",
+        "--columns NAME[=ENCODING]": "column to read, and its encoding in such files; may be repeated (default: all)",
+        "--version VERSION": "version of a dataset: a number, or digits of its digest; of a Delta table: its number",
+    })  # fmt: skip
+
+
+def reading_of(options: argparse.Namespace) -> Reading:
+    """What the flags of :func:`add_reading` say; empty without any."""
+    names, version = options.columns, options.version
+    if names is not None and not any(names.values()):
+        names = list(names)
+    if version is not None and version.isdigit() and len(version) < _LEAST_DIGITS:
+        version = int(version)
+    settings = {"format": options.format, "columns": names, "version": version}
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-options") -> None:
     """Let a command take options of a store."""
-    help_text = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
-    parser.add_argument(flag, action=Pairs, metavar="KEY=VALUE", help=help_text)
+    text = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
+    add_flags(parser, {f"{flag} KEY=VALUE": text})
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
+def add_source(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
     """Let a command take a dataset, how it is read, and the options of its store."""
-    add_dataset(parser)
+    add_dataset(parser, **kwargs)
     add_reading(parser)
     add_store_options(parser)
 
 
 def add_streams(parser: argparse.ArgumentParser) -> None:
     """Let a command take the datasets of a mixture."""
-    parser.add_argument(
-        "--stream",
-        action="append",
-        default=[],
-        metavar="URL[=WEIGHT]",
-        help="a dataset, in a mixture with its weight: 0.3 (proportion), repeat:2 or choose:1000; once for each stream",
-    )
+    text = "a dataset, in a mixture with its weight: 0.3 (proportion), repeat:2 or choose:1000; once for each stream"
+    parser.add_argument("--stream", action="append", default=[], metavar="URL[=WEIGHT]", help=text)
 
 
 def add_rules(parser: argparse.ArgumentParser) -> None:
     """Let a command take what chooses among the samples, as `StreamingDataset` takes it."""
     rules = parser.add_argument_group("samples that are kept, as in StreamingDataset")
-    rules.add_argument(
-        "--filter-lengths",
-        action=_Bounds,
-        metavar="NAME=LEAST:GREATEST",
-        help="lengths that are kept, e.g. tokens=64:4096, tokens=64: or tokens=:4096; once for each name",
-    )
-    rules.add_argument("--exclude-ids", metavar="FILE", help="ids of samples to exclude: one a line, or .npy")
-    rules.add_argument("--forget", metavar="FILE", help="ids of samples that others replace, in the same form")
-
-
-class _Bounds(argparse.Action):
-    """Collects ``NAME=LEAST:GREATEST``, given any number of times, in a dict."""
-
-    def __call__(self, _parser: Any, options: argparse.Namespace, text: Any, _flag: Any = None) -> None:
-        """Add a pair of bounds."""
-        match = _BOUNDS.fullmatch(text)
-        if match is None:
-            raise argparse.ArgumentError(self, f"expected NAME=LEAST:GREATEST, got {text!r}")
-        bounds = tuple(int(limit) if limit else None for limit in match.group(2, 3))
-        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), match[1]: bounds})
+    add_flags(rules, {
+        "--filter-lengths NAME=LEAST:GREATEST": "lengths to keep, e.g. tokens=64:4096, tokens=64: or tokens=:4096",
+        "--exclude-ids FILE": "ids of samples to exclude: one a line, or .npy",
+        "--forget FILE": "ids of samples that others replace, in the same form",
+    })  # fmt: skip
 
 
 def require_answer(remote: str, options: Options) -> None:
@@ -219,13 +218,11 @@ def datasets_at(remote: str, options: Options, how: Reading | None = None) -> li
         ValueError: There are files that cannot be read in place.
     """
     require_answer(remote, options)
-    how = how or {}
-    if found := [] if "format" in how else _indexed(remote, options):
-        return [_as_stream(dataset.remote, options, how) for dataset in found] if how else found
-    if how:
-        return [_as_stream(remote, options, how)]
+    found = [] if how and "format" in how else _indexed(remote, options)
+    if found and not how:
+        return found
     try:
-        return [_as_stream(remote, options, how)]
+        return [_as_stream(url, options, how or {}) for url in [dataset.remote for dataset in found] or [remote]]
     except NotFoundError as error:
         raise NotFoundError(
             f"{open_store(remote, options).url} is no dataset: it has no {INDEX_NAME}, none of its splits "
@@ -240,21 +237,17 @@ def datasets_of(options: argparse.Namespace) -> list[FoundDataset]:
 
 def _indexed(remote: str, options: Options) -> list[FoundDataset]:
     """The dataset with an index.json in a folder, or those in its splits."""
-    store = open_store(remote, options)
-    with suppress(NotFoundError):
-        return [_read(remote, store, options)]
-    splits: Sequence[str] = _SPLITS
-    if isinstance(store, LocalStore):
-        splits = sorted(path.parent.name for path in Path(store.folder).glob(f"*/{INDEX_NAME}"))
-    found = []
-    for split in splits:
+    found: list[FoundDataset] = []
+    for url in (remote, *(f"{remote.rstrip('/')}/{split}" for split in _SPLITS)):
         with suppress(NotFoundError):
-            url = f"{remote.rstrip('/')}/{split}"
-            found.append(_read(url, open_store(url, options), options))
+            found.append(_with_index(url, options))
+        if url == remote and found:
+            break
     return found
 
 
-def _read(remote: str, store: Store, options: Options) -> FoundDataset:
+def _with_index(remote: str, options: Options) -> FoundDataset:
+    store = open_store(remote, options)
     try:
         return FoundDataset(remote, store, read_index(store), {})
     except FormatError:
@@ -273,7 +266,7 @@ def _as_stream(remote: str, options: Options, how: Reading) -> FoundDataset:
 def mds_at(remote: str, options: Options, remedy: str) -> list[FoundDataset]:
     """Find datasets that have an index.json beside them. ValueError with the remedy for any other format."""
     found = datasets_at(remote, options)
-    if other := next((dataset.format for dataset in found if dataset.format), None):
+    if other := found[0].format:
         raise ValueError(f"{found[0].store.url} holds data of the format {other}, which is read in place. {remedy}")
     return found
 
@@ -284,16 +277,6 @@ def only_dataset(found: Sequence[FoundDataset], rule: str) -> FoundDataset:
         splits = " or ".join(dataset.store.url for dataset in found)
         raise ValueError(f"{rule}; this is a folder of splits. Pass {splits}")
     return found[0]
-
-
-def _weighted(text: str) -> tuple[str, StreamWeights]:
-    """The URL and the weights of ``URL[=WEIGHT]``."""
-    match = _WEIGHTED.fullmatch(text)
-    if match is None:
-        return text, StreamWeights()
-    kind, value = match[2] or "proportion", float(match[3])
-    weight: dict[str, Any] = {kind: int(value) if kind == "choose" else value}
-    return match[1], StreamWeights(**weight)
 
 
 @dataclass(frozen=True)
@@ -308,9 +291,8 @@ class Mixture:
         """The samples of these datasets that are kept."""
         return self.reader.snapshot
 
-    def order(self, config: OrderConfig, lengths: str | None = None, forget: str | None = None) -> RunOrder:
-        """The order of a training run over this data, with these lengths of documents and this file of ids."""
-        forgotten = self.forgotten(forget)
+    def order(self, config: OrderConfig, lengths: str | None, forgotten: Forgotten | None) -> RunOrder:
+        """The order of a training run over this data, with these lengths of documents, without forgotten samples."""
         config = replace(config, forgotten=None if forgotten is None else forgotten.digest)
         numbers = None if lengths is None else self.reader.lengths(lengths)
         return RunOrder(self.snapshot, self.weights, config, numbers, forgotten=forgotten)
@@ -332,15 +314,24 @@ def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str
     how = reading_of(options)
     if "version" in how and len(urls) > 1:
         raise ValueError(f"--version is that of one dataset; found {len(urls)} streams. Omit it, or pass one stream")
-    found = [datasets_at(url, options.store_options, how) for url in urls]
-    if len(found) == 1:
-        chosen = [[dataset] for dataset in found[0]]
-    else:
-        chosen = [[only_dataset(datasets, "a stream of a mixture is one dataset") for datasets in found]]
+    rule = "a stream of a mixture is one dataset"
+    first, *others = [datasets_at(url, options.store_options, how) for url in urls]
+    rest = [only_dataset(found, rule) for found in others]
+    alternatives = [only_dataset(first, rule)] if rest else first
     return [
-        Mixture(_reader(datasets, weights, options, f"{folder}/{number}"), weights)
-        for number, datasets in enumerate(chosen)
+        Mixture(_reader([dataset, *rest], weights, options, f"{folder}/{number}"), weights)
+        for number, dataset in enumerate(alternatives)
     ]
+
+
+def _weighted(text: str) -> tuple[str, StreamWeights]:
+    """The URL and the weights of ``URL[=WEIGHT]``."""
+    match = _WEIGHTED.fullmatch(text)
+    if match is None:
+        return text, StreamWeights()
+    kind, value = match[2] or "proportion", float(match[3])
+    weight: dict[str, Any] = {kind: int(value) if kind == "choose" else value}
+    return match[1], StreamWeights(**weight)
 
 
 def _reader(
@@ -357,14 +348,13 @@ def _reader(
 
 def imported(text: str, flag: str) -> Callable[[Any], Any]:
     """The function that ``MODULE:FUNCTION`` names. ValueError if there is none."""
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
+    module, _, name = text.partition(":")
+    if not (module and name):
         raise ValueError(f"{flag} takes MODULE:FUNCTION, e.g. my_package.data:prepare; found {text!r}")
     sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
     try:
-        found = getattr(import_module(module), name)
+        found: Callable[[Any], Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{flag} {text} cannot be imported: {error}. Run the command in the module's folder"
-        ) from error
-    return found  # type: ignore[no-any-return]
+        message = f"{flag} {text} cannot be imported: {error}. Run the command in the module's folder"
+        raise ValueError(message) from error
+    return found

@@ -45,71 +45,59 @@ class Checkpoint(NamedTuple):
 def opened(checkpoint: str, options: Options) -> Iterator[Checkpoint]:
     """A checkpoint, or the newest in the folder of a training run; what is downloaded is deleted at the end."""
     read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
+    require_answer(checkpoint, options)
+    store = open_store(checkpoint.rstrip("/"), options)
     with scratch_folder() as folder:
-        name, path = _local(checkpoint.rstrip("/"), options, Path(folder))
+        if isinstance(store, LocalStore):
+            path = _newest(store)
+            name = str(path)
+        else:
+            name, path = _downloaded(store, checkpoint.rstrip("/"), options, Path(folder))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected pickle protocol")  # of a file that is refused
-                state = read_position(path)
+                yield Checkpoint(name, read_position(path), _recorded_streams(path))
         except StateError as error:
             raise StateError(str(error).replace(str(path), name)) from error
-        yield Checkpoint(name, state, _recorded_streams(path))
 
 
-def _local(checkpoint: str, options: Options, folder: Path) -> tuple[str, Path]:
-    """The name and the path of a checkpoint; one in a store is downloaded into the folder."""
-    require_answer(checkpoint, options)
-    store = open_store(checkpoint, options)
-    path = _path_of(store) if isinstance(store, LocalStore) else None
-    if path is not None:
-        return str(path), path
-    if not isinstance(store, LocalStore) and (downloaded := _downloaded(checkpoint, store, options, folder)):
-        return downloaded
-    raise NotFoundError(
-        f"there is no checkpoint at {store.url}, and no {', '.join(_LATEST)} below it. Check the path or URL."
-    )
-
-
-def _path_of(store: LocalStore) -> Path | None:
+def _newest(store: LocalStore) -> Path:
     """The file, or the newest checkpoint of a folder."""
     path = store.folder
     # Lightning may keep no link to the last of its checkpoints.
     found = [path / name for name in _OF_A_RUN if (path / name).exists()]
     found = found or [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
-    if found:
-        return max(found, key=lambda file: file.stat().st_mtime)
-    return path if path.is_file() or any((path / name).is_file() for name in _SHARDED) else None
+    if not found and not path.is_file() and not any((path / name).is_file() for name in _SHARDED):
+        raise _none_at(store)
+    return max(found, key=lambda file: file.stat().st_mtime, default=path)
 
 
-def _downloaded(checkpoint: str, store: Store, options: Options, folder: Path) -> tuple[str, Path] | None:
-    """The URL of a checkpoint in a store, and where its position is now; None if there is no checkpoint."""
+def _none_at(store: Store) -> NotFoundError:
+    names = ", ".join(_LATEST)
+    return NotFoundError(f"there is no checkpoint at {store.url}, and no {names} below it. Check the path or URL.")
+
+
+def _downloaded(store: Store, checkpoint: str, options: Options, folder: Path) -> tuple[str, Path]:
+    """The URL of a checkpoint in a store, and the path of its copy; of a sharded one, only what holds the position."""
+    from lightning_stream.trainers.sharded import held_position
+
     above, _, name = checkpoint.rpartition("/")
     parent = None if above.endswith("/") else open_store(above, options)
     # A web server may answer for a folder, too, with a page that lists it.
-    is_there = parent is not None and parent.exists(name)
-    path = folder / f"checkpoint{Path(name).suffix}"
-    if not is_there or not Path(name).suffix:
-        for known in (*_OF_A_RUN, "meta.pt"):
-            if store.exists(known):
-                path = folder / f"checkpoint{Path(known).suffix}"
-                store.get(known, path)
-                return f"{store.url}/{known}", path
-        if store.exists(".metadata"):
-            return store.url, _sharded(store, folder)
-    if parent is None or not is_there:
-        return None
-    parent.get(name, path)
-    return checkpoint, path
-
-
-def _sharded(store: Store, folder: Path) -> Path:
-    """Of a sharded checkpoint, download the metadata and the one file that holds the position."""
-    from lightning_stream.trainers.sharded import METADATA, held_position
-
-    store.get(METADATA, folder / METADATA)
+    is_file = parent is not None and parent.exists(name)
+    found = None if is_file and Path(name).suffix else next(filter(store.exists, (*_OF_A_RUN, *_SHARDED)), None)
+    path = folder / Path(found or name).name
+    if found is None and parent is not None and is_file:
+        parent.get(name, path)
+        return checkpoint, path
+    if found is None:
+        raise _none_at(store)
+    store.get(found, path)
+    if found != ".metadata":
+        return f"{store.url}/{found}", path
     if held := held_position(folder):
         store.get(held.relative_path, folder / held.relative_path)
-    return folder
+    return store.url, folder
 
 
 def _recorded_streams(path: Path) -> list[str]:
@@ -123,6 +111,5 @@ def _recorded_streams(path: Path) -> list[str]:
 
 
 def _stream(recorded: Mapping[str, Any]) -> str:
-    place = recorded.get("remote") or recorded["local"]
-    weight = next((f"={name}:{recorded[name]}" for name in _WEIGHTS if recorded.get(name) is not None), "")
-    return f"{place}{weight}"
+    weights = [f"={name}:{recorded[name]}" for name in _WEIGHTS if recorded.get(name) is not None]
+    return "".join([recorded.get("remote") or recorded["local"], *weights])

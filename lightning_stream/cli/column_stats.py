@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_stream.cli.values import class_name, is_image
+from lightning_stream.cli.samples import class_name, is_image
 from lightning_stream.formats.encodings.media import Media, measured
 
 _MOST_DISTINCT, _SHOWN, _LONGEST = 1000, 8, 100
-_NUMBERS = "biuf"  # kinds of numpy's types
-_Facts = tuple[str, Mapping[str, Any], Any]
+
+
+class _Range(NamedTuple):
+    """The least, the greatest and the sum of numbers, and how many are finite or not."""
+
+    least: float = np.inf
+    greatest: float = -np.inf
+    total: float = 0.0
+    num_finite: int = 0
+    num_odd: int = 0
+
+    def with_numbers(self, numbers: Any) -> _Range:
+        """With numbers of any shape."""
+        values = np.asarray(numbers, np.float64)
+        finite = values[np.isfinite(values)]
+        return _Range(
+            float(finite.min(initial=self.least)),
+            float(finite.max(initial=self.greatest)),
+            self.total + float(finite.sum()),
+            self.num_finite + finite.size,
+            self.num_odd + values.size - finite.size,
+        )
 
 
 class ColumnStats:
@@ -22,45 +42,34 @@ class ColumnStats:
 
     def __init__(self) -> None:
         self._ranges: dict[str, _Range] = {}
-        self._values: Counter[Any] | None = Counter()  # None: too many differ, or they are not compared
+        self._values: Counter[Any] = Counter()
         self._kinds: Counter[str] = Counter()
 
     def add(self, values: Any) -> None:
         """Add the values of some samples: an array with a row for each, or a list."""
-        if isinstance(values, np.ndarray) and values.dtype.kind in _NUMBERS and values.ndim == 1:
-            is_counted = values.dtype.kind != "f"
-            self._add(str(values.dtype), {"values": values}, values.tolist() if is_counted else None, len(values))
-            return
         for value in values:
             kind, numbers, counted = _facts(value)
-            self._add(kind, numbers, None if counted is None else [counted])
+            self._kinds[kind] += 1
+            for name, some in numbers.items():
+                self._ranges[name] = self._ranges.get(name, _Range()).with_numbers(some)
+            if counted is not None and len(self._values) <= _MOST_DISTINCT:
+                self._values[counted] += 1
 
     def summary(self, classes: Sequence[str] | None) -> dict[str, Any]:
         """The statistics by their names; values are counted if at most 1,000 differ."""
-        missing = self._kinds.pop("missing", 0)
-        about: dict[str, Any] = {"missing": missing} if missing else {}
-        if len(self._kinds) > 1 or "json" in self._kinds:
-            about["kinds"] = dict(self._kinds.most_common())
-        about |= {name: numbers.summary() for name, numbers in self._ranges.items() if numbers.count or numbers.odd}
-        if self._values:
+        about: dict[str, Any] = {"kinds": dict(self._kinds.most_common())}
+        for name, numbers in self._ranges.items():
+            mean = numbers.total / max(1, numbers.num_finite)
+            about[name] = {"min": numbers.least, "mean": mean, "max": numbers.greatest}
+            about[name] |= {"not_finite": numbers.num_odd} if numbers.num_odd else {}
+        if 0 < len(self._values) <= _MOST_DISTINCT:
             about["distinct"] = len(self._values)
             most = self._values.most_common(_SHOWN)
-            if most[0][1] > 1:
-                about["most_common"] = {str(class_name(value, classes))[:40]: count for value, count in most}
+            about["most_common"] = {str(class_name(value, classes))[:40]: count for value, count in most}
         return about
 
-    def _add(self, kind: str, numbers: Mapping[str, Any], counted: Iterable[Any] | None, count: int = 1) -> None:
-        self._kinds[kind] += count
-        for name, some in numbers.items():
-            self._ranges.setdefault(name, _Range()).add(some)
-        if kind == "missing" or self._values is None:
-            return
-        self._values.update(counted or ())
-        if counted is None or len(self._values) > _MOST_DISTINCT:
-            self._values = None
 
-
-def _facts(value: Any) -> _Facts:
+def _facts(value: Any) -> tuple[str, dict[str, Any], Any]:
     """The kind of a value, its numbers by name, and what is counted; None if it is not counted."""
     if value is None:
         return "missing", {}, None
@@ -68,48 +77,13 @@ def _facts(value: Any) -> _Facts:
         return value.format or value.mode, {"width": value.width, "height": value.height}, None
     if facts := measured(value):
         return "video" if "width" in facts else "sound", facts, None
-    if isinstance(value, Media):
-        return _facts(value.data)
     if isinstance(value, str):
-        return "text", {"characters": len(value)}, value if len(value) <= _LONGEST else None
-    if isinstance(value, bytes):
+        return "text", {"characters": len(value)}, value[:_LONGEST]
+    if isinstance(value, (bytes, Media)):
         return "bytes", {"bytes": len(value)}, None
-    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMBERS:
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return str(value.dtype), {"items": value.size, "elements": value}, None
     if isinstance(value, (int, float, np.number)):
-        return type(value).__name__, {"values": value}, value
+        is_whole = isinstance(value, (int, np.integer))
+        return type(value).__name__, {"values": value}, int(value) if is_whole else None
     return "json", {}, json.dumps(value, default=str, sort_keys=True)[:_LONGEST]
-
-
-class _Range:
-    """The least, the greatest and the mean of numbers, and how many are not finite."""
-
-    def __init__(self) -> None:
-        self.count = self.odd = 0
-        self._least, self._greatest = np.inf, -np.inf
-        self._origin = self._sum = self._squares = 0.0  # sums are of differences from the first number, to stay exact
-
-    def add(self, numbers: Any) -> None:
-        """Add numbers of any shape."""
-        values = np.asarray(numbers, np.float64).ravel()
-        finite = values[np.isfinite(values)]
-        self.odd += values.size - finite.size
-        if not finite.size:
-            return
-        if not self.count:
-            self._origin = float(finite[0])
-        self.count += finite.size
-        self._least = min(self._least, float(finite.min()))
-        self._greatest = max(self._greatest, float(finite.max()))
-        self._sum += float((finite - self._origin).sum())
-        self._squares += float(((finite - self._origin) ** 2).sum())
-
-    def summary(self) -> Mapping[str, Any]:
-        """The statistics by their names."""
-        odd = {"not_finite": self.odd} if self.odd else {}
-        if not self.count:
-            return odd
-        shift = self._sum / self.count
-        variance = max(0.0, self._squares / self.count - shift**2)
-        limits = {"min": self._least, "mean": self._origin + shift, "max": self._greatest}
-        return {**limits, "std": variance**0.5, **odd}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lightning_stream.cli.arguments import add_signature, add_store_options, imported, mds_at
+from lightning_stream.cli.arguments import add_signature, imported, mds_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.convert import add_lengths, convert
 from lightning_stream.order.chain import counted
@@ -29,9 +29,10 @@ that was interrupted.
 _FLAGS = (
     "columns", "compression", "hashes", "size_limit", "num_workers", "kind", "fill_nulls", "drop_nulls",
     "val_fraction", "group_by", "shuffle", "seed", "tmp_dir", "overwrite", "force", "partition_bytes", "source_options",
+    "source_store_options", "store_options",
 )  # fmt: skip
 _REMEDY = "Nothing is written beside it: convert it, with `lightning-stream convert SOURCE OUT --lengths COLUMN`."
-_OF_LENGTHS = ("num_workers", "overwrite", "store_options")
+_OF_LENGTHS = ("num_workers", "overwrite", "store_options", "progress_bar")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,19 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_signature(parser, convert, _FLAGS)
     text = "column whose len, or FUNCTION of its value, readers get before any sample; without OUT, added to SOURCE"
     parser.add_argument("--lengths", action="append", metavar="COLUMN[=MODULE:FUNCTION]", help=text)
-    add_store_options(parser, "--source-store-options")
-    add_store_options(parser)
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Convert, or add lengths, and print what was written."""
-    settings = {name: getattr(options, name) for name in (*_FLAGS, "source_store_options", "store_options")}
-    functions = dict(map(_length, options.lengths or ()))
+    settings = {name: getattr(options, name) for name in _FLAGS}
+    settings["progress_bar"] = sys.stderr.isatty()
+    lengths = {text.partition("=")[0]: _measure(text) for text in options.lengths or ()}
     *sources, place = options.paths
     if not sources:
-        return _add_lengths(place, functions, settings, options.parser, out)
+        return _add_lengths(place, lengths, settings, options, out)
     source = sources[0] if len(sources) == 1 else sources
-    done = convert(source, place, **settings, lengths=functions or None, progress_bar=sys.stderr.isatty())
+    done = convert(source, place, **settings, lengths=lengths or None)
     out.line(str(done))
     if done.keeps_order:
         out.line("A training run over SOURCE continues on it: the order is the same.")
@@ -62,32 +62,31 @@ def run(options: argparse.Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _length(text: str) -> tuple[str, Callable[[Any], int]]:
-    """The name of a length, and the function that measures it."""
-    name, equals, function = text.partition("=")
-    return name, imported(function, "--lengths NAME=") if equals else len
+def _measure(text: str) -> Callable[[Any], int]:
+    """The function of ``COLUMN[=MODULE:FUNCTION]``."""
+    _, _, function = text.partition("=")
+    return imported(function, "--lengths COLUMN=") if function else len
 
 
 def _add_lengths(
-    place: str, functions: Mapping[str, Any], settings: Mapping[str, Any], parser: argparse.ArgumentParser, out: Output
+    place: str, lengths: dict[str, Any], settings: dict[str, Any], options: argparse.Namespace, out: Output
 ) -> int:
     """Add lengths to every dataset at the path or URL, and print what they are."""
-    others = [name for name, value in settings.items() if value != parser.get_default(name) and name not in _OF_LENGTHS]
-    if not functions or others:
+    chosen = {name: settings.pop(name) for name in _OF_LENGTHS}
+    others = [name for name, value in settings.items() if value != options.parser.get_default(name)]
+    if not lengths or others:
         raise ValueError(
             f"convert takes SOURCE and OUT, or one DATASET with --lengths and {', '.join(_OF_LENGTHS)}; found one "
             f"path{' and ' if others else ''}{', '.join(others)}. Pass OUT"
         )
     out.data = {"datasets": []}
-    for dataset in mds_at(place, settings["store_options"], _REMEDY):
-        url = dataset.store.url
-        chosen = {name: settings[name] for name in _OF_LENGTHS}
+    for dataset in mds_at(place, options.store_options, _REMEDY):
         try:
-            added = add_lengths(url, functions, **chosen, progress_bar=sys.stderr.isatty())
+            added = add_lengths(dataset.store.url, lengths, **chosen)
         except TypeError as error:
             raise ValueError(f"{error}. Pass a function of the value: --lengths COLUMN=MODULE:FUNCTION") from error
-        lengths = {name: summary(numbers) for name, numbers in added.items()}
-        out.data["datasets"].append({"url": url, "lengths": lengths})
-        out.line(url)
-        out.show({"lengths": {name: counted(counts) for name, counts in lengths.items()}})
+        found = {name: summary(numbers) for name, numbers in added.items()}
+        out.data["datasets"].append({"url": dataset.store.url, "lengths": found})
+        out.line(dataset.store.url)
+        out.show({"lengths": {name: counted(counts) for name, counts in found.items()}})
     return ExitCode.OK

@@ -33,8 +33,10 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.merge:
         merge_index(options.remote, store_options=options.store_options)
         (merged,) = datasets_at(options.remote, options.store_options)
-        out.data = {"samples": merged.num_samples, "shards": merged.index.num_shards}
-        out.line(f"merged: {merged.num_samples:,} samples in {merged.index.num_shards:,} shards, {merged.store.url}")
+        out.data = {"samples": merged.index.num_samples, "shards": merged.index.num_shards}
+        out.line(
+            f"merged: {merged.index.num_samples:,} samples in {merged.index.num_shards:,} shards, {merged.store.url}"
+        )
     only_dataset(mds_at(options.remote, options.store_options, _REMEDY), "log takes one dataset")
     if options.publish:
         versions.publish(options.remote, store_options=options.store_options)

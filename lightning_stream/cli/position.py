@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import Mixture, add_reading, add_rules, add_store_options, add_streams, mixtures_of
+from lightning_stream.cli.arguments import (
+    Mixture,
+    add_flags,
+    add_reading,
+    add_rules,
+    add_store_options,
+    add_streams,
+    mixtures_of,
+)
 from lightning_stream.cli.checkpoints import Checkpoint, opened
-from lightning_stream.cli.output import ExitCode, Output, separated
-from lightning_stream.cli.sample_page import checked_path, write_page
+from lightning_stream.cli.output import ExitCode, Output, as_text
+from lightning_stream.cli.samples import page_path, write_page
 from lightning_stream.errors import FormatError, NotFoundError, StateError
 from lightning_stream.order import (
     EpochOrder,
@@ -28,7 +35,6 @@ from lightning_stream.order import (
     trace,
 )
 from lightning_stream.order.chain import PUBLIC_NAMES, Chain, stage_of_batches, stages_of_order, summarized
-from lightning_stream.order.tracing import TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.shared_files import scratch_folder
@@ -46,7 +52,6 @@ The data is what the run recorded in data_log.jsonl in its folder; else pass --s
 A checkpoint of Lightning, Composer, Transformers or a plain loop; start_at(read_position(CHECKPOINT), data) continues
 from it under any of these in Python.
 """
-_SHOWN = 8
 _ROWS_AT_ONCE = 1 << 14
 _OTHER_DATA = "The data of --stream is not that of the checkpoint. Pass each stream of the training run, in order."
 _OTHER_SAMPLES = (
@@ -59,9 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``position``."""
     text = "a checkpoint, or the folder of a training run; two of them are compared"
     parser.add_argument("checkpoints", metavar="RUN|CHECKPOINT", nargs="+", help=text)
-    parser.add_argument("--next", type=int, metavar="N", help="show the samples of the next N global batches")
-    parser.add_argument("--step", type=int, metavar="N", help="show the samples of a step of its epoch, from 0")
-    parser.add_argument("--page", metavar="FILE", help="write these samples as one page of HTML")
+    add_flags(parser, {
+        "--next N": "show the samples of the next N global batches",
+        "--step N": "show the samples of a step of its epoch, from 0",
+        "--page FILE": "write these samples as one page of HTML",
+    })  # fmt: skip
     add_streams(parser)
     add_reading(parser)
     add_rules(parser)
@@ -70,55 +77,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Show a position, or compare two."""
-    asks_for_samples = options.step is not None or options.next is not None
-    if options.page is not None:
-        checked_path(options.page)
-        if not asks_for_samples:
-            raise ValueError("--page shows samples: pass --step N or --next N")
+    wants_samples = options.step is not None or options.next is not None
+    if options.page and page_path(options.page) and not wants_samples:
+        raise ValueError("--page shows samples: pass --step N or --next N")
     if len(options.checkpoints) > 2:
         raise ValueError(f"position takes one checkpoint, or two to compare; found {len(options.checkpoints)}")
     with ExitStack() as stack:
-        found = [stack.enter_context(opened(text, options.store_options)) for text in options.checkpoints]
-        if len(found) == 2:
-            return _compare(found, options, out)
-        if is_mosaic_state(found[0].state):
-            _ = found[0].position if asks_for_samples or options.stream else None  # which raises the reason
-            out.data = {"checkpoint": found[0].name, "library": "mosaicml-streaming", **found[0].state}
+        first, *others = [stack.enter_context(opened(text, options.store_options)) for text in options.checkpoints]
+        streams = options.stream or (first.streams if wants_samples or others else [])
+        if others:
+            return _compare([first, *others], streams, options, out)
+        if is_mosaic_state(first.state) and not streams:
+            out.data = {"checkpoint": first.name, "library": "mosaicml-streaming", **first.state}
             out.show(out.data)
             return ExitCode.OK
-        return _show(found[0], options, asks_for_samples, out)
+        if wants_samples and not streams:
+            raise ValueError("samples are computed from the data: pass --stream URL for each stream of the run")
+        return _show(first.name, first.position, streams, options, out)
 
 
-def _show(checkpoint: Checkpoint, options: argparse.Namespace, asks_for_samples: bool, out: Output) -> int:
+def _show(name: str, position: Position, streams: list[str], options: argparse.Namespace, out: Output) -> int:
     """Print what a checkpoint records of its data; over that data, also which samples come or came."""
-    position, mixture = checkpoint.position, None
-    streams = options.stream or (checkpoint.streams if asks_for_samples else [])
-    if asks_for_samples and not streams:
-        raise ValueError("samples are computed from the data: pass --stream URL for each stream of the training run")
+    last = stage_of_batches(position.order, position.batch_size, position.tail)
+    chain = Chain((summarized(position.snapshot), *stages_of_order(position.order), last))
+    about, problem = {"checkpoint": name, **_recorded(position)}, ""
+    batches: list[dict[str, Any]] = []
     with scratch_folder() as folder:
-        batches: list[TracedBatch] = []
-        trained: dict[str, Any] = {}
-        chain, problem = _recorded_chain(position), ""
         if streams:
             mixture, position, problem = _matching(position, streams, options, folder)
-            trained["matches_stream"] = mixture is not None
-        if mixture is not None:
-            order = _order_over(mixture, position, options.forget)
-            chain = Chain((*_stages(mixture, position, order), *chain.stages[-1:]))
-            trained |= _trained(mixture, position, order)
+            about["matches_stream"] = mixture is not None
+        if streams and mixture is not None:
+            order, lengths = _order_over(mixture, position, options.forget)
+            stages = stages_of_reader(mixture.reader, [lengths] if lengths else [], order)
+            stages += stages_of_order(position.order, order, epoch=position.epoch, count_rows=True)
+            chain = Chain((*stages, last))
+            about |= _computed(mixture, position, order)
             batches = _batches(position, order, options)
-        about = {"checkpoint": checkpoint.name, **_recorded(position), **trained}
-        out.show({name: value for name, value in about.items() if name not in ("global_batch_size", "tail")})
+        out.show({key: value for key, value in about.items() if key not in ("global_batch_size", "tail")})
         out.lines(str(chain))
-        about["batches"] = [_described(batch, position, order) for batch in batches] if mixture else []
-        for batch in about["batches"]:
-            out.show({f"global_batch_{batch['global_batch']}": separated(batch)})
-        if mixture and options.page:
-            _write(options.page, batches, mixture, out)
+        for batch in batches:
+            out.show({f"global_batch_{batch['global_batch']}": batch})
+        if options.page and mixture is not None:
+            ids = [number for batch in batches for number in batch["ids"]]
+            samples = {number: mixture.reader.sample(number) for number in ids}
+            title = f"{name}, epoch {position.epoch}: {len(batches)} global batches"
+            write_page(page_path(options.page), title, f"{len(ids):,} samples of {', '.join(streams)}", samples)
     data = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
-    out.data = {**about, "data": data, "order": settings_of(position.order), "chain": chain.to_json()}
-    if problem:
-        out.line(f"  {problem}")
+    out.data = {**about, "batches": batches, "data": data, "order": _settings(position), "chain": chain.to_json()}
+    out.lines(problem)
     return ExitCode.NO if problem else ExitCode.OK
 
 
@@ -138,17 +144,9 @@ def _recorded(position: Position) -> dict[str, Any]:
     return about
 
 
-def _recorded_chain(position: Position) -> Chain:
-    """The chain from streams to batches, as far as a checkpoint records it."""
-    last = stage_of_batches(position.order, position.batch_size, position.tail)
-    return Chain((summarized(position.snapshot), *stages_of_order(position.order), last))
-
-
-def settings_of(order: OrderConfig) -> dict[str, Any]:
-    """The order settings that are set, as in a state."""
-    schedule = None if order.schedule is None else order.schedule.to_state()
-    found = {**asdict(order), "schedule": schedule, "quick_start": order.quick_start or None}
-    return {name: value for name, value in found.items() if value not in (None, ())}
+def _settings(position: Position) -> dict[str, Any]:
+    """The settings of the order that are set, as in a state."""
+    return {name: value for name, value in position.order.to_state().items() if value not in (None, (), [])}
 
 
 def _matching(
@@ -164,27 +162,27 @@ def _matching(
     return None, position, _OTHER_SAMPLES if has_others else _OTHER_DATA
 
 
-def _order_over(mixture: Mixture, position: Position, forget: str | None) -> RunOrder:
-    """The order of a training run over the data of its checkpoint. Raises StateError where something is missing."""
+def _order_over(mixture: Mixture, position: Position, forget: str | None) -> tuple[RunOrder, str | None]:
+    """The order of a run over the data of its checkpoint, and its lengths. StateError where something is missing."""
     forgotten = mixture.forgotten(forget)
-    digest = None if forgotten is None else forgotten.digest
-    if position.order.forgotten != digest:
+    if position.order.forgotten != (None if forgotten is None else forgotten.digest):
         given = "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
         raise StateError(
             f"--forget must name the samples that the training run forgets (digest {position.order.forgotten or 'none'}"
             f"); found {given}. Pass the file of their ids, or omit --forget if there are none."
         )
-    order = mixture.order(position.order, _lengths_of(position.order, mixture.reader), forget)
+    lengths = _lengths_of(position.order, mixture.reader)
+    order = mixture.order(position.order, lengths, forgotten)
     if differences := position.check(order, on_mismatch="warn"):
         raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
-    return order
+    return order, lengths
 
 
 def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
     """The name of the lengths that a state's order depends on; None if there are none."""
     if (sized := order.packing or order.buckets) is None:
         return None
-    for name in dict.fromkeys(name for index in reader.indexes for name in (*index.lengths, *index.columns)):
+    for name in [name for index in reader.indexes for name in (*index.lengths, *index.columns)]:
         with suppress(NotFoundError, FormatError):
             if reader.lengths_digest(name) == sized.lengths:
                 return name
@@ -194,20 +192,13 @@ def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
     )
 
 
-def _stages(mixture: Mixture, position: Position, order: RunOrder) -> list[Any]:
-    lengths = _lengths_of(position.order, mixture.reader)
-    stages = stages_of_reader(mixture.reader, [] if lengths is None else [lengths], order)
-    return stages + stages_of_order(position.order, order, epoch=position.epoch, count_rows=True)
-
-
-def _trained(mixture: Mixture, position: Position, order: RunOrder) -> dict[str, Any]:
+def _computed(mixture: Mixture, position: Position, order: RunOrder) -> dict[str, Any]:
     """What the data says of a position: what was trained on, what is left, and its state for mosaicml-streaming."""
+    explanation, what = explain(order, position), "samples"
     about: dict[str, Any] = {"global_batches": position.num_steps(order)}
     if position.order.packing is not None:
-        documents, tokens = _held(order.epoch(position.epoch), 0, position.position)
-        about |= {"documents_begun": documents, "tokens_trained_on": tokens}
-    explanation = explain(order, position)
-    what = "samples" if position.order.packing is None else "rows"
+        what = "rows"
+        about |= _held(order.epoch(position.epoch), 0, position.position)
     about |= {f"epoch_{what}": explanation.num_samples, "global_batches_left": explanation.steps_left}
     num_written = sum(int(index.shard_sizes.sum()) for index in mixture.reader.indexes)
     if position.order.mosaic is not None and mixture.snapshot.num_samples == num_written:
@@ -216,30 +207,7 @@ def _trained(mixture: Mixture, position: Position, order: RunOrder) -> dict[str,
     return about
 
 
-def _batches(position: Position, order: RunOrder, options: argparse.Namespace) -> list[TracedBatch]:
-    """The global batches that the user asks for; the next one if nothing is asked."""
-    found = [] if options.step is None else [trace(order, position, options.step)]
-    upcoming = explain(order, position).upcoming
-    count = (options.step is None) if options.next is None else options.next
-    if upcoming is None or not count:
-        return found
-    here = position.normalised(order, batch_size=position.batch_size, tail=position.tail, world=None)
-    steps = range(upcoming.step, upcoming.step + min(count, explain(order, position).steps_left))
-    return found + [trace(order, here, step) for step in steps]
-
-
-def _described(batch: TracedBatch, position: Position, order: RunOrder) -> dict[str, Any]:
-    about: dict[str, Any] = {"epoch": batch.epoch, "global_batch": batch.step}
-    for name in ("streams", "shards"):
-        about[name] = sorted(set(getattr(batch, name).tolist()))
-    about["ids"] = batch.ids.tolist()
-    if position.order.packing is not None:
-        documents, tokens = _held(order.epoch(batch.epoch), batch.begin, batch.end)
-        about |= {"rows": batch.end - batch.begin, "documents_begun": documents, "tokens": tokens}
-    return about
-
-
-def _held(order: EpochOrder, begin: int, end: int) -> tuple[int, int]:
+def _held(order: EpochOrder, begin: int, end: int) -> dict[str, int]:
     """How many documents begin in the rows at positions [begin, end), and their tokens."""
     documents = tokens = 0
     for first in range(begin, end, _ROWS_AT_ONCE):
@@ -247,30 +215,45 @@ def _held(order: EpochOrder, begin: int, end: int) -> tuple[int, int]:
         assert rows is not None
         documents += int(np.count_nonzero(rows.first == 0))
         tokens += int(rows.num_tokens.sum())
-    return documents, tokens
+    return {"documents_begun": documents, "tokens": tokens}
 
 
-def _write(page: str, batches: Sequence[TracedBatch], mixture: Mixture, out: Output) -> None:
-    samples = {number: mixture.reader.sample(number) for batch in batches for number in batch.ids.tolist()}
-    title = f"Epoch {batches[0].epoch}, global batches {', '.join(str(batch.step) for batch in batches)}"
-    about = f"{len(samples):,} samples of {', '.join(mixture.snapshot.stream_names)}"
-    write_page(checked_path(page), title, about, samples)
-    out.line(f"  {len(samples):,} samples in {page}")
+def _batches(position: Position, order: RunOrder, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The global batches that the user asks for; the next one if nothing is asked."""
+    found = [] if options.step is None else [trace(order, position, options.step)]
+    count = (1 if options.step is None else 0) if options.next is None else options.next
+    explanation = explain(order, position)
+    if explanation.upcoming is not None:
+        here = position.normalised(order, batch_size=position.batch_size, tail=position.tail)
+        first = explanation.upcoming.step
+        found += [trace(order, here, step) for step in range(first, first + min(count, explanation.steps_left))]
+    batches = []
+    for batch in found:
+        about: dict[str, Any] = {"epoch": batch.epoch, "global_batch": batch.step}
+        about |= {"streams": np.unique(batch.streams).tolist(), "shards": np.unique(batch.shards).tolist()}
+        about["ids"] = batch.ids.tolist()
+        if position.order.packing is not None:
+            about["rows"] = batch.end - batch.begin
+            about |= _held(order.epoch(batch.epoch), batch.begin, batch.end)
+        batches.append(about)
+    return batches
 
 
-def _compare(pair: Sequence[Checkpoint], options: argparse.Namespace, out: Output) -> int:
+def _compare(pair: Sequence[Checkpoint], streams: list[str], options: argparse.Namespace, out: Output) -> int:
     """Compare the orders of two training runs; where they stand in these is no difference."""
     positions = [checkpoint.position for checkpoint in pair]
-    first, second = map(_settings, positions)
-    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
-    differences = {name: [first.get(name), second.get(name)] for name in names}
+    first, second = map(_deciding, positions)
+    differences = {
+        PUBLIC_NAMES.get(name, name): [first.get(name), second.get(name)]
+        for name in {**first, **second}
+        if first.get(name) != second.get(name)
+    }
     out.data = {"checkpoints": [checkpoint.name for checkpoint in pair], "differences": differences}
-    out.line(f"DIFFERENT: {', '.join(names)}" if names else "EQUAL: the order of both runs is the same")
+    out.line(f"DIFFERENT: {', '.join(differences)}" if differences else "EQUAL: the order of both runs is the same")
     for name, values in differences.items():
-        out.line(f"  {name}: {_short(values[0])} and {_short(values[1])}")
+        out.line(f"  {name}: {' and '.join(as_text('', value) for value in values)}")
     for checkpoint, position in zip(pair, positions, strict=True):
         out.line(f"  {checkpoint.name} stands at epoch {position.epoch}, position {position.position:,}")
-    streams = options.stream or pair[0].streams
     if differences and streams:
         out.data["first_batch"] = _first_batch(positions, streams, options, out)
     elif differences:
@@ -278,54 +261,34 @@ def _compare(pair: Sequence[Checkpoint], options: argparse.Namespace, out: Outpu
     return ExitCode.NO if differences else ExitCode.OK
 
 
-def _settings(position: Position) -> dict[str, Any]:
-    """All that decides the global batches of a run, by the names of the library's arguments."""
-    snapshot = position.snapshot
-    data = f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards, digest {snapshot.digest[:16]}"
-    found: dict[str, Any] = {
-        "data": data,
-        "weights of the streams": f"digest {position.weights[:16]}",
-        "global_batch_size": position.batch_size,
-        "tail": position.tail,
-    }
-    if position.batch_changes:
-        found["global_batch_size changes"] = [f"{size} from position {at}" for at, size in position.batch_changes]
-    for name, value in settings_of(position.order).items():
-        public = PUBLIC_NAMES.get(name, name)
-        inner = value.items() if isinstance(value, Mapping) else [("", value)]
-        found |= {f"{public}.{key}" if key else public: part for key, part in inner if part is not None}
-    return found
+def _deciding(position: Position) -> dict[str, Any]:
+    """All that decides the global batches of a run."""
+    data = {"data": f"{position.snapshot.num_samples:,} samples, digest {position.snapshot.digest[:16]}"}
+    batches = {"global_batch_size": position.batch_size, "tail": position.tail}
+    changes = {"changes of it": [list(change) for change in position.batch_changes]}
+    return {**data, "weights of the streams": position.weights[:16], **batches, **changes, **_settings(position)}
 
 
 def _first_batch(
     positions: Sequence[Position], streams: Sequence[str], options: argparse.Namespace, out: Output
 ) -> dict[str, Any] | None:
     """The first global batch that differs; None if there is none up to the later run's epoch."""
+    runs = []
     with scratch_folder() as folder:
-        runs = []
         for number, position in enumerate(positions):
             mixture, here, problem = _matching(position, streams, options, f"{folder}/{number}")
             if mixture is None:
-                out.line(f"  {problem}")
+                out.lines(problem)
                 return None
-            runs.append((_order_over(mixture, here, options.forget), here))
+            runs.append((_order_over(mixture, here, options.forget)[0], here))
         last = max(position.epoch for position in positions)
         for epoch in range(last + 1):
-            both = zip_longest(*(batches_of(order, here, epoch) for order, here in runs))
-            for step, batches in enumerate(both):
+            for step, batches in enumerate(zip_longest(*(batches_of(*run, epoch) for run in runs))):
                 out.progress(f"epoch {epoch}, batch {step:,}")
                 ids = [None if batch is None else batch.tolist() for batch in batches]
                 if ids[0] is None or ids[1] is None or sorted(ids[0]) != sorted(ids[1]):
                     out.line(f"  The first global batch that differs is number {step:,} of epoch {epoch}:")
-                    out.line(f"    ids {_short(ids[0])}")
-                    out.line(f"    ids {_short(ids[1])}")
+                    out.lines("\n".join(f"  ids {as_text('', numbers)}" for numbers in ids))
                     return {"epoch": epoch, "batch": step, "ids": ids}
     out.line(f"  No global batch differs in epochs 0 to {last}.")
     return None
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, list):
-        more = f", ... ({len(value):,})" if len(value) > _SHOWN else ""
-        return ", ".join(map(str, value[:_SHOWN])) + more
-    return "none" if value is None else str(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from lightning_stream.cli.arguments import add_source, datasets_of, reader_over
+from lightning_stream.cli.arguments import add_flags, add_source, datasets_of, reader_over
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.processes import num_processes
 from lightning_stream.threads import DaemonPool
@@ -16,18 +16,19 @@ examples:
   lightning-stream pull s3://bucket/train /data/train
   lightning-stream pull s3://bucket/train
 """
+_THREADS = 16
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``pull``."""
     add_source(parser)
     parser.add_argument("local", metavar="FOLDER", nargs="?", help="where to; without it, the default cache")
-    parser.add_argument("--num-workers", type=int, default=16, metavar="N", help="files at once (default: 16)")
+    add_flags(parser, {"--num-workers N": f"files at once (default: {_THREADS})"})
 
 
 def run(options: argparse.Namespace, out: Output) -> int:
     """Download every dataset at the URL."""
-    workers = num_processes(options.num_workers)
+    workers = num_processes(options.num_workers or _THREADS)
     out.data = {"datasets": []}
     for dataset in datasets_of(options):
         if dataset.is_local:
@@ -36,17 +37,16 @@ def run(options: argparse.Namespace, out: Output) -> int:
         local = None if options.local is None else str(Path(options.local, split))
         reader = reader_over([dataset.stream(local, options.store_options)])
         (cache,), (index,) = reader.caches, reader.indexes
-        num_new = sum(not cache.present(index.entry(number)) for number in range(index.num_shards))
+        entries = [index.entry(number) for number in range(index.num_shards)]
+        num_new = sum(not cache.present(entry) for entry in entries)
         with DaemonPool(workers, "pull") as pool:
-            fetches = [pool.submit(cache.ensure, index.entry(number)) for number in range(index.num_shards)]
-            for number, fetch in enumerate(fetches, 1):
+            for number, fetch in enumerate([pool.submit(cache.ensure, entry) for entry in entries], 1):
                 fetch.result()
                 out.progress(f"{number:,} of {index.num_shards:,} shards")
         for name in index.lengths:
             reader.lengths(name)
         _ = reader.kept  # which samples are deleted is a file, too
-        out.data["datasets"].append(
-            {"url": dataset.store.url, "folder": str(cache.folder), "shards": index.num_shards, "new_shards": num_new}
-        )
-        out.line(f"{dataset.store.url}: {index.num_shards:,} shards in {cache.folder}, {num_new:,} of them new")
+        about = {"url": dataset.store.url, "folder": str(cache.folder), "shards": len(entries), "new_shards": num_new}
+        out.data["datasets"].append(about)
+        out.line("{url}: {shards:,} shards in {folder}, {new_shards:,} of them new".format(**about))
     return ExitCode.OK

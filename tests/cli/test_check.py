@@ -24,7 +24,7 @@ def test_check_lists_every_corrupt_file_and_ends_with_the_verdict(
     shutil.copytree(shards / "train", copied)
     assert main(["check", str(copied)]) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"OK: {copied}: 5 of 5 shards, ")
+    assert text.startswith(f"OK: {copied}: 5 shards, ")
     assert text.endswith(", checked by sha1, xxh3_64 and size\n")
     files = sorted(copied.glob("*.zstd"))
     data = bytearray(files[1].read_bytes())
@@ -42,8 +42,8 @@ def test_check_lists_every_corrupt_file_and_ends_with_the_verdict(
         "CORRUPT (3)",
     ]
     code, about = answer("check", str(copied), "--decode", "--num-workers", "1")
-    assert (code, [(one["shard"], one["id"]) for one in about["datasets"][0]["corrupt"]]) == (
-        1, [(1, None), (2, None), (3, None)]
+    assert (code, [one["shard"] for one in about["datasets"][0]["corrupt"]]) == (
+        1, [1, 2, 3]
     )  # fmt: skip
 
 
@@ -103,7 +103,7 @@ def damaged(tmp_path: Path) -> Path:
 
 
 def corrupt(found: Any) -> list[Any]:
-    return [problem["id"] for problem in found["datasets"][0]["corrupt"]]
+    return [problem.get("id") for problem in found["datasets"][0]["corrupt"]]
 
 
 def test_decoding_lists_every_sample_that_cannot_be_decoded(damaged: Path, answer: Answer) -> None:
@@ -134,5 +134,5 @@ def test_decoding_names_a_shard_that_is_missing(damaged: Path, answer: Answer) -
     (damaged / "shard.00000.mds").unlink()
     code, found = answer("check", str(damaged), "--decode", "--num-workers", "1")
     first = found["datasets"][0]["corrupt"][0]
-    assert (code, first["shard"], first["id"]) == (1, 0, None)
+    assert (code, first["shard"], "id" in first) == (1, 0, False)
     assert "shard.00000.mds" in first["error"]

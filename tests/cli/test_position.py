@@ -211,7 +211,7 @@ def test_position_counts_documents_and_tokens_of_packed_rows(
     upcoming = next(batches)
     code, about = answer("position", checkpoint, "--stream", web)
     assert code == 0
-    assert (about["rows_trained_on"], about["tokens_trained_on"]) == (24, tokens)
+    assert (about["rows_trained_on"], about["tokens"]) == (24, tokens)
     assert about["batches"][0]["ids"] == loader.trace(3).ids.tolist()
     assert (about["batches"][0]["rows"], about["batches"][0]["tokens"]) == (8, int(upcoming["num_tokens"].sum()))
     assert about["epoch_rows"] == 24 + 8 + sum(len(batch["input_ids"]) for batch in batches)

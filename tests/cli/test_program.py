@@ -103,7 +103,7 @@ def test_an_old_command_names_the_new_one(old: str, answer: Callable[..., tuple[
         (["convert", "nowhere.csv", "out"], "nowhere.csv"),
         (["convert", "nowhere.csv"], "convert takes SOURCE and OUT, or one DATASET with --lengths"),
         (["log", "nowhere", "--merge"], "index.json"),
-        (["doctor", "--read"], "--read reads a dataset: pass PATH|URL"),
+        (["doctor", "--read"], "--read measures reading a dataset: pass PATH|URL"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(

@@ -124,12 +124,11 @@ def test_stats_are_those_of_the_values(photos: Path, answer: Answer) -> None:
     code, found = answer("show", str(photos), "--stats")
     columns = found["datasets"][0]["stats"]
     assert code == 0
-    labels, items = np.arange(60) % 3, np.concatenate([np.arange(k % 4) for k in range(60)])
-    assert columns["label"]["values"] == {"min": 0.0, "mean": 1.0, "max": 2.0, "std": pytest.approx(labels.std())}
+    items = np.concatenate([np.arange(k % 4) for k in range(60)])
+    assert columns["label"]["values"] == {"min": 0.0, "mean": 1.0, "max": 2.0}
     assert columns["label"]["most_common"] == {"daisy": 20, "rose": 20, "tulip": 20}
-    assert columns["about"]["missing"] == 6
+    assert columns["about"]["kinds"]["missing"] == 6
     assert columns["items"]["elements"]["mean"] == pytest.approx(items.mean())
-    assert columns["items"]["elements"]["std"] == pytest.approx(items.std())
     assert columns["items"]["items"]["max"] == 3
     assert columns["image"]["width"]["min"] == 40
     assert columns["text"]["distinct"] == 7
@@ -141,7 +140,7 @@ def test_stats_count_numbers_that_are_not_finite(tmp_path: Path, answer: Answer)
             writer.write({"x": np.float32(value)})
     _, found = answer("show", str(tmp_path), "--stats")
     assert found["datasets"][0]["stats"]["x"]["values"] == {
-        "min": 1.0, "mean": 2.0, "max": 3.0, "std": 1.0, "not_finite": 2,
+        "min": 1.0, "mean": 2.0, "max": 3.0, "not_finite": 2,
     }  # fmt: skip
 
 
