@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import json
 import re
 import sys
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, StoreError, UnavailableError, is_secret
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.forget import Forgotten
 from lightning_stream.reading.bad_samples import BadDataPolicy
-from lightning_stream.reading.filters import Filters, ids_of
+from lightning_stream.reading.filters import Filters
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
 from lightning_stream.reading.stream_shards import ReaderConfig
@@ -68,20 +66,19 @@ def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -
     return SampleReader(streams, CacheDefaults(), config or ReaderConfig())
 
 
-class Pairs(argparse.Action):
+class Pairs(Action):
     """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
 
-    def __call__(self, _parser: Any, options: argparse.Namespace, text: Any, _flag: Any = None) -> None:
+    def __call__(self, _parser: Any, options: Namespace, text: Any, _flag: Any = None) -> None:
         """Add a pair."""
         name, equals, value = text.partition("=")
         of_store = "store" in self.dest
         if not name or not (equals or "[" in str(self.metavar)):
-            is_name = not of_store or re.fullmatch(r"[a-z_]*=?", text)  # else it may be a secret
-            found = repr(text) if is_name else "other text"
-            raise argparse.ArgumentError(self, f"expected {self.metavar}, got {found}")
+            found = "" if of_store else f", got {text!r}"  # of a store, it may be a secret
+            raise ArgumentError(self, f"expected {self.metavar}{found}")
         if of_store and is_secret(name, value, of_store=True):
             message = f"a secret must not be on a command line; set the variable of {name}"
-            raise argparse.ArgumentError(self, message)
+            raise ArgumentError(self, message)
         pairs = getattr(options, self.dest) or {}
         setattr(options, self.dest, {**pairs, name: self.value(value) if equals else None})
 
@@ -96,7 +93,7 @@ class _Bounds(Pairs):
     def value(self, text: str) -> Any:
         """The least and the greatest of ``64:4096``, of which one may be absent."""
         if not re.fullmatch("[0-9]*:[0-9]*", text):
-            raise argparse.ArgumentError(self, f"expected {self.metavar}, got {text!r}")
+            raise ArgumentError(self, f"expected {self.metavar}, got {text!r}")
         return tuple(int(limit) if limit else None for limit in text.split(":"))
 
 
@@ -113,7 +110,7 @@ def add_flags(parser: Any, texts: Mapping[str, str]) -> None:
         parser.add_argument(name, help=text, **(settings if metavar else {"action": "store_true"}))
 
 
-def add_signature(parser: argparse.ArgumentParser, function: Callable[..., Any], names: Iterable[str]) -> None:
+def add_signature(parser: ArgumentParser, function: Callable[..., Any], names: Iterable[str]) -> None:
     """Let a command take arguments of a Python function: their kinds and defaults, and what its docstring says."""
     texts: dict[str, str] = {}
     for several, text in _DOCUMENTED.findall(function.__doc__ or ""):
@@ -143,13 +140,13 @@ _KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
+def add_dataset(parser: ArgumentParser, **kwargs: Any) -> None:
     """Let a command take the folder or URL of a dataset."""
     help_text = "folder or URL of a dataset, or of a folder of splits"
     parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
 
 
-def add_reading(parser: argparse.ArgumentParser) -> None:
+def add_reading(parser: ArgumentParser) -> None:
     """Let a command take how a dataset is read, as `Stream` takes it."""
     reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
     add_flags(reading, {
@@ -159,7 +156,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     })  # fmt: skip
 
 
-def reading_of(options: argparse.Namespace) -> Reading:
+def reading_of(options: Namespace) -> Reading:
     """What the flags of :func:`add_reading` say; empty without any."""
     names, version = options.columns, options.version
     if names is not None and not any(names.values()):
@@ -170,26 +167,26 @@ def reading_of(options: argparse.Namespace) -> Reading:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-options") -> None:
+def add_store_options(parser: ArgumentParser, flag: str = "--store-options") -> None:
     """Let a command take options of a store."""
     text = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
     add_flags(parser, {f"{flag} KEY=VALUE": text})
 
 
-def add_source(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
+def add_source(parser: ArgumentParser, **kwargs: Any) -> None:
     """Let a command take a dataset, how it is read, and the options of its store."""
     add_dataset(parser, **kwargs)
     add_reading(parser)
     add_store_options(parser)
 
 
-def add_streams(parser: argparse.ArgumentParser) -> None:
+def add_streams(parser: ArgumentParser) -> None:
     """Let a command take the datasets of a mixture."""
     text = "a dataset, in a mixture with its weight: 0.3 (proportion), repeat:2 or choose:1000; once for each stream"
     parser.add_argument("--stream", action="append", default=[], metavar="URL[=WEIGHT]", help=text)
 
 
-def add_rules(parser: argparse.ArgumentParser) -> None:
+def add_rules(parser: ArgumentParser) -> None:
     """Let a command take what chooses among the samples, as `StreamingDataset` takes it."""
     rules = parser.add_argument_group("samples that are kept, as in StreamingDataset")
     add_flags(rules, {
@@ -230,7 +227,7 @@ def datasets_at(remote: str, options: Options, how: Reading | None = None) -> li
         ) from error
 
 
-def datasets_of(options: argparse.Namespace) -> list[FoundDataset]:
+def datasets_of(options: Namespace) -> list[FoundDataset]:
     """The datasets that the arguments of :func:`add_source` name; see :func:`datasets_at`."""
     return datasets_at(options.remote, options.store_options, reading_of(options))
 
@@ -279,30 +276,7 @@ def only_dataset(found: Sequence[FoundDataset], rule: str) -> FoundDataset:
     return found[0]
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The datasets that ``--stream`` names, with their weights."""
-
-    reader: SampleReader
-    weights: Sequence[StreamWeights]
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The samples of these datasets that are kept."""
-        return self.reader.snapshot
-
-    def order(self, config: OrderConfig, lengths: str | None, forgotten: Forgotten | None) -> RunOrder:
-        """The order of a training run over this data, with these lengths of documents, without forgotten samples."""
-        config = replace(config, forgotten=None if forgotten is None else forgotten.digest)
-        numbers = None if lengths is None else self.reader.lengths(lengths)
-        return RunOrder(self.snapshot, self.weights, config, numbers, forgotten=forgotten)
-
-    def forgotten(self, file: str | None) -> Forgotten | None:
-        """The samples whose ids a file lists; None without one."""
-        return None if file is None else Forgotten.of(self.snapshot, ids_of(file))
-
-
-def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str) -> list[Mixture]:
+def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[SampleReader]:
     """Find the mixture of these streams; of a single one that is a folder of splits, each split.
 
     The rules of :func:`add_rules` choose among the samples. What is downloaded is kept in the folder.
@@ -310,40 +284,32 @@ def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str
     Raises:
         ValueError: One of several streams is a folder of splits.
     """
+    how, rule = reading_of(options), "a stream of a mixture is one dataset"
+    if "version" in how and len(streams) > 1:
+        raise ValueError(f"--version is that of one dataset; found {len(streams)} streams. Omit it, or pass one stream")
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    how = reading_of(options)
-    if "version" in how and len(urls) > 1:
-        raise ValueError(f"--version is that of one dataset; found {len(urls)} streams. Omit it, or pass one stream")
-    rule = "a stream of a mixture is one dataset"
     first, *others = [datasets_at(url, options.store_options, how) for url in urls]
     rest = [only_dataset(found, rule) for found in others]
-    alternatives = [only_dataset(first, rule)] if rest else first
-    return [
-        Mixture(_reader([dataset, *rest], weights, options, f"{folder}/{number}"), weights)
-        for number, dataset in enumerate(alternatives)
-    ]
+    readers: list[SampleReader] = []
+    for dataset in [only_dataset(first, rule)] if rest else first:
+        datasets = [dataset, *rest]
+        places = [f"{folder}/{len(readers)}/{number}" for number in range(len(datasets))]
+        reader = reader_over([
+            found.stream(place, options.store_options, **weight)
+            for found, place, weight in zip(datasets, places, weights, strict=True)
+        ])  # fmt: skip
+        reader.indexes = tuple(found.index for found in datasets)  # which were read to find the datasets
+        readers.append(Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader))
+    return readers
 
 
-def _weighted(text: str) -> tuple[str, StreamWeights]:
-    """The URL and the weights of ``URL[=WEIGHT]``."""
+def _weighted(text: str) -> tuple[str, dict[str, Any]]:
+    """The URL and the weight of ``URL[=WEIGHT]``."""
     match = _WEIGHTED.fullmatch(text)
     if match is None:
-        return text, StreamWeights()
+        return text, {}
     kind, value = match[2] or "proportion", float(match[3])
-    weight: dict[str, Any] = {kind: int(value) if kind == "choose" else value}
-    return match[1], StreamWeights(**weight)
-
-
-def _reader(
-    datasets: Sequence[FoundDataset], weights: Sequence[StreamWeights], options: argparse.Namespace, folder: str
-) -> SampleReader:
-    streams = [
-        dataset.stream(f"{folder}/{number}", options.store_options, **vars(weight))
-        for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True))
-    ]
-    reader = reader_over(streams)
-    reader.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
-    return Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader)
+    return match[1], {kind: int(value) if kind == "choose" else value}
 
 
 def imported(text: str, flag: str) -> Callable[[Any], Any]:

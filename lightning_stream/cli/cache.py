@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ class _Cache:
         self.last_used = max(map(self.evictor.last_used, self.shards.values()), default=0.0)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``cache``."""
     parser.add_argument("action", choices=("list", "ls", "check", "prune"), help="what to do")
     text = "only the cache of this URL, or in this folder"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Do what the user asks with the caches that are here."""
     if (options.action == "prune") != (options.to is not None or options.unused_days is not None):
         raise ValueError("prune takes --to BYTES, e.g. --to 50gb or --to 0, or --unused-days N; no other action does")
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     return _check(caches, out) if options.action == "check" else _list(caches, out)
 
 
-def _folders(options: argparse.Namespace) -> list[Path]:
+def _folders(options: Namespace) -> list[Path]:
     if options.dataset is None:
         return [path.parent for path in sorted(cache_root().glob(f"*/{CONTROL}"))]
     store = open_store(options.dataset, options.store_options)
@@ -74,16 +74,15 @@ def _folders(options: argparse.Namespace) -> list[Path]:
 
 
 def _list(caches: list[_Cache], out: Output) -> int:
-    out.line(f"{'size':>10}  {'shards':>8}  {'last read':16}  dataset")
-    found: list[dict[str, Any]] = []
+    rows = []
     for cache in sorted(caches, key=lambda cache: -cache.num_bytes):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(cache.last_used)) if cache.last_used else "never"
+        about = {"size_bytes": cache.num_bytes, "shards": len(cache.shards), "last_read": when}
         if cache.shards or cache.url:  # a path without a dataset leaves an empty folder
-            out.line(f"{readable(cache.num_bytes):>10}  {len(cache.shards):>8,}  {when:16}  {cache.url or cache.path}")
-            about = {"url": cache.url, "folder": str(cache.path), "shards": len(cache.shards)}
-            found.append({**about, "bytes": cache.num_bytes, "used": cache.last_used})
-    out.data = {"caches": found, "bytes": sum(cache.num_bytes for cache in caches)}
-    out.line(f"{readable(out.data['bytes']):>10}  in {len(found):,} caches below {cache_root()}")
+            rows.append({**about, "url": cache.url, "folder": str(cache.path)})
+    out.table("caches", rows)
+    out.data["size_bytes"] = sum(cache.num_bytes for cache in caches)
+    out.line(f"{readable(out.data['size_bytes'])} in {len(rows):,} caches below {cache_root()}")
     return ExitCode.OK
 
 
@@ -114,7 +113,7 @@ def _check(caches: list[_Cache], out: Output) -> int:
     return ExitCode.NO if damaged else ExitCode.OK
 
 
-def _prune(caches: list[_Cache], options: argparse.Namespace, out: Output) -> int:
+def _prune(caches: list[_Cache], options: Namespace, out: Output) -> int:
     since = None if options.unused_days is None else time.time() - options.unused_days * _DAY_S
     target = 0 if options.to is None else parse_bytes(options.to, "--to")
     deleted, total = 0, sum(cache.num_bytes for cache in caches)

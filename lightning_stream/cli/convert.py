@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 from lightning_stream.cli.arguments import add_signature, imported, mds_at
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.convert import add_lengths, convert
-from lightning_stream.order.chain import counted
 from lightning_stream.reading.lengths import summary
 
 EXAMPLES = """examples:
@@ -35,7 +34,7 @@ _REMEDY = "Nothing is written beside it: convert it, with `lightning-stream conv
 _OF_LENGTHS = ("num_workers", "overwrite", "store_options", "progress_bar")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``convert``: those of `lightning_stream.convert.convert` that a command line can hold."""
     parser.usage = "%(prog)s SOURCE [SOURCE ...] OUT [flags]\n       %(prog)s DATASET --lengths COLUMN [flags]"
     text = "files, folders or patterns, as paths or URLs; and last the folder or URL of the dataset"
@@ -45,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", action="append", metavar="COLUMN[=MODULE:FUNCTION]", help=text)
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Convert, or add lengths, and print what was written."""
     settings = {name: getattr(options, name) for name in _FLAGS}
     settings["progress_bar"] = sys.stderr.isatty()
@@ -68,25 +67,20 @@ def _measure(text: str) -> Callable[[Any], int]:
     return imported(function, "--lengths COLUMN=") if function else len
 
 
-def _add_lengths(
-    place: str, lengths: dict[str, Any], settings: dict[str, Any], options: argparse.Namespace, out: Output
-) -> int:
+def _add_lengths(place: str, lengths: dict[str, Any], settings: dict[str, Any], options: Namespace, out: Output) -> int:
     """Add lengths to every dataset at the path or URL, and print what they are."""
     chosen = {name: settings.pop(name) for name in _OF_LENGTHS}
     others = [name for name, value in settings.items() if value != options.parser.get_default(name)]
     if not lengths or others:
         raise ValueError(
-            f"convert takes SOURCE and OUT, or one DATASET with --lengths and {', '.join(_OF_LENGTHS)}; found one "
-            f"path{' and ' if others else ''}{', '.join(others)}. Pass OUT"
+            "convert takes SOURCE and OUT, or one DATASET with --lengths, --num-workers, --overwrite, --store-options; "
+            f"found one path {' '.join(others)}. Pass OUT"
         )
-    out.data = {"datasets": []}
     for dataset in mds_at(place, options.store_options, _REMEDY):
         try:
             added = add_lengths(dataset.store.url, lengths, **chosen)
         except TypeError as error:
             raise ValueError(f"{error}. Pass a function of the value: --lengths COLUMN=MODULE:FUNCTION") from error
         found = {name: summary(numbers) for name, numbers in added.items()}
-        out.data["datasets"].append({"url": dataset.store.url, "lengths": found})
-        out.line(dataset.store.url)
-        out.show({"lengths": {name: counted(counts) for name, counts in found.items()}})
+        out.add("datasets", {"url": dataset.store.url, "lengths": found})
     return ExitCode.OK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import re
@@ -10,6 +9,7 @@ import resource
 import shutil
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -52,7 +52,7 @@ class Finding(NamedTuple):
     is_wrong: bool = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
     add_source(parser, nargs="?")
     add_flags(parser, {
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     })  # fmt: skip
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Print what was found, and a remedy below each problem; then how fast a dataset is read."""
     if options.read and options.remote is None:
         raise ValueError("--read measures reading a dataset: pass PATH|URL")
@@ -146,7 +146,7 @@ def _launcher() -> Finding:
     return Finding("launcher", ", ".join(shown) or "one process", remedy if is_wrong else "", is_wrong)
 
 
-def _of_datasets(options: argparse.Namespace, datasets: list[FoundDataset]) -> Iterator[Finding]:
+def _of_datasets(options: Namespace, datasets: list[FoundDataset]) -> Iterator[Finding]:
     """Read the index of every dataset there, which is added to the list, and time it."""
     if options.remote is None:
         return
@@ -168,7 +168,7 @@ def _loaded(sample: Any) -> Any:
     return sample
 
 
-def _read(dataset: FoundDataset, transform: Any, options: argparse.Namespace, out: Output) -> dict[str, Any]:
+def _read(dataset: FoundDataset, transform: Any, options: Namespace, out: Output) -> dict[str, Any]:
     """Read batches for a while, and print where the time went, what limits it, and the rates for a plan."""
     from lightning_stream import StreamingDataLoader, StreamingDataset
     from lightning_stream.loading.verdict import verdict_of

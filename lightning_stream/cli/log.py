@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from dataclasses import asdict
 
 from lightning_stream.cli.arguments import add_dataset, add_store_options, datasets_at, mds_at, only_dataset
@@ -15,7 +15,7 @@ EXAMPLES = """examples:
 _REMEDY = "Only MDS datasets have a log of versions here; a version of a Delta table is read with --version N."
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``log``."""
     add_dataset(parser)
     text = "first write one index.json over all partitions below the folder"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Merge or publish if asked to, and print a line for each version, the newest first."""
     from lightning_stream import versions
     from lightning_stream.writer import merge_index
@@ -41,11 +41,5 @@ def run(options: argparse.Namespace, out: Output) -> int:
     if options.publish:
         versions.publish(options.remote, store_options=options.store_options)
     entries = versions.log(options.remote, store_options=options.store_options)
-    out.data["versions"] = [asdict(entry) for entry in entries]
-    out.line(f"{'number':>6}  {'digest':16}  {'time (UTC)':19}  {'samples':>14}  {'change':8}message")
-    for entry in reversed(entries):
-        samples = "" if entry.num_samples is None else f"{entry.num_samples:,}"
-        time = entry.time[:19].replace("T", " ")
-        text = f"{entry.number:>6}  {entry.digest[:16]}  {time:19}  {samples:>14}  {entry.operation:8}{entry.message}"
-        out.line(text.rstrip())
+    out.table("versions", [asdict(entry) for entry in reversed(entries)])
     return ExitCode.OK

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -63,7 +63,7 @@ class Output:
         """Print names and values, one pair a line; those of a mapping below its name, as they are."""
         for name, value in about.items():
             is_inner = len(indent) > 2  # names of columns and settings, and numbers that may be ids
-            label = name.removesuffix("_bytes") if is_inner else name.removesuffix("_bytes").replace("_", " ")
+            label = name.removesuffix("_bytes") if is_inner else _label(name)
             if isinstance(value, Mapping) and not is_inner:
                 self.line(f"{indent}{label}")
                 self.show(value, indent * 2)
@@ -71,6 +71,22 @@ class Output:
                 is_count = type(value) is int and not is_inner and not name.endswith("_bytes")
                 text = f"{value:,}" if is_count else as_text(name, value)
                 self.line(f"{indent + label:<{_WIDTH}} {text}")
+
+    def add(self, group: str, about: Mapping[str, Any]) -> None:
+        """Add one of several answers, and print it: its first value as a title, and the others below."""
+        self.data.setdefault(group, []).append(about)
+        (_, title), *others = about.items()
+        self.line(str(title))
+        self.show(dict(others))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows that have the same names, and print them in columns."""
+        self.data[name] = rows
+        texts = [list(map(_label, rows[0]))] if rows else []
+        texts += [[as_text(inner, value) for inner, value in row.items()] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        for cells in texts:
+            self.line("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
     def progress(self, text: str) -> None:
         """Replace the line of progress; only on a terminal."""
@@ -96,6 +112,10 @@ class Output:
         if self._has_progress:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
             self._has_progress = False
+
+
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def as_text(name: str, value: Any) -> str:

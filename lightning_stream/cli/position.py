@@ -2,41 +2,42 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from lightning_stream.cli.arguments import (
-    Mixture,
     add_flags,
     add_reading,
     add_rules,
     add_store_options,
     add_streams,
-    mixtures_of,
+    readers_of,
 )
 from lightning_stream.cli.checkpoints import Checkpoint, opened
-from lightning_stream.cli.output import ExitCode, Output, as_text
-from lightning_stream.cli.samples import page_path, write_page
+from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.samples import write_page
 from lightning_stream.errors import FormatError, NotFoundError, StateError
 from lightning_stream.order import (
     EpochOrder,
     OrderConfig,
     Position,
     RunOrder,
-    batches_of,
     explain,
     is_mosaic_state,
     mosaic_state,
     trace,
 )
 from lightning_stream.order.chain import PUBLIC_NAMES, Chain, stage_of_batches, stages_of_order, summarized
+from lightning_stream.order.forget import Forgotten
+from lightning_stream.order.tracing import TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
+from lightning_stream.reading.filters import ids_of
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import weights_of
 from lightning_stream.shared_files import scratch_folder
 
 EXAMPLES = """exit codes: 0; 1 if the data is not that of the checkpoint, or two runs differ
@@ -60,7 +61,7 @@ _OTHER_SAMPLES = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``position``."""
     text = "a checkpoint, or the folder of a training run; two of them are compared"
     parser.add_argument("checkpoints", metavar="RUN|CHECKPOINT", nargs="+", help=text)
@@ -75,18 +76,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_store_options(parser)
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Show a position, or compare two."""
     wants_samples = options.step is not None or options.next is not None
-    if options.page and page_path(options.page) and not wants_samples:
+    if options.page and not wants_samples:
         raise ValueError("--page shows samples: pass --step N or --next N")
     if len(options.checkpoints) > 2:
         raise ValueError(f"position takes one checkpoint, or two to compare; found {len(options.checkpoints)}")
     with ExitStack() as stack:
         first, *others = [stack.enter_context(opened(text, options.store_options)) for text in options.checkpoints]
-        streams = options.stream or (first.streams if wants_samples or others else [])
         if others:
-            return _compare([first, *others], streams, options, out)
+            return _compare([first, *others], out)
+        streams = options.stream or (first.streams if wants_samples else [])
         if is_mosaic_state(first.state) and not streams:
             out.data = {"checkpoint": first.name, "library": "mosaicml-streaming", **first.state}
             out.show(out.data)
@@ -96,7 +97,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         return _show(first.name, first.position, streams, options, out)
 
 
-def _show(name: str, position: Position, streams: list[str], options: argparse.Namespace, out: Output) -> int:
+def _show(name: str, position: Position, streams: list[str], options: Namespace, out: Output) -> int:
     """Print what a checkpoint records of its data; over that data, also which samples come or came."""
     last = stage_of_batches(position.order, position.batch_size, position.tail)
     chain = Chain((summarized(position.snapshot), *stages_of_order(position.order), last))
@@ -104,24 +105,24 @@ def _show(name: str, position: Position, streams: list[str], options: argparse.N
     batches: list[dict[str, Any]] = []
     with scratch_folder() as folder:
         if streams:
-            mixture, position, problem = _matching(position, streams, options, folder)
-            about["matches_stream"] = mixture is not None
-        if streams and mixture is not None:
-            order, lengths = _order_over(mixture, position, options.forget)
-            stages = stages_of_reader(mixture.reader, [lengths] if lengths else [], order)
+            reader, position, problem = _matching(position, streams, options, folder)
+            about["matches_stream"] = reader is not None
+        if streams and reader is not None:
+            order, lengths = _order_over(reader, position, options.forget)
+            stages = stages_of_reader(reader, [lengths] if lengths else [], order)
             stages += stages_of_order(position.order, order, epoch=position.epoch, count_rows=True)
             chain = Chain((*stages, last))
-            about |= _computed(mixture, position, order)
+            about |= _computed(reader, position, order)
             batches = _batches(position, order, options)
         out.show({key: value for key, value in about.items() if key not in ("global_batch_size", "tail")})
         out.lines(str(chain))
         for batch in batches:
             out.show({f"global_batch_{batch['global_batch']}": batch})
-        if options.page and mixture is not None:
+        if options.page and reader is not None:
             ids = [number for batch in batches for number in batch["ids"]]
-            samples = {number: mixture.reader.sample(number) for number in ids}
+            samples = {number: reader.sample(number) for number in ids}
             title = f"{name}, epoch {position.epoch}: {len(batches)} global batches"
-            write_page(page_path(options.page), title, f"{len(ids):,} samples of {', '.join(streams)}", samples)
+            write_page(options.page, title, f"{len(ids):,} samples of {', '.join(streams)}", samples)
     data = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
     out.data = {**about, "batches": batches, "data": data, "order": _settings(position), "chain": chain.to_json()}
     out.lines(problem)
@@ -150,32 +151,34 @@ def _settings(position: Position) -> dict[str, Any]:
 
 
 def _matching(
-    position: Position, streams: Sequence[str], options: argparse.Namespace, folder: str
-) -> tuple[Mixture | None, Position, str]:
-    """The mixture that a position is over, and the position there; None with the reason where it is over other data."""
-    mixtures = mixtures_of(streams, options, folder)
-    for mixture in mixtures:
-        here = position.converted(mixture.snapshot)
-        if here.snapshot.digest == mixture.snapshot.digest:
-            return mixture, here, ""
-    has_others = any(position.snapshot.has_streams_of(mixture.snapshot) for mixture in mixtures)
+    position: Position, streams: Sequence[str], options: Namespace, folder: str
+) -> tuple[SampleReader | None, Position, str]:
+    """The data that a position is over, and the position there; None with the reason where it is over other data."""
+    readers = readers_of(streams, options, folder)
+    for reader in readers:
+        here = position.converted(reader.snapshot)
+        if here.snapshot.digest == reader.snapshot.digest:
+            return reader, here, ""
+    has_others = any(position.snapshot.has_streams_of(reader.snapshot) for reader in readers)
     return None, position, _OTHER_SAMPLES if has_others else _OTHER_DATA
 
 
-def _order_over(mixture: Mixture, position: Position, forget: str | None) -> tuple[RunOrder, str | None]:
+def _order_over(reader: SampleReader, position: Position, forget: str | None) -> tuple[RunOrder, str | None]:
     """The order of a run over the data of its checkpoint, and its lengths. StateError where something is missing."""
-    forgotten = mixture.forgotten(forget)
+    forgotten = None if forget is None else Forgotten.of(reader.snapshot, ids_of(forget))
     if position.order.forgotten != (None if forgotten is None else forgotten.digest):
         given = "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
         raise StateError(
             f"--forget must name the samples that the training run forgets (digest {position.order.forgotten or 'none'}"
             f"); found {given}. Pass the file of their ids, or omit --forget if there are none."
         )
-    lengths = _lengths_of(position.order, mixture.reader)
-    order = mixture.order(position.order, lengths, forgotten)
+    name = _lengths_of(position.order, reader)
+    lengths = None if name is None else reader.lengths(name)
+    weights = [weights_of(stream) for stream in reader.streams]
+    order = RunOrder(reader.snapshot, weights, position.order, lengths, forgotten=forgotten)
     if differences := position.check(order, on_mismatch="warn"):
         raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
-    return order, lengths
+    return order, name
 
 
 def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
@@ -192,7 +195,7 @@ def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
     )
 
 
-def _computed(mixture: Mixture, position: Position, order: RunOrder) -> dict[str, Any]:
+def _computed(reader: SampleReader, position: Position, order: RunOrder) -> dict[str, Any]:
     """What the data says of a position: what was trained on, what is left, and its state for mosaicml-streaming."""
     explanation, what = explain(order, position), "samples"
     about: dict[str, Any] = {"global_batches": position.num_steps(order)}
@@ -200,8 +203,8 @@ def _computed(mixture: Mixture, position: Position, order: RunOrder) -> dict[str
         what = "rows"
         about |= _held(order.epoch(position.epoch), 0, position.position)
     about |= {f"epoch_{what}": explanation.num_samples, "global_batches_left": explanation.steps_left}
-    num_written = sum(int(index.shard_sizes.sum()) for index in mixture.reader.indexes)
-    if position.order.mosaic is not None and mixture.snapshot.num_samples == num_written:
+    num_written = sum(int(index.shard_sizes.sum()) for index in reader.indexes)
+    if position.order.mosaic is not None and reader.snapshot.num_samples == num_written:
         with suppress(StateError):
             about["mosaicml_streaming_state"] = mosaic_state(position, order)
     return about
@@ -215,50 +218,40 @@ def _held(order: EpochOrder, begin: int, end: int) -> dict[str, int]:
         assert rows is not None
         documents += int(np.count_nonzero(rows.first == 0))
         tokens += int(rows.num_tokens.sum())
-    return {"documents_begun": documents, "tokens": tokens}
+    return {"rows": end - begin, "documents_begun": documents, "tokens": tokens}
 
 
-def _batches(position: Position, order: RunOrder, options: argparse.Namespace) -> list[dict[str, Any]]:
+def _batches(position: Position, order: RunOrder, options: Namespace) -> list[dict[str, Any]]:
     """The global batches that the user asks for; the next one if nothing is asked."""
     found = [] if options.step is None else [trace(order, position, options.step)]
-    count = (1 if options.step is None else 0) if options.next is None else options.next
     explanation = explain(order, position)
+    count = options.next or int(not found)
     if explanation.upcoming is not None:
         here = position.normalised(order, batch_size=position.batch_size, tail=position.tail)
         first = explanation.upcoming.step
         found += [trace(order, here, step) for step in range(first, first + min(count, explanation.steps_left))]
-    batches = []
-    for batch in found:
-        about: dict[str, Any] = {"epoch": batch.epoch, "global_batch": batch.step}
-        about |= {"streams": np.unique(batch.streams).tolist(), "shards": np.unique(batch.shards).tolist()}
-        about["ids"] = batch.ids.tolist()
-        if position.order.packing is not None:
-            about["rows"] = batch.end - batch.begin
-            about |= _held(order.epoch(batch.epoch), batch.begin, batch.end)
-        batches.append(about)
-    return batches
+    return [_described(batch, position, order) for batch in found]
 
 
-def _compare(pair: Sequence[Checkpoint], streams: list[str], options: argparse.Namespace, out: Output) -> int:
+def _described(batch: TracedBatch, position: Position, order: RunOrder) -> dict[str, Any]:
+    about: dict[str, Any] = {"global_batch": batch.step, "epoch": batch.epoch}
+    about |= {name: np.unique(getattr(batch, name)).tolist() for name in ("streams", "shards")}
+    about["ids"] = batch.ids.tolist()
+    return about if position.order.packing is None else about | _held(order.epoch(batch.epoch), batch.begin, batch.end)
+
+
+def _compare(pair: Sequence[Checkpoint], out: Output) -> int:
     """Compare the orders of two training runs; where they stand in these is no difference."""
     positions = [checkpoint.position for checkpoint in pair]
     first, second = map(_deciding, positions)
-    differences = {
-        PUBLIC_NAMES.get(name, name): [first.get(name), second.get(name)]
-        for name in {**first, **second}
-        if first.get(name) != second.get(name)
-    }
-    out.data = {"checkpoints": [checkpoint.name for checkpoint in pair], "differences": differences}
-    out.line(f"DIFFERENT: {', '.join(differences)}" if differences else "EQUAL: the order of both runs is the same")
-    for name, values in differences.items():
-        out.line(f"  {name}: {' and '.join(as_text('', value) for value in values)}")
+    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    differences = {PUBLIC_NAMES.get(name, name): [first.get(name), second.get(name)] for name in names}
+    out.line(f"DIFFERENT: {', '.join(differences)}" if names else "EQUAL: the order of both runs is the same")
     for checkpoint, position in zip(pair, positions, strict=True):
-        out.line(f"  {checkpoint.name} stands at epoch {position.epoch}, position {position.position:,}")
-    if differences and streams:
-        out.data["first_batch"] = _first_batch(positions, streams, options, out)
-    elif differences:
-        out.line("  Pass --stream URL to see the first global batch that differs.")
-    return ExitCode.NO if differences else ExitCode.OK
+        out.add("runs", {"checkpoint": checkpoint.name, "epoch": position.epoch, "position": position.position})
+    out.show({"differences": differences} if names else {})
+    out.data["differences"] = differences
+    return ExitCode.NO if names else ExitCode.OK
 
 
 def _deciding(position: Position) -> dict[str, Any]:
@@ -267,28 +260,3 @@ def _deciding(position: Position) -> dict[str, Any]:
     batches = {"global_batch_size": position.batch_size, "tail": position.tail}
     changes = {"changes of it": [list(change) for change in position.batch_changes]}
     return {**data, "weights of the streams": position.weights[:16], **batches, **changes, **_settings(position)}
-
-
-def _first_batch(
-    positions: Sequence[Position], streams: Sequence[str], options: argparse.Namespace, out: Output
-) -> dict[str, Any] | None:
-    """The first global batch that differs; None if there is none up to the later run's epoch."""
-    runs = []
-    with scratch_folder() as folder:
-        for number, position in enumerate(positions):
-            mixture, here, problem = _matching(position, streams, options, f"{folder}/{number}")
-            if mixture is None:
-                out.lines(problem)
-                return None
-            runs.append((_order_over(mixture, here, options.forget)[0], here))
-        last = max(position.epoch for position in positions)
-        for epoch in range(last + 1):
-            for step, batches in enumerate(zip_longest(*(batches_of(*run, epoch) for run in runs))):
-                out.progress(f"epoch {epoch}, batch {step:,}")
-                ids = [None if batch is None else batch.tolist() for batch in batches]
-                if ids[0] is None or ids[1] is None or sorted(ids[0]) != sorted(ids[1]):
-                    out.line(f"  The first global batch that differs is number {step:,} of epoch {epoch}:")
-                    out.lines("\n".join(f"  ids {as_text('', numbers)}" for numbers in ids))
-                    return {"epoch": epoch, "batch": step, "ids": ids}
-    out.line(f"  No global batch differs in epochs 0 to {last}.")
-    return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_stream.cli.arguments import add_flags, add_source, datasets_of, reader_over
@@ -19,17 +19,16 @@ examples:
 _THREADS = 16
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``pull``."""
     add_source(parser)
     parser.add_argument("local", metavar="FOLDER", nargs="?", help="where to; without it, the default cache")
     add_flags(parser, {"--num-workers N": f"files at once (default: {_THREADS})"})
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Download every dataset at the URL."""
     workers = num_processes(options.num_workers or _THREADS)
-    out.data = {"datasets": []}
     for dataset in datasets_of(options):
         if dataset.is_local:
             raise ValueError(f"pull downloads from a store; {dataset.remote} is a folder of this machine")
@@ -47,6 +46,5 @@ def run(options: argparse.Namespace, out: Output) -> int:
             reader.lengths(name)
         _ = reader.kept  # which samples are deleted is a file, too
         about = {"url": dataset.store.url, "folder": str(cache.folder), "shards": len(entries), "new_shards": num_new}
-        out.data["datasets"].append(about)
-        out.line("{url}: {shards:,} shards in {folder}, {new_shards:,} of them new".format(**about))
+        out.add("datasets", about)
     return ExitCode.OK

@@ -78,20 +78,15 @@ def _media_texts(facts: Mapping[str, float]) -> Iterator[str]:
         yield f"{facts['channels']} channel{'s' * (facts['channels'] != 1)}"
 
 
-def page_path(text: str) -> Path:
-    """The file of a page; ValueError unless its name ends with .html."""
-    path = Path(text)
+def write_page(name: str, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write samples by their ids as a page; a former one is replaced as a whole. ValueError unless it ends in .html."""
+    path = Path(name).absolute()
     if path.suffix != ".html":
-        raise ValueError(f"--page takes the name of a file that ends with .html; found {text}")
-    return path
-
-
-def write_page(path: Path, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
-    """Write samples by their ids as a page; a former one is replaced as a whole."""
+        raise ValueError(f"--page takes the name of a file that ends with .html; found {name}")
     cards = "\n".join(_card(number, sample) for number, sample in samples.items())
     width = 220 if "<img" in cards else 420
     text = page(title, about, f'<div class="cards" style="--card: {width}px">\n{cards}\n</div>')
-    make_folder(path.absolute().parent, _MODES)
+    make_folder(path.parent, _MODES)
     publish_bytes(text.encode(), path, _MODES, durable=False)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -13,9 +13,8 @@ import numpy as np
 from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, datasets_of, only_dataset
 from lightning_stream.cli.column_stats import ColumnStats
 from lightning_stream.cli.output import ExitCode, Output, as_text
-from lightning_stream.cli.samples import page_path, plain_sample, reader_of, with_class_names, write_page
+from lightning_stream.cli.samples import plain_sample, reader_of, with_class_names, write_page
 from lightning_stream.errors import StoreError
-from lightning_stream.order.chain import counted
 from lightning_stream.reading.lengths import summary
 from lightning_stream.reading.reader import SampleReader
 
@@ -28,7 +27,7 @@ EXAMPLES = """examples:
 _AT_ONCE, _ON_PAGE = 256, 48
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``show``."""
     add_source(parser)
     add_flags(parser, {
@@ -39,24 +38,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     })  # fmt: skip
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Show every dataset at the path or URL."""
     found = datasets_of(options)
     if options.page is not None:
-        page_path(options.page)
         only_dataset(found, "a page shows one dataset")
-    out.data = {"datasets": []}
     for dataset in found:
         with reader_of(dataset, options.store_options) as reader:
             about = _sizes(dataset)
-            out.line(dataset.store.url)
-            out.show(about)
-            lengths = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
-            out.show({"lengths": {name: counted(counts) for name, counts in lengths.items()}} if lengths else {})
+            if dataset.index.lengths:
+                about["lengths"] = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
+            out.add("datasets", about)
             chosen = _chosen_ids(options, reader.snapshot.num_samples)
-            about |= {"url": dataset.store.url, "lengths": lengths}
             about |= _of_samples(reader, chosen, options, about, out)
-            out.data["datasets"].append(about)
     return ExitCode.OK
 
 
@@ -64,7 +58,8 @@ def _sizes(dataset: FoundDataset) -> dict[str, Any]:
     """A dataset as its index describes it; in another format, the bytes of shards are those of parts of its files."""
     index = dataset.index
     entries = [index.entry(number) for number in range(index.num_shards)]
-    about: dict[str, Any] = {"samples": index.num_samples - index.num_deleted, "shards": index.num_shards}
+    about: dict[str, Any] = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
+    about["shards"] = index.num_shards
     if index.num_deleted:
         about["deleted_samples"] = index.num_deleted
     for name, sizes in (("samples_per_shard", index.shard_sizes), ("shard_size_bytes", index.raw_bytes)):
@@ -94,7 +89,7 @@ def _sizes(dataset: FoundDataset) -> dict[str, Any]:
 def _of_samples(
     reader: SampleReader,
     chosen: Sequence[int] | None,
-    options: argparse.Namespace,
+    options: Namespace,
     about: dict[str, Any],
     out: Output,
 ) -> dict[str, Any]:
@@ -108,7 +103,7 @@ def _of_samples(
         columns = as_text("", [f"{name}: {kind}" for name, kind in about["columns"].items()])
         samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
         text = f"{len(ids):,} of {num_samples:,} samples · columns: {columns}"
-        write_page(page_path(options.page), about["url"], text, samples)
+        write_page(options.page, about["url"], text, samples)
         out.line(f"{len(ids):,} samples in {options.page}")
         found |= {"page": options.page, "ids": list(ids)}
     if not found and chosen is not None:
@@ -118,23 +113,20 @@ def _of_samples(
     return found
 
 
-def _chosen_ids(options: argparse.Namespace, num_samples: int) -> Sequence[int] | None:
-    """The ids of ``--ids 0:10,500`` or ``--samples``; None without both. ValueError for ids that there are not."""
-    if options.ids is None:
-        if options.samples is not None and options.samples < 1:
-            raise ValueError(f"--samples is at least 1; found {options.samples}")
-        return None if options.samples is None else range(min(options.samples, num_samples))
+def _chosen_ids(options: Namespace, num_samples: int) -> Sequence[int] | None:
+    """The ids of ``--ids 0:10,500`` or ``--samples``; None without both."""
+    text = options.ids if options.samples is None else f":{options.samples}"
+    if text is None:
+        return None
     ids: list[int] = []
-    for part in options.ids.split(","):
+    for part in text.split(","):
         begin, colon, end = part.partition(":")
         try:
             first = int(begin or 0)
-            last = int(end or num_samples) - 1 if colon else first
-        except ValueError as error:
-            raise ValueError(f"--ids takes numbers and ranges, e.g. 0:10,500; found {options.ids!r}") from error
-        if not 0 <= first <= last < num_samples:
-            raise ValueError(f"sample ids are 0 to {num_samples - 1:,} in this dataset; found {part}")
-        ids += range(first, last + 1)
+            ids += range(num_samples)[first : int(end) if end else None] if colon else [range(num_samples)[first]]
+        except (ValueError, IndexError) as error:
+            rule = f"--ids takes numbers and ranges of the {num_samples:,} samples, e.g. 0:10,500"
+            raise ValueError(f"{rule}; found {part!r}") from error
     return ids
 
 

@@ -52,7 +52,7 @@ def test_a_folder_of_this_machine_is_not_pulled(shards: Path, answer: Answer) ->
 
 
 def test_caches_are_listed_and_pruned(url: str, answer: Answer) -> None:
-    assert answer("cache", "ls") == (0, {"caches": [], "bytes": 0})
+    assert answer("cache", "ls") == (0, {"caches": [], "size_bytes": 0})
     answer("pull", url)
     _, listed = answer("cache", "ls")
     assert sorted((one["url"].removeprefix(url), one["shards"]) for one in listed["caches"]) == [
@@ -62,12 +62,12 @@ def test_caches_are_listed_and_pruned(url: str, answer: Answer) -> None:
     assert answer("cache", "list", f"{url}/train")[1]["caches"] == [
         one for one in listed["caches"] if one["shards"] == 5
     ]
-    _, pruned = answer("cache", "prune", "--to", str(listed["bytes"] - 1))
-    assert 0 < pruned["deleted_bytes"] < listed["bytes"]
-    assert pruned["left_bytes"] == listed["bytes"] - pruned["deleted_bytes"]
+    _, pruned = answer("cache", "prune", "--to", str(listed["size_bytes"] - 1))
+    assert 0 < pruned["deleted_bytes"] < listed["size_bytes"]
+    assert pruned["left_bytes"] == listed["size_bytes"] - pruned["deleted_bytes"]
     assert answer("cache", "prune", "--unused-days", "1")[1]["deleted_bytes"] == 0
     assert answer("cache", "prune", f"{url}/val", "--to", "0")[0] == 0
-    left = {each["url"].removeprefix(url): each["bytes"] for each in answer("cache", "ls")[1]["caches"]}
+    left = {each["url"].removeprefix(url): each["size_bytes"] for each in answer("cache", "ls")[1]["caches"]}
     assert left["/val"] == 0
     assert left["/train"] > 0
 

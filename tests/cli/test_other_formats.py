@@ -56,7 +56,7 @@ def test_the_index_that_a_command_makes_is_found_by_a_training_run(
 
 def test_check_reads_every_row(rows: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(rows)]) == 0
-    assert capsys.readouterr().out.endswith("checked by reading all 120 rows\n")
+    assert "reading all rows" in capsys.readouterr().out
     data = bytearray((rows / "1.parquet").read_bytes())
     group = pq.ParquetFile(rows / "1.parquet").metadata.row_group(1).column(1)
     begin = group.dictionary_page_offset or group.data_page_offset

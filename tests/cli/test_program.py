@@ -60,7 +60,7 @@ def test_every_command_has_help_and_json() -> None:
     assert {"convert", "show", "check", "pull", "cache", "log", "position", "doctor"} <= set(commands.choices)
     for parser in commands.choices.values():
         assert "--json" in parser.format_help()
-        assert "--store-options KEY=VALUE" in parser.format_help()
+        assert "--store-options " in parser.format_help()
 
 
 OLD = "reshard inspect head preview stats verify lint merge lengths explain checkpoint diff simulate bench"
@@ -87,13 +87,13 @@ def test_an_old_command_names_the_new_one(old: str, answer: Callable[..., tuple[
         (["show", "x", "page.html"], "unrecognized arguments: page.html. See: lightning-stream show --help"),
         (["show", "x", "--sampels", "1"], "--sampels. Did you mean --samples? See: lightning-stream show --help"),
         (["check", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
-        (["show", "x", "--store-options", "endpoint"], "--store-options: expected KEY=VALUE, got 'endpoint'"),
+        (["show", "x", "--store-options", "endpoint"], "--store-options: expected KEY=VALUE"),
         (["show", "s3://b", "--store-options", "secret_access_key=hush"], "a secret must not be on a command line"),
         (["show", "s3://b", "--store-options", "AWS_SECRET_ACCESS_KEY=hush"], "a secret must not be on a command"),
         (["show", "s3://b", "--store-options", "connection_string=AccountName=a;AccountKey=hush"], "a secret must"),
         (["show", "s3://b", "--store-options", "x=AccountName=a;AccountKey=hush"], "a secret must"),
         (["show", "s3://b", "--store-options", "headers={'Authorization':'hush'}"], "a secret must"),
-        (["show", "s3://b", "--store-options", "Hush+1"], "expected KEY=VALUE, got other text"),
+        (["show", "s3://b", "--store-options", "Hush+1"], "expected KEY=VALUE"),
         (["show", "s3://b", "--store-option", "k=hush"], "--store-option. Did you mean --store-options?"),
         (["show", "s3://b", "--password", "hush"], "unrecognized arguments: --password."),
         (["show", "s3://b", "--token=hush"], "unrecognized arguments: --token."),
