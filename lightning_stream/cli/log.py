@@ -41,5 +41,5 @@ def run(options: Namespace, out: Output) -> int:
     if options.publish:
         versions.publish(options.remote, store_options=options.store_options)
     entries = versions.log(options.remote, store_options=options.store_options)
-    out.table("versions", [asdict(entry) for entry in reversed(entries)])
+    out.table("versions", [{**asdict(entry), "digest": entry.digest[:16]} for entry in reversed(entries)])
     return ExitCode.OK
