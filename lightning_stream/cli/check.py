@@ -61,7 +61,7 @@ def run(options: Namespace, out: Output) -> int:
                 for checked in [pool.submit(check, part) for part in left]:
                     findings.note(checked.result())
             findings.show(_of_lengths(dataset, check.reader))
-        out.add("datasets", _verdict(dataset, findings.shown))
+        out.add("datasets", _verdict(dataset, findings.shown, options.decode))
         out.data["datasets"][-1]["corrupt"] = findings.shown
     return ExitCode.NO if any(checked["corrupt"] for checked in out.data["datasets"]) else ExitCode.OK
 
@@ -100,18 +100,19 @@ class _Findings:
             self._out.line(f"{', '.join(f'{name} {value}' for name, value in place)}: {error}")
 
 
-def _verdict(dataset: FoundDataset, problems: list[_Problem]) -> dict[str, Any]:
+def _verdict(dataset: FoundDataset, problems: list[_Problem], decode: bool) -> dict[str, Any]:
     """What was checked, and by what."""
     index = dataset.index
     entries = [entry for shard in range(index.num_shards) for entry in index.entries(shard)]
     hashes = {name for entry in entries for pair in entry.files for file in pair if file for name in file.hashes}
+    by = ["reading all rows"] if dataset.format else [*sorted(hashes), "size"]
     return {
         "url": dataset.store.url,
         "verdict": f"CORRUPT ({len(problems):,})" if problems else "OK",
         "shards": index.num_shards,
         "samples": index.num_samples,
         "stored_bytes": int(index.stored_bytes.sum()),
-        "checked_by": ["reading all rows"] if dataset.format else [*sorted(hashes), "size"],
+        "checked_by": [*by, "decoding"] if decode else by,
     }
 
 

@@ -64,7 +64,7 @@ class ColumnStats:
             about[name] |= {"not_finite": numbers.num_odd} if numbers.num_odd else {}
         if 0 < len(self._values) <= _MOST_DISTINCT:
             about["distinct"] = len(self._values)
-            most = self._values.most_common(_SHOWN)
+            most = [item for item in self._values.most_common(_SHOWN) if item[1] > 1]
             about["most_common"] = {str(class_name(value, classes))[:40]: count for value, count in most}
         return about
 

@@ -123,6 +123,7 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
             samples = {number: reader.sample(number) for number in ids}
             title = f"{name}, epoch {position.epoch}: {len(batches)} global batches"
             write_page(options.page, title, f"{len(ids):,} samples of {', '.join(streams)}", samples)
+            out.line(f"  {len(ids):,} samples in {options.page}")
     data = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
     out.data = {**about, "batches": batches, "data": data, "order": _settings(position), "chain": chain.to_json()}
     out.lines(problem)
