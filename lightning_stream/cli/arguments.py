@@ -146,14 +146,15 @@ def add_dataset(parser: ArgumentParser, **kwargs: Any) -> None:
     parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
 
 
-def add_reading(parser: ArgumentParser) -> None:
-    """Let a command take how a dataset is read, as `Stream` takes it."""
+def add_reading(parser: ArgumentParser) -> Any:
+    """Let a command take how a dataset is read, as `Stream` takes it; return the group of these flags."""
     reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
     add_flags(reading, {
         "--format NAME": "format of files without an index.json: parquet, arrow, jsonl, ...",
         "--columns NAME[=ENCODING]": "column to read, and its encoding in such files; may be repeated (default: all)",
         "--version VERSION": "version of a dataset: a number, or digits of its digest; of a Delta table: its number",
     })  # fmt: skip
+    return reading
 
 
 def reading_of(options: Namespace) -> Reading:
@@ -167,17 +168,16 @@ def reading_of(options: Namespace) -> Reading:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def add_store_options(parser: ArgumentParser, flag: str = "--store-options") -> None:
+def add_store_options(parser: Any) -> None:
     """Let a command take options of a store."""
     text = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
-    add_flags(parser, {f"{flag} KEY=VALUE": text})
+    add_flags(parser, {"--store-options KEY=VALUE": text})
 
 
 def add_source(parser: ArgumentParser, **kwargs: Any) -> None:
     """Let a command take a dataset, how it is read, and the options of its store."""
     add_dataset(parser, **kwargs)
-    add_reading(parser)
-    add_store_options(parser)
+    add_store_options(add_reading(parser))
 
 
 def add_streams(parser: ArgumentParser) -> None:
@@ -218,13 +218,7 @@ def datasets_at(remote: str, options: Options, how: Reading | None = None) -> li
     found = [] if how and "format" in how else _indexed(remote, options)
     if found and not how:
         return found
-    try:
-        return [_as_stream(url, options, how or {}) for url in [dataset.remote for dataset in found] or [remote]]
-    except NotFoundError as error:
-        raise NotFoundError(
-            f"{open_store(remote, options).url} is no dataset: it has no {INDEX_NAME}, none of its splits "
-            f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. {error}"
-        ) from error
+    return [_as_stream(url, options, how or {}) for url in [dataset.remote for dataset in found] or [remote]]
 
 
 def datasets_of(options: Namespace) -> list[FoundDataset]:
@@ -234,17 +228,20 @@ def datasets_of(options: Namespace) -> list[FoundDataset]:
 
 def _indexed(remote: str, options: Options) -> list[FoundDataset]:
     """The dataset with an index.json in a folder, or those in its splits."""
-    found: list[FoundDataset] = []
-    for url in (remote, *(f"{remote.rstrip('/')}/{split}" for split in _SPLITS)):
+    store = open_store(remote, options)
+    with suppress(NotFoundError):
+        return [_with_index(remote, store, options)]
+    splits: Sequence[str] = _SPLITS
+    if isinstance(store, LocalStore):
+        splits = sorted(path.parent.name for path in store.folder.glob(f"*/{INDEX_NAME}"))
+    found = []
+    for url in [f"{remote.rstrip('/')}/{split}" for split in splits]:
         with suppress(NotFoundError):
-            found.append(_with_index(url, options))
-        if url == remote and found:
-            break
+            found.append(_with_index(url, open_store(url, options), options))
     return found
 
 
-def _with_index(remote: str, options: Options) -> FoundDataset:
-    store = open_store(remote, options)
+def _with_index(remote: str, store: Store, options: Options) -> FoundDataset:
     try:
         return FoundDataset(remote, store, read_index(store), {})
     except FormatError:

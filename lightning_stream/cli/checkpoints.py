@@ -44,8 +44,8 @@ class Checkpoint(NamedTuple):
 @contextmanager
 def opened(checkpoint: str, options: Options) -> Iterator[Checkpoint]:
     """A checkpoint, or the newest in the folder of a training run; what is downloaded is deleted at the end."""
-    read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
     require_answer(checkpoint, options)
+    read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
     store = open_store(checkpoint.rstrip("/"), options)
     with scratch_folder() as folder:
         if isinstance(store, LocalStore):

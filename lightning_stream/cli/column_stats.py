@@ -65,7 +65,8 @@ class ColumnStats:
         if 0 < len(self._values) <= _MOST_DISTINCT:
             about["distinct"] = len(self._values)
             most = [item for item in self._values.most_common(_SHOWN) if item[1] > 1]
-            about["most_common"] = {str(class_name(value, classes))[:40]: count for value, count in most}
+            named = {str(class_name(value, classes))[:40]: count for value, count in most}
+            about |= {"most_common": named} if named else {}
         return about
 
 

@@ -74,7 +74,7 @@ def _add_lengths(place: str, lengths: dict[str, Any], settings: dict[str, Any], 
     if not lengths or others:
         raise ValueError(
             "convert takes SOURCE and OUT, or one DATASET with --lengths, --num-workers, --overwrite, --store-options; "
-            f"found one path {' '.join(others)}. Pass OUT"
+            f"found {' '.join(['one path', *others])}. Pass OUT"
         )
     for dataset in mds_at(place, options.store_options, _REMEDY):
         try:

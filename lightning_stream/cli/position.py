@@ -71,9 +71,8 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--page FILE": "write these samples as one page of HTML",
     })  # fmt: skip
     add_streams(parser)
-    add_reading(parser)
+    add_store_options(add_reading(parser))
     add_rules(parser)
-    add_store_options(parser)
 
 
 def run(options: Namespace, out: Output) -> int:

@@ -76,7 +76,7 @@ def test_check_reads_every_row(rows: Path, answer: Answer, capsys: pytest.Captur
         (["convert", "rows", "--lengths", "text"], "lightning-stream convert SOURCE OUT --lengths COLUMN"),
         (["show", "rows", "--format", "excel"], "a format must be one of arrow, "),
         (["show", "rows", "--columns", "words"], "the columns are id, text"),
-        (["show", "cache"], "no files of a format that is read in place"),
+        (["show", "cache"], "holds no files"),
         (["log", "splits"], "log takes one dataset"),
     ],
 )

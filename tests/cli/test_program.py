@@ -83,7 +83,7 @@ def test_an_old_command_names_the_new_one(old: str, answer: Callable[..., tuple[
         (["completion", "bash"], "shtab --shell bash lightning_stream.cli.build_parser"),
         (["show"], "the following arguments are required: PATH|URL. See: lightning-stream show --help"),
         (["show", "-dash"], "Pass the path -dash as ./-dash"),
-        (["show", "nowhere"], "nowhere is no dataset: it has no index.json"),
+        (["show", "nowhere"], "nowhere holds no files"),
         (["show", "x", "page.html"], "unrecognized arguments: page.html. See: lightning-stream show --help"),
         (["show", "x", "--sampels", "1"], "--sampels. Did you mean --samples? See: lightning-stream show --help"),
         (["check", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
