@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,22 +41,21 @@ class Checkpoint(NamedTuple):
         return Position.from_state(self.state)
 
 
-@contextmanager
-def opened(checkpoint: str, options: Options) -> Iterator[Checkpoint]:
-    """A checkpoint, or the newest in the folder of a training run; what is downloaded is deleted at the end."""
-    require_answer(checkpoint, options)
+def read_checkpoint(text: str, options: Options) -> Checkpoint:
+    """A checkpoint, or the newest in the folder of a training run."""
+    require_answer(text, options)
     read_position = lightning_stream.read_position  # imports torch, or raises an error that names the extra
-    store = open_store(checkpoint.rstrip("/"), options)
+    store = open_store(text.rstrip("/"), options)
     with scratch_folder() as folder:
         if isinstance(store, LocalStore):
             path = _newest(store)
             name = str(path)
         else:
-            name, path = _downloaded(store, checkpoint.rstrip("/"), options, Path(folder))
+            name, path = _downloaded(store, text.rstrip("/"), options, Path(folder))
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Detected pickle protocol")  # of a file that is refused
-                yield Checkpoint(name, read_position(path), _recorded_streams(path))
+                return Checkpoint(name, read_position(path), _recorded_streams(path))
         except StateError as error:
             raise StateError(str(error).replace(str(path), name)) from error
 

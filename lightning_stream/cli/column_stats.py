@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,33 +15,12 @@ from lightning_stream.formats.encodings.media import Media, measured
 _MOST_DISTINCT, _SHOWN, _LONGEST = 1000, 8, 100
 
 
-class _Range(NamedTuple):
-    """The least, the greatest and the sum of numbers, and how many are finite or not."""
-
-    least: float = np.inf
-    greatest: float = -np.inf
-    total: float = 0.0
-    num_finite: int = 0
-    num_odd: int = 0
-
-    def with_numbers(self, numbers: Any) -> _Range:
-        """With numbers of any shape."""
-        values = np.asarray(numbers, np.float64)
-        finite = values[np.isfinite(values)]
-        return _Range(
-            float(finite.min(initial=self.least)),
-            float(finite.max(initial=self.greatest)),
-            self.total + float(finite.sum()),
-            self.num_finite + finite.size,
-            self.num_odd + values.size - finite.size,
-        )
-
-
 class ColumnStats:
     """Running statistics of one column's values."""
 
     def __init__(self) -> None:
-        self._ranges: dict[str, _Range] = {}
+        # The least, the greatest and the sum of numbers, and how many are finite and are not.
+        self._ranges: dict[str, tuple[float, float, float, int, int]] = {}
         self._values: Counter[Any] = Counter()
         self._kinds: Counter[str] = Counter()
 
@@ -51,17 +30,27 @@ class ColumnStats:
             kind, numbers, counted = _facts(value)
             self._kinds[kind] += 1
             for name, some in numbers.items():
-                self._ranges[name] = self._ranges.get(name, _Range()).with_numbers(some)
+                self._add_numbers(name, np.asarray(some, np.float64))
             if counted is not None and len(self._values) <= _MOST_DISTINCT:
                 self._values[counted] += 1
+
+    def _add_numbers(self, name: str, numbers: Any) -> None:
+        finite = numbers[np.isfinite(numbers)]
+        least, greatest, total, num_finite, num_odd = self._ranges.get(name, (np.inf, -np.inf, 0.0, 0, 0))
+        self._ranges[name] = (
+            float(finite.min(initial=least)),
+            float(finite.max(initial=greatest)),
+            total + float(finite.sum()),
+            num_finite + finite.size,
+            num_odd + numbers.size - finite.size,
+        )
 
     def summary(self, classes: Sequence[str] | None) -> dict[str, Any]:
         """The statistics by their names; values are counted if at most 1,000 differ."""
         about: dict[str, Any] = {"kinds": dict(self._kinds.most_common())}
-        for name, numbers in self._ranges.items():
-            mean = numbers.total / max(1, numbers.num_finite)
-            about[name] = {"min": numbers.least, "mean": mean, "max": numbers.greatest}
-            about[name] |= {"not_finite": numbers.num_odd} if numbers.num_odd else {}
+        for name, (least, greatest, total, num_finite, num_odd) in self._ranges.items():
+            about[name] = {"min": least, "mean": total / max(1, num_finite), "max": greatest}
+            about[name] |= {"not_finite": num_odd} if num_odd else {}
         if 0 < len(self._values) <= _MOST_DISTINCT:
             about["distinct"] = len(self._values)
             most = [item for item in self._values.most_common(_SHOWN) if item[1] > 1]

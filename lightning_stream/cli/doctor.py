@@ -12,7 +12,6 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, requires, version
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,7 +37,6 @@ examples:
 _LAUNCHER = re.compile("(LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_.*|SLURM_(PROCID|N.*)|OMP_.*|LIGHTNING_STREAM_.*")
 _CREDENTIALS = re.compile("AWS_.*|S3_.*|GOOGLE_.*|GCS_.*|AZURE_.*|DATABRICKS_.*|HF_TOKEN")
 _FEW_FILES, _SMALL_SHM, _LITTLE_DISK = 4096, 1 << 30, 10 << 30
-_BATCH_SIZE, _SECONDS = 64, 10.0
 _MEASURABLE = 0.1  # the part of the downloads that is more than latency, from which on a rate is known
 _IMAGES = ("jpeg", "png", "pil", "webp")
 
@@ -57,11 +55,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_source(parser, nargs="?")
     add_flags(parser, {
         "--read": "measure how fast a loader reads the dataset, what limits it, and the rates that `plan` takes",
-        "--batch-size N": f"of --read (default: {_BATCH_SIZE})",
+        "--batch-size N": "of --read (default: 64)",
         "--num-workers N": "of --read (default: num_workers='auto')",
         "--transform MODULE:FUNCTION": "of --read: the transform of the training run",
-        "--seconds F": f"of --read: at most so long, and one epoch of a store (default: {_SECONDS:g})",
+        "--seconds F": "of --read: at most so long, and one epoch of a store (default: 10)",
     })  # fmt: skip
+    parser.set_defaults(batch_size=64, seconds=10.0)
 
 
 def run(options: Namespace, out: Output) -> int:
@@ -88,7 +87,6 @@ def run(options: Namespace, out: Output) -> int:
 def _of_machine() -> Iterator[Finding]:
     yield Finding("lightning_stream", f"{lightning_stream.__version__}, Python {platform.python_version()}")
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    yield Finding("packages", ", ".join(_versions()))
     yield Finding("processors", f"{num_cores()} of {os.cpu_count()} may be used")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit("memory.max") or "max"
@@ -107,15 +105,6 @@ def _of_machine() -> Iterator[Finding]:
     yield Finding("store variables", ", ".join(names) or "none is set")
 
 
-def _versions() -> Iterator[str]:
-    """The packages that are installed of those that the extras name."""
-    for name in dict.fromkeys(re.split(r"[^\w-]", text)[0] for text in requires("lightning-stream") or ()):
-        try:
-            yield f"{name} {version(name)}"
-        except PackageNotFoundError:  # noqa: PERF203 - there are few
-            continue
-
-
 def _cache_folder() -> Finding:
     root = cache_root()
     try:
@@ -131,11 +120,11 @@ def _cache_folder() -> Finding:
 
 def _devices() -> Finding:
     try:
-        from torch import cuda
+        import torch
     except ImportError:
         return Finding("devices", "torch is not installed", "pip install torch", is_wrong=True)
-    names = [cuda.get_device_name(number) for number in range(cuda.device_count())]
-    return Finding("devices", ", ".join(names) or "no GPU that torch can use")
+    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return Finding("devices", f"torch {torch.__version__}: {', '.join(names) or 'no GPU that it can use'}")
 
 
 def _launcher() -> Finding:
@@ -177,13 +166,11 @@ def _read(dataset: FoundDataset, transform: Any, options: Namespace, out: Output
     if transform is None and any(kind.startswith(_IMAGES) for kind in dataset.index.columns.values()):
         transform = _loaded
     workers: Any = "auto" if options.num_workers is None else options.num_workers
-    seconds = _SECONDS if options.seconds is None else options.seconds
     with scratch_folder() as folder:
         streams = [dataset.stream(folder, options.store_options)]
         data = StreamingDataset(streams=streams, shuffle=True, transform=transform)
-        size = _BATCH_SIZE if options.batch_size is None else options.batch_size
-        loader = StreamingDataLoader(data, size, num_workers=workers, persistent_workers=workers != 0)
-        end = time.perf_counter() + seconds
+        loader = StreamingDataLoader(data, options.batch_size, num_workers=workers, persistent_workers=workers != 0)
+        end = time.perf_counter() + options.seconds
         for _ in chain.from_iterable(repeat(loader)) if dataset.is_local else loader:  # the cache has a second epoch
             if time.perf_counter() > end:
                 break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from lightning_stream.cli.arguments import (
     add_streams,
     readers_of,
 )
-from lightning_stream.cli.checkpoints import Checkpoint, opened
+from lightning_stream.cli.checkpoints import Checkpoint, read_checkpoint
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import write_page
 from lightning_stream.errors import FormatError, NotFoundError, StateError
@@ -82,18 +82,17 @@ def run(options: Namespace, out: Output) -> int:
         raise ValueError("--page shows samples: pass --step N or --next N")
     if len(options.checkpoints) > 2:
         raise ValueError(f"position takes one checkpoint, or two to compare; found {len(options.checkpoints)}")
-    with ExitStack() as stack:
-        first, *others = [stack.enter_context(opened(text, options.store_options)) for text in options.checkpoints]
-        if others:
-            return _compare([first, *others], out)
-        streams = options.stream or (first.streams if wants_samples else [])
-        if is_mosaic_state(first.state) and not streams:
-            out.data = {"checkpoint": first.name, "library": "mosaicml-streaming", **first.state}
-            out.show(out.data)
-            return ExitCode.OK
-        if wants_samples and not streams:
-            raise ValueError("samples are computed from the data: pass --stream URL for each stream of the run")
-        return _show(first.name, first.position, streams, options, out)
+    first, *others = [read_checkpoint(text, options.store_options) for text in options.checkpoints]
+    if others:
+        return _compare([first, *others], out)
+    streams = options.stream or (first.streams if wants_samples else [])
+    if is_mosaic_state(first.state) and not streams:
+        out.data = {"checkpoint": first.name, "library": "mosaicml-streaming", **first.state}
+        out.show(out.data)
+        return ExitCode.OK
+    if wants_samples and not streams:
+        raise ValueError("samples are computed from the data: pass --stream URL for each stream of the run")
+    return _show(first.name, first.position, streams, options, out)
 
 
 def _show(name: str, position: Position, streams: list[str], options: Namespace, out: Output) -> int:
