@@ -311,13 +311,10 @@ def _weighted(text: str) -> tuple[str, dict[str, Any]]:
 
 def imported(text: str, flag: str) -> Callable[[Any], Any]:
     """The function that ``MODULE:FUNCTION`` names. ValueError if there is none."""
-    module, _, name = text.partition(":")
-    if not (module and name):
-        raise ValueError(f"{flag} takes MODULE:FUNCTION, e.g. my_package.data:prepare; found {text!r}")
     sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
     try:
+        module, name = text.split(":")
         found: Callable[[Any], Any] = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        message = f"{flag} {text} cannot be imported: {error}. Run the command in the module's folder"
-        raise ValueError(message) from error
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{flag} takes MODULE:FUNCTION; {text} cannot be imported from here: {error}") from error
     return found

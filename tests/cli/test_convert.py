@@ -86,8 +86,8 @@ def test_a_function_of_a_module_in_the_folder_measures(
         assert (code, done["datasets"][0]["lengths"][column]["max"]) == (0, largest)
     for wrong, message in (
         ("my_measures", "--lengths COLUMN= takes MODULE:FUNCTION"),
-        ("my_measures:none", "cannot be imported: module 'my_measures' has no attribute 'none'"),
-        ("no_such_module:total", "cannot be imported: No module named 'no_such_module'"),
+        ("my_measures:none", "cannot be imported from here: module 'my_measures' has no attribute 'none'"),
+        ("no_such_module:total", "cannot be imported from here: No module named 'no_such_module'"),
     ):
         assert main(["convert", str(copied / "val"), "--lengths", f"y={wrong}"]) == 2
         assert message in capsys.readouterr().err

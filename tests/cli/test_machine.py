@@ -171,7 +171,7 @@ def test_reading_is_measured_with_its_bottleneck_and_the_rates_of_a_plan(
     ("given", "rule"),
     [
         (["--num-workers", "two"], "--num-workers: invalid int value"),
-        (["--transform", "nothing:here"], "--transform nothing:here cannot be imported"),
+        (["--transform", "nothing:here"], "nothing:here cannot be imported"),
         (["--transform", "nothing"], "--transform takes MODULE:FUNCTION"),
         (["--batch-size", "0"], "batch_size"),
     ],
