@@ -1,8 +1,8 @@
 """The command line ``lightning-stream COMMAND``; docs/cli.md shows every command with its output.
 
-A command is a module of this folder with ``HELP``, ``add_arguments(parser)`` and ``run(options, out)``, which returns
-an exit code; its name in `_COMMANDS` registers it. Modules are imported within `main`, so that Ctrl-C prints one line
-from the first moment on; what needs torch or another extra is imported in ``run``.
+A command is a module of this folder with ``add_arguments(parser)`` and ``run(options, out)``, which returns an exit
+code; its name in `_COMMANDS` registers it. Modules are imported within `main`, so that Ctrl-C prints one line from the
+first moment on; what needs torch or another extra is imported in ``run``.
 """
 
 from __future__ import annotations
@@ -11,21 +11,47 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning_stream
-from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output, in_flags
+from lightning_stream.cli.output import EXIT_CODES, ExitCode, Output
 from lightning_stream.errors import LightningStreamError, MissingExtraError, redact
 
-_COMMANDS = (
-    "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
-    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "plan", "bench", "doctor",
-)  # fmt: skip
-_ALIASES = {"convert": ["reshard"]}
+_COMMANDS = {
+    "convert": "convert Parquet, CSV, image folders, shards and others to MDS shards; or add lengths to a dataset",
+    "show": "show what a dataset holds: sizes, columns, samples, statistics, a page",
+    "check": "check every file of a dataset, and with --decode every sample",
+    "pull": "download a dataset, verified; the same command again continues",
+    "cache": "list, check or prune the shards that this machine keeps",
+    "log": "list the versions of a dataset, or merge its partitions",
+    "position": "show where a training run is in its data and which samples come, or compare two runs",
+    "plan": "plan a training run: downloads, price, cache and shuffle, and what limits its speed",
+    "doctor": "check this machine, and with --read measure how fast it reads a dataset",
+}
+_OLD = {  # what commands of former releases are now
+    "reshard": "convert SOURCE OUT",
+    "inspect": "show PATH",
+    "head": "show PATH --samples 5",
+    "preview": "show PATH --page preview.html",
+    "stats": "show PATH --stats",
+    "verify": "check PATH",
+    "lint": "check PATH --decode",
+    "merge": "log PATH --merge",
+    "lengths": "convert PATH --lengths COLUMN",
+    "explain": "position RUN --next 1",
+    "checkpoint": "position RUN",
+    "diff": "position RUN OTHER_RUN",
+    "simulate": "plan PATH --global-batch-size N",
+    "bench": "doctor PATH --read",
+    "cache verify": "cache check",
+    "cache path": "cache ls",
+}
 _ELSEWHERE = {
+    "checkpoint convert": "a position is moved in Python: start_at(read_position(RUN), data) serves any trainer",
     "train": "training recipes live in the repository, not in the package; there, run: python train.py +data=flowers",
     "completion": "shtab makes it: pip install shtab; shtab --shell bash lightning_stream.cli.build_parser",
 }
@@ -37,21 +63,26 @@ class _UsageError(Exception):
 
 class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does, but without the values of unknown flags, which may be secrets."""
+        """As argparse does, but an error is that of the command, and without the values of unknown flags."""
         options, unknown = self.parse_known_args(args, namespace)
-        flags = [one.partition("=")[0] for one in unknown if one.startswith("-")]
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(flags) or redact(' '.join(unknown))}")
+            flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+            meant = _did_you_mean(flags[0], options.parser.flags()) if flags else ""
+            options.parser.error(f"unrecognized arguments: {' '.join(flags) or redact(' '.join(unknown))}{meant}")
         return options
 
+    def flags(self) -> list[str]:
+        """The flags of this command."""
+        return list(self._option_string_actions)
+
     def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message.rstrip('.')}. See: {self.prog} --help")
+        raise _UsageError(f"{message}{'' if message.endswith(('.', '?')) else '.'} See: {self.prog} --help")
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream") -> int:
     """Run a command and return its exit code.
 
-    Example: ``main(["inspect", "s3://bucket/train", "--json"])``.
+    Example: ``main(["show", "s3://bucket/train", "--json"])``.
 
     Args:
         arguments: The command and its arguments; None for those of this process.
@@ -60,11 +91,11 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream")
     for stream in (sys.stdout, sys.stderr):  # a terminal may know fewer characters than the data
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    out = Output(as_json="--json" in given)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    out = Output(as_json="--json" in words)
     try:
         try:
-            code = _run(given, prog, out)
+            code = _run(words, prog, out)
         except KeyboardInterrupt:
             code = out.error("interrupted", ExitCode.INTERRUPTED)
         out.close()
@@ -75,49 +106,59 @@ def main(arguments: Sequence[str] | None = None, prog: str = "lightning-stream")
         return ExitCode.PIPE_CLOSED if isinstance(error, BrokenPipeError) else out.error(f"the output: {error}")
 
 
-def _run(given: list[str], prog: str, out: Output) -> int:
-    parser: argparse.ArgumentParser | None = None
+def _run(words: list[str], prog: str, out: Output) -> int:
     try:
-        if given and given[0] in _ELSEWHERE:
-            raise _UsageError(_ELSEWHERE[given[0]])
-        parser = build_parser(prog)
-        if not given:
-            parser.print_help(sys.stderr)
+        if not words:
+            build_parser(prog).print_help(sys.stderr)
             return ExitCode.WRONG_USE
-        options = parser.parse_args(given)
-        parser = options.parser
+        _refuse_unknown_command(words, prog)
+        options = build_parser(prog, [words[0]] if words[0] in _COMMANDS else _COMMANDS).parse_args(words)
         return int(options.run(options, out))
     except (_UsageError, MissingExtraError) as error:
-        dashed = [one for one in given if one.startswith("-") and Path(one).exists()]
-        return out.error(". ".join([str(error), *(f"Pass the path {one} as ./{one}" for one in dashed)]))
+        dashed = [word for word in words if word.startswith("-") and Path(word).exists()]
+        return out.error(". ".join([str(error), *(f"Pass the path {word} as ./{word}" for word in dashed)]))
     except BrokenPipeError:
         raise
     except OSError as error:
-        named = (
-            f"{error.filename}: {error.strerror}. Check the path" if error.filename and error.strerror else str(error)
-        )
-        return out.error(in_flags(named, parser))
+        is_named = error.filename and error.strerror
+        return out.error(f"{error.filename}: {error.strerror}. Check the path" if is_named else str(error))
     except (LightningStreamError, ValueError) as error:
-        return out.error(in_flags(str(error), parser))
+        return out.error(str(error))
 
 
-def build_parser(prog: str = "lightning-stream") -> argparse.ArgumentParser:
-    """Build the parser of all commands."""
+def _refuse_unknown_command(words: list[str], prog: str) -> None:
+    name = words[0]
+    for old in (" ".join(words[:2]), name):
+        if old in _ELSEWHERE:
+            raise _UsageError(_ELSEWHERE[old])
+        if old in _OLD:
+            raise _UsageError(f"`{old}` is now `{prog} {_OLD[old]}`")
+    if name not in _COMMANDS and not name.startswith("-"):
+        raise _UsageError(f"there is no command {name!r}{_did_you_mean(name, _COMMANDS)} See: {prog} --help")
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    near = get_close_matches(word, list(known), 1)
+    return f". Did you mean {near[0]}?" if near else "."
+
+
+def build_parser(prog: str = "lightning-stream", names: Iterable[str] = tuple(_COMMANDS)) -> argparse.ArgumentParser:
+    """Build the parser of all commands, or of some."""
     parser = _Parser(
         prog,
-        description="Convert, inspect and verify datasets; explain checkpoints; plan training; check this machine.",
+        description="Convert, look at, check and download datasets; ask where a training run is; plan one; check this machine.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"lightning-stream {lightning_stream.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in _COMMANDS:
+    for name in names:
         module = import_module(f"lightning_stream.cli.{name}")
+        text = _COMMANDS[name]
         command = commands.add_parser(
             name,
-            aliases=_ALIASES.get(name, []),
-            help=module.HELP,
-            description=f"{module.HELP[0].upper()}{module.HELP[1:]}.",
+            help=text,
+            description=f"{text[0].upper()}{text[1:]}.",
             epilog=getattr(module, "EXAMPLES", None),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
+import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.errors import FormatError, NotFoundError, is_secret
+from lightning_stream.errors import FormatError, NotFoundError, StoreError, UnavailableError, is_secret
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
-from lightning_stream.order.forget import Forgotten
 from lightning_stream.reading.bad_samples import BadDataPolicy
-from lightning_stream.reading.filters import Filters, ids_of
+from lightning_stream.reading.filters import Filters
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
 from lightning_stream.reading.stream_shards import ReaderConfig
@@ -27,39 +26,24 @@ from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
-_BOUNDS = re.compile(r"(.+)=([0-9]*):([0-9]*)")
 _LEAST_DIGITS = 6  # of a digest, in the name of a version
 _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
+_FIRST_REQUEST = {"retries": 1, "timeout_s": 4}  # a user waits for it, and a wrong URL or network shows there
+# An argument, or several, and its first sentence in a docstring.
+_DOCUMENTED = re.compile(r"^ +([a-z_, ]+): (\S.*?\.)(?=\s+[A-Z0-9]|\n +[a-z_, ]+:|\s*\Z)", re.MULTILINE | re.DOTALL)
 
-
-@dataclass(frozen=True)
-class Reading:
-    """How a dataset is read, as `Stream` takes it."""
-
-    format: str | None = None
-    columns: Mapping[str, str] | Sequence[str] | None = None
-    version: str | int | None = None
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> Reading:
-        """What the flags of :func:`add_reading` say."""
-        names, version = options.columns, options.version
-        columns = None if names is None else names if any(names.values()) else list(names)
-        is_number = version is not None and version.isdigit() and len(version) < _LEAST_DIGITS
-        return cls(options.format, columns, int(version) if is_number else version)
-
-
-_AS_IT_IS = Reading()
+Options = Mapping[str, Any] | None
+Reading = Mapping[str, Any]  # how a dataset is read: arguments of `Stream`
 
 
 @dataclass(frozen=True)
 class FoundDataset:
-    """A dataset that an argument names: its URL as it was given, its files, and its index."""
+    """A dataset that an argument names: its URL as it was given, its files, its index, and how it is read."""
 
     remote: str
     store: Store
     index: Index
-    how: Reading = _AS_IT_IS
+    how: Reading
 
     @property
     def format(self) -> str | None:
@@ -67,208 +51,229 @@ class FoundDataset:
         origin = self.index.entry(0).raw.origin if self.index.num_shards else None
         return None if origin is None else origin.kind
 
-    def stream(self, folder: str, options: Mapping[str, Any] | None, **settings: Any) -> Stream:
+    @property
+    def is_local(self) -> bool:
+        """Whether it is in a folder of this machine."""
+        return isinstance(self.store, LocalStore)
+
+    def stream(self, folder: str | None, options: Options, **settings: Any) -> Stream:
         """The stream that reads it, with a folder for what is downloaded."""
-        local = None if isinstance(self.store, LocalStore) else folder
-        return Stream(self.remote, local=local, options=options, **vars(self.how), **settings)
+        return Stream(self.remote, local=None if self.is_local else folder, options=options, **self.how, **settings)
 
 
-def add_dataset(parser: argparse.ArgumentParser, **kwargs: Any) -> None:
+def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -> SampleReader:
+    """A reader of these streams."""
+    return SampleReader(streams, CacheDefaults(), config or ReaderConfig())
+
+
+class Pairs(Action):
+    """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
+
+    def __call__(self, _parser: Any, options: Namespace, text: Any, _flag: Any = None) -> None:
+        """Add a pair."""
+        name, equals, value = text.partition("=")
+        of_store = "store" in self.dest
+        if not name or not (equals or "[" in str(self.metavar)):
+            found = "" if of_store else f", got {text!r}"  # of a store, it may be a secret
+            raise ArgumentError(self, f"expected {self.metavar}{found}")
+        if of_store and is_secret(name, value, of_store=True):
+            message = f"a secret must not be on a command line; set the variable of {name}"
+            raise ArgumentError(self, message)
+        pairs = getattr(options, self.dest) or {}
+        setattr(options, self.dest, {**pairs, name: self.value(value) if equals else None})
+
+    def value(self, text: str) -> Any:
+        """A number, a list or a truth value; else text."""
+        with suppress(ValueError):
+            return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+        return text
+
+
+class _Bounds(Pairs):
+    def value(self, text: str) -> Any:
+        """The least and the greatest of ``64:4096``, of which one may be absent."""
+        if not re.fullmatch("[0-9]*:[0-9]*", text):
+            raise ArgumentError(self, f"expected {self.metavar}, got {text!r}")
+        return tuple(int(limit) if limit else None for limit in text.split(":"))
+
+
+def add_flags(parser: Any, texts: Mapping[str, str]) -> None:
+    """Let a command take flags, with their help: ``--samples N``, ``--page FILE``, ``--set KEY=VALUE``, ``--stats``.
+
+    N is a whole number and F a number; what has ``=`` in it is collected in a dict.
+    """
+    for flag, text in texts.items():
+        name, _, metavar = flag.partition(" ")
+        settings: dict[str, Any] = {"metavar": metavar, "type": {"N": int, "F": float}.get(metavar, str)}
+        if "=" in metavar:
+            settings = {"metavar": metavar, "action": _Bounds if ":" in metavar else Pairs}
+        parser.add_argument(name, help=text, **(settings if metavar else {"action": "store_true"}))
+
+
+def add_signature(parser: ArgumentParser, function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Let a command take arguments of a Python function: their kinds and defaults, and what its docstring says."""
+    texts: dict[str, str] = {}
+    for several, text in _DOCUMENTED.findall(function.__doc__ or ""):
+        texts |= dict.fromkeys(several.split(", "), " ".join(text.replace("%", "%%").replace("``", "").split()))
+    for name in names:
+        parameter = inspect.signature(function).parameters[name]
+        settings = _KINDS.get(parameter.annotation.partition("[")[0], {"type": _text})
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, help=texts.get(name), default=parameter.default, **settings)
+
+
+def _text(text: str) -> str | None:
+    return None if text == "none" else text
+
+
+def _list(text: str) -> list[str]:
+    return [] if text == "none" else text.split(",")
+
+
+_KINDS: dict[str, dict[str, Any]] = {
+    "bool": {"action": "store_true"},
+    "int": {"type": int},
+    "int | None": {"type": int},
+    "float | None": {"type": float},
+    "Iterable": {"type": _list},
+    "Mapping": {"action": Pairs, "metavar": "NAME=VALUE"},
+}
+
+
+def add_dataset(parser: ArgumentParser, **kwargs: Any) -> None:
     """Let a command take the folder or URL of a dataset."""
     help_text = "folder or URL of a dataset, or of a folder of splits"
     parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
 
 
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """Let a command take how a dataset is read, as `Stream` takes it."""
+def add_reading(parser: ArgumentParser) -> Any:
+    """Let a command take how a dataset is read, as `Stream` takes it; return the group of these flags."""
     reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
-    reading.add_argument("--format", help="format of files without an index.json: parquet, arrow, jsonl, ...")
-    text = "column to read of such files, and its encoding; may be repeated (default: all)"
-    reading.add_argument("--columns", action=_Columns, metavar="NAME[=ENCODING]", help=text)
-    text = "version of the dataset: a number, or digits of its digest; of a Delta table: its number"
-    reading.add_argument("--version", metavar="VERSION", help=text)
+    add_flags(reading, {
+        "--format NAME": "format of files without an index.json: parquet, arrow, jsonl, ...",
+        "--columns NAME[=ENCODING]": "column to read, and its encoding in such files; may be repeated (default: all)",
+        "--version VERSION": "version of a dataset: a number, or digits of its digest; of a Delta table: its number",
+    })  # fmt: skip
+    return reading
 
 
-class _Columns(argparse.Action):
-    """Collects ``NAME`` or ``NAME=ENCODING``, given any number of times, in a dict."""
-
-    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
-        """Add a column."""
-        name, _, encoding = given.partition("=")
-        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: encoding or None})
-
-
-class Pairs(argparse.Action):
-    """Collects ``KEY=VALUE``, given any number of times, in a dict; refuses secrets among the options of a store."""
-
-    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
-        """Add a pair."""
-        name, equals, value = given.partition("=")
-        of_store = "store" in self.dest
-        if not equals or not name:
-            is_name = not of_store or re.fullmatch(r"[a-z_]*=?", given)  # else it may be a secret
-            raise argparse.ArgumentError(self, f"expected KEY=VALUE, got {repr(given) if is_name else 'other text'}")
-        if of_store and is_secret(name, value, of_store=True):
-            message = f"a secret must not be on a command line; set the variable of {name}"
-            raise argparse.ArgumentError(self, message)
-        with suppress(ValueError):  # a number, a list or a truth value; else text
-            value = json.loads(value.lower() if value.lower() in ("true", "false") else value)
-        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), name: value})
+def reading_of(options: Namespace) -> Reading:
+    """What the flags of :func:`add_reading` say; empty without any."""
+    names, version = options.columns, options.version
+    if names is not None and not any(names.values()):
+        names = list(names)
+    if version is not None and version.isdigit() and len(version) < _LEAST_DIGITS:
+        version = int(version)
+    settings = {"format": options.format, "columns": names, "version": version}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def add_store_options(parser: argparse.ArgumentParser, flag: str = "--store-options") -> None:
+def add_store_options(parser: Any) -> None:
     """Let a command take options of a store."""
-    help_text = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
-    parser.add_argument(flag, action=Pairs, metavar="KEY=VALUE", help=help_text)
+    text = "storage option, e.g. endpoint_url=http://127.0.0.1:9000; credentials are read from the environment"
+    add_flags(parser, {"--store-options KEY=VALUE": text})
 
 
-def add_source(parser: argparse.ArgumentParser) -> None:
+def add_source(parser: ArgumentParser, **kwargs: Any) -> None:
     """Let a command take a dataset, how it is read, and the options of its store."""
-    add_dataset(parser)
-    add_reading(parser)
-    add_store_options(parser)
+    add_dataset(parser, **kwargs)
+    add_store_options(add_reading(parser))
 
 
-def add_streams(parser: argparse.ArgumentParser) -> None:
+def add_streams(parser: ArgumentParser) -> None:
     """Let a command take the datasets of a mixture."""
-    parser.add_argument(
-        "--stream",
-        action="append",
-        default=[],
-        metavar="URL[=WEIGHT]",
-        help="a dataset, in a mixture with its weight: 0.3 (proportion), repeat:2 or choose:1000; once for each stream",
-    )
+    text = "a dataset, in a mixture with its weight: 0.3 (proportion), repeat:2 or choose:1000; once for each stream"
+    parser.add_argument("--stream", action="append", default=[], metavar="URL[=WEIGHT]", help=text)
 
 
-def add_rules(parser: argparse.ArgumentParser) -> None:
+def add_rules(parser: ArgumentParser) -> None:
     """Let a command take what chooses among the samples, as `StreamingDataset` takes it."""
     rules = parser.add_argument_group("samples that are kept, as in StreamingDataset")
-    rules.add_argument(
-        "--filter-lengths",
-        action=_Bounds,
-        metavar="NAME=LEAST:GREATEST",
-        help="lengths that are kept, e.g. tokens=64:4096, tokens=64: or tokens=:4096; once for each name",
-    )
-    rules.add_argument("--exclude-ids", metavar="FILE", help="ids of samples to exclude: one a line, or .npy")
-    rules.add_argument("--forget", metavar="FILE", help="ids of samples that others replace, in the same form")
+    add_flags(rules, {
+        "--filter-lengths NAME=LEAST:GREATEST": "lengths to keep, e.g. tokens=64:4096, tokens=64: or tokens=:4096",
+        "--exclude-ids FILE": "ids of samples to exclude: one a line, or .npy",
+        "--forget FILE": "ids of samples that others replace, in the same form",
+    })  # fmt: skip
 
 
-class _Bounds(argparse.Action):
-    """Collects ``NAME=LEAST:GREATEST``, given any number of times, in a dict."""
-
-    def __call__(self, _parser: Any, options: argparse.Namespace, given: Any, _flag: Any = None) -> None:
-        """Add a pair of bounds."""
-        match = _BOUNDS.fullmatch(given)
-        if match is None:
-            raise argparse.ArgumentError(self, f"expected NAME=LEAST:GREATEST, got {given!r}")
-        bounds = tuple(int(one) if one else None for one in match.group(2, 3))
-        setattr(options, self.dest, {**(getattr(options, self.dest) or {}), match[1]: bounds})
+def require_answer(remote: str, options: Options) -> None:
+    """Raise UnavailableError within seconds where a store does not answer; later requests are tried for longer."""
+    try:
+        open_store(remote, {**_FIRST_REQUEST, **(options or {})}).open(INDEX_NAME, 0, 1).close()
+    except UnavailableError:
+        raise
+    except (StoreError, OSError, ValueError):  # which the command meets, too
+        return
 
 
-def datasets_at(remote: str, options: Mapping[str, Any] | None, how: Reading = _AS_IT_IS) -> list[FoundDataset]:
+def datasets_at(remote: str, options: Options, how: Reading | None = None) -> list[FoundDataset]:
     """Find the dataset in a folder, or the datasets in its splits.
 
     Raises:
         NotFoundError: There is none.
+        UnavailableError: The store does not answer.
         ValueError: There are files that cannot be read in place.
     """
-    found = _indexed(remote, options) if how.format is None else []
-    if found:
-        return found if how == _AS_IT_IS else [_as_stream(one.remote, options, how) for one in found]
-    if how != _AS_IT_IS:
-        return [_as_stream(remote, options, how)]
-    with suppress(NotFoundError):
-        return [_as_stream(remote, options, how)]
-    raise NotFoundError(
-        f"a dataset is a folder with an {INDEX_NAME}; {open_store(remote, options).url} has none, none of its splits "
-        f"({', '.join(_SPLITS)}) has one, and there are no files of a format that is read in place. Check the path "
-        "or URL; a writer that did not finish leaves no index."
-    )
+    require_answer(remote, options)
+    found = [] if how and "format" in how else _indexed(remote, options)
+    if found and not how:
+        return found
+    return [_as_stream(url, options, how or {}) for url in [dataset.remote for dataset in found] or [remote]]
 
 
-def datasets_of(options: argparse.Namespace) -> list[FoundDataset]:
+def datasets_of(options: Namespace) -> list[FoundDataset]:
     """The datasets that the arguments of :func:`add_source` name; see :func:`datasets_at`."""
-    return datasets_at(options.remote, options.store_options, Reading.of(options))
+    return datasets_at(options.remote, options.store_options, reading_of(options))
 
 
-def _indexed(remote: str, options: Mapping[str, Any] | None) -> list[FoundDataset]:
+def _indexed(remote: str, options: Options) -> list[FoundDataset]:
     """The dataset with an index.json in a folder, or those in its splits."""
     store = open_store(remote, options)
-    try:
-        return [_read(remote, store, options)]
-    except NotFoundError as error:
-        if "there is no" in str(error):  # bucket, or container
-            raise
+    with suppress(NotFoundError):
+        return [_with_index(remote, store, options)]
     splits: Sequence[str] = _SPLITS
     if isinstance(store, LocalStore):
-        splits = sorted(path.parent.name for path in Path(store.folder).glob(f"*/{INDEX_NAME}"))
+        splits = sorted(path.parent.name for path in store.folder.glob(f"*/{INDEX_NAME}"))
     found = []
-    for split in splits:
+    for url in [f"{remote.rstrip('/')}/{split}" for split in splits]:
         with suppress(NotFoundError):
-            url = f"{remote.rstrip('/')}/{split}"
-            found.append(_read(url, open_store(url, options), options))
+            found.append(_with_index(url, open_store(url, options), options))
     return found
 
 
-def _read(remote: str, store: Store, options: Mapping[str, Any] | None) -> FoundDataset:
+def _with_index(remote: str, store: Store, options: Options) -> FoundDataset:
     try:
-        return FoundDataset(remote, store, read_index(store))
+        return FoundDataset(remote, store, read_index(store), {})
     except FormatError:
         if not InPlace().recognises(store.read(INDEX_NAME)):
             raise
-        return _as_stream(remote, options, _AS_IT_IS)
+        return _as_stream(remote, options, {})
 
 
-def _as_stream(remote: str, options: Mapping[str, Any] | None, how: Reading) -> FoundDataset:
+def _as_stream(remote: str, options: Options, how: Reading) -> FoundDataset:
     """The dataset as `StreamingDataset` reads it; an index that is made stays in the cache, for that too."""
-    stream = Stream(remote, options=options, **vars(how))
+    stream = Stream(remote, options=options, **how)
     cache = cache_of(stream, CacheDefaults())
     return FoundDataset(remote, cache.store, index_of(stream, cache), how)
 
 
-def mds_at(remote: str, options: Mapping[str, Any] | None, remedy: str) -> list[FoundDataset]:
+def mds_at(remote: str, options: Options, remedy: str) -> list[FoundDataset]:
     """Find datasets that have an index.json beside them. ValueError with the remedy for any other format."""
     found = datasets_at(remote, options)
-    if other := next((one.format for one in found if one.format), None):
+    if other := found[0].format:
         raise ValueError(f"{found[0].store.url} holds data of the format {other}, which is read in place. {remedy}")
     return found
 
 
-def _weighted(text: str) -> tuple[str, StreamWeights]:
-    """The URL and the weights of ``URL[=WEIGHT]``."""
-    match = _WEIGHTED.fullmatch(text)
-    if match is None:
-        return text, StreamWeights()
-    kind, value = match[2] or "proportion", float(match[3])
-    weight: dict[str, Any] = {kind: int(value) if kind == "choose" else value}
-    return match[1], StreamWeights(**weight)
+def only_dataset(found: Sequence[FoundDataset], rule: str) -> FoundDataset:
+    """The one dataset; ValueError, which begins with the rule, for several splits."""
+    if len(found) > 1:
+        splits = " or ".join(dataset.store.url for dataset in found)
+        raise ValueError(f"{rule}; this is a folder of splits. Pass {splits}")
+    return found[0]
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """The datasets that ``--stream`` names, with their weights."""
-
-    reader: SampleReader
-    weights: Sequence[StreamWeights]
-
-    @property
-    def snapshot(self) -> Snapshot:
-        """The samples of these datasets that are kept."""
-        return self.reader.snapshot
-
-    def order(self, config: OrderConfig, lengths: str | None = None, forget: str | None = None) -> RunOrder:
-        """The order of a training run over this data, with these lengths of documents and this file of ids."""
-        forgotten = self.forgotten(forget)
-        config = replace(config, forgotten=None if forgotten is None else forgotten.digest)
-        numbers = None if lengths is None else self.reader.lengths(lengths)
-        return RunOrder(self.snapshot, self.weights, config, numbers, forgotten=forgotten)
-
-    def forgotten(self, file: str | None) -> Forgotten | None:
-        """The samples whose ids a file lists; None without one."""
-        return None if file is None else Forgotten.of(self.snapshot, ids_of(file))
-
-
-def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str) -> list[Mixture]:
+def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[SampleReader]:
     """Find the mixture of these streams; of a single one that is a folder of splits, each split.
 
     The rules of :func:`add_rules` choose among the samples. What is downloaded is kept in the folder.
@@ -276,53 +281,40 @@ def mixtures_of(streams: Sequence[str], options: argparse.Namespace, folder: str
     Raises:
         ValueError: One of several streams is a folder of splits.
     """
+    how, rule = reading_of(options), "a stream of a mixture is one dataset"
+    if "version" in how and len(streams) > 1:
+        raise ValueError(f"--version is that of one dataset; found {len(streams)} streams. Omit it, or pass one stream")
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    how = Reading.of(options)
-    if how.version is not None and len(urls) > 1:
-        raise ValueError(f"--version is that of one dataset; found {len(urls)} streams. Omit it, or pass one stream")
-    found = [datasets_at(url, options.store_options, how) for url in urls]
-    if len(found) == 1:
-        chosen = [[dataset] for dataset in found[0]]
-    else:
-        for text, datasets in zip(streams, found, strict=True):
-            if len(datasets) > 1:
-                splits = " or ".join(dataset.store.url for dataset in datasets)
-                raise ValueError(f"a stream of a mixture is one dataset; {text} is a folder of splits. Pass {splits}")
-        chosen = [[dataset for (dataset,) in found]]
-    return [Mixture(_reader(one, weights, options, f"{folder}/{number}"), weights) for number, one in enumerate(chosen)]
+    first, *others = [datasets_at(url, options.store_options, how) for url in urls]
+    rest = [only_dataset(found, rule) for found in others]
+    readers: list[SampleReader] = []
+    for dataset in [only_dataset(first, rule)] if rest else first:
+        datasets = [dataset, *rest]
+        places = [f"{folder}/{len(readers)}/{number}" for number in range(len(datasets))]
+        reader = reader_over([
+            found.stream(place, options.store_options, **weight)
+            for found, place, weight in zip(datasets, places, weights, strict=True)
+        ])  # fmt: skip
+        reader.indexes = tuple(found.index for found in datasets)  # which were read to find the datasets
+        readers.append(Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader))
+    return readers
 
 
-def _reader(
-    datasets: Sequence[FoundDataset], weights: Sequence[StreamWeights], options: argparse.Namespace, folder: str
-) -> SampleReader:
-    streams = [
-        dataset.stream(f"{folder}/{number}", options.store_options, **vars(weight))
-        for number, (dataset, weight) in enumerate(zip(datasets, weights, strict=True))
-    ]
-    reader = SampleReader(streams, CacheDefaults(), ReaderConfig())
-    reader.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
-    return Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader)
-
-
-def one_dataset_at(remote: str, options: argparse.Namespace, rule: str) -> FoundDataset:
-    """Find the dataset in a folder; ValueError, which begins with the rule, for a folder of splits."""
-    found = datasets_at(remote, options.store_options, Reading.of(options))
-    if len(found) > 1:
-        splits = " or ".join(dataset.store.url for dataset in found)
-        raise ValueError(f"{rule}; {remote} is a folder of splits. Pass {splits}")
-    return found[0]
+def _weighted(text: str) -> tuple[str, dict[str, Any]]:
+    """The URL and the weight of ``URL[=WEIGHT]``."""
+    match = _WEIGHTED.fullmatch(text)
+    if match is None:
+        return text, {}
+    kind, value = match[2] or "proportion", float(match[3])
+    return match[1], {kind: int(value) if kind == "choose" else value}
 
 
 def imported(text: str, flag: str) -> Callable[[Any], Any]:
     """The function that ``MODULE:FUNCTION`` names. ValueError if there is none."""
-    module, colon, name = text.partition(":")
-    if not (module and colon and name):
-        raise ValueError(f"{flag} takes MODULE:FUNCTION, e.g. my_package.data:prepare; found {text!r}")
     sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
     try:
-        found = getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"{flag} {text} cannot be imported: {error}. Run the command in the module's folder"
-        ) from error
-    return found  # type: ignore[no-any-return]
+        module, name = text.split(":")
+        found: Callable[[Any], Any] = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{flag} takes MODULE:FUNCTION; {text} cannot be imported from here: {error}") from error
+    return found

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import argparse
-import re
 import time
-from collections.abc import Callable
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.cache.eviction import Evictor
 from lightning_stream.cache.fetch import verify
 from lightning_stream.cache.folder import CONTROL, CacheFolder, cache_root, default_folder
-from lightning_stream.cli.arguments import add_store_options
+from lightning_stream.cli.arguments import add_flags, add_store_options
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import DigestError, FormatError, redact
 from lightning_stream.formats.index import Index
@@ -20,106 +18,93 @@ from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.order.chain import readable
 from lightning_stream.stores import LocalStore, open_store
 
-HELP = "list, check or prune the shards that this machine keeps"
 EXAMPLES = """examples:
-  lightning-stream cache ls
-  lightning-stream cache path s3://bucket/train
-  lightning-stream cache verify
+  lightning-stream cache list
+  lightning-stream cache check
   lightning-stream cache prune --to 50gb
-  lightning-stream cache prune s3://bucket/train --unused 7d
+  lightning-stream cache prune s3://bucket/train --unused-days 7
 """
-_UNKNOWN = "unknown"
+_DAY_S = 86400
 _INDEXES = "index*.json"  # of the newest version, and of those that were asked for
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 
 class _Cache:
-    """A cache folder of this machine, with the URL of its dataset, without secrets."""
+    """A cache folder of this machine: the URL of its dataset without secrets, its shards, and when one was read."""
 
     def __init__(self, path: Path) -> None:
         self.path, folder = path, CacheFolder(path)
         self.evictor = Evictor(folder)
-        self.url = (folder.source() or f" {_UNKNOWN}").partition(" ")[2]
+        self.url = (folder.source() or "").partition(" ")[2]
+        self.shards = {entry.names[0]: entry for entry in self.evictor.log.entries()}
+        self.num_bytes = sum(entry.num_bytes for entry in self.shards.values())
+        self.last_used = max(map(self.evictor.last_used, self.shards.values()), default=0.0)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``cache``."""
-    parser.add_argument("action", choices=tuple(_ACTIONS), help="what to do")
-    parser.add_argument(
-        "dataset", metavar="URL|FOLDER", nargs="?", help="only the cache of this URL, or in this folder"
-    )
-    parser.add_argument("--to", metavar="BYTES", help="prune until the caches hold at most this, e.g. 50gb")
-    parser.add_argument(
-        "--unused", metavar="TIME", help="prune shards that were not read for this time, e.g. 12h or 7d"
-    )
+    parser.add_argument("action", choices=("list", "ls", "check", "prune"), help="what to do")
+    text = "only the cache of this URL, or in this folder"
+    parser.add_argument("dataset", metavar="URL|FOLDER", nargs="?", help=text)
+    add_flags(parser, {
+        "--to BYTES": "prune the least recently read shards until the caches hold at most this, e.g. 50gb",
+        "--unused-days F": "prune shards that were not read for so many days",
+    })  # fmt: skip
     add_store_options(parser)
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Do what the user asks with the caches that are here."""
-    if options.action != "prune" and (options.to or options.unused):
-        raise ValueError("--to and --unused belong to `cache prune`")
-    return _ACTIONS[options.action](options, out)
+    if (options.action == "prune") != (options.to is not None or options.unused_days is not None):
+        raise ValueError("prune takes --to BYTES, e.g. --to 50gb or --to 0, or --unused-days N; no other action does")
+    caches = [_Cache(path) for path in _folders(options)]
+    if options.action == "prune":
+        return _prune(caches, options, out)
+    return _check(caches, out) if options.action == "check" else _list(caches, out)
 
 
-def _caches(options: argparse.Namespace) -> list[_Cache]:
-    if options.dataset is not None:
-        path = _folder(options)
-        if not (path / CONTROL).is_dir():
-            raise ValueError(f"this machine keeps no cache of {redact(options.dataset)}. See `cache ls`")
-        return [_Cache(path)]
-    root = cache_root()
-    return [_Cache(path.parent) for path in sorted(root.glob(f"*/{CONTROL}"))] if root.is_dir() else []
-
-
-def _folder(options: argparse.Namespace) -> Path:
+def _folders(options: Namespace) -> list[Path]:
+    if options.dataset is None:
+        return [path.parent for path in sorted(cache_root().glob(f"*/{CONTROL}"))]
     store = open_store(options.dataset, options.store_options)
-    if isinstance(store, LocalStore) and (Path(store.folder) / CONTROL).is_dir():
-        return Path(store.folder)
-    return default_folder(store.identity)
+    is_cache = isinstance(store, LocalStore) and (store.folder / CONTROL).is_dir()
+    path = Path(store.url) if is_cache else default_folder(store.identity)
+    if not (path / CONTROL).is_dir():
+        raise ValueError(f"this machine keeps no cache of {redact(options.dataset)}. See `cache list`")
+    return [path]
 
 
-def _path(options: argparse.Namespace, out: Output) -> int:
-    path = cache_root() if options.dataset is None else _folder(options)
-    out.data = {"path": str(path), "exists": path.is_dir()}
-    out.line(str(path))
+def _list(caches: list[_Cache], out: Output) -> int:
+    rows = []
+    for cache in sorted(caches, key=lambda cache: -cache.num_bytes):
+        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(cache.last_used)) if cache.last_used else "never"
+        about = {"size_bytes": cache.num_bytes, "shards": len(cache.shards), "last_read": when}
+        if cache.shards or cache.url:  # a path without a dataset leaves an empty folder
+            rows.append({**about, "url": cache.url or "unknown", "folder": str(cache.path)})
+    out.table("caches", rows)
+    out.data["size_bytes"] = sum(cache.num_bytes for cache in caches)
+    out.line(f"{readable(out.data['size_bytes'])} in {len(rows):,} caches below {cache_root()}")
     return ExitCode.OK
 
 
-def _ls(options: argparse.Namespace, out: Output) -> int:
-    found: list[dict[str, Any]] = []
-    for cache in _caches(options):
-        count, held, used = _held(cache)
-        if count or cache.url != _UNKNOWN:  # a path without a dataset leaves an empty folder
-            found.append({"url": cache.url, "folder": str(cache.path), "shards": count, "bytes": held, "used": used})
-    out.data = {"caches": found, "bytes": sum(one["bytes"] for one in found)}
-    out.line(f"{'size':>10}  {'shards':>8}  {'last read':16}  dataset")
-    for one in sorted(found, key=lambda one: -one["bytes"]):
-        when = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["used"])) if one["used"] else "never"
-        out.line(f"{readable(one['bytes']):>10}  {one['shards']:>8,}  {when:16}  {one['url']}")
-    out.line(f"{readable(out.data['bytes']):>10}  in {len(found):,} caches below {cache_root()}")
-    return ExitCode.OK
-
-
-def _verify(options: argparse.Namespace, out: Output) -> int:
+def _check(caches: list[_Cache], out: Output) -> int:
     """Compare the shards with the hashes of their index; a damaged one is deleted, so that it is fetched again."""
     damaged: list[dict[str, Any]] = []
-    num_shards, caches = 0, _caches(options)
+    num_shards = 0
     for cache in caches:
-        evictor = cache.evictor
-        held = {entry.names[0]: entry for entry in evictor.log.entries()}
         indexes = [Index.from_file(path) for path in cache.path.glob(_INDEXES)]
-        entries = (index.entry(number) for index in indexes for number in range(index.num_shards))
-        for entry in {entry.raw.basename: entry for entry in entries if entry.raw.basename in held}.values():
+        entries = [index.entry(number) for index in indexes for number in range(index.num_shards)]
+        for name, entry in {
+            entry.raw.basename: entry for entry in entries if entry.raw.basename in cache.shards
+        }.items():
             num_shards += 1
             out.progress(f"{num_shards:,} shards")
             try:
                 for raw, _ in entry.files:
                     verify(cache.path / raw.basename, raw, None, str(cache.path / raw.basename))
             except (DigestError, FormatError) as error:
-                is_deleted = evictor.remove(held[entry.raw.basename])
+                is_deleted = cache.evictor.remove(cache.shards[name])
                 if is_deleted:
-                    evictor.log.forget(entry.raw.basename)
+                    cache.evictor.log.forget(name)
                 damaged.append({"url": cache.url, "error": str(error), "deleted": is_deleted})
                 out.line(f"{error} {'It is deleted.' if is_deleted else 'It is in use.'}")
     out.data = {"shards": num_shards, "damaged": damaged}
@@ -128,41 +113,15 @@ def _verify(options: argparse.Namespace, out: Output) -> int:
     return ExitCode.NO if damaged else ExitCode.OK
 
 
-def _prune(options: argparse.Namespace, out: Output) -> int:
-    if options.to is None and options.unused is None:
-        raise ValueError("prune needs --to BYTES, e.g. --to 50gb or --to 0, or --unused TIME, e.g. --unused 7d")
-    since = None if options.unused is None else time.time() - _seconds(options.unused)
+def _prune(caches: list[_Cache], options: Namespace, out: Output) -> int:
+    since = None if options.unused_days is None else time.time() - options.unused_days * _DAY_S
     target = 0 if options.to is None else parse_bytes(options.to, "--to")
-    caches = _caches(options)
-    held = {cache: _held(cache) for cache in caches}
-    deleted, total = 0, sum(num_bytes for _, num_bytes, _ in held.values())
-    for cache in sorted(caches, key=lambda cache: held[cache][2]):
-        others = total - held[cache][1]
+    deleted, total = 0, sum(cache.num_bytes for cache in caches)
+    for cache in sorted(caches, key=lambda cache: cache.last_used):
+        others = total - cache.num_bytes
         freed, left = cache.evictor.prune(max(0, target - others), since)
         deleted, total = deleted + freed, others + left
     out.data = {"deleted_bytes": deleted, "left_bytes": total}
     in_use = f"; more than {options.to}, since the others are in use" if since is None and total > target else ""
     out.line(f"{readable(deleted)} deleted, {readable(total)} left{in_use}")
     return ExitCode.OK
-
-
-def _held(cache: _Cache) -> tuple[int, int, float]:
-    """The shards of a cache, their bytes, and when one was last read: 0.0 for never."""
-    entries = cache.evictor.log.entries()
-    last_used = max(map(cache.evictor.last_used, entries), default=0.0)
-    return len(entries), sum(entry.num_bytes for entry in entries), last_used
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", text)
-    if match is None:
-        raise ValueError(f"--unused is a time such as 90s, 30m, 12h, 7d or 2w; found {text!r}")
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-_ACTIONS: dict[str, Callable[[argparse.Namespace, Output], int]] = {
-    "ls": _ls,
-    "path": _path,
-    "verify": _verify,
-    "prune": _prune,
-}

@@ -1,49 +1,44 @@
-"""``doctor``: what of this machine may hinder a training run, and what to do about it."""
+"""``doctor``: what of this machine may hinder a training run, and how fast it reads a dataset."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
+import re
 import resource
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from importlib import metadata
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain, repeat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import lightning_stream
 from lightning_stream.cache.folder import CacheFolder, cache_root
-from lightning_stream.cli.arguments import FoundDataset, add_store_options, datasets_at
+from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, datasets_of, imported
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
+from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.order.chain import readable
-from lightning_stream.processes import cgroup_limit
+from lightning_stream.processes import cgroup_limit, num_cores
+from lightning_stream.shared_files import scratch_folder
 
-HELP = "check this machine: packages, processors, memory, cache folder, variables, a store"
 EXAMPLES = """exit codes: 0 if nothing is wrong, 1 if something is
 
 examples:
   lightning-stream doctor
   lightning-stream doctor s3://bucket/train
+  lightning-stream doctor s3://bucket/train --read --batch-size 256 --transform my_package.images:augment
 """
-_PACKAGES = (
-    "torch", "numpy", "lightning", "mosaicml", "torchvision", "simplejpeg", "pillow", "zstandard", "brotli", "boto3",
-    "google-cloud-storage", "azure-storage-blob", "pyarrow", "pyspark", "deltalake", "hydra-core",
-)  # fmt: skip
 # What launchers set, and what the stores read; values of the latter are never printed.
-_LAUNCHER = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "SLURM_PROCID", "SLURM_NTASKS", "SLURM_NNODES", "OMP_NUM_THREADS", "LIGHTNING_STREAM_CACHE",
-)  # fmt: skip
-_CREDENTIALS = (
-    "AWS_PROFILE", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "S3_ENDPOINT_URL", "GOOGLE_APPLICATION_CREDENTIALS",
-    "AZURE_STORAGE_CONNECTION_STRING", "DATABRICKS_TOKEN", "HF_TOKEN",
-)  # fmt: skip
+_LAUNCHER = re.compile("(LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_.*|SLURM_(PROCID|N.*)|OMP_.*|LIGHTNING_STREAM_.*")
+_CREDENTIALS = re.compile("AWS_.*|S3_.*|GOOGLE_.*|GCS_.*|AZURE_.*|DATABRICKS_.*|HF_TOKEN")
 _FEW_FILES, _SMALL_SHM, _LITTLE_DISK = 4096, 1 << 30, 10 << 30
-_READ_BYTES = 8 << 20  # of a shard
+_MEASURABLE = 0.1  # the part of the downloads that is more than latency, from which on a rate is known
+_IMAGES = ("jpeg", "png", "pil", "webp")
 
 
 class Finding(NamedTuple):
@@ -55,87 +50,59 @@ class Finding(NamedTuple):
     is_wrong: bool = False
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``doctor``."""
-    parser.add_argument("remote", metavar="PATH|URL", nargs="?", help="a dataset to read from")
-    add_store_options(parser)
+    add_source(parser, nargs="?")
+    add_flags(parser, {
+        "--read": "measure how fast a loader reads the dataset, what limits it, and the rates that `plan` takes",
+        "--batch-size N": "of --read (default: 64)",
+        "--num-workers N": "of --read (default: num_workers='auto')",
+        "--transform MODULE:FUNCTION": "of --read: the transform of the training run",
+        "--seconds F": "of --read: at most so long, and one epoch of a store (default: 10)",
+    })  # fmt: skip
+    parser.set_defaults(batch_size=64, seconds=10.0)
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
-    """Print what was found, and a remedy below each problem."""
+def run(options: Namespace, out: Output) -> int:
+    """Print what was found, and a remedy below each problem; then how fast a dataset is read."""
+    if options.read and options.remote is None:
+        raise ValueError("--read measures reading a dataset: pass PATH|URL")
+    transform = None if options.transform is None else imported(options.transform, "--transform")
+    datasets: list[FoundDataset] = []
     findings = []
-    for finding in _findings(options):
+    for finding in chain(_of_machine(), _of_datasets(options, datasets)):
         findings.append(finding)
         sign = "wrong" if finding.is_wrong else "note" if finding.remedy else "ok"
         out.line(f"{sign:5}  {finding.what:16} {finding.found}")
-        if finding.remedy:
-            out.line(f"{'':24}{finding.remedy}")
-    wrong, notes = (sum(1 for one in findings if bool(one.remedy) and one.is_wrong is kind) for kind in (True, False))
-    out.data = {"findings": [one._asdict() for one in findings]}
-    out.line(f"{wrong} wrong, {notes} to note")
-    return ExitCode.NO if wrong else ExitCode.OK
+        out.lines(f"{'':22}{finding.remedy}" if finding.remedy else "")
+    num_wrong = sum(finding.is_wrong for finding in findings)
+    num_remedies = sum(bool(finding.remedy) for finding in findings)
+    out.data = {"findings": [finding._asdict() for finding in findings]}
+    out.line(f"{num_wrong} wrong, {num_remedies - num_wrong} to note")
+    if options.read and not num_wrong:
+        out.data["reading"] = [_read(dataset, transform, options, out) for dataset in datasets]
+    return ExitCode.NO if num_wrong else ExitCode.OK
 
 
-def _findings(options: argparse.Namespace) -> Iterator[Finding]:
+def _of_machine() -> Iterator[Finding]:
     yield Finding("lightning_stream", f"{lightning_stream.__version__}, Python {platform.python_version()}")
     yield Finding("system", f"{platform.system()} {platform.release()}, {platform.machine()}")
-    yield Finding("packages", ", ".join(f"{name} {version}" for name, version in _versions().items()) or "none")
-    yield _processors()
-    yield _memory()
-    yield _shared_memory()
-    yield _open_files()
-    yield _cache_folder()
-    yield _devices()
-    yield _launcher(os.environ)
-    given = [name for name in _CREDENTIALS if os.environ.get(name)]
-    yield Finding("credentials", f"set: {', '.join(given)}" if given else "no variable of a store is set")
-    if options.remote is not None:
-        yield from _stores(options)
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # noqa: PERF203 - there are sixteen
-            continue
-    return found
-
-
-def _processors() -> Finding:
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, _, period = (cgroup_limit("cpu.max") or "max 1").partition(" ")
-    share = allowed if quota == "max" else int(quota) / int(period)
-    found = f"{allowed} of {os.cpu_count()} may be used"
-    if share < allowed:
-        return Finding(
-            "processors", f"{found}; a quota allows {share:g}", f"Use at most {max(1, int(share))} workers per machine."
-        )
-    return Finding("processors", found)
-
-
-def _memory() -> Finding:
+    yield Finding("processors", f"{num_cores()} of {os.cpu_count()} may be used")
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = cgroup_limit("memory.max")
-    if limit and limit != "max" and int(limit) < total:
-        return Finding("memory", f"{readable(int(limit))}, a limit below the machine's {readable(total)}")
-    return Finding("memory", readable(total))
-
-
-def _shared_memory() -> Finding:
-    if not Path("/dev/shm").is_dir():
-        return Finding("shared memory", "there is no /dev/shm: workers send batches through pipes")
-    free = shutil.disk_usage("/dev/shm").free
+    limit = cgroup_limit("memory.max") or "max"
+    yield Finding("memory", readable(total if limit == "max" else min(total, int(limit))))
+    free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else _SMALL_SHM
     remedy = "Batches of workers pass through it: give the container more, e.g. docker run --shm-size=8g."
-    return Finding("shared memory", f"{readable(free)} free in /dev/shm", remedy if free < _SMALL_SHM else "")
-
-
-def _open_files() -> Finding:
+    yield Finding("shared memory", f"{readable(free)} free in /dev/shm", remedy if free < _SMALL_SHM else "")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_few = hard != resource.RLIM_INFINITY and hard < _FEW_FILES
     remedy = f"A process maps each shard that it reads: raise the hard limit to {_FEW_FILES:,} (ulimit -Hn)."
-    return Finding("open files", f"{soft:,}, at most {hard:,}", remedy if is_few else "")
+    yield Finding("open files", f"{soft:,}, at most {hard:,}", remedy if is_few else "")
+    yield _cache_folder()
+    yield _devices()
+    yield _launcher()
+    names = [name for name in sorted(os.environ) if _CREDENTIALS.fullmatch(name)]
+    yield Finding("store variables", ", ".join(names) or "none is set")
 
 
 def _cache_folder() -> Finding:
@@ -157,56 +124,70 @@ def _devices() -> Finding:
     except ImportError:
         return Finding("devices", "torch is not installed", "pip install torch", is_wrong=True)
     names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    return Finding("devices", ", ".join(names) or "no GPU that torch can use")
+    return Finding("devices", f"torch {torch.__version__}: {', '.join(names) or 'no GPU that it can use'}")
 
 
-def _launcher(variables: Mapping[str, str]) -> Finding:
-    given = {name: variables[name] for name in _LAUNCHER if variables.get(name)}
-    shown = ", ".join(f"{name}={value}" for name, value in given.items()) or "no variable is set: one process"
-    counts = {name: given[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if name in given}
-    wrong = [f"{name}={value}" for name, value in counts.items() if not value.isdigit()]
-    if wrong:
-        return Finding("launcher", shown, f"{', '.join(wrong)} must be a number: start with torchrun or srun.", True)
-    if {"RANK", "WORLD_SIZE"} <= counts.keys() and int(counts["RANK"]) >= int(counts["WORLD_SIZE"]):
-        return Finding("launcher", shown, "RANK must be below WORLD_SIZE: start with torchrun or srun.", True)
-    if len({"RANK", "WORLD_SIZE"} & counts.keys()) == 1:
-        return Finding("launcher", shown, "RANK and WORLD_SIZE belong together: set both, or none.", True)
-    return Finding("launcher", shown)
+def _launcher() -> Finding:
+    shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _LAUNCHER.fullmatch(name)]
+    rank, size = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    is_wrong = not (rank.isdigit() and size.isdigit() and int(rank) < int(size))
+    remedy = "RANK and WORLD_SIZE are numbers, RANK below WORLD_SIZE: start with torchrun or srun, or unset both."
+    return Finding("launcher", ", ".join(shown) or "one process", remedy if is_wrong else "", is_wrong)
 
 
-def _stores(options: argparse.Namespace) -> Iterator[Finding]:
-    """Read the index of every dataset there, and some MB of a shard, and time them."""
-    try:
-        begin = time.perf_counter()
-        found = datasets_at(options.remote, options.store_options)
-    except (LightningStreamError, ValueError, OSError) as error:
-        yield Finding("store", redact(options.remote), str(error), is_wrong=True)
+def _of_datasets(options: Namespace, datasets: list[FoundDataset]) -> Iterator[Finding]:
+    """Read the index of every dataset there, which is added to the list, and time it."""
+    if options.remote is None:
         return
-    took = f" in {time.perf_counter() - begin:.2f} s" if len(found) == 1 else ""
-    yield from (_store(dataset, took) for dataset in found)
-
-
-def _store(dataset: FoundDataset, took: str) -> Finding:
-    about = f"{dataset.store.url}: index of {dataset.index.num_shards:,} shards{took}"
+    begin = time.perf_counter()
     try:
-        if not dataset.index.num_shards:
-            return Finding("store", about)
-        first_s, bytes_per_s = _timed_read(dataset)
-        rate = readable(int(bytes_per_s))
-        return Finding("store", f"{about}; first byte after {1000 * first_s:.0f} ms, {rate}/s on one connection")
+        datasets += datasets_of(options)
     except (LightningStreamError, ValueError, OSError) as error:
-        return Finding("store", about, str(error), is_wrong=True)
+        yield Finding("dataset", redact(options.remote), str(error), is_wrong=True)
+    took_s = time.perf_counter() - begin
+    for dataset in datasets:
+        shards = f"index of {dataset.index.num_shards:,} shards"
+        yield Finding("dataset", f"{dataset.store.url}: {shards}, found in {took_s:.2f} s")
 
 
-def _timed_read(dataset: FoundDataset) -> tuple[float, float]:
-    """Read some MB of the first shard, without the cache: seconds to the first byte, and bytes per second."""
-    (raw, compressed), *_ = dataset.index.entry(0).files
-    file = compressed or raw
-    name = file.basename if file.origin is None else file.origin.name
-    end = min(file.num_bytes, _READ_BYTES) if file.origin is None else _READ_BYTES
-    began, first_s, num_bytes = time.perf_counter(), 0.0, 0
-    with dataset.store.open(name, 0, end) as body:
-        for chunk in body:
-            first_s = first_s or time.perf_counter() - began
-            num_bytes += len(chunk)
-    return first_s, num_bytes / (time.perf_counter() - began)
+def _loaded(sample: Any) -> Any:
+    """A sample whose images are decoded, as a transform does."""
+    for name, value in sample.items():
+        load_images(name, value)
+    return sample
+
+
+def _read(dataset: FoundDataset, transform: Any, options: Namespace, out: Output) -> dict[str, Any]:
+    """Read batches for a while, and print where the time went, what limits it, and the rates for a plan."""
+    from lightning_stream.dataset import StreamingDataset
+    from lightning_stream.loader import StreamingDataLoader
+    from lightning_stream.loading.verdict import verdict_of
+
+    if transform is None and any(kind.startswith(_IMAGES) for kind in dataset.index.columns.values()):
+        transform = _loaded
+    workers: Any = "auto" if options.num_workers is None else options.num_workers
+    with scratch_folder() as folder:
+        streams = [dataset.stream(folder, options.store_options)]
+        data = StreamingDataset(streams=streams, shuffle=True, transform=transform)
+        loader = StreamingDataLoader(data, options.batch_size, num_workers=workers, persistent_workers=workers != 0)
+        end = time.perf_counter() + options.seconds
+        for _ in chain.from_iterable(repeat(loader)) if dataset.is_local else loader:  # the cache has a second epoch
+            if time.perf_counter() > end:
+                break
+        stats = loader.stats()
+    counted = stats.counters
+    rates = {"sample_s": (sum(stats.work.values()) - stats.work["fetching"]) / max(1, stats.num_samples)}
+    flags = f"--sample-ms {1000 * rates['sample_s']:.3g}"
+    if counted["shards_fetched"]:
+        num_mb = counted["shards_fetched"] * float(dataset.index.raw_bytes.mean()) / 1e6
+        rates["unpack_s_per_mb"] = (counted["verify_s"] + counted["decompress_s"]) / num_mb
+        rates["latency_s"] = counted["first_byte_s"] / max(1, counted["requests"])
+        flags += f" --unpack-ms {1000 * rates['unpack_s_per_mb']:.3g} --link latency={1000 * rates['latency_s']:.3g}ms"
+        receiving_s = counted["download_s"] - rates["latency_s"] * counted["shards_fetched"]
+        if receiving_s > _MEASURABLE * counted["download_s"]:
+            rates["connection_bytes_per_s"] = counted["fetched_bytes"] / receiving_s
+            flags += f",connection={max(1, rates['connection_bytes_per_s'] / 1e6):.0f}mb"
+    out.line(f"{dataset.store.url}, read with num_workers={stats.settings.num_workers}:")
+    out.lines(f"{stats}\nfor plan: {flags}")
+    speed = {"samples_per_s": stats.samples_per_s, "download_mb_s": stats.download_mb_s}
+    return {"url": dataset.store.url, **speed, "rates": rates, "verdict": asdict(verdict_of(stats))}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -62,16 +59,34 @@ class Output:
         for line in text.splitlines():
             self.line(f"  {line}")
 
-    def show(self, about: Mapping[str, Any]) -> None:
-        """Print names and values, one pair a line; those of a mapping below its name."""
-        for name, value in separated(about).items():
-            label = f"  {name.removesuffix('_bytes').replace('_', ' ')}"
-            if isinstance(value, Mapping):
-                self.line(label)
-                for inner, one in value.items():  # names of columns and settings, as they are
-                    self.line(f"{'    ' + inner.removesuffix('_bytes'):<{_WIDTH}} {as_text(inner, one)}")
+    def show(self, about: Mapping[str, Any], indent: str = "  ") -> None:
+        """Print names and values, one pair a line; those of a mapping below its name, as they are."""
+        for name, value in about.items():
+            is_inner = len(indent) > 2  # names of columns and settings, and numbers that may be ids
+            label = name.removesuffix("_bytes") if is_inner else _label(name)
+            if isinstance(value, Mapping) and not is_inner:
+                self.line(f"{indent}{label}")
+                self.show(value, indent * 2)
             else:
-                self.line(_wrapped(f"{label:<{_WIDTH}} {as_text(name, value)}"))
+                is_count = type(value) is int and not is_inner and not name.endswith("_bytes")
+                text = f"{value:,}" if is_count else as_text(name, value)
+                self.line(f"{indent + label:<{_WIDTH}} {text}")
+
+    def add(self, group: str, about: Mapping[str, Any]) -> None:
+        """Add one of several answers, and print it: its first value as a title, and the others below."""
+        self.data.setdefault(group, []).append(about)
+        (_, title), *others = about.items()
+        self.line(str(title))
+        self.show(dict(others))
+
+    def table(self, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Add rows that have the same names, and print them in columns."""
+        self.data[name] = rows
+        texts = [list(map(_label, rows[0]))] if rows else []
+        texts += [[as_text(inner, value) for inner, value in row.items()] for row in rows]
+        widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+        for cells in texts:
+            self.line("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
     def progress(self, text: str) -> None:
         """Replace the line of progress; only on a terminal."""
@@ -99,28 +114,17 @@ class Output:
             self._has_progress = False
 
 
-def separated(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Whole numbers that are no bytes as text with separators of thousands."""
-    is_count = {name: type(value) is int and not name.endswith("_bytes") for name, value in about.items()}
-    return {name: f"{value:,}" if is_count[name] else value for name, value in about.items()}
-
-
-def _wrapped(text: str) -> str:
-    """A name and its value in lines as wide as the terminal; in one line for a file or a pipe."""
-    if sys.stdout is None or not sys.stdout.isatty():
-        return text
-    width = max(2 * _WIDTH, shutil.get_terminal_size().columns)
-    indent = " " * (_WIDTH + 1)
-    return textwrap.fill(text, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+def _label(name: str) -> str:
+    return name.removesuffix("_bytes").replace("_", " ")
 
 
 def as_text(name: str, value: Any) -> str:
     """A value on one line; a number with the unit that its name says, and the first items of a long list."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{inner} {as_text(inner, one)}" for inner, one in value.items())
+        return ", ".join(f"{inner} {as_text(inner, part)}" for inner, part in value.items())
     if isinstance(value, list):
         more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
-        return ", ".join([as_text(name, one) for one in value[:_SHOWN]] + more) or "none"
+        return ", ".join([as_text(name, part) for part in value[:_SHOWN]] + more) or "none"
     if isinstance(value, int) and name.endswith("_bytes"):
         from lightning_stream.order.chain import readable  # not before Ctrl-C is handled
 
@@ -138,19 +142,7 @@ def _visible(text: str) -> str:
 def _finite(value: Any) -> Any:
     """A value as JSON has it: None for a number that is not finite."""
     if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
+        return {name: _finite(part) for name, part in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(one) for one in value]
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def in_flags(message: str, parser: argparse.ArgumentParser | None) -> str:
-    """A message of the library with a command's flags for Python arguments: ``--overwrite`` for ``overwrite=True``."""
-    for action in parser._actions if parser is not None else ():  # noqa: SLF001 - argparse has no public list of flags
-        for flag in action.option_strings[:1]:
-            name = flag.strip("-").replace("-", "_")
-            message = re.sub(rf"(?<![\w/.-]){name}=True\b", flag, message)
-            message = re.sub(rf"(?<![\w/.-]){name}=", f"{flag}=", message)
-            if "_" in name:
-                message = re.sub(rf"(?<![\w/.-]){name}(?![\w/.])", flag, message)
-    return message

@@ -18,7 +18,7 @@ from lightning_stream.cli.arguments import (
     add_rules,
     add_store_options,
     add_streams,
-    mixtures_of,
+    readers_of,
 )
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.formats.sizes import parse_bytes, parse_count
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.plan import Plan
 
-HELP = "plan a training run: downloads, price, cache and shuffle, and what limits its speed"
 EXAMPLES = """examples:
   lightning-stream plan s3://bucket/train --batch-size 32 --nodes 2 --devices 8 --num-workers 8 --step-ms 250 \\
       --link latency=20ms,connection=60mb,node=10gbit --sample-ms 4 --cores 64 --price s3-internet
@@ -139,9 +138,9 @@ def _datasets(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
     if options.shards is not None:
         return _imagined(options, folder)
     found: dict[str, list[Stream]] = {}
-    for mixture in mixtures_of(options.stream or [options.remote], options, folder):
-        name = " + ".join(mixture.snapshot.stream_names)
-        found[name] = list(mixture.reader.streams)
+    for reader in readers_of(options.stream or [options.remote], options, folder):
+        name = " + ".join(reader.snapshot.stream_names)
+        found[name] = list(reader.streams)
         for number, stream in enumerate(found[name]):
             stream.local = f"{folder}/cache/{len(found)}/{number}"
     return found

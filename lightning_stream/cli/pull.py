@@ -2,59 +2,49 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from lightning_stream.cli.arguments import add_reading, add_store_options, datasets_of
+from lightning_stream.cli.arguments import add_flags, add_source, datasets_of, reader_over
 from lightning_stream.cli.output import ExitCode, Output
-from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
-from lightning_stream.stores import LocalStore
+from lightning_stream.processes import num_processes
 from lightning_stream.threads import DaemonPool
 
-HELP = "download a dataset, verified; the same command again continues"
 EXAMPLES = """Afterwards StreamingDataset(URL, local=FOLDER) downloads nothing.
 
 examples:
   lightning-stream pull s3://bucket/train /data/train
   lightning-stream pull s3://bucket/train
 """
+_THREADS = 16
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``pull``."""
-    parser.add_argument("remote", metavar="URL", help="URL of a dataset, or of a folder of splits")
+    add_source(parser)
     parser.add_argument("local", metavar="FOLDER", nargs="?", help="where to; without it, the default cache")
-    parser.add_argument("--num-workers", type=int, default=16, metavar="N", help="files at once (default: 16)")
-    add_reading(parser)
-    add_store_options(parser)
+    add_flags(parser, {"--num-workers N": f"files at once (default: {_THREADS})"})
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Download every dataset at the URL."""
-    if options.num_workers < 1:
-        raise ValueError(f"--num-workers is at least 1; found {options.num_workers}")
-    out.data = {"datasets": []}
+    workers = num_processes(options.num_workers or _THREADS)
     for dataset in datasets_of(options):
-        if isinstance(dataset.store, LocalStore):
+        if dataset.is_local:
             raise ValueError(f"pull downloads from a store; {dataset.remote} is a folder of this machine")
         split = dataset.remote.rstrip("/")[len(options.remote.rstrip("/")) :].strip("/")
         local = None if options.local is None else str(Path(options.local, split))
-        stream = Stream(dataset.remote, local=local, options=options.store_options, **vars(dataset.how))
-        reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
+        reader = reader_over([dataset.stream(local, options.store_options)])
         (cache,), (index,) = reader.caches, reader.indexes
-        num_new = sum(not cache.present(index.entry(number)) for number in range(index.num_shards))
-        with DaemonPool(options.num_workers, "pull") as pool:
-            fetches = [pool.submit(cache.ensure, index.entry(number)) for number in range(index.num_shards)]
-            for number, fetch in enumerate(fetches, 1):
+        entries = [index.entry(number) for number in range(index.num_shards)]
+        num_new = sum(not cache.present(entry) for entry in entries)
+        with DaemonPool(workers, "pull") as pool:
+            for number, fetch in enumerate([pool.submit(cache.ensure, entry) for entry in entries], 1):
                 fetch.result()
                 out.progress(f"{number:,} of {index.num_shards:,} shards")
         for name in index.lengths:
             reader.lengths(name)
         _ = reader.kept  # which samples are deleted is a file, too
-        out.data["datasets"].append(
-            {"url": dataset.store.url, "folder": str(cache.folder), "shards": index.num_shards, "new_shards": num_new}
-        )
-        out.line(f"{dataset.store.url}: {index.num_shards:,} shards in {cache.folder}, {num_new:,} of them new")
+        about = {"url": dataset.store.url, "folder": str(cache.folder), "shards": len(entries), "new_shards": num_new}
+        out.add("datasets", about)
     return ExitCode.OK

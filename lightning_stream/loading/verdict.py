@@ -205,7 +205,7 @@ def _failing(stats: LoaderStats) -> Verdict:
     if counted["corrupt"] >= _RATHER * counted["retries"]:
         finding = f"{counted['corrupt']:,.0f} downloads did not have the bytes that the index promises."
         return Verdict(
-            "corrupt_downloads", finding, "Run `lightning-stream verify` on the dataset, and check the network."
+            "corrupt_downloads", finding, "Run `lightning-stream check` on the dataset, and check the network."
         )
     if counted["throttled"] < _RATHER * counted["retries"]:
         finding = f"{counts} to the store failed and were sent again."

@@ -44,7 +44,7 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
         known = sorted({each for _, index in streams for each in index.lengths})
         raise NotFoundError(
             f"every stream must have the lengths {name!r}: {'; '.join(problems)}. Add them with `lightning-stream "
-            f"lengths PATH --column {name}`, or write the dataset with lengths={{{name!r}: len}}. Known "
+            f"convert PATH --lengths {name}`, or write the dataset with lengths={{{name!r}: len}}. Known "
             f"lengths: {', '.join(known) or 'none'}."
         )
     parts = [part for cache, index in streams for part in _of_stream(cache, index, name)]
@@ -159,8 +159,8 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
     if (lengths < 0).any():
         raise FormatError(
             f"{cache.store.url}/{entry.raw.basename}: the offsets of its samples are not those of {encoding} of one "
-            f"dimension, so the lengths {name!r} do not follow from them. Add them: lightning-stream lengths PATH "
-            f"--column {name}."
+            f"dimension, so the lengths {name!r} do not follow from them. Add them: lightning-stream convert PATH "
+            f"--lengths {name}."
         )
     return lengths.astype(np.uint32)
 

@@ -30,7 +30,7 @@ from lightning_stream.spark.plan import quoted
 from lightning_stream.spark.settings import Settings
 from lightning_stream.stores import open_store
 
-_LABEL = "rows of a Spark DataFrame"  # in `lightning-stream cache ls`
+_LABEL = "rows of a Spark DataFrame"  # in `lightning-stream cache list`
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
 
 

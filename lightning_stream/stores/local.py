@@ -33,7 +33,8 @@ class LocalStore(BaseStore):
     traits = StoreTraits(ranges=True, sorted_listing=True, exclusive_put=True, conditional_put=True)
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser().absolute()
+        path = Path(folder).expanduser().absolute()
+        self.folder = path.resolve() if ".." in path.parts else path
         self.url = str(self.folder)
 
     @classmethod

@@ -1,10 +1,9 @@
-"""Moves the data's position between trainers: from a checkpoint of any of them to the data or a file of any other."""
+"""Moves the data's position between trainers: from a checkpoint of any of them to the data of any other."""
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
 import zipfile
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -17,8 +16,7 @@ from torch.torch_version import TorchVersion
 
 from lightning_stream.errors import StateError
 from lightning_stream.loading.plain import STATE_KEY, unpacked
-from lightning_stream.order import Position, is_mosaic_state
-from lightning_stream.shared_files import publish
+from lightning_stream.order import is_mosaic_state
 
 _DEEPEST = 6  # levels at which the files of plain loops are searched; Lightning keeps states of loaders at the fifth
 # Composer's checkpoints hold these beside tensors and plain values: the clock's times, and numpy's random state.
@@ -105,108 +103,11 @@ def start_at(state: Mapping[str, Any], data: Any) -> None:
     loader.load_state_dict(state)
 
 
-def trainer_of(content: Any) -> str:
-    """The trainer whose checkpoint this is: ``lightning`` or ``composer``; else ``plain``."""
-    if "pytorch-lightning_version" in _inner(content) or STATE_KEY in _inner(content, "callbacks"):
-        return "lightning"
-    return "composer" if _inner(content, "state", "timestamp") else "plain"
-
-
 def _inner(content: Any, *names: str) -> Mapping[str, Any]:
     """The mapping below these names; empty if there is none."""
     for name in names:
         content = content.get(name) if isinstance(content, Mapping) else None
     return content if isinstance(content, Mapping) else {}
-
-
-def write_position(
-    state: Mapping[str, Any],
-    to: str | os.PathLike[str],
-    into: str | os.PathLike[str] | None = None,
-    *,
-    steps: int = -1,
-    trainer: str | None = None,
-) -> str:
-    """Write a position as a file of its own, or as part of a copy of a checkpoint; return whose checkpoint that is.
-
-    Weights, optimizer and the counts of all steps stay those of the checkpoint. Nothing is overwritten, and no file is
-    left half written.
-
-    Args:
-        state: What `read_position` returned.
-        to: The new file; one that ends in ``.json`` is JSON, any other is written by `torch.save`.
-        into: A checkpoint of Lightning or Composer, one file, which is copied; None for the position alone.
-        steps: Global batches of the epoch that are done, for Composer's clock; -1 where they are not known.
-        trainer: ``lightning`` or ``composer``, to refuse a checkpoint of another one.
-
-    Raises:
-        FileExistsError: There is a file already.
-        FileNotFoundError: There is no such folder, or no checkpoint.
-        StateError: The trainer could not continue from that checkpoint.
-    """
-    target = Path(to)
-    if target.exists():
-        raise FileExistsError(f"a position is written to a new file, but {target} exists. Name another, or delete it")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"a position is written into a folder that exists; {target.parent} does not. Make it")
-    found, content = ("plain", dict(state)) if into is None else _with_position(Path(into), state, steps)
-    if into is not None and trainer in ("lightning", "composer") and trainer != found:
-        raise StateError(f"a position for {trainer} is written into a checkpoint of it; {into} is one of {found}")
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    try:
-        if target.suffix == ".json" and into is None:
-            draft.write_text(json.dumps(content))
-        else:
-            torch.save(content, draft)
-        publish(draft, target)
-    finally:
-        draft.unlink(missing_ok=True)
-    return found
-
-
-def _with_position(path: Path, state: Mapping[str, Any], steps: int) -> tuple[str, dict[str, Any]]:
-    """The trainer and the content of a checkpoint, with another position of the data."""
-    if path.is_dir():
-        raise StateError(
-            f"a position is written into a checkpoint of one file; {path} is a sharded one. Load that as it is, and "
-            "move the position in the training script: start_at(read_position(...), data)"
-        )
-    content = dict(_read(path, trusted=False))
-    trainer = trainer_of(content)
-    if trainer == "lightning":
-        if not content.get("loops"):
-            raise StateError(f"Lightning continues from a whole checkpoint; {path} has weights alone. Pass a whole one")
-        own = {STATE_KEY: {"position": dict(state), "validated_step": -1}}
-        return trainer, {**content, "callbacks": {**content.get("callbacks", {}), **own}}
-    if trainer == "plain":
-        raise StateError(
-            f"a position is written into a checkpoint of Lightning or Composer; {path} is none. The file of a plain "
-            "loop has its own layout: write the position alone, and load that in the script"
-        )
-    inner, clock = content["state"], content["state"]["timestamp"]["Timestamp"]
-    is_ours = not is_mosaic_state(state)
-    now = {"epoch": state["epoch"], "sample_in_epoch": state["position"] if is_ours else state["sample_in_epoch"]}
-    steps = _steps_of(state) if steps < 0 else steps
-    if steps >= 0:
-        # A dataset in torch's own DataLoader asks this clock where it is.
-        clock = {**clock, **now, "batch_in_epoch": steps}
-    elif {name: clock[name] for name in now} != now:
-        raise StateError(
-            "Composer's clock counts the batches of an epoch, which this state does not record. Pass a checkpoint that "
-            "Composer wrote at this position, or load the state in the training script: start_at(read_position(...))"
-        )
-    held = {"train": {STATE_KEY: json.dumps(dict(state))} if is_ours else dict(state)}
-    inner = {**inner, "timestamp": {"Timestamp": clock}, "dataset_state": {**inner.get("dataset_state", {}), **held}}
-    return trainer, {**content, "state": inner}
-
-
-def _steps_of(state: Mapping[str, Any]) -> int:
-    """Global batches of the epoch that are done; -1 where the state does not tell."""
-    if is_mosaic_state(state):
-        return -1 if state["sample_in_epoch"] else 0
-    position = Position.from_state(state)
-    buckets = position.order.buckets
-    return position.num_steps(None) if buckets is None or buckets.batch_tokens is None else -1
 
 
 def _read(path: Path, trusted: bool) -> Any:

@@ -76,5 +76,5 @@ def check_appendable(base: Index, form: str, columns: Mapping[str, str], lengths
         raise ValueError(
             f"appended samples must have the lengths that the dataset has; {base.where} has "
             f"{', '.join(base.lengths) or 'none'}, got {', '.join(lengths) or 'none'}. Pass lengths= with a "
-            "function for each of them; lightning-stream lengths adds others to the dataset."
+            "function for each of them; lightning-stream convert PATH --lengths NAME adds others to the dataset."
         )

@@ -86,7 +86,7 @@ def merge_index(
     if beside:
         warnings.warn(
             f"a merged index has the lengths of its partitions; {', '.join(beside[:3])} of the former one are not "
-            "among them. Add them again: lightning-stream lengths PATH --column NAME.",
+            "among them. Add them again: lightning-stream convert PATH --lengths NAME.",
             stacklevel=2,
         )
     parts = {folder: read_index(place.partition(folder)) for folder in folders}
@@ -141,7 +141,7 @@ def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:
             warnings.warn(
                 f"the merged index has no lengths {name!r}, since {len(without)} of {len(parts)} partitions have none: "
                 f"{', '.join(without[:3])}{' ...' if len(without) > 3 else ''}. Add them to the merged dataset: "
-                f"lightning-stream lengths PATH --column {name}.",
+                f"lightning-stream convert PATH --lengths {name}.",
                 stacklevel=3,
             )
             continue

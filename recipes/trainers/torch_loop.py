@@ -205,7 +205,7 @@ class TorchTrainer:
         if self.world.rank:
             return
         content |= {name: part.state_dict() for name, part in self.parts.items()}
-        # The position is the same on every rank. It is where Lightning keeps it, so `explain` finds it, too.
+        # The position is the same on every rank. It is where Lightning keeps it, so `position` finds it, too.
         content["callbacks"] = {STATE_KEY: {"position": self.loader.state_dict()}}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         draft = self.path.with_name("draft.pt")

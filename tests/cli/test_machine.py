@@ -52,21 +52,22 @@ def test_a_folder_of_this_machine_is_not_pulled(shards: Path, answer: Answer) ->
 
 
 def test_caches_are_listed_and_pruned(url: str, answer: Answer) -> None:
-    assert answer("cache", "ls") == (0, {"caches": [], "bytes": 0})
+    assert answer("cache", "ls") == (0, {"caches": [], "size_bytes": 0})
     answer("pull", url)
     _, listed = answer("cache", "ls")
     assert sorted((one["url"].removeprefix(url), one["shards"]) for one in listed["caches"]) == [
         ("/train", 5),
         ("/val", 2),
     ]
-    _, one = answer("cache", "path", f"{url}/train")
-    assert one == {"path": next(each["folder"] for each in listed["caches"] if each["shards"] == 5), "exists": True}
-    _, pruned = answer("cache", "prune", "--to", str(listed["bytes"] - 1))
-    assert 0 < pruned["deleted_bytes"] < listed["bytes"]
-    assert pruned["left_bytes"] == listed["bytes"] - pruned["deleted_bytes"]
-    assert answer("cache", "prune", "--unused", "1d")[1]["deleted_bytes"] == 0
+    assert answer("cache", "list", f"{url}/train")[1]["caches"] == [
+        one for one in listed["caches"] if one["shards"] == 5
+    ]
+    _, pruned = answer("cache", "prune", "--to", str(listed["size_bytes"] - 1))
+    assert 0 < pruned["deleted_bytes"] < listed["size_bytes"]
+    assert pruned["left_bytes"] == listed["size_bytes"] - pruned["deleted_bytes"]
+    assert answer("cache", "prune", "--unused-days", "1")[1]["deleted_bytes"] == 0
     assert answer("cache", "prune", f"{url}/val", "--to", "0")[0] == 0
-    left = {each["url"].removeprefix(url): each["bytes"] for each in answer("cache", "ls")[1]["caches"]}
+    left = {each["url"].removeprefix(url): each["size_bytes"] for each in answer("cache", "ls")[1]["caches"]}
     assert left["/val"] == 0
     assert left["/train"] > 0
 
@@ -81,32 +82,32 @@ def test_a_shard_in_use_is_not_pruned(url: str, answer: Answer) -> None:
 
 def test_a_damaged_shard_in_a_cache_is_deleted(url: str, tmp_path: Path, answer: Answer) -> None:
     answer("pull", url)
-    assert answer("cache", "verify") == (0, {"shards": 7, "damaged": []})
+    assert answer("cache", "check") == (0, {"shards": 7, "damaged": []})
     damaged = next((tmp_path / "cache").glob("*train*/shard.00001.mds"))
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    code, found = answer("cache", "verify")
+    code, found = answer("cache", "check")
     assert (code, found["shards"], [each["deleted"] for each in found["damaged"]]) == (1, 7, [True])
     assert not damaged.exists()
-    assert answer("cache", "verify") == (0, {"shards": 6, "damaged": []})
+    assert answer("cache", "check") == (0, {"shards": 6, "damaged": []})
 
 
 def test_the_cache_of_one_version_is_verified(url: str, tmp_path: Path, answer: Answer) -> None:
-    digest = answer("inspect", f"{url}/val")[1]["datasets"][0]["digest"]
+    digest = answer("show", f"{url}/val")[1]["datasets"][0]["digest"]
     assert answer("pull", f"{url}/val", "--version", digest[:12])[0] == 0
     damaged = next((tmp_path / "cache").glob("*val*/shard.00000.mds"))
     damaged.write_bytes(bytes(damaged.stat().st_size))
-    assert len(answer("cache", "verify")[1]["damaged"]) == 1
+    assert len(answer("cache", "check")[1]["damaged"]) == 1
 
 
 @pytest.mark.parametrize(
     ("given", "rule"),
     [
-        (["prune"], "prune needs --to BYTES"),
-        (["ls", "--to", "1gb"], "belong to `cache prune`"),
-        (["prune", "--unused", "soon"], "--unused is a time such as"),
-        (["verify", "/no/such/folder"], "keeps no cache of /no/such/folder"),
+        (["prune"], "prune takes --to BYTES"),
+        (["ls", "--to", "1gb"], "no other action does"),
+        (["prune", "--unused-days", "soon"], "--unused-days: invalid float value"),
+        (["check", "/no/such/folder"], "keeps no cache of /no/such/folder"),
     ],
 )
 def test_wrong_arguments_of_cache_are_refused(answer: Answer, given: list[str], rule: str) -> None:
@@ -133,7 +134,7 @@ def test_the_doctor_finds_what_is_wrong(tmp_path: Path, monkeypatch: Any, capsys
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor", str(tmp_path / "nothing")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines if line.startswith("wrong")] == ["cache", "launcher", "store"]
+    assert [line.split()[1] for line in lines if line.startswith("wrong")] == ["cache", "launcher", "dataset"]
     assert lines[-1].startswith("3 wrong, ")
 
 
@@ -141,40 +142,53 @@ def slow(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "sum": sum(range(20_000))}
 
 
-def test_bench_names_the_bottleneck_and_proposes_workers(url: str, shards: Path, answer: Answer) -> None:
-    given = ["--batch-size", "8", "--seconds", "0.2", "--num-workers", "0"]
-    code, found = answer("bench", f"{url}/val", *given, "--step-ms", "0.001")
-    assert (code, found["num_workers"]) == (0, 0)
-    assert found["store_samples_per_s"] > 0
-    assert found["samples_per_s"] == min(found["store_samples_per_s"], found["cached_samples_per_s"]["0"])
-    assert found["waiting_share"] > 0.9
-    code, found = answer("bench", str(shards / "train"), *given, "--transform", f"{__name__}:slow")
-    assert (code, found["bottleneck"], found["store_samples_per_s"]) == (0, "transform", None)
+def test_reading_is_measured_with_its_bottleneck_and_the_rates_of_a_plan(
+    url: str, shards: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = answer("doctor", f"{url}/val", "--read", "--batch-size", "4", "--num-workers", "0")
+    (read,) = found["reading"]
+    assert (code, read["url"]) == (0, f"{url}/val")
+    assert read["samples_per_s"] > 0
+    assert {"sample_s", "unpack_s_per_mb", "latency_s"} <= set(read["rates"])
+    given = [
+        "doctor",
+        str(shards / "train"),
+        "--read",
+        "--batch-size",
+        "8",
+        "--transform",
+        f"{__name__}:slow",
+        "--seconds",
+        "1",
+    ]
+    code, found = answer(*given, "--num-workers", "0")
+    assert (code, set(found["reading"][0]["verdict"]) >= {"cause", "finding", "remedy"}) == (0, True)
+    assert main([*given, "--num-workers", "0"]) == 0
+    assert "for plan: --sample-ms " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("given", "rule"),
     [
-        (["--num-workers", "two"], "--num-workers takes numbers"),
-        (["--transform", "nothing:here"], "--transform nothing:here cannot be imported"),
+        (["--num-workers", "two"], "--num-workers: invalid int value"),
+        (["--transform", "nothing:here"], "nothing:here cannot be imported"),
         (["--transform", "nothing"], "--transform takes MODULE:FUNCTION"),
-        (["--batch-size", "0"], "--batch-size is at least 1"),
+        (["--batch-size", "0"], "batch_size"),
     ],
 )
-def test_wrong_arguments_of_bench_are_refused(shards: Path, answer: Answer, given: list[str], rule: str) -> None:
-    code, found = answer("bench", str(shards / "val"), *given)
+def test_wrong_arguments_of_reading_are_refused(shards: Path, answer: Answer, given: list[str], rule: str) -> None:
+    code, found = answer("doctor", str(shards / "val"), "--read", *given)
     assert code == 2
     assert rule in found["error"]
 
 
-def test_bench_of_no_samples_is_refused(tmp_path: Path, answer: Answer) -> None:
+def test_a_dataset_without_samples_is_not_measured(tmp_path: Path, answer: Answer) -> None:
     with MDSWriter(out=str(tmp_path), columns={"x": "int"}):
         pass
-    assert "has none" in answer("bench", str(tmp_path))[1]["error"]
+    code, found = answer("doctor", str(tmp_path), "--read")
+    assert (code, "there must be samples" in found["error"]) == (2, True)
 
 
-def test_bench_and_doctor_name_the_splits_of_a_folder(shards: Path, answer: Answer) -> None:
-    code, found = answer("bench", str(shards), "--seconds", "0.1", "--num-workers", "0")
-    assert (code, Path(found["url"]).name, [Path(one).name for one in found["not_measured"]]) == (0, "train", ["val"])
-    stores = [one["found"] for one in answer("doctor", str(shards))[1]["findings"] if one["what"] == "store"]
+def test_the_doctor_names_the_splits_of_a_folder(shards: Path, answer: Answer) -> None:
+    stores = [one["found"] for one in answer("doctor", str(shards))[1]["findings"] if one["what"] == "dataset"]
     assert ["train: index of 5" in stores[0], "val: index of 2" in stores[1]] == [True, True]

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,42 +57,54 @@ def test_python_m_names_itself_in_the_help() -> None:
 
 def test_every_command_has_help_and_json() -> None:
     (commands,) = (action for action in build_parser()._actions if hasattr(action, "choices") and action.choices)
-    assert " ".join(commands.choices or ()) == (
-        "convert reshard inspect head preview stats verify lint diff pull cache merge lengths log checkpoint explain "
-        "plan bench doctor"
-    )
-    for parser in dict(commands.choices or {}).values():
+    assert {"convert", "show", "check", "pull", "cache", "log", "position", "plan", "doctor"} <= set(commands.choices)
+    for parser in commands.choices.values():
         assert "--json" in parser.format_help()
-        assert "--store-options KEY=VALUE" in parser.format_help()
+        assert "--store-options " in parser.format_help()
+
+
+OLD = "reshard inspect head preview stats verify lint merge lengths explain checkpoint diff simulate bench"
+
+
+@pytest.mark.parametrize("old", [*OLD.split(), "cache verify", "cache path"])
+def test_an_old_command_names_the_new_one(old: str, answer: Callable[..., tuple[int, Any]]) -> None:
+    code, found = answer(*old.split(), "shards", "--out", "x")
+    assert code == 2
+    assert re.fullmatch(rf"`{old}` is now `lightning-stream [a-z]+ [^`]+`", found["error"])
+    assert found["error"].split("`")[3].split()[1] not in OLD.split()
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["trian"], "invalid choice: 'trian'"),
+        (["chekc", "x"], "there is no command 'chekc'. Did you mean check?"),
+        (["checkpoint", "convert", "last.ckpt"], "start_at(read_position(RUN), data)"),
         (["train", "+data=flowers"], "recipes live in the repository, not in the package; there, run: python train.py"),
         (["completion", "bash"], "shtab --shell bash lightning_stream.cli.build_parser"),
-        (["inspect"], "the following arguments are required: PATH|URL. See: lightning-stream inspect --help"),
-        (["inspect", "-dash"], "Pass the path -dash as ./-dash"),
-        (["inspect", "nowhere"], "a dataset is a folder with an index.json; "),
-        (["inspect", "nowhere", "--samples", "-1"], "--samples is a number of samples; found -1"),
-        (["verify", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
-        (["inspect", "x", "--store-options", "endpoint"], "--store-options: expected KEY=VALUE, got 'endpoint'"),
-        (["inspect", "s3://b", "--store-options", "secret_access_key=hush"], "a secret must not be on a command line"),
-        (["inspect", "s3://b", "--store-options", "AWS_SECRET_ACCESS_KEY=hush"], "a secret must not be on a command"),
-        (["inspect", "s3://b", "--store-options", "connection_string=AccountName=a;AccountKey=hush"], "a secret must"),
-        (["inspect", "s3://b", "--store-options", "x=AccountName=a;AccountKey=hush"], "a secret must"),
-        (["inspect", "s3://b", "--store-options", "headers={'Authorization':'hush'}"], "a secret must"),
-        (["inspect", "s3://b", "--store-options", "Hush+1"], "expected KEY=VALUE, got other text"),
-        (["inspect", "s3://b", "--store-option", "k=hush"], "unrecognized arguments: --store-option."),
-        (["inspect", "s3://b", "--password", "hush"], "unrecognized arguments: --password."),
-        (["inspect", "s3://b", "--token=hush"], "unrecognized arguments: --token."),
-        (["inspect", "azure://c/x?sv=1&sig=hushhush"], "takes no query"),
-        (["explain", "none.ckpt"], "there is no checkpoint at"),
-        (["explain", "."], "there is no checkpoint at"),
+        (["show"], "the following arguments are required: PATH|URL. See: lightning-stream show --help"),
+        (["show", "-dash"], "Pass the path -dash as ./-dash"),
+        (["show", "nowhere"], "nowhere holds no files"),
+        (["show", "x", "page.html"], "unrecognized arguments: page.html. See: lightning-stream show --help"),
+        (["show", "x", "--sampels", "1"], "--sampels. Did you mean --samples? See: lightning-stream show --help"),
+        (["check", "s3//bucket/x"], "Did you mean s3://BUCKET/FOLDER?"),
+        (["show", "x", "--store-options", "endpoint"], "--store-options: expected KEY=VALUE"),
+        (["show", "s3://b", "--store-options", "secret_access_key=hush"], "a secret must not be on a command line"),
+        (["show", "s3://b", "--store-options", "AWS_SECRET_ACCESS_KEY=hush"], "a secret must not be on a command"),
+        (["show", "s3://b", "--store-options", "connection_string=AccountName=a;AccountKey=hush"], "a secret must"),
+        (["show", "s3://b", "--store-options", "x=AccountName=a;AccountKey=hush"], "a secret must"),
+        (["show", "s3://b", "--store-options", "headers={'Authorization':'hush'}"], "a secret must"),
+        (["show", "s3://b", "--store-options", "Hush+1"], "expected KEY=VALUE"),
+        (["show", "s3://b", "--store-option", "k=hush"], "--store-option. Did you mean --store-options?"),
+        (["show", "s3://b", "--password", "hush"], "unrecognized arguments: --password."),
+        (["show", "s3://b", "--token=hush"], "unrecognized arguments: --token."),
+        (["show", "azure://c/x?sv=1&sig=hushhush"], "takes no query"),
+        (["position", "none.ckpt"], "there is no checkpoint at"),
+        (["position", "."], "there is no checkpoint at"),
         (["convert", "nowhere.csv", "out"], "nowhere.csv"),
-        (["merge", "nowhere"], "index.json"),
         (["plan", "--global-batch-size", "8"], "plan takes one of PATH|URL, --stream"),
+        (["convert", "nowhere.csv"], "convert takes SOURCE and OUT, or one DATASET with --lengths"),
+        (["log", "nowhere", "--merge"], "index.json"),
+        (["doctor", "--read"], "--read measures reading a dataset: pass PATH|URL"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -115,13 +129,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert data == {"error": err.removeprefix("error: ").strip()}
 
 
-def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path, shards: Path) -> None:
+def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path) -> None:
     (tmp_path / "last.ckpt").write_bytes(b"x")
-    for arguments in (["explain", str(tmp_path)], ["bench", str(shards / "val")]):
-        done = program(*arguments, before="sys.modules['torch'] = None")
-        assert done.returncode == 2, done.stderr
-        assert re.fullmatch(r"error: [^\n]*'torch'[^\n]*lightning-stream\[torch\]'\n", done.stderr)
-    done = program("inspect", "s3://bucket/x", before="sys.modules['boto3'] = None")
+    done = program("position", str(tmp_path), before="sys.modules['torch'] = None")
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(r"error: [^\n]*'torch'[^\n]*lightning-stream\[torch\]'\n", done.stderr)
+    done = program("show", "s3://bucket/x", before="sys.modules['boto3'] = None")
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(r"error: [^\n]*'boto3'[^\n]*lightning-stream\[s3\]'\n", done.stderr)
 
@@ -130,12 +143,12 @@ def test_ctrl_c_is_one_line_and_exit_code_130(shards: Path) -> None:
     # The signal comes while a command's modules are imported, and while a command reads.
     during_import = "import os, signal, importlib.abc\nclass Hook(importlib.abc.MetaPathFinder):\n"
     during_import += "    def find_spec(self, name, path=None, target=None):\n"
-    during_import += f"        if name.endswith('cli.verify'): os.kill(os.getpid(), {int(signal.SIGINT)})\n"
+    during_import += f"        if name.endswith('cli.check'): os.kill(os.getpid(), {int(signal.SIGINT)})\n"
     during_import += "sys.meta_path.insert(0, Hook())"
     during_read = "import os\nfrom lightning_stream.stores import LocalStore\n"
     during_read += f"LocalStore.get = lambda *a: os.kill(os.getpid(), {int(signal.SIGINT)})"
     for before in (during_import, during_read):
-        done = program("verify", str(shards), "--json", before=before, timeout=60)
+        done = program("check", str(shards), "--json", before=before, timeout=60)
         assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
         assert json.loads(done.stdout) == {"error": "interrupted"}
 
@@ -143,7 +156,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(shards: Path) -> None:
 def test_a_closed_pipe_is_quiet(shards: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    code = f"import sys; from lightning_stream.cli import main; sys.exit(main(['inspect', {str(shards)!r}]))"
+    code = f"import sys; from lightning_stream.cli import main; sys.exit(main(['show', {str(shards)!r}]))"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, text=True, check=False, env=env
@@ -154,7 +167,7 @@ def test_a_closed_pipe_is_quiet(shards: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 def test_an_output_that_cannot_be_written_is_one_line(shards: Path) -> None:
-    code = f"import sys; from lightning_stream.cli import main; sys.exit(main(['inspect', {str(shards)!r}, '--json']))"
+    code = f"import sys; from lightning_stream.cli import main; sys.exit(main(['show', {str(shards)!r}, '--json']))"
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", code], stdout=full, stderr=subprocess.PIPE, text=True, check=False,
@@ -166,24 +179,36 @@ def test_an_output_that_cannot_be_written_is_one_line(shards: Path) -> None:
 
 def test_a_program_without_an_output_succeeds(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)
-    assert main(["inspect", str(shards)]) == 0
+    assert main(["show", str(shards)]) == 0
 
 
 def test_large_numbers_have_no_exponent() -> None:
     assert as_text("mean", [27896.4, 1234567.0, 0.000012, 1e300]) == "27896, 1234567, 1.2e-05, 1e+300"
 
 
+def test_a_store_that_does_not_answer_is_named_within_seconds(answer: Callable[..., tuple[int, Any]]) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))  # and does not listen: connections are refused
+        endpoint = f"endpoint_url=http://127.0.0.1:{server.getsockname()[1]}"
+        begin = time.monotonic()
+        for command in ("show", "check", "pull", "position"):
+            code, found = answer(command, "s3://bucket/x", "--store-options", endpoint)
+            assert code == 2
+            assert "s3://bucket/x" in found["error"]
+    assert time.monotonic() - begin < 60
+
+
 def test_pipes_get_no_control_codes(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
-    converted = program("convert", str(tmp_path / "rows.jsonl"), str(tmp_path / "out"), "--progress-bar")
-    verified = program("verify", str(shards))
+    converted = program("convert", str(tmp_path / "rows.jsonl"), str(tmp_path / "out"))
+    verified = program("check", str(shards))
     for done in (converted, verified):
         assert done.returncode == 0, done.stderr
         assert not re.search("[\r\x1b]", done.stdout + done.stderr)
 
 
 def test_looking_at_datasets_needs_no_torch(shards: Path) -> None:
-    for command in (["inspect", str(shards)], ["verify", str(shards)]):
+    for command in (["show", str(shards)], ["check", str(shards)]):
         done = program(*command, before="sys.modules['torch'] = None")
         assert done.returncode == 0, done.stderr
 
@@ -193,7 +218,7 @@ def test_a_terminal_that_lacks_characters_gets_escapes(tmp_path: Path) -> None:
         writer.write({"name": "café ☕"})
     for options in ({}, {"PYTHONIOENCODING": "ascii"}, {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}):
         done = subprocess.run(
-            [sys.executable, "-m", "lightning_stream", "head", str(tmp_path)],
+            [sys.executable, "-m", "lightning_stream", "show", str(tmp_path), "--samples", "1"],
             capture_output=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT), **options},
         )  # fmt: skip
         shown = "café ☕".encode() if not options else rb"caf\xe9 \u2615"
@@ -203,11 +228,12 @@ def test_a_terminal_that_lacks_characters_gets_escapes(tmp_path: Path) -> None:
 def test_columns_and_files_that_are_not_there_are_named(
     shards: Path, tmp_path: Path, answer: Callable[..., tuple[int, Any]]
 ) -> None:
-    code, found = answer("stats", str(shards), "--columns", "label", "--count", "3")
-    assert (code, [list(one["columns"]) for one in found["datasets"]]) == (0, [["label"], ["label"]])
-    assert "has no column nope; it has label, name, x" in answer("stats", str(shards), "--columns", "nope")[1]["error"]
+    code, found = answer("show", str(shards), "--columns", "label", "--stats", "--samples", "3")
+    assert (code, [list(one["stats"]) for one in found["datasets"]]) == (0, [["label"], ["label"]])
+    assert "has no column nope; it has label, name, x" in answer("show", str(shards), "--columns", "nope")[1]["error"]
     (tmp_path / "file").touch()
-    error = answer("preview", str(shards / "val"), "--out", str(tmp_path / "file" / "page.html"))[1]["error"]
+    error = answer("show", str(shards / "val"), "--page", str(tmp_path / "file" / "page.html"))[1]["error"]
     assert error == f"{tmp_path}/file: File exists. Check the path"
-    assert answer("preview", str(shards / "val"), "--out", str(tmp_path / "new" / "page.html"))[0] == 0
-    assert "--by MODULE:FUNCTION" in answer("lengths", str(shards / "val"), "--column", "label")[1]["error"]
+    assert answer("show", str(shards / "val"), "--page", str(tmp_path / "new" / "page.html"))[0] == 0
+    error = answer("convert", str(shards / "val"), "--lengths", "label")[1]["error"]
+    assert "--lengths COLUMN=MODULE:FUNCTION" in error

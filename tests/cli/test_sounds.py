@@ -43,21 +43,19 @@ def encoded(kind: str, codec: str, seconds: float = 1.5) -> bytes:
     return out.getvalue()
 
 
-def test_head_stats_and_preview_show_the_length_of_sounds(
-    tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_show_prints_the_length_of_sounds(tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]) -> None:
     with MDSWriter(out=str(tmp_path / "data"), columns={"sound": "audio", "file": "bytes"}) as writer:
         for seconds in (0.5, 2.0):
             writer.write({"sound": wav(seconds), "file": wav(seconds, 44_100, 1)})
     data = str(tmp_path / "data")
-    assert main(["head", data, "--ids", "1"]) == 0
+    assert main(["show", data, "--ids", "1"]) == 0
     text = capsys.readouterr().out
     assert "2.0 s, 16 kHz, 2 channels, 128,044 bytes" in text
     assert "2.0 s, 44.1 kHz, 1 channel, 176,444 bytes" in text
-    columns = answer("stats", data)[1]["datasets"][0]["columns"]
+    columns = answer("show", data, "--stats")[1]["datasets"][0]["stats"]
     assert (columns["sound"]["seconds"]["min"], columns["sound"]["seconds"]["max"]) == (0.5, 2.0)
     assert columns["file"]["sample_rate"]["mean"] == 44_100
-    assert main(["preview", data, "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["show", data, "--page", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
     assert page.count("<audio ") == 4
     assert "<dt>sound</dt><dd>0.5 s, 16 kHz, 2 channels, 32,044 bytes</dd>" in page

@@ -268,7 +268,7 @@ def test_arrays_of_a_fixed_shape_need_no_request(tmp_path: Path, server: WebServ
 def test_arrays_of_several_dimensions_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     with MDSWriter(out=tmp_path / "set", columns={"x": "ndarray:uint8"}) as writer:
         writer.write({"x": np.zeros(shape, np.uint8)})
-    with pytest.raises(FormatError, match=r"not those of ndarray:uint8 of one dimension.*lightning-stream lengths"):
+    with pytest.raises(FormatError, match=r"not those of ndarray:uint8 of one dimension.*lightning-stream convert"):
         StreamingDataset(local=tmp_path / "set").lengths("x")
 
 
@@ -290,7 +290,7 @@ def test_a_dataset_without_lengths_names_both_remedies_and_what_there_is(tmp_pat
     assert "'tokens' is ndarray:int32 beside text" in text
     assert f"{folders[3]} has none, and they follow" in text
     assert "'tokens' is json" in text
-    assert "Add them with `lightning-stream lengths PATH --column tokens`" in text
+    assert "Add them with `lightning-stream convert PATH --lengths tokens`" in text
     assert "lengths={'tokens': len}" in text
     assert text.endswith("Known lengths: other, tokens.")
     with pytest.raises(NotFoundError, match="has no lengths and no column of this name, but id, tokens"):

@@ -342,13 +342,13 @@ def test_a_delta_table_is_read_at_a_version_with_its_partitions_and_new_columns(
 @pytest.mark.parametrize("kind", ["parquet", "litdata"])
 def test_the_command_line_knows_other_formats(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     uri = written(tmp_path / kind, kind)
-    assert main(["inspect", uri, "--samples", "1"]) == 0
+    assert main(["show", uri, "--samples", "1"]) == 0
     shown = capsys.readouterr().out
     assert f"format                 {kind}" in shown
     assert "tokens" in shown
-    assert main(["verify", uri]) == 0
-    assert "verified by reading all 100 rows" in capsys.readouterr().out
     assert main(["plan", uri, "--batch-size", "8"]) == 0
     assert "13 of 8 samples" in capsys.readouterr().out
+    assert main(["check", uri]) == 0
+    assert "reading all rows" in capsys.readouterr().out
     broken(Path(uri), kind)
-    assert main(["verify", uri, "--shards", "3"]) != 0
+    assert main(["check", uri]) != 0

@@ -182,17 +182,17 @@ def test_the_cache_command_lists_and_prunes_the_rows_of_a_dataframe_but_not_whil
     spark: Any, wine: Any, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = dataset_from_spark(wine)
-    main(["cache", "ls", "--json"])
+    main(["cache", "list", "--json"])
     listed = json.loads(capsys.readouterr().out)
     assert [each["url"] for each in listed["caches"]] == ["rows of a Spark DataFrame"]
-    assert listed["bytes"] > 100_000
+    assert listed["size_bytes"] > 100_000
     main(["cache", "prune", "--to", "0", "--json"])
     assert json.loads(capsys.readouterr().out)["deleted_bytes"] == 0
     assert dataset[4000]["quality"] > 0
     del dataset
     gc.collect()
     main(["cache", "prune", "--to", "0", "--json"])
-    assert json.loads(capsys.readouterr().out)["deleted_bytes"] == listed["bytes"]
+    assert json.loads(capsys.readouterr().out)["deleted_bytes"] == listed["size_bytes"]
     assert not list(cache.glob("spark-frame-*/**/*.mds"))
     assert dataset_from_spark(wine).num_samples == wine.count()
 

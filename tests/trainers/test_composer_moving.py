@@ -15,7 +15,6 @@ from support.composer_chains import launch, steps_of  # noqa: E402
 from support.composer_runs import GLOBAL_BATCH, STEPS_PER_EPOCH, Run, checkpoints  # noqa: E402
 
 from lightning_stream import StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.cli import main  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
 from lightning_stream.trainers.checkpoints import read_position, start_at  # noqa: E402
 from lightning_stream.trainers.composer.spec import data_spec  # noqa: E402
@@ -146,63 +145,3 @@ def test_a_position_is_handed_to_a_bare_loader_and_to_nothing_else(shards: Path,
     assert loader.position.position == 64
     with pytest.raises(TypeError, match="found dict"):
         start_at(state, {})
-
-
-# As files
-
-
-def _expect_rest(resumed: Run, whole: Run, step: int, clock: int) -> None:
-    """The run took the rest of the steps of the whole one; Composer's count of all steps is that of the copied file."""
-    assert resumed.steps == {k - step + clock: ids for k, ids in whole.steps.items() if k >= step}
-
-
-@pytest.mark.parametrize(("step", "clock"), [(4, 7), (STEPS_PER_EPOCH, 3), (14, STEPS_PER_EPOCH)])
-def test_a_position_is_converted_from_lightning_into_a_checkpoint_of_composer(
-    shards: Path, tmp_path: Path, step: int, clock: int
-) -> None:
-    pytest.importorskip("lightning", reason="Lightning is not installed: uv sync")
-    from support import lightning_runs
-
-    whole = Run(shards, tmp_path, save_interval="1ba")
-    lightning_runs.Run(shards, tmp_path / "l", every_n_train_steps=1, max_steps=step, max_epochs=-1)
-    last = dict(lightning_runs.checkpoints(tmp_path / "l"))[step]
-    flags = ["--to", "composer", "--into", str(checkpoints(tmp_path)[clock])]
-    assert main(["checkpoint", "convert", str(last), str(tmp_path / "moved.pt"), *flags]) == 0
-    resumed = Run(shards, tmp_path / "second", tmp_path / "moved.pt", save_interval="1ba")
-    _expect_rest(resumed, whole, step, clock)
-    after = min(checkpoints(tmp_path / "second"))  # a checkpoint of the run that moved continues in turn
-    third = Run(shards, tmp_path / "third", checkpoints(tmp_path / "second")[after])
-    assert third.steps == {k: ids for k, ids in resumed.steps.items() if k >= after}
-    back, into = tmp_path / "back.ckpt", ["--to", "lightning", "--into", str(last)]
-    assert main(["checkpoint", "convert", str(tmp_path / "moved.pt"), str(back), *into]) == 0
-    again = lightning_runs.Run(shards, tmp_path / "again", back)
-    assert again.steps == {k: ids for k, ids in whole.steps.items() if k >= step}
-
-
-def test_composers_own_loader_finds_the_position_by_its_clock(shards: Path, tmp_path: Path) -> None:
-    """torch's DataLoader leaves the count of samples to Composer, so its clock must agree with the position."""
-    dataset = {"remote": str(shards), "shuffle": True, "batch_size": GLOBAL_BATCH}
-
-    def spec() -> Any:
-        return torch.utils.data.DataLoader(StreamingDataset(**dataset), batch_size=GLOBAL_BATCH)
-
-    whole = Run(shards, tmp_path, spec=spec(), save_interval="1ba")
-    flags = ["--to", "composer", "--into", str(checkpoints(tmp_path)[3])]
-    assert main(["checkpoint", "convert", str(checkpoints(tmp_path)[14]), str(tmp_path / "moved.pt"), *flags]) == 0
-    resumed = Run(shards, tmp_path / "second", tmp_path / "moved.pt", spec=spec(), save_interval="1ba")
-    _expect_rest(resumed, whole, 14, 3)
-    third = Run(shards, tmp_path / "third", checkpoints(tmp_path / "second")[5], spec=spec())
-    _expect_rest(third, whole, 16, 5)
-
-
-def test_a_state_of_mosaicml_streaming_enters_a_checkpoint_of_composer_at_its_own_position_alone(
-    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "state.json").write_text(json.dumps(MOSAIC["states"]["4"]))
-    Run(shards, tmp_path, save_interval="1ba", data=MOSAIC["arguments"], max_duration="5ba")
-    flags = ["checkpoint", "convert", str(tmp_path / "state.json")]
-    assert main([*flags, str(tmp_path / "no.pt"), "--into", str(checkpoints(tmp_path)[3])]) == 2
-    assert "which this state does not record" in capsys.readouterr().err
-    assert main([*flags, str(tmp_path / "moved.pt"), "--into", str(checkpoints(tmp_path)[4])]) == 0
-    resumed = Run(shards, tmp_path / "again", tmp_path / "moved.pt", data=MOSAIC["arguments"])
-    assert resumed.steps == _steps_from(4)

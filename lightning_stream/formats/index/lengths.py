@@ -17,7 +17,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.index.schema import Count, FileEntry, check_basename
 
 _KEY = "lengths"
-_REMEDY = "Replace them: lightning-stream lengths PATH --column NAME --overwrite."
+_REMEDY = "Replace them: lightning-stream convert PATH --lengths NAME --overwrite."
 
 
 class CountedFile(msgspec.Struct, gc=False):

@@ -1,0 +1,144 @@
+"""``show``: what a dataset holds."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, datasets_of, only_dataset
+from lightning_stream.cli.column_stats import ColumnStats
+from lightning_stream.cli.output import ExitCode, Output, as_text
+from lightning_stream.cli.samples import plain_sample, reader_of, with_class_names, write_page
+from lightning_stream.errors import StoreError
+from lightning_stream.reading.lengths import summary
+from lightning_stream.reading.reader import SampleReader
+
+EXAMPLES = """examples:
+  lightning-stream show s3://bucket/train
+  lightning-stream show s3://bucket/train --samples 5
+  lightning-stream show shards/val --ids 17,1337:1340 --page some.html
+  lightning-stream show rows.parquet --stats
+"""
+_AT_ONCE, _ON_PAGE = 256, 48
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the arguments of ``show``."""
+    add_source(parser)
+    add_flags(parser, {
+        "--samples N": "print the first N samples",
+        "--ids IDS": "print the samples with these ids, e.g. 1337 or 0:10,500",
+        "--stats": "summarise each column: range, mean, missing values, counts; of all samples, or of these",
+        "--page FILE": f"write one page of HTML with the first {_ON_PAGE} samples, or with these",
+    })  # fmt: skip
+
+
+def run(options: Namespace, out: Output) -> int:
+    """Show every dataset at the path or URL."""
+    found = datasets_of(options)
+    if options.page is not None:
+        only_dataset(found, "a page shows one dataset")
+    for dataset in found:
+        with reader_of(dataset, options.store_options) as reader:
+            about = _sizes(dataset)
+            if dataset.index.lengths:
+                about["lengths"] = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
+            out.add("datasets", about)
+            chosen = _chosen_ids(options, reader.snapshot.num_samples)
+            about |= _of_samples(reader, chosen, options, about, out)
+    return ExitCode.OK
+
+
+def _sizes(dataset: FoundDataset) -> dict[str, Any]:
+    """A dataset as its index describes it; in another format, the bytes of shards are those of parts of its files."""
+    index = dataset.index
+    entries = [index.entry(number) for number in range(index.num_shards)]
+    about: dict[str, Any] = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
+    about["shards"] = index.num_shards
+    if index.num_deleted:
+        about["deleted_samples"] = index.num_deleted
+    for name, sizes in (("samples_per_shard", index.shard_sizes), ("shard_size_bytes", index.raw_bytes)):
+        about[name] = [int(np.min(sizes)), int(np.max(sizes))] if entries else None
+    about["stored_bytes"] = int(index.stored_bytes.sum())
+    about["format"] = dataset.format
+    files = {entry.raw.origin.name: entry.raw.origin.num_bytes for entry in entries if entry.raw.origin is not None}
+    if dataset.format == "images":
+        about["files"] = index.num_samples
+    elif files:
+        about["files"] = len(files)
+        about["stored_bytes"] = sum(files.values())
+    elif entries:
+        about["raw_bytes"] = int(index.raw_bytes.sum())
+        about["format"] = entries[0].schema.format
+        about["compression"] = entries[0].schema.compression
+        about["hashes"] = sorted(entries[0].raw.hashes)
+    about["digest"] = index.digest
+    if index.source_digest:
+        about["converted_from"] = index.source_digest
+    about["columns"] = dict(index.columns)
+    with suppress(StoreError, ValueError, KeyError, TypeError):  # `convert` writes it beside the index
+        about["classes"] = dict(json.loads(dataset.store.read("manifest.json"))["classes"])
+    return about
+
+
+def _of_samples(
+    reader: SampleReader,
+    chosen: Sequence[int] | None,
+    options: Namespace,
+    about: dict[str, Any],
+    out: Output,
+) -> dict[str, Any]:
+    """What the user asks of samples: statistics, a page, or their values."""
+    num_samples, classes = reader.snapshot.num_samples, about.get("classes", {})
+    found: dict[str, Any] = {}
+    if options.stats:
+        found["stats"] = _stats(reader, range(num_samples) if chosen is None else chosen, classes, out)
+    if options.page:
+        ids = range(min(_ON_PAGE, num_samples)) if chosen is None else chosen
+        columns = as_text("", [f"{name}: {kind}" for name, kind in about["columns"].items()])
+        samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
+        text = f"{len(ids):,} of {num_samples:,} samples · columns: {columns}"
+        write_page(options.page, about["url"], text, samples)
+        out.line(f"{len(ids):,} samples in {options.page}")
+        found |= {"page": options.page, "ids": list(ids)}
+    if not found and chosen is not None:
+        printed = {number: plain_sample(reader.sample(number)) for number in chosen}
+        found["printed"] = [{"id": number, **sample} for number, sample in printed.items()]
+        out.show({f"sample_{number}": sample for number, sample in printed.items()})
+    return found
+
+
+def _chosen_ids(options: Namespace, num_samples: int) -> Sequence[int] | None:
+    """The ids of ``--ids 0:10,500`` or ``--samples``; None without both."""
+    text = options.ids if options.samples is None else f":{options.samples}"
+    if text is None:
+        return None
+    ids: list[int] = []
+    for part in text.split(","):
+        begin, colon, end = part.partition(":")
+        try:
+            first = int(begin or 0)
+            ids += range(num_samples)[first : int(end) if end else None] if colon else [range(num_samples)[first]]
+        except (ValueError, IndexError) as error:
+            rule = f"--ids takes numbers and ranges of the {num_samples:,} samples, e.g. 0:10,500"
+            raise ValueError(f"{rule}; found {part!r}") from error
+    return ids
+
+
+def _stats(reader: SampleReader, ids: Sequence[int], classes: dict[str, Any], out: Output) -> dict[str, Any]:
+    """Read samples, and summarise and print each column."""
+    columns: dict[str, ColumnStats] = {}
+    for begin in range(0, len(ids), _AT_ONCE):
+        for name, values in reader.batch(np.array(ids[begin : begin + _AT_ONCE])).items():
+            columns.setdefault(name, ColumnStats()).add(values)
+        out.progress(f"{begin:,} of {len(ids):,} samples")
+    out.line(f"  statistics of {len(ids):,} samples")
+    found = {name: column.summary(classes.get(name)) for name, column in columns.items()}
+    for name, facts in found.items():
+        out.show({name: facts})
+    return found
