@@ -22,7 +22,7 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError, red
 
 _COMMANDS = (
     "convert", "inspect", "head", "preview", "stats", "verify", "lint", "diff",
-    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "simulate", "bench", "doctor",
+    "pull", "cache", "merge", "lengths", "log", "checkpoint", "explain", "report", "bench", "doctor",
 )  # fmt: skip
 _ALIASES = {"convert": ["reshard"]}
 _ELSEWHERE = {
