@@ -98,7 +98,7 @@ section, details {
 .cursor { border-left: 1px solid var(--faint); height: 100%; pointer-events: none; position: absolute; top: 0; }
 .tip {
   background: var(--paper); border: 1px solid var(--line); border-radius: 8px; box-shadow: 0 4px 14px #0003;
-  color: var(--ink); max-width: 95%; padding: .4rem .6rem; pointer-events: none; position: absolute; top: 0;
+  color: var(--ink); max-width: 100%; padding: .4rem .6rem; pointer-events: none; position: absolute; top: 0;
   width: max-content; z-index: 1;
 }
 .tip b { font-weight: 600; }
@@ -137,11 +137,10 @@ document.querySelectorAll(".box").forEach((box, number) => {
       return node("div", mark, `${name} `, node("b", values[i]));
     });
     tip.replaceChildren(node("div", data.heads[i]), ...lines);
-    cursor.style.left = `${100 * data.at[i]}%`;
-    const isRight = data.at[i] > 0.5;
-    tip.style.left = isRight ? "" : `calc(${100 * data.at[i]}% + 8px)`;
-    tip.style.right = isRight ? `calc(${100 - 100 * data.at[i]}% + 8px)` : "";
     cursor.hidden = tip.hidden = false;
+    const x = data.at[i] * frame.width, left = at > 0.5 ? x - tip.offsetWidth - 8 : x + 8;
+    cursor.style.left = `${x}px`;
+    tip.style.left = `${Math.max(0, Math.min(left, frame.width - tip.offsetWidth))}px`;
   };
   box.addEventListener("pointermove", show);
   box.addEventListener("pointerdown", show);
@@ -229,7 +228,7 @@ def _tiles(run: Run) -> str:
     stats, counted = run.stats, run.stats.counters
     opened = counted["shards_here"] + counted["shards_fetched"]
     shown = {
-        f"of the time {stats.waited}": percent(stats.wait_share),
+        f"of the time spent waiting: {stats.waited}": percent(stats.wait_share),
         "samples per second": f"{stats.samples_per_s:,.0f}",
         "samples trained on": f"{stats.num_samples:,}",
         "tokens": f"{stats.num_tokens:,}" if stats.num_tokens else "",
@@ -292,7 +291,9 @@ class _Plots:
             ends_s += [begin_s + row.at_s for row in launch.rows]
             begin_s += launch.seconds
         pixels = np.array(ends_s) // max(_LEAST_POINT_S, self._seconds / _MOST_POINTS)
-        self._first = np.flatnonzero(np.diff(pixels, prepend=-1.0))  # row of each point
+        firsts = np.flatnonzero(np.diff(pixels, prepend=-1.0)).tolist()
+        # Row of each point. One without a batch, as after the last one, has no rate.
+        self._first = np.array([row for row in firsts if not row or "num_batches" in self._rows[row].stats], np.int64)
         last = [*(self._first[1:] - 1).tolist(), len(self._rows) - 1][: len(self._first)]
         self._places = [0.0, *(ends_s[number] / self._seconds for number in last)]  # where points end, from 0 to 1
         latest = [self._rows[number] for number in last]
@@ -378,7 +379,7 @@ class _Plots:
 
     def _xs(self) -> str:
         unit, name = _unit(self._seconds)
-        ticks = [tick for tick in _ticks(self._seconds / unit, 5) if tick * unit <= self._seconds]
+        ticks = [tick for tick in _ticks(self._seconds / unit, 4) if tick * unit <= self._seconds]
         spans = ""
         for tick in ticks:
             place = 100 * tick * unit / self._seconds

@@ -272,7 +272,7 @@ class RunLog:
         self.path = folder.absolute() / LOG_NAME  # a run may change its folder
         self._say = say
         self._start = self._unwritten = b""
-        self._stamp: Place | None = None  # of the file, as this launch left it
+        self._stamp: tuple[int, int] | None = None  # of the file, as this launch left it
         self._has_failed = False
         self._lock = threading.RLock()  # the watch of a loader writes messages, too
 
@@ -325,7 +325,7 @@ class RunLog:
         if _stamp(self.path) != self._stamp:
             self._step_aside()
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab", buffering=0) as file:
+        with self.path.open("ab") as file:
             file.write(self._unwritten + line)
         self._unwritten = b""
         self._stamp = _stamp(self.path)
@@ -357,7 +357,7 @@ def _free_name(path: Path) -> Path:
     return next(other for other in names if not other.exists() and not page_of(other).exists())
 
 
-def _stamp(path: Path) -> Place | None:
+def _stamp(path: Path) -> tuple[int, int] | None:
     """The inode and the size of a file; None where there is none."""
     try:
         found = path.stat()

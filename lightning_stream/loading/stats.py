@@ -151,8 +151,8 @@ class LoaderStats:
 
     @property
     def waited(self) -> str:
-        """The waiting in seconds, e.g. ``"waited 3.25 s for data, 0.60 s of it for first batches"``."""
-        return f"waited {self.wait_s:.2f} s for data, {self.first_wait_s:.2f} s of it for first batches"
+        """The waiting in seconds, e.g. ``"3.25 s for data, 0.60 s of it for first batches"``."""
+        return f"{self.wait_s:.2f} s for data, {self.first_wait_s:.2f} s of it for first batches"
 
     @property
     def samples_per_s(self) -> float:

@@ -160,8 +160,8 @@ class RunReport:
             self._drawn[name] = self._drawn.get(name, 0) + number
         now = perf_counter()
         interval_s = max(_SHORTEST_ROW_S, (self._before_s + now - self._began) / _ROWS)
-        # A trainer logs between two batches, too: a row without a batch would have no rate.
-        if self._row.num_batches and now - self._row_began >= interval_s:
+        # A trainer logs between two batches, too, and the first batch comes before any training: neither has a rate.
+        if self._row.num_batches and self._row.compute_s and now - self._row_began >= interval_s:
             self._write_row()
         if self.row_due < math.inf:
             self.row_due = now + interval_s

@@ -59,6 +59,11 @@ def test_the_values_below_the_pointer_are_shown(address: str, width: int) -> Non
             assert expected in tip.inner_text()
             assert "samples 10" in tip.inner_text()
             assert found.overflow == 0
-        found.page.mouse.move(box["x"], box["y"] - 30)
+        for other in found.page.locator(".box").all():
+            for part in (0.3, 0.5, 0.7):
+                other.hover(position={"x": part * box["width"], "y": 20})
+                assert found.overflow == 0
+        plot.hover()
+        found.page.mouse.move(box["x"], plot.bounding_box()["y"] - 30)
         assert tip.is_hidden()
         assert found.errors == []

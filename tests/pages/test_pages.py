@@ -49,7 +49,7 @@ def test_no_text_of_the_data_becomes_html(tmp_path: Path) -> None:
 
 def test_the_numbers_of_a_page_agree(tmp_path: Path) -> None:
     html = drawn(MadeLaunch(WAITS), folder=tmp_path)
-    assert "<b>10%</b><span>of the time waited 2.00 s for data, 0.10 s of it for first batches</span>" in html
+    assert "<b>10%</b><span>of the time spent waiting: 2.00 s for data, 0.10 s of it for first batches</span>" in html
     assert "training 90%</span>" in html
     assert "waiting: first batches 0.5%</span>" in html
     assert "waiting: fetching 9%</span>" in html or "waiting: fetching 10%</span>" in html

@@ -60,7 +60,7 @@ def test_the_terminal_the_metrics_the_log_and_the_page_agree(
     assert launch.end.verdict.startswith(f"Input-bound {percent(measured.wait_share)}")
     assert launch.end.verdict in [record.message for record in caplog.records]
     page = (tmp_path / PAGE_NAME).read_text()
-    assert f"<b>{percent(measured.wait_share)}</b><span>of the time {measured.waited}</span>" in page
+    assert f"<b>{percent(measured.wait_share)}</b><span>of the time spent waiting: {measured.waited}</span>" in page
     assert f"<b>{measured.samples_per_s:,.0f}</b><span>samples per second</span>" in page
     (table,) = tmp_path.glob("lightning_logs/*/metrics.csv")
     rows = csv.DictReader(table.read_text().splitlines())
