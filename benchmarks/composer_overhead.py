@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def measure(folder: Path, steps: int, rounds: int) -> None:
-    reported, quiet, off = {"report": folder / "report.html"}, {"report": False}, {"monitor": False}
+    reported, quiet, off = {"report": folder / "run"}, {"report": False}, {"monitor": False}
     for options in (reported, quiet, off):
         spent: dict[str, list[float]] = {name: [] for name in METHODS}
         restore = timed(spent)

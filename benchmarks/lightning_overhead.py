@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def measure(folder: Path, steps: int, rounds: int) -> None:
-    reported, quiet = {"report": folder / "report.html"}, {"report": False}
+    reported, quiet = {"report": folder / "run"}, {"report": False}
     for options in (reported, quiet, {**quiet, "monitor": False}, {**quiet, "check_delivery": False}):
         spent: dict[str, list[float]] = {name: [] for name in HOOKS}
         measured: dict[str, list[float]] = {name: [] for name in MEASURING}

@@ -9,6 +9,8 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 
+from lightning_stream.loading.stats import percent
+
 _TILE = 150  # pixels
 
 
@@ -46,8 +48,8 @@ class RunSummary:
         speed = f"{now.training_s:.1f} s ({now.num_samples / max(now.training_s, 1e-9):,.0f} samples/s)"
         lines += ["", f"trained      {now.num_samples:,} samples in {now.num_steps:,} steps, {speed}"]
         if now.waited_s is not None:
-            share = now.waited_s / max(now.training_s, 1e-9)
-            lines.append(f"waiting      {now.waited_s:.2f} s for data ({share:.1%})")
+            share = percent(now.waited_s / max(now.training_s, 1e-9))
+            lines.append(f"waiting      {now.waited_s:.2f} s for data ({share})")
         lines.append(f"validation   {now.validation_s:.1f} s")
         return "\n".join([*lines, *(f"{name:<12} {path}" for name, path in self.paths.items()), ""])
 

@@ -23,10 +23,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException  # 
 from omegaconf import DictConfig, OmegaConf, read_write
 
 from lightning_stream.errors import LightningStreamError, StateError
+from lightning_stream.run_log import PAGE_NAME
 from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
-from lightning_stream.trainers.report_file import NAME as REPORT
 from recipes.checks import find_problems, last_checkpoint, resumes_itself, trainer_kind, wrong_types
 from recipes.data.base import RecipeData
 from recipes.models.base import RecipeModule
@@ -122,7 +122,7 @@ def _fit_lightning(config: DictConfig, trainer: Any, model: Any, data: Any, ckpt
 def _summarise(config: DictConfig, model: RecipeModule, data: RecipeData, figures: RunFigures) -> RunSummary:
     folder, last = Path(config.folder), last_checkpoint(config)
     paths = {"checkpoint": last, "best": last.with_name("best.ckpt"), **model.show(data, folder)}
-    paths["report"] = folder / REPORT
+    paths["report"] = folder / PAGE_NAME
     logs = sorted(folder.glob("log/version_*"), key=lambda path: path.stat().st_mtime)
     paths |= {"log": logs[-1]} if logs else {}
     found = {"shards": data.uri, **{name: str(path) for name, path in paths.items() if path.exists()}}

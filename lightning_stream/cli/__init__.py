@@ -30,6 +30,7 @@ _COMMANDS = {
     "log": "list the versions of a dataset, or merge its partitions",
     "position": "show where a training run is in its data and which samples come, or compare two runs",
     "plan": "plan a training run: downloads, price, cache and shuffle, and what limits its speed",
+    "report": "draw the page of a training run from its log",
     "doctor": "check this machine, and with --read measure how fast it reads a dataset",
 }
 _OLD = {  # what commands of former releases are now
@@ -146,7 +147,7 @@ def build_parser(prog: str = "lightning-stream", names: Iterable[str] = tuple(_C
     """Build the parser of all commands, or of some."""
     parser = _Parser(
         prog,
-        description="Convert, look at, check and download datasets; ask where a training run is; plan one; check this machine.",
+        description="Convert, look at, check and download datasets; plan a training run, and ask where one is.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

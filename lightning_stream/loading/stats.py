@@ -9,9 +9,11 @@ from typing import Any
 from lightning_stream.counters import NAMES
 from lightning_stream.loading.meter import PARTS, PAUSES, STAGES
 
+INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
 _MB = 1e6
-_OF_THE_MOMENT = ("settings", "epoch_positions", "epoch_fraction")
-_LABELS = {
+_LEAST_SHOWN_MB_S = 0.05
+_OF_THE_MOMENT = ("settings", "epoch_positions", "epoch_fraction", "longest_wait_s")
+PAUSE_LABELS = {
     "checkpoint": "writing checkpoints",
     "garbage_collection": "garbage collection",
     "other_ranks": "other ranks were late",
@@ -138,6 +140,21 @@ class LoaderStats:
         return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
     @property
+    def first_wait_s(self) -> float:
+        """The seconds of `wait_s` that were spent on the first batches of iterations, and on their ends."""
+        return sum(self.first_waits.values())
+
+    @property
+    def first_wait_share(self) -> float:
+        """The part of the time that training waited for first batches, which is a part of `wait_share`."""
+        return self.first_wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+
+    @property
+    def waited(self) -> str:
+        """The waiting in seconds, e.g. ``"3.25 s for data, 0.60 s of it for first batches"``."""
+        return f"{self.wait_s:.2f} s for data, {self.first_wait_s:.2f} s of it for first batches"
+
+    @property
     def samples_per_s(self) -> float:
         """Samples that this process trained on in a second."""
         return self.num_samples / self.elapsed_s if self.elapsed_s > 0 else 0.0
@@ -185,9 +202,33 @@ class LoaderStats:
 
     @property
     def short(self) -> str:
-        """The short text of progress bars, e.g. ``2% · 310 MB/s``: the time spent waiting, and the downloads."""
-        rate = f" · {self.download_mb_s:.0f} MB/s" if self.counters["fetched_bytes"] else ""
-        return f"{100 * self.wait_share:.0f}%{rate}"
+        """The short text of progress bars, e.g. ``2% · 310 MB/s``: the time spent waiting, and downloads if any."""
+        rate = self.download_mb_s
+        shown = f" · {rate:.{0 if rate >= 10 else 1}f} MB/s" if rate >= _LEAST_SHOWN_MB_S else ""
+        return f"{100 * self.wait_share:.0f}%{shown}"
+
+    def numbers(self) -> dict[str, float]:
+        """All that can be added up, as flat numbers by name, e.g. ``"waits.fetching"``; see `of_numbers`."""
+        found: dict[str, float] = {}
+        for name in _SUMMED:
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                found |= {f"{name}.{key}": number for key, number in value.items()}
+            else:
+                found[name] = value
+        return found
+
+    @classmethod
+    def of_numbers(cls, numbers: Mapping[str, float]) -> LoaderStats:
+        """The value that had these `numbers`; those that are missing are 0."""
+        found: dict[str, Any] = {}
+        for name in _SUMMED:
+            empty = getattr(cls(), name)
+            if isinstance(empty, Mapping):
+                found[name] = {key: numbers.get(f"{name}.{key}", 0.0) for key in empty}
+            else:
+                found[name] = type(empty)(numbers.get(name, 0))
+        return cls(**found)
 
     def metrics(self) -> dict[str, float]:
         """The values for a trainer's loggers, by their names."""
@@ -222,7 +263,7 @@ class LoaderStats:
                 f"\n{100 * self.epoch_fraction:.0f}% of the epoch is done; the rest takes {self.epoch_left_s:,.0f} s."
             )
         rows = [("training", self.training_s)]
-        rows += [(label, self.pauses[name]) for name, label in _LABELS.items() if self.pauses[name] > 0]
+        rows += [(label, self.pauses[name]) for name, label in PAUSE_LABELS.items() if self.pauses[name] > 0]
         rows += [(f"waiting: {name}", self.waits[name] + self.first_waits[name]) for name in PARTS]
         table = [f"  {name:<22}{seconds:>9.2f} s{100 * seconds / self.elapsed_s:>7.1f}%" for name, seconds in rows]
         counted = self.counters
@@ -233,6 +274,11 @@ class LoaderStats:
             f"{counted['retries']:,.0f} retries, {counted['bad_samples']:,.0f} bad samples."
         )
         return "\n".join([head, *table, foot, str(verdict_of(self))])
+
+
+def percent(share: float) -> str:
+    """A part of the time as text, e.g. ``"1.2%"`` or ``"37%"``: the same wherever it is shown."""
+    return f"{100 * share:.1f}%" if share < INPUT_BOUND else f"{100 * share:.0f}%"
 
 
 _SUMMED = tuple(one.name for one in fields(LoaderStats) if one.name not in _OF_THE_MOMENT)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.loading.stats import INPUT_BOUND, LoaderStats, percent
 
-INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
 _PAUSED = 0.05  # the part of the time from which on pauses of training matter
 _VALIDATING = 0.3  # the part of the time from which on validations matter: they are wanted
 _ALARMING = 0.1  # the part of the time that matters more than any wait at the start
@@ -26,7 +24,6 @@ _OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor 
 _SPARE = 1.1  # proposed workers make batches a little faster than they are needed
 _IDLE = 0.99  # the part of the time spent waiting from which on the loop does not train at all
 _WORTH = 1.1  # times as fast as now: a gain that is worth a sentence
-_MOST_THREADS = 32  # that each worker fetches with
 _MB = 1e6
 _PAUSES = {
     "checkpoint": ("Writing checkpoints", "Save less often, or asynchronously"),
@@ -34,19 +31,6 @@ _PAUSES = {
     "other_ranks": ("Waiting for ranks that got their batches later", "Look at the verdict of these ranks"),
     "validation": ("Validation", "Validate less often, or on fewer batches"),
 }
-
-
-@dataclass(frozen=True)
-class LiveChange:
-    """A setting of a running loader that changes neither order nor batches, see `StreamingDataLoader.tune`.
-
-    `wait_share` is the part of the time that training would wait with the new value.
-    """
-
-    setting: Literal["predownload", "fetch_threads"]
-    now: int
-    value: int
-    wait_share: float
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,6 @@ class Verdict:
         remedy: What to change, as a sentence; empty where nothing needs to change.
         setting, value: The setting that the remedy names, and the value to try; None where it names none.
         wait_share: The part of the time that training would wait with this value; None if it cannot be predicted.
-        live: What can be changed while training runs; None if nothing can.
     """
 
     cause: str
@@ -72,7 +55,6 @@ class Verdict:
     setting: str | None = None
     value: int | str | bool | None = None
     wait_share: float | None = None
-    live: LiveChange | None = None
 
     @property
     def is_input_bound(self) -> bool:
@@ -100,21 +82,21 @@ def verdict_of(stats: LoaderStats) -> Verdict:
 
 def _pause(stats: LoaderStats) -> tuple[str, str] | None:
     """What training pauses for most, and a sentence about it; None if that takes little time."""
-    spent = {**stats.pauses, "validation": stats.validation_s}
-    shares = {name: seconds / max(1e-9, stats.elapsed_s + stats.validation_s) for name, seconds in spent.items()}
+    shares = {name: seconds / max(1e-9, stats.elapsed_s) for name, seconds in stats.pauses.items()}
+    shares["validation"] = stats.validation_s / max(1e-9, stats.elapsed_s + stats.validation_s)
     long = [name for name, share in shares.items() if share >= (_VALIDATING if name == "validation" else _PAUSED)]
     if not long:
         return None
     cause = max(long, key=shares.__getitem__)
     what, remedy = _PAUSES[cause]
-    return cause, f"{what} took {_percent(shares[cause])} of the time. {remedy}."
+    return cause, f"{what} took {percent(shares[cause])} of the time. {remedy}."
 
 
 def _of_waiting(stats: LoaderStats) -> Verdict:
-    steady_s = sum(stats.waits.values())
+    steady_s = stats.wait_s - stats.first_wait_s
     if stats.num_batches < 2 or stats.wait_share < INPUT_BOUND:
         faster = f", which could keep up with {stats.headroom:.1f} times this speed" if stats.headroom > 1 else ""
-        waited = f"training waited {_percent(stats.wait_share)} of the time for data{faster}."
+        waited = f"training waited {percent(stats.wait_share)} of the time for data{faster}."
         return Verdict("none", f"Not input-bound: {waited}")
     steady = steady_s / stats.elapsed_s
     if steady < INPUT_BOUND or (steady < _ALARMING and steady_s < _RATHER * stats.wait_s):
@@ -125,7 +107,14 @@ def _of_waiting(stats: LoaderStats) -> Verdict:
     now = stats.compute_s / (steady_s + stats.compute_s)
     if after is not None and (gain := (1 - after) / max(1e-9, now)) >= _WORTH:
         remedy += f" Training would then be about {gain:.1f} times as fast."
-    return replace(found, finding=f"Input-bound {_percent(steady)}: {found.finding}", remedy=remedy, wait_share=after)
+    return replace(found, finding=f"{_input_bound(stats)}: {found.finding}", remedy=remedy, wait_share=after)
+
+
+def _input_bound(stats: LoaderStats) -> str:
+    """How long training waited, first batches included, as all other places say it."""
+    first = stats.first_wait_share
+    of_which = f", {percent(first)} for first batches" if first >= INPUT_BOUND else ""
+    return f"Input-bound {percent(stats.wait_share)}{of_which}"
 
 
 def _predicted(stats: LoaderStats, found: Verdict) -> float | None:
@@ -156,20 +145,20 @@ def _wait_share(stats: LoaderStats, num_workers: int, fetch_threads: int, comput
 def _at_the_start(stats: LoaderStats) -> Verdict:
     """Only the first batch of each iteration was late."""
     count, settings = stats.num_iterations, stats.settings
-    each = sum(stats.first_waits.values()) / max(1, count)
+    each = stats.first_wait_s / max(1, count)
     late = max(stats.first_waits, key=stats.first_waits.__getitem__)
     if count > 1 and late == "starting" and settings.num_workers and not settings.persistent_workers:
         finding = (
-            f"Input-bound {_percent(stats.wait_share)}: starting and ending the workers takes {each:.1f} s an epoch."
+            f"Input-bound {percent(stats.wait_share)}: starting and ending the workers takes {each:.1f} s an epoch."
         )
         remedy = "Pass persistent_workers=True, which keeps the workers between epochs."
         return Verdict("epoch_start", finding, remedy, "persistent_workers", True)
     of_which = f" of each of {count} iterations" if count > 1 else ""
-    steady = _percent(sum(stats.waits.values()) / stats.elapsed_s)
+    steady = percent(stats.wait_share - stats.first_wait_share)
     return Verdict(
         "cold_start",
         f"Training waited {each:.1f} s for the first batch{of_which}, mostly {late}: with {steady} for all others, "
-        f"{_percent(stats.wait_share)} of the time.",
+        f"{percent(stats.wait_share)} of the time.",
     )
 
 
@@ -217,7 +206,7 @@ def _failing(stats: LoaderStats) -> Verdict:
 def _small_cache(stats: LoaderStats, again: float) -> Verdict:
     limit = f"{math.ceil(stats.settings.dataset_bytes / (1 << 20))}mb"
     finding = (
-        f"the cache is too small: {stats.counters['evictions']:,.0f} shards were evicted, and about {_percent(again)} "
+        f"the cache is too small: {stats.counters['evictions']:,.0f} shards were evicted, and about {percent(again)} "
         "of the downloads were of shards that had been here."
     )
     remedy = f"Raise cache_limit to {limit!r}, which holds all shards, if the disk has the space. Or lower window."
@@ -256,10 +245,7 @@ def _look_ahead(stats: LoaderStats) -> Verdict:
     needed, now = _needed_look_ahead(stats), stats.settings.predownload
     finding = "shards are requested too late: the connections are idle most of the time."
     remedy = f"Raise predownload from {now:,} to {needed:,} samples."
-    after = _wait_share(stats, stats.settings.num_workers, stats.settings.fetch_threads)
-    # Under a limit, what is fetched further ahead may not fit into the cache.
-    live = LiveChange("predownload", now, needed, after) if stats.settings.cache_limit is None else None
-    return Verdict("look_ahead", finding, remedy, "predownload", needed, live=live)
+    return Verdict("look_ahead", finding, remedy, "predownload", needed)
 
 
 def _slow_store(stats: LoaderStats) -> Verdict:
@@ -276,7 +262,7 @@ def _slow_store(stats: LoaderStats) -> Verdict:
         latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
         finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
         remedy = f"Raise {parallel} at a time, or write larger shards (size_limit)."
-        return Verdict("store_latency", finding, remedy, setting, more, live=_more_threads(stats))
+        return Verdict("store_latency", finding, remedy, setting, more)
     needed = f"{counted['fetched_bytes'] / _MB / max(stats.compute_s, 1e-9):,.1f} MB/s"
     needed = needed if stats.wait_share < _IDLE else "far more"
     finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {needed}."
@@ -284,18 +270,7 @@ def _slow_store(stats: LoaderStats) -> Verdict:
         f"If each connection is limited, raise {parallel} at a time. If the network is, write smaller samples "
         "(compression='zstd'), or train nearer to the data."
     )
-    return Verdict("bandwidth", finding, remedy, setting, more, live=_more_threads(stats))
-
-
-def _more_threads(stats: LoaderStats) -> LiveChange | None:
-    """Threads with which each worker fetches shards as fast as training needs them; no more than have one to fetch."""
-    workers, now = stats.settings.num_workers, stats.settings.fetch_threads
-    needed = math.ceil(_SPARE * stats.fetching_s / stats.settings.num_readers / max(stats.compute_s, 1e-9))
-    covered = int(stats.settings.predownload / _samples_per_shard(stats))
-    value = min(_MOST_THREADS, covered, max(2 * now, needed))
-    if value <= now or stats.settings.cache_limit is not None:
-        return None
-    return LiveChange("fetch_threads", now, value, _wait_share(stats, workers, value))
+    return Verdict("bandwidth", finding, remedy, setting, more)
 
 
 def _making(cause: str, doing: str, stage: str, otherwise: str) -> Callable[[LoaderStats], Verdict]:
@@ -341,7 +316,7 @@ def _crowded(stats: LoaderStats) -> Verdict:
         finding = f"{workers} workers share {cores} processor cores."
         return Verdict("cores", finding, f"Lower num_workers to {cores}.", "num_workers", cores)
     queued = stats.queued_s / max(1e-9, sum(stats.work.values()) - stats.work["fetching"])
-    finding = f"the processor cores are busy: what makes batches waited for one {_percent(queued)} of its time."
+    finding = f"the processor cores are busy: what makes batches waited for one {percent(queued)} of its time."
     return Verdict("cores", finding, "Train on more cores, or run fewer programs beside the training.")
 
 
@@ -388,10 +363,6 @@ def _sending(stats: LoaderStats) -> Verdict:
         remedy += " Or pass num_workers=0: making the batches takes less time than moving them."
         return Verdict("transport", finding, remedy, "num_workers", 0)
     return Verdict("transport", finding, remedy)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f}%" if share < INPUT_BOUND else f"{100 * share:.0f}%"
 
 
 _CAUSES: dict[str, Callable[[LoaderStats], Verdict]] = {

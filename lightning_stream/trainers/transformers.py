@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any, Literal
+from typing import Any
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -27,7 +27,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
     Example: ``callbacks=[StreamingTrainerCallback()]``, and a `get_train_dataloader` that returns the loader.
     """
 
-    def __init__(self, monitor: bool | Literal["tune"] = True, watch_after_s: float | None = 120.0) -> None:
+    def __init__(self, monitor: bool = True, watch_after_s: float | None = 120.0) -> None:
         self._arguments: dict[str, Any] = {"monitor": monitor, "watch_after_s": watch_after_s}
         self.monitor = DataMonitor(_log.info, **self._arguments)  # of the latest training
         self._loader: StreamingDataLoader | None = None

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_stream.trainers.composer.spec import data_spec, name_node
-from lightning_stream.trainers.report_file import NAME as REPORT
 from recipes.data.base import RecipeData
 from recipes.models.base import Batch, LossOutput, RecipeModule
 from recipes.report import RunFigures
@@ -49,8 +48,7 @@ class ComposerTrainer:
         model.build(data)
         workers: dict[str, Any] = {"num_workers": data.num_workers, "persistent_workers": data.num_workers != 0}
         sizes: dict[str, Any] = {"global_batch_size": data.global_batch_size, "tail": data.tail}
-        report = Path(self.folder) / REPORT
-        train = data_spec(data.train_dataset, token_column=data.token_column, report=report, **sizes, **workers)
+        train = data_spec(data.train_dataset, token_column=data.token_column, report=self.folder, **sizes, **workers)
         val = data_spec(data.val_dataset, batch_size=data.eval_batch_size, evaluation=True, **workers)
         optimizer, steps = model.optimizer(), sum(map(train.dataloader.num_batches, range(self.max_epochs)))
         is_limited = self.max_steps >= 0 and (self.max_epochs < 0 or self.max_steps < steps)

@@ -29,7 +29,6 @@ from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.shared_files import publish
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 from lightning_stream.trainers.report import RunReport
-from lightning_stream.trainers.report_file import NAME as REPORT
 from recipes.data.base import RecipeData
 from recipes.models.base import RecipeModule
 from recipes.report import RunFigures
@@ -98,8 +97,7 @@ class TorchTrainer:
             stack.enter_context(closing(self.val_loader))
             if ckpt_path is not None:
                 self._load(ckpt_path)
-            path = Path(self.folder) / REPORT
-            stack.enter_context(RunReport(path, self.loader, step=lambda: self.step))
+            stack.enter_context(RunReport(self.folder, self.loader, step=lambda: self.step))
             for signum in (signal.SIGINT, signal.SIGTERM):
                 stack.callback(signal.signal, signum, signal.signal(signum, self._remember))
             began = time.perf_counter()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -19,16 +18,11 @@ if TESTS not in sys.path:
 
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
 from servers.web import WebServer  # noqa: E402
-from support.metered_loading import BATCH, loader_over, served, spend, write_metered  # noqa: E402
+from support.metered_loading import BATCH, loader_over, served, write_metered  # noqa: E402
 
-from lightning_stream.loading.tuning import Tuner  # noqa: E402
-from lightning_stream.loading.verdict import LiveChange  # noqa: E402
 from lightning_stream.threads import DaemonPool  # noqa: E402
-from lightning_stream.trainers import monitor as trainers_monitor  # noqa: E402
-from lightning_stream.trainers.monitor import DataMonitor  # noqa: E402
 
 LONGEST_S = 60
-FURTHER = LiveChange("predownload", 8, 256, 0.05)
 
 
 @pytest.fixture(scope="module")
@@ -119,76 +113,3 @@ def test_a_pool_grows_and_shrinks_while_it_runs() -> None:
         for one in calls:
             one.result(LONGEST_S)
     assert len(names) == 8
-
-
-def test_a_change_that_helps_is_kept() -> None:
-    tuner = Tuner()
-    assert tuner.decide(FURTHER, 0.38, 1200) is None
-    assert tuner.settings == {"predownload": 256}
-    said = tuner.decide(FURTHER, 0.04, 1500)
-    assert said == (
-        "Raised predownload from 8 to 256 at step 1,200: waiting fell from 38% to 4% of the time (predicted: 5%)."
-    )
-    assert tuner.settings == {"predownload": 256}
-
-
-def test_a_change_that_does_not_help_is_put_back_and_not_tried_again() -> None:
-    tuner = Tuner()
-    assert tuner.decide(LiveChange("fetch_threads", 4, 8, 0.2), 0.4, 100) is None
-    assert tuner.decide(None, 0.2, 200) is not None
-    more = LiveChange("fetch_threads", 8, 16, 0.1)
-    assert tuner.decide(more, 0.2, 300) is None
-    said = tuner.decide(None, 0.19, 400)
-    assert said is not None
-    assert said.startswith("Raised fetch_threads from 8 to 16 at step 300, and put it back: waiting went from 20% to ")
-    assert tuner.settings == {"fetch_threads": 8}
-    assert tuner.decide(more, 0.2, 500) is None
-    assert tuner.settings == {"fetch_threads": 8}
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_monitor_raises_what_is_too_low(
-    data: Path, tmp_path: Path, server: WebServer, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trainers_monitor, "_CHECKED_S", 0.0)
-    monkeypatch.setattr(trainers_monitor, "_WORTH_S", 0.0)
-    said: list[str] = []
-    monitor = DataMonitor(said.append, "tune", watch_after_s=None)
-    expected = ids(loader_over(data, tmp_path / "other", shuffle=False))
-    with FaultProxy(server.url, Plan()) as proxy:
-        loader = loader_over(f"{proxy.url}/data", tmp_path, num_workers, shuffle=False, predownload=BATCH)
-        assert loader.num_samples  # the index is here
-        proxy.plan.latency_s = 0.1
-        monitor.attach(loader)
-        found = []
-        for step, batch in enumerate(loader):
-            found += ids([batch])
-            spend(0.02)
-            if step % 16 == 15:
-                monitor.metrics(step)
-    assert found == expected
-    raised = [one for one in said if one.startswith("Raised predownload from 16 to ")]
-    assert len(raised) == 1, said
-    assert re.search(r"at step \d+: waiting fell from ", raised[0])
-    other = loader_over(data, tmp_path, shuffle=False, predownload=BATCH)
-    monitor.attach(other)  # as a trainer does that makes a loader for each epoch
-    assert other.loading_settings().predownload > BATCH
-    monitor.detach()
-
-
-def test_the_monitor_changes_nothing_by_default(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainers_monitor, "_CHECKED_S", 0.0)
-    monkeypatch.setattr(trainers_monitor, "_WORTH_S", 0.0)
-    loader = loader_over(data, tmp_path, predownload=1)
-    monitor = DataMonitor([].append, watch_after_s=None)
-    monitor.attach(loader)
-    for step, _ in enumerate(loader):
-        monitor.metrics(step)
-    assert not loader.meter.live_settings.any()
-
-
-def test_the_monitor_names_the_modes_that_it_has() -> None:
-    with pytest.raises(ValueError, match="monitor= is True, False or \"tune\"; found 'tuned'"):
-        DataMonitor(print, "tuned")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="watch_after_s= is positive, or None for no watch; found 0"):
-        DataMonitor(print, watch_after_s=0)

@@ -148,23 +148,6 @@ def test_a_remedy_saves_what_was_predicted(case: str, seed: int) -> None:
         assert not verdict_of(after).is_input_bound, (verdict, after)
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("case", ["a slow first byte", "a look-ahead that is too short", "few bytes per second"])
-def test_a_change_while_training_runs_saves_what_was_predicted(case: str, seed: int) -> None:
-    cause, loop = CAUSES[case]
-    live = verdict_of(measured(loop, seed)).live
-    assert live is not None
-    check_prediction(loop, changed(loop, cause, live.setting, live.value), live.wait_share, seed)
-
-
-def test_a_limited_cache_is_not_filled_further_while_training_runs() -> None:
-    for case in ("a slow first byte", "a look-ahead that is too short"):
-        loop = CAUSES[case][1]
-        verdict = verdict_of(measured(replace(loop, settings=LIMITED), 0))
-        assert verdict.is_input_bound
-        assert verdict.live is None
-
-
 @pytest.mark.parametrize("times", [1.5, 3.0, 10.0])
 def test_the_headroom_is_how_much_faster_training_could_be(times: float) -> None:
     work = 2 * 0.1 / times  # of two workers, for steps of 0.1 s

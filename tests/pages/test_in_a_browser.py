@@ -1,4 +1,4 @@
-"""The pages in a real browser: they open, they fit a phone, plots can be zoomed, and nothing leaves the machine."""
+"""The page of a run in a real browser: it opens, it fits a phone, hovering shows values, and it asks for nothing."""
 
 from __future__ import annotations
 
@@ -6,57 +6,64 @@ from pathlib import Path
 
 import pytest
 from support.browser import opened
+from support.run_logs import MadeLaunch
 
-from lightning_stream.pages import chart, drawn_page, figures, table, text
+from lightning_stream.pages import write_run_page
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 SIZES = [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")]
-ROWS = {"end": [1.0, 2.0, 3.0, 4.0], "samples": [10, 0, 30, 40], "seconds": [1, 0, 2, 1], "nodes": [1, 10, 100, 1000]}
+NUMBERS = {
+    "wait_s": 0.1, "waits.fetching": 0.1, "counters.fetched_bytes": 1e6, "counters.shards_fetched": 1,
+    "counters.retries": 1,
+}  # fmt: skip
 
 
 @pytest.fixture
-def static(tmp_path: Path) -> str:
-    sections = [
-        figures({"samples": "80", EVIL: "a" * 80}),
-        chart("Samples", "end", {"samples": ("samples", "seconds")}, intervals=True, x_unit="seconds"),
-        chart("Shares", "end", {EVIL: "samples", "others": "seconds"}, stacked=True, marks=[[2.0, "resumed"]]),
-        chart("Nodes", "nodes", {"samples": "samples"}, log=True, y_unit="dollars"),
-        table("Table", ["one", "other"], [["x" * 200, EVIL]] * 3),
-        text("Settings", "y" * 500, code=True),
-    ]
-    path = tmp_path / "page.html"
-    path.write_text(drawn_page(EVIL, EVIL, sections, ROWS), encoding="utf-8")
-    return path.as_uri()
+def address(tmp_path: Path) -> str:
+    drawn = {EVIL: 1.0, "s3://bucket/" + "long-name" * 9: 2.0}
+    first = MadeLaunch(NUMBERS, drawn, how=f"OSError: {EVIL}", message="y" * 300, settings="z" * 500)
+    first.write(tmp_path)
+    MadeLaunch(NUMBERS, drawn, first=20, ranks=2, settings="z" * 500, verdict="Input-bound 10%: " + "w" * 90).write(
+        tmp_path
+    )
+    return write_run_page(tmp_path).as_uri()
 
 
 @pytest.mark.parametrize(("width", "scheme"), SIZES)
-def test_a_page_opens_without_errors_and_without_scrolling_sideways(static: str, width: int, scheme: str) -> None:
-    with opened(static, width, scheme) as found:
-        assert found.page.locator("svg").count() == 3
+def test_a_page_opens_without_errors_and_without_scrolling_sideways(address: str, width: int, scheme: str) -> None:
+    with opened(address, width, scheme) as found:
+        assert found.page.locator("svg").count() == 6
         assert found.page.locator("img").count() == 0
-        assert (found.overflow, found.errors, found.requests) == (0, [], [static])
+        found.page.locator("summary").click()
+        assert found.page.locator("pre").is_visible()
+        assert (found.overflow, found.errors, found.requests) == (0, [], [address])
 
 
-def test_the_values_below_the_pointer_are_shown_and_a_drag_zooms_all_plots_of_the_axis(static: str) -> None:
-    with opened(static) as found:
-        plots, tips = found.page.locator("svg"), found.page.locator(".tip")
-        box = plots.nth(0).bounding_box()
-        before = [plots.nth(k).inner_html() for k in range(3)]
-        found.page.mouse.move(box["x"] + 0.65 * box["width"], box["y"] + 50)
-        assert "samples: 15" in tips.nth(0).inner_text()
-        found.page.mouse.down()
-        found.page.mouse.move(box["x"] + box["width"] - 20, box["y"] + 50, steps=4)
-        found.page.mouse.up()
-        zoomed = [plots.nth(k).inner_html() for k in range(3)]
-        assert [one == other for one, other in zip(before, zoomed, strict=True)] == [False, False, True]
-        found.page.locator(".reset:visible").nth(1).click()
-        assert found.page.locator(".reset:visible").count() == 0
+def test_plots_leave_no_hole_on_a_wide_page(address: str) -> None:
+    with opened(address) as found:
+        boxes = [one.bounding_box() for one in found.page.locator(".plots > section").all()]
+        right = max(box["x"] + box["width"] for box in boxes)
+        rows = {box["y"] for box in boxes}
+        ends = {max(box["x"] + box["width"] for box in boxes if box["y"] == y) for y in rows}
+        assert ends == {right}
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_values_below_the_pointer_are_shown(address: str, width: int) -> None:
+    with opened(address, width) as found:
+        plot, tip = found.page.locator(".box").first, found.page.locator(".tip").first
+        plot.scroll_into_view_if_needed()
+        box = plot.bounding_box()
+        for part, expected in ((0.01, "1 s · epoch 0.10 · step 1"), (0.99, "40 s · epoch 4.00 · step 40")):
+            found.page.mouse.move(box["x"] + part * box["width"], box["y"] + 50)
+            assert expected in tip.inner_text()
+            assert "samples 10" in tip.inner_text()
+            assert found.overflow == 0
+        for other in found.page.locator(".box").all():
+            for part in (0.3, 0.5, 0.7):
+                other.hover(position={"x": part * box["width"], "y": 20})
+                assert found.overflow == 0
+        plot.hover()
+        found.page.mouse.move(box["x"], plot.bounding_box()["y"] - 30)
+        assert tip.is_hidden()
         assert found.errors == []
-
-
-def test_a_series_can_be_hidden_and_a_single_one_needs_no_legend(static: str) -> None:
-    with opened(static) as found:
-        assert [found.page.locator(".legend").nth(k).is_visible() for k in range(3)] == [False, True, False]
-        found.page.get_by_role("button", name="others").click()
-        assert found.page.locator('path[data-name="others"]').count() == 0
-        assert found.page.locator("svg").nth(1).locator("path").count() == 1

@@ -1,39 +1,121 @@
-"""A page holds its values, and no text of them becomes HTML."""
+"""A page shows what its log says, all its numbers agree, and no text of the data becomes HTML."""
 
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
+from support.run_logs import MadeLaunch
 
-from lightning_stream.pages import chart, drawn_page, embedded, page, table, text
+from lightning_stream.pages import page, run_page, write_run_page
+from lightning_stream.run_log import PAGE_NAME, read_run
 
 EVIL = "</script><img src=x onerror=alert(1)><!--"
+WAITS = {"wait_s": 0.1, "first_waits.starting": [0.1] + 19 * [0.0], "waits.fetching": [0.0] + 19 * [0.1]}
 
 
-def test_a_page_gives_back_the_values_that_it_was_made_from() -> None:
-    sections = [chart("A", "x", {EVIL: ("y", "x")}), table(EVIL, [EVIL], [[EVIL, 1]]), text(EVIL, EVIL)]
-    html = drawn_page(EVIL, EVIL, sections, {"x": [1, 2], "y": [3.5, None]}, kept={"own": [EVIL]})
-    values = embedded(html)
-    assert values["sections"] == json.loads(json.dumps(sections))
-    assert (values["columns"], values["kept"]) == ({"x": [1, 2], "y": [3.5, None]}, {"own": [EVIL]})
-    assert "<img" not in html
-    assert html.count("</script>") == 2
+def drawn(*launches: MadeLaunch, folder: Path) -> str:
+    for launch in launches:
+        path = launch.write(folder / "run")
+    return run_page(read_run(path))
 
 
-def test_infinite_numbers_are_gaps_since_json_has_none() -> None:
-    html = drawn_page("", "", [], {"x": [1.0, float("inf"), float("nan")]})
-    assert embedded(html)["columns"] == {"x": [1.0, None, None]}
+def titles(html: str) -> list[str]:
+    return re.findall(r"<h2>(.*?)</h2>", html)
 
 
-def test_a_page_names_no_other_address() -> None:
-    for html in (drawn_page("", "", [], {}), page("", "", "<p>text</p>")):
-        assert "https:" not in html
+def hovered(html: str) -> dict[str, Any]:
+    (found,) = re.findall(r'id="data">(.*?)</script>', html)
+    values: dict[str, Any] = json.loads(found)
+    return values
+
+
+def test_a_page_names_no_other_address(tmp_path: Path) -> None:
+    for html in (page("", "", "<p>text</p>"), drawn(MadeLaunch(), folder=tmp_path)):
+        assert "http" not in html.replace('http-equiv="', "")
         assert "default-src 'none'" in html
-        assert [one for one in html.split('"') if one.startswith("http:")] in ([], ["http://www.w3.org/2000/svg"])
 
 
-@pytest.mark.parametrize("html", ["", "<html></html>", '<script type="application/json" id="page">[]</script>'])
-def test_a_page_of_another_kind_holds_no_values(html: str) -> None:
-    with pytest.raises(ValueError, match="holds its values"):
-        embedded(html)
+def test_no_text_of_the_data_becomes_html(tmp_path: Path) -> None:
+    launch = MadeLaunch(drawn={EVIL: 1.0, "b": 2.0}, how=EVIL, message=EVIL, verdict=EVIL, settings=EVIL)
+    html = drawn(launch, folder=tmp_path / EVIL.replace("/", "_"))
+    assert "<img" not in html
+    assert html.count("<script") == html.count("</script>") == 2
+    assert hovered(html)["plots"][1][1]["name"] == EVIL
+
+
+def test_the_numbers_of_a_page_agree(tmp_path: Path) -> None:
+    html = drawn(MadeLaunch(WAITS), folder=tmp_path)
+    assert "<b>10%</b><span>of the time spent waiting: 2.00 s for data, 0.10 s of it for first batches</span>" in html
+    assert "training 90%</span>" in html
+    assert "waiting: first batches 0.5%</span>" in html
+    assert "waiting: fetching 9%</span>" in html or "waiting: fetching 10%</span>" in html
+    rates, waits, epochs = hovered(html)["plots"]
+    assert [one["name"] for one in waits] == ["first batches", "fetching"]
+    assert [one["values"] for one in waits] == [["10%"] + 19 * ["0%"], ["0%"] + 19 * ["10%"]]
+    assert set(rates[0]["values"]) == {"10"}
+    assert [epochs[0]["values"][number] for number in (0, 9, 19)] == ["0.1", "1", "2"]
+
+
+def test_plots_without_anything_to_show_are_left_out(tmp_path: Path) -> None:
+    assert titles(drawn(MadeLaunch(), folder=tmp_path)) == [
+        "Training has finished", "Where the time went", "Samples per second", "Epochs trained on",
+    ]  # fmt: skip
+    everything = {**WAITS, "counters.fetched_bytes": 1e6, "counters.retries": 1, "counters.shards_fetched": 1}
+    html = drawn(MadeLaunch(everything, {"s3://b/web": 7.0, "s3://b/code": 3.0}), folder=tmp_path)
+    assert titles(html)[2:] == [
+        "Samples per second", "Share of the time spent waiting for data", "Mixture of the streams",
+        "Epochs trained on", "Downloads", "Failures and evictions",
+    ]  # fmt: skip
+    assert [one["name"] for one in hovered(html)["plots"][2]] == ["web", "code"]  # the largest first
+    assert hovered(html)["plots"][4][0]["values"][5] == "1 MB/s"
+
+
+def test_small_parts_of_the_waiting_are_shown_together(tmp_path: Path) -> None:
+    small = {"wait_s": 0.11, "waits.fetching": 0.1, "waits.reading": 0.005, "waits.sending": 0.005}
+    (_, waits, _) = hovered(drawn(MadeLaunch(small), folder=tmp_path))["plots"]
+    assert [one["name"] for one in waits] == ["fetching", "other stages"]
+
+
+def test_a_position_never_falls_at_the_end_of_an_epoch(tmp_path: Path) -> None:
+    html = drawn(MadeLaunch(), folder=tmp_path)
+    (path,) = re.findall(r'<path style="[^"]*" d="([^"]*)"', html.partition("Epochs trained on")[2])
+    heights = [float(height) for height in re.findall(r"[ V]([\d.]+)H", path)]
+    assert len(heights) == 20
+    assert heights == sorted(heights, reverse=True)  # from the top
+
+
+def test_a_resumed_run_is_one_page_that_marks_its_launches(tmp_path: Path) -> None:
+    second = MadeLaunch(WAITS, first=20, ranks=2, verdict="Input-bound 10%: late.")
+    html = drawn(MadeLaunch(how="KeyboardInterrupt"), second, folder=tmp_path)
+    assert "Latest launch: Input-bound 10%: late." in html
+    assert "<b>5%</b>" in html
+    assert "<td>0.0%</td>" in html
+    assert "<td>10%</td>" in html
+    assert html.count('<span class="label" style="left:50.00%">resumed</span>') == 3
+    assert "Trained on epochs 0-3: 0 lost, 0 repeated" in html
+
+
+def test_a_run_without_an_end_or_a_row_has_a_page(tmp_path: Path) -> None:
+    assert "Still training, or killed" in drawn(MadeLaunch(how=None), folder=tmp_path)
+    assert titles(drawn(MadeLaunch(rows=0), folder=tmp_path))[0] == "Training has finished"
+
+
+def test_a_page_is_written_beside_its_log_or_where_it_is_wanted(tmp_path: Path) -> None:
+    log = MadeLaunch().write(tmp_path / "run")
+    assert write_run_page(tmp_path / "run") == tmp_path / "run" / PAGE_NAME
+    other = log.rename(log.with_name("data_log-3.jsonl"))
+    assert write_run_page(other) == other.with_name("data_report-3.html")
+    assert (
+        write_run_page(other, tmp_path / "mine.html").read_text() == other.with_name("data_report-3.html").read_text()
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 3000])
+def test_a_long_run_has_no_more_points_than_a_screen(tmp_path: Path, rows: int) -> None:
+    html = drawn(MadeLaunch(rows=rows), folder=tmp_path)
+    assert len(hovered(html)["at"]) <= 300
+    assert f"<b>{10 * rows:,}</b><span>samples trained on</span>" in html

@@ -20,7 +20,7 @@ from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, checkpoin
 from support.metered_loading import check_parts, spend
 
 from lightning_stream import StreamingCallback, StreamingDataLoader
-from lightning_stream.loading.verdict import LiveChange, Verdict
+from lightning_stream.loading.verdict import Verdict
 from lightning_stream.trainers import monitor as trainers_monitor
 
 STEPS_PER_EPOCH = 11
@@ -167,23 +167,8 @@ def test_the_time_of_the_watch_is_a_setting(
 
 
 def test_a_mode_that_the_monitor_has_not_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match="monitor= is True, False or \"tune\"; found 'tuning'"):
-        StreamingCallback(monitor="tuning")  # type: ignore[arg-type]
-
-
-def test_a_run_that_tunes_trains_on_the_same_batches(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("_CHECKED_S", "_WORTH_S"):
-        monkeypatch.setattr(trainers_monitor, name, 0.0)
-    live = LiveChange("predownload", 8, 512, 0.0)
-    bound = Verdict("look_ahead", "Input-bound 80%: late.", "Raise it.", live=live)
-    expected = Run(shards, tmp_path / "plain", max_epochs=2).steps
-    monkeypatch.setattr(trainers_monitor, "verdict_of", lambda _: bound)
-    run = Run(shards, tmp_path / "tuned", data={"monitor": "tune", "num_workers": 2}, log_every_n_steps=2, max_epochs=2)
-    assert run.steps == expected
-    assert run.data.stats().settings.predownload in (512, 2048)  # it may not have helped
-    run.data.close()
+    with pytest.raises(ValueError, match="monitor= is True or False; found 'tune'"):
+        StreamingCallback(monitor="tune")  # type: ignore[arg-type]
 
 
 def test_the_metrics_reach_the_logger_at_lightnings_own_steps(

@@ -1,12 +1,13 @@
-"""The report of a run: its page holds what the loader measured, over stops, resumes and failures."""
+"""The log of a run holds what its loader measured, over stops, resumes and failures; its page is drawn from that."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
+from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import pytest
 pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, PositionTracker, RunReport, Stream, StreamingDataLoader, StreamingDataset
-from lightning_stream.loading.meter import PARTS
-from lightning_stream.pages import embedded
+from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.loading.verdict import Verdict
+from lightning_stream.pages import run_page, write_run_page
+from lightning_stream.run_log import LOG_NAME, PAGE_NAME, Launch, Run, read_run
 from lightning_stream.trainers import report as reports
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 NUM_SAMPLES, BATCH = 96, 8
+ONE_THREAD = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
@@ -42,22 +46,10 @@ def loader_of(data: Path, batch_size: int = BATCH, **options: Any) -> StreamingD
     return StreamingDataLoader(StreamingDataset(streams=streams, shuffle=True, **options), batch_size)
 
 
-def values_in(path: Path) -> dict[str, Any]:
-    return embedded(path.read_text(encoding="utf-8"))
-
-
-def total(values: dict[str, Any], name: str) -> float:
-    return sum(values["columns"][name])
-
-
-def texts(values: dict[str, Any]) -> str:
-    return json.dumps(values["sections"], ensure_ascii=False)
-
-
-def train(tracker: PositionTracker, path: Path, stop_at: int | None = None) -> StreamingDataLoader:
+def train(tracker: PositionTracker, folder: Path, stop_at: int | None = None, say: Any = print) -> StreamingDataLoader:
     """Train on the rest of an epoch, or until a batch raises."""
     loader = tracker.loader
-    with RunReport(path, loader, tracker, step=lambda: tracker.num_steps):
+    with RunReport(folder, loader, tracker, step=lambda: tracker.num_steps, say=say):
         for number, _ in enumerate(tracker):
             if number == stop_at:
                 raise RuntimeError(EVIL)
@@ -65,55 +57,73 @@ def train(tracker: PositionTracker, path: Path, stop_at: int | None = None) -> S
     return loader
 
 
-def test_the_columns_add_up_to_the_loaders_own_stats(data: Path) -> None:
-    loader = loader_of(data)
-    train(PositionTracker(loader), data / "run/data_report.html")
-    values, stats = values_in(data / "run/data_report.html"), loader.stats()
-    assert total(values, "samples") == stats.num_samples == NUM_SAMPLES
-    assert total(values, "batches") == stats.num_batches
-    assert total(values, "wait_s") == pytest.approx(stats.wait_s, abs=1e-4)
-    assert total(values, "compute_s") == pytest.approx(stats.compute_s, abs=1e-4)
-    for part in PARTS:
-        assert total(values, f"{part}_s") == pytest.approx(stats.waits[part] + stats.first_waits[part], abs=1e-4)
-    for name in ("fetched_bytes", "shards_fetched", "shards_here", "requests"):
-        assert total(values, name) == stats.counters[name]
-    assert total(values, f"stream:{data}/code") == 32
-    assert total(values, f"stream:{data}/text") == 64
-    assert "Trained on epoch 0: 0 lost, 0 repeated" in texts(values)
-    assert values["kept"]["launches"][0]["ended"] == "finished"
-    (mixture,) = [one for one in values["sections"] if one.get("title") == "Mixture"]
-    assert [one["name"] for one in mixture["series"]] == ["text", "code"]  # the largest first
+def stopped(data: Path, folder: Path, stop_at: int = 3) -> PositionTracker:
+    tracker = PositionTracker(loader_of(data))
+    with pytest.raises(RuntimeError):
+        train(tracker, folder, stop_at)
+    return tracker
 
 
-def test_what_is_logged_between_two_batches_makes_no_row_without_a_rate(data: Path) -> None:
+def resumed(data: Path, tracker: PositionTracker) -> PositionTracker:
+    other = PositionTracker(loader_of(data))
+    other.load(tracker.state())
+    return other
+
+
+def launch_in(path: Path) -> Launch:
+    (launch,) = read_run(path).launches
+    return launch
+
+
+def of_rows(launch: Launch) -> LoaderStats:
+    return sum((LoaderStats.of_numbers(row.stats) for row in launch.rows), LoaderStats())
+
+
+def drawn_in(run: Run) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for row in (row for launch in run.launches for row in launch.rows):
+        for name, number in row.drawn.items():
+            found[name] = found.get(name, 0) + number
+    return found
+
+
+def test_the_rows_and_the_end_add_up_to_the_loaders_own_stats(data: Path) -> None:
+    loader = train(PositionTracker(loader_of(data)), data / "run")
+    run, stats = read_run(data / "run"), loader.stats()
+    for found in (run.stats, of_rows(run.launches[0])):
+        expected = {name: pytest.approx(number, abs=1e-4) for name, number in stats.numbers().items()}
+        assert found.numbers() == expected
+    assert stats.num_samples == NUM_SAMPLES
+    assert drawn_in(run) == {f"{data}/code": 32, f"{data}/text": 64}
+    assert run.launches[0].how == "finished"
+    page = (data / "run" / PAGE_NAME).read_text()
+    assert "Trained on epoch 0: 0 lost, 0 repeated" in page
+
+
+def test_rows_without_a_batch_are_not_written(data: Path) -> None:
     loader = loader_of(data)
-    with RunReport(data / "run/data_report.html", loader) as report:
-        report._interval_s = 0.0
+    with RunReport(data / "run", loader) as report:
         for _ in loader:
-            report.add([report.share()])
-    values = values_in(data / "run/data_report.html")
-    assert all(values["columns"]["batches"])
-    assert total(values, "samples") == NUM_SAMPLES
-    assert total(values, "compute_s") == pytest.approx(loader.stats().compute_s, abs=1e-4)
+            report.add(LoaderStats(compute_s=1e-6), {})
+    launch = launch_in(data / "run")
+    assert all(row.stats.get("num_batches") for row in launch.rows[:-1])
+    assert of_rows(launch).num_samples == NUM_SAMPLES
 
 
 def test_the_page_begins_with_the_name_of_the_run_and_how_it_ended(data: Path) -> None:
-    with pytest.raises(RuntimeError):
-        train(PositionTracker(loader_of(data)), data / "run 7/data_report.html", stop_at=3)
-    page = (data / "run 7/data_report.html").read_text(encoding="utf-8")
+    stopped(data, data / "run 7")
+    page = (data / "run 7" / PAGE_NAME).read_text(encoding="utf-8")
     assert "<title>run 7: data of a training run</title>" in page
-    first = embedded(page)["sections"][0]
-    assert first["title"] == "Training stopped"
-    assert first["text"].startswith(f"RuntimeError: {EVIL}")
+    assert f"<h2>Training stopped</h2><p>RuntimeError: {escape(EVIL)}</p>" in page
 
 
-def test_a_run_that_changes_its_folder_writes_one_page(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_changes_its_folder_writes_one_log(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(data)
-    with RunReport("page.html", loader_of(data)) as report:
+    with RunReport("run", loader_of(data)) as report:
         (data / "other").mkdir()
         monkeypatch.chdir(data / "other")
-    assert report.path == data / "page.html"
-    assert values_in(data / "page.html")["kept"]["launches"][0]["ended"] == "finished"
+    assert report.path == data / "run" / LOG_NAME
+    assert launch_in(report.path).how == "finished"
     assert list(Path().iterdir()) == []
 
 
@@ -122,192 +132,192 @@ def test_many_streams_are_shown_as_the_largest_and_the_rest(tmp_path: Path) -> N
     for k in range(25):
         write(tmp_path / f"s{k}", 8 + 8 * (k == 7))
     loader = StreamingDataLoader(StreamingDataset(streams=streams, shuffle=True), BATCH)
-    train(PositionTracker(loader), tmp_path / "data_report.html")
-    values = values_in(tmp_path / "data_report.html")
-    drawn = {name.partition(":")[2]: total(values, name) for name in values["columns"] if name.startswith("stream:")}
+    train(PositionTracker(loader), tmp_path / "run")
+    drawn = drawn_in(read_run(tmp_path / "run"))
     assert len(drawn) == 20
     assert (drawn[str(tmp_path / "s7")], drawn["other streams"], sum(drawn.values())) == (16, 6 * 8, 26 * 8)
 
 
-def test_a_long_run_has_no_more_rows_than_fit_and_loses_no_count(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reports, "_MOST_ROWS", 5)
-    monkeypatch.setattr(reports, "_FIRST_INTERVAL_S", 0.0)
-    loader = loader_of(data, batch_size=1)
-    train(PositionTracker(loader), data / "data_report.html")
-    values = values_in(data / "data_report.html")
-    assert 2 <= len(values["columns"]["samples"]) <= 5
-    assert total(values, "samples") == NUM_SAMPLES
-    ends = values["columns"]["end_s"]
-    assert ends == sorted(ends)
+def test_rows_grow_with_the_run_and_lose_no_count(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reports, "_SHORTEST_ROW_S", 0.0)
+    monkeypatch.setattr(reports, "_ROWS", 4)
+    train(PositionTracker(loader_of(data, batch_size=1)), data / "run")
+    launch = launch_in(data / "run")
+    assert of_rows(launch).num_samples == NUM_SAMPLES
+    ends = [row.at_s for row in launch.rows[:-1]]
+    assert all(after - before >= 0.9 * after / 4 for before, after in pairwise(ends))
 
 
-def test_a_run_that_fails_names_the_error_and_a_resumed_one_continues_the_page(data: Path) -> None:
-    path, tracker = data / "data_report.html", PositionTracker(loader_of(data))
-    with pytest.raises(RuntimeError):
-        train(tracker, path, stop_at=3)
-    failed = values_in(path)
-    assert failed["kept"]["launches"][0]["ended"] == f"RuntimeError: {EVIL}"
-    resumed = PositionTracker(loader_of(data))
-    resumed.load(tracker.state())
-    train(resumed, path)
-    values = values_in(path)
-    first, second = values["kept"]["launches"]
-    assert (first["ended"], second["ended"]) == (f"RuntimeError: {EVIL}", "finished")
-    assert (first["from"], first["to"], second["from"], second["to"]) == ([0, 0], [0, 24], [0, 24], [1, 0])
-    assert total(values, "samples") == NUM_SAMPLES + BATCH  # the batch that raised was handed out twice
-    assert second["at_s"] == pytest.approx(failed["columns"]["end_s"][-1])
-    assert "Trained on epoch 0: 0 lost, 0 repeated" in texts(values)
-    marks = [one["marks"] for one in values["sections"] if one["kind"] == "chart"]
-    assert marks[0] == [[second["at_s"], "resumed"]]
+def test_a_run_that_fails_names_the_error_and_a_resumed_one_continues_its_log(data: Path) -> None:
+    folder = data / "run"
+    tracker = stopped(data, folder)
+    seconds = launch_in(folder).seconds
+    train(resumed(data, tracker), folder)
+    run = read_run(folder)
+    first, second = run.launches
+    assert (first.how, second.how) == (f"RuntimeError: {EVIL}", "finished")
+    assert (first.start.place, first.place, second.start.place, second.place) == ((0, 0), (0, 24), (0, 24), (1, 0))
+    assert run.stats.num_samples == NUM_SAMPLES + BATCH  # the batch that raised was handed out twice
+    assert first.seconds == seconds
+    page = (folder / PAGE_NAME).read_text()
+    assert "Trained on epoch 0: 0 lost, 0 repeated" in page
+    assert "<h2>Launches</h2>" in page
 
 
 def test_no_text_of_the_data_is_part_of_the_html(data: Path) -> None:
     name = "a<img src=x onerror=alert(2)>"
     write(data / name, 16, column="<script>c")
-    loader = StreamingDataLoader(StreamingDataset(remote=str(data / name), shuffle=False), BATCH)
+    write(data / "b", 16, column="<script>c")
+    streams = [Stream(remote=str(data / name)), Stream(remote=str(data / "b"))]
+    loader = StreamingDataLoader(StreamingDataset(streams=streams, shuffle=False), BATCH)
     with pytest.raises(RuntimeError):
-        train(PositionTracker(loader), data / "data_report.html", stop_at=1)
-    html = (data / "data_report.html").read_text()
+        train(PositionTracker(loader), data / "run", stop_at=1)
+    html = (data / "run" / PAGE_NAME).read_text()
     assert "<img" not in html
     assert html.count("<script") == html.count("</script>") == 2
-    assert EVIL in texts(values_in(data / "data_report.html"))
 
 
-def test_credentials_are_not_in_the_page(data: Path) -> None:
-    loader = loader_of(data)
-    with RunReport(data / "data_report.html", loader) as report:
-        report.note_message("cannot read s3://user:secret1@host/data?X-Amz-Signature=secret2")
-        report.end(OSError("s3://user:secret3@host/data?sig=secret4 refused"), [report.share()])
-    assert "secret" not in (data / "data_report.html").read_text()
+def test_credentials_are_neither_in_the_log_nor_on_the_page(data: Path) -> None:
+    error = OSError("s3://user:secret3@host/data?sig=secret4 refused")
+    report = RunReport(data / "run", loader_of(data))
+    report.begin()
+    report.note_message("cannot read s3://user:secret1@host/data?X-Amz-Signature=secret2")
+    report.end(error, LoaderStats(), Verdict("none", "https://user:secret5@host"))
+    assert "secret" not in (data / "run" / PAGE_NAME).read_text()
+    assert "secret" not in (data / "run" / LOG_NAME).read_text()
+
+
+def test_the_log_says_where_the_streams_are_and_what_was_installed(data: Path) -> None:
+    train(PositionTracker(loader_of(data)), data / "run")
+    start = launch_in(data / "run").start
+    places = [(stream["remote"], stream["local"]) for stream in start.streams]
+    assert places == [(str(data / name), str(data / "cache" / name)) for name in ("code", "text")]
+    assert {"python", "torch", "numpy"} <= start.versions.keys()
+    assert "batch_size=8" in start.settings
 
 
 @pytest.mark.parametrize(
     "former",
     [
-        b"<html>somebody's own page</html>", b"", b"\xff\xfe\x00broken",
-        b'<script type="application/json" id="page">{"kept": {}, "columns": {}}</script>',
-        b'<script type="application/json" id="page">{"kept": {"format": 1, "launches": []</script>',
-        b'<script type="application/json" id="page">{"kept": {"format": 1, "launches": [{}]}, "columns": {}}</script>',
-        b'<script type="application/json" id="page">' + b"[" * 100_000 + b"</script>",
+        b"a note of mine\n", b"", b"\xff\xfe\x00broken\n", b'{"kind": "launch"}\n', b'{"kind": "row"}\n',
+        b"[" * 100_000 + b"\n",
     ],
 )  # fmt: skip
-def test_a_former_page_that_is_damaged_or_foreign_is_kept_beside(data: Path, former: bytes) -> None:
-    path, said = data / "data_report.html", list[str]()
-    path.write_bytes(former)
-    with RunReport(path, loader_of(data), say=said.append):
-        pass
-    assert (data / "data_report-1.html").read_bytes() == former
-    assert "data_report-1.html" in said[0]
-    assert values_in(path)["kept"]["launches"][0]["ended"] == "finished"
+def test_a_former_log_that_is_damaged_or_foreign_is_kept_beside(data: Path, former: bytes) -> None:
+    tracker, folder, said = stopped(data, data / "other"), data / "run", list[str]()
+    folder.mkdir()
+    (folder / LOG_NAME).write_bytes(former)
+    train(resumed(data, tracker), folder, say=said.append)
+    assert (folder / "data_log-1.jsonl").read_bytes() == former
+    assert "data_log-1.jsonl" in said[0]
+    assert launch_in(folder).how == "finished"
 
 
-def test_a_former_page_whose_rows_are_no_numbers_is_kept_beside(data: Path) -> None:
-    path, tracker, said = data / "data_report.html", PositionTracker(loader_of(data)), list[str]()
-    with pytest.raises(RuntimeError):
-        train(tracker, path, stop_at=3)
-    former = path.read_text(encoding="utf-8").replace('"evictions": [0', '"evictions": [null')
-    path.write_text(former, encoding="utf-8")
-    loader = loader_of(data)
-    loader.load_state_dict(tracker.state())
-    with RunReport(path, loader, say=said.append):
-        assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES - 3 * BATCH
-    assert (data / "data_report-1.html").read_text(encoding="utf-8") == former
-    assert "evictions" in said[0]
-    assert len(values_in(path)["kept"]["launches"]) == 1
+def test_a_torn_last_line_is_no_obstacle(data: Path) -> None:
+    folder = data / "run"
+    tracker = stopped(data, folder)
+    whole = (folder / LOG_NAME).read_bytes()
+    (folder / LOG_NAME).write_bytes(whole + whole[:30])
+    assert len(read_run(folder).launches) == 1
+    train(resumed(data, tracker), folder)
+    assert (folder / LOG_NAME).read_bytes().startswith(whole)
+    assert [launch.how for launch in read_run(folder).launches] == [f"RuntimeError: {EVIL}", "finished"]
 
 
-def test_a_run_that_starts_over_keeps_the_page_of_the_former_run(data: Path) -> None:
-    path = data / "data_report.html"
-    train(PositionTracker(loader_of(data)), path)
-    former = path.read_bytes()
-    train(PositionTracker(loader_of(data)), path)
-    assert (data / "data_report-1.html").read_bytes() == former
-    assert len(values_in(path)["kept"]["launches"]) == 1
+def test_a_run_that_starts_over_keeps_the_log_and_the_page_of_the_former_run(data: Path) -> None:
+    folder = data / "run"
+    train(PositionTracker(loader_of(data)), folder)
+    former = [(folder / name).read_bytes() for name in (LOG_NAME, PAGE_NAME)]
+    train(PositionTracker(loader_of(data)), folder)
+    assert [(folder / name).read_bytes() for name in ("data_log-1.jsonl", "data_report-1.html")] == former
+    assert len(read_run(folder).launches) == 1
 
 
-def test_two_runs_that_write_one_page_get_one_each(data: Path) -> None:
-    path, said = data / "data_report.html", list[str]()
-    one, other = RunReport(path, loader_of(data), say=said.append), RunReport(path, loader_of(data), say=said.append)
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_two_runs_that_write_one_log_get_one_each(data: Path, is_resumed: bool) -> None:
+    said: list[str] = []
+    tracker = stopped(data, data / "run") if is_resumed else PositionTracker(loader_of(data))
+    trackers = [resumed(data, tracker) for _ in range(2)]
+    one, other = (RunReport(data / "run", tracker.loader, tracker, say=said.append) for tracker in trackers)
     with one, other:
         pass
-    pages = sorted(data.glob("*.html"))
-    assert len({values_in(page)["kept"]["run"] for page in pages}) == len(pages) == 2
-    ended = [values_in(page)["kept"]["launches"][0].get("ended") for page in (one.path, other.path)]
-    assert ended == ["finished", "finished"]
+    ends = [read_run(report.path).launches[-1].how for report in (one, other)]
+    assert ends == ["finished", "finished"]
     assert one.path != other.path
+    assert sum("Another run writes" in sentence for sentence in said) == 1
 
 
-def test_training_continues_where_no_page_can_be_written(data: Path) -> None:
+def test_training_continues_where_no_log_can_be_written(data: Path) -> None:
     (data / "file").write_text("in the way")
     said: list[str] = []
     loader = loader_of(data)
-    with RunReport(data / "file" / "data_report.html", loader, say=said.append):
+    with RunReport(data / "file", loader, say=said.append):
         assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES
     assert "cannot be written" in said[0]
+
+
+def test_a_log_is_written_again_after_a_failure(data: Path) -> None:
+    said: list[str] = []
+    (data / "run").write_text("in the way")
+    loader = loader_of(data)
+    with RunReport(data / "run", loader, say=said.append):
+        (data / "run").unlink()
+        assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES
     assert len(said) == 1
+    assert launch_in(data / "run").stats.num_samples == NUM_SAMPLES
+
+
+def test_a_folder_in_the_way_is_left_alone(data: Path) -> None:
+    (data / "run" / LOG_NAME).mkdir(parents=True)
+    with RunReport(data / "run", loader_of(data), say=lambda _: None) as report:
+        pass
+    assert (data / "run" / LOG_NAME).is_dir()
+    assert launch_in(report.path).how == "finished"
 
 
 def test_bad_samples_are_listed_with_their_ids(data: Path) -> None:
     (shard, *_) = sorted((data / "text").glob("shard.*.mds"))
     shard.write_bytes(bytes(shard.stat().st_size))
     loader = loader_of(data, on_bad_sample="substitute", on_bad_shard="substitute")
-    train(PositionTracker(loader), data / "data_report.html")
-    values = values_in(data / "data_report.html")
-    listed = {one["sample"] for one in values["kept"]["bad"]}
-    assert len(listed) == total(values, "bad_samples") > 0
-    assert {one["stream"] for one in values["kept"]["bad"]} == {str(data / "text")}
-    (shown,) = [one for one in values["sections"] if one.get("title") == "Bad samples"]
-    assert {row[0] for row in shown["rows"]} == listed
+    train(PositionTracker(loader), data / "run")
+    run = read_run(data / "run")
+    listed = [sample.values for sample in run.launches[0].bad]
+    assert len(listed) == run.stats.counters["bad_samples"] > 0
+    assert {values["stream"] for values in listed} == {str(data / "text")}
+    assert "<h2>Bad samples" in run_page(run)
 
 
 def test_a_list_of_bad_samples_that_others_write_into_stops_no_run(data: Path) -> None:
-    quarantine, path = data / "bad.jsonl", data / "data_report.html"
+    quarantine = data / "bad.jsonl"
     loader = loader_of(data, on_bad_sample="substitute", quarantine=quarantine)
-    with RunReport(path, loader):
+    with RunReport(data / "run", loader):
         quarantine.write_text("a note of mine\n")
         assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES
-    assert "The list of bad samples is incomplete" in texts(values_in(path))
-
-
-def test_a_page_is_written_again_after_a_failure(data: Path) -> None:
-    said: list[str] = []
-    (data / "run").write_text("in the way")
-    with RunReport(data / "run" / "data_report.html", loader_of(data), say=said.append):
-        (data / "run").unlink()
-    assert len(said) == 1
-    assert values_in(data / "run" / "data_report.html")["kept"]["launches"][0]["ended"] == "finished"
-
-
-def test_a_folder_in_the_way_is_left_alone(data: Path) -> None:
-    (data / "data_report.html").mkdir()
-    with RunReport(data / "data_report.html", loader_of(data), say=lambda _: None) as report:
-        pass
-    assert (data / "data_report.html").is_dir()
-    assert values_in(report.path)["kept"]["launches"][0]["ended"] == "finished"
+    (message,) = launch_in(data / "run").messages
+    assert "The list of bad samples is incomplete" in message.text
 
 
 def test_the_record_of_the_run_is_verified_at_its_end(data: Path) -> None:
-    loader = loader_of(data)
-    train(PositionTracker(loader, record_delivery=data / "audit"), data / "data_report.html")
-    assert "all 12 recorded steps saw exactly the planned samples" in texts(values_in(data / "data_report.html"))
+    train(PositionTracker(loader_of(data), record_delivery=data / "audit"), data / "run")
+    assert "all 12 recorded steps saw exactly the planned samples" in (data / "run" / PAGE_NAME).read_text()
 
 
-@pytest.mark.parametrize("path", ["s3://bucket/report.html", "run", "report.htm", Path("folder/")])
-def test_a_path_that_is_no_local_page_is_refused(data: Path, path: Any) -> None:
-    with pytest.raises(ValueError, match=r"takes a local file that ends with \.html"):
-        RunReport(path, loader_of(data))
+@pytest.mark.parametrize("folder", ["s3://bucket/run", "run.html", Path("run/data_report.html")])
+def test_what_is_no_local_folder_is_refused(data: Path, folder: Any) -> None:
+    with pytest.raises(ValueError, match=r"report= is a local folder"):
+        RunReport(folder, loader_of(data))
 
 
 RANK = """
 import os, sys, torch
 from lightning_stream import RunReport, StreamingDataLoader, StreamingDataset
 from lightning_stream.trainers.monitor import DataMonitor
-_, meeting, rank, data, page, fails = sys.argv
+_, meeting, rank, data, folder, fails = sys.argv
 torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=int(rank), world_size=2)
 loader = StreamingDataLoader(StreamingDataset(remote=data), 4)
 monitor = DataMonitor(print)
 monitor.attach(loader)
-monitor.begin_report(RunReport(page, loader))
+monitor.begin_report(RunReport(folder, loader))
 for number, batch in enumerate(loader):
     if number % 3 == 2:
         monitor.metrics(number)
@@ -323,33 +333,30 @@ os._exit(0)  # gloo's own end may abort where the other rank has ended already
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("fails", [False, True])
-def test_two_processes_write_one_page(data: Path, fails: bool) -> None:
-    page, meeting = data / "run" / "data_report.html", data / "meeting"
-    arguments = [[meeting, str(rank), data / "text", page, "yes" if fails else "no"] for rank in range(2)]
-    processes = [
-        subprocess.Popen([sys.executable, "-c", RANK, *each], env={**os.environ, "OMP_NUM_THREADS": "1"})
-        for each in arguments
-    ]
+def test_two_processes_write_one_log(data: Path, fails: bool) -> None:
+    folder, meeting = data / "run", data / "meeting"
+    arguments = [[meeting, str(rank), data / "text", folder, "yes" if fails else "no"] for rank in range(2)]
+    processes = [subprocess.Popen([sys.executable, "-c", RANK, *given], env=ONE_THREAD) for given in arguments]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
-    assert list(page.parent.iterdir()) == [page]
-    values = values_in(page)
-    (launch,) = values["kept"]["launches"]
-    assert (launch["ranks"], launch["measured_ranks"]) == (2, 2)
-    assert launch["ended"] == ("RuntimeError: lost a rank" if fails else "finished")
+    assert sorted(path.name for path in folder.iterdir()) == [LOG_NAME, PAGE_NAME]
+    launch = launch_in(folder)
+    assert (launch.start.ranks, launch.start.measured_ranks) == (2, 2)
+    assert launch.how == ("RuntimeError: lost a rank" if fails else "finished")
     # 8 batches of each rank: the last two are in no row of both ranks, where the run stops without a word.
-    assert total(values, "samples") == (6 * 8 + 2 * 4 if fails else 64)
-    assert ("The plots lack what the other ranks measured" in texts(values)) == fails
+    expected = 6 * 8 + 2 * 4 if fails else 64
+    assert launch.stats.num_samples == of_rows(launch).num_samples == expected
+    assert ("What the other ranks measured last is missing" in (folder / PAGE_NAME).read_text()) == fails
 
 
 KILLED = """
-import os, signal, sys
+import os, sys
 from lightning_stream import RunReport, StreamingDataLoader, StreamingDataset
 from lightning_stream.trainers import report
-report._WRITTEN_EVERY_S, report._FIRST_INTERVAL_S, report._WRITING_SHARE = 0.0, 0.0, 1e9
+report._SHORTEST_ROW_S = 0.0
 loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[1]), 8)
 with RunReport(sys.argv[2], loader):
     for number, batch in enumerate(loader):
@@ -359,13 +366,12 @@ with RunReport(sys.argv[2], loader):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
-def test_a_killed_run_leaves_the_page_that_it_wrote_last(data: Path, signum: int) -> None:
-    path = data / "data_report.html"
-    process = subprocess.run(
-        [sys.executable, "-c", KILLED, data / "text", path, str(signum)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, timeout=120, check=False,
-    )  # fmt: skip
+def test_the_page_of_a_killed_run_is_drawn_from_its_log(data: Path, signum: int) -> None:
+    arguments = [sys.executable, "-c", KILLED, data / "text", data / "run", str(signum)]
+    process = subprocess.run(arguments, env=ONE_THREAD, capture_output=True, timeout=120, check=False)
     assert process.returncode in (-signum, 1)
-    (launch,) = values_in(path)["kept"]["launches"]
-    assert launch.get("ended") == (None if signum == signal.SIGKILL else "KeyboardInterrupt")
-    assert total(values_in(path), "samples") >= 8
+    launch = launch_in(data / "run")
+    assert launch.how == ("no end was written" if signum == signal.SIGKILL else "KeyboardInterrupt")
+    assert launch.stats.num_samples >= 8
+    page = write_run_page(data / "run").read_text()
+    assert ("Still training, or killed" in page) == (signum == signal.SIGKILL)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from composer import Callback, Logger, State
@@ -25,8 +25,7 @@ from lightning_stream.loading.meter import Mark
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.report import RunReport
-from lightning_stream.trainers.report_file import chosen_path
+from lightning_stream.trainers.report import RunReport, chosen_folder
 from lightning_stream.trainers.tracker import PositionTracker
 
 _LOGGED_EVERY = 50  # batches, as under Lightning: Composer has no interval of its own
@@ -45,7 +44,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self,
         loader: StreamingDataLoader,
         *,
-        monitor: bool | Literal["tune"] = True,
+        monitor: bool = True,
         watch_after_s: float | None = 120.0,
         report: bool | str | os.PathLike[str] = True,
         **options: Any,
@@ -53,7 +52,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         self.tracker = PositionTracker(**options)
         self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
         self.tracker.counts = False  # until a trainer joins
-        self.loader, self.report = loader, chosen_path(report, monitor is not False)
+        self.loader, self.report = loader, chosen_folder(report, monitor)
         self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
         self.monitor = self._new_monitor()  # of the trainer that joined last
         self.tracker.attach(loader, owns=self._begins)
@@ -113,12 +112,10 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             # At the end of an epoch that library saves the epoch that is over.
             tracker.move_to(replace(here, epoch=max(here.epoch, int(clock.epoch))))
         tracker.begin_run()
-        path = private.report_path(trainer.state) if self.report is True else self.report
-        if path:
-            report = RunReport(
-                path, self.loader, tracker, step=lambda: int(trainer.state.timestamp.batch), say=tracker.say
-            )
-            self.monitor.begin_report(report)
+        folder = private.run_folder(trainer.state) if self.report is True else self.report
+        if folder:
+            step = lambda: int(trainer.state.timestamp.batch)  # noqa: E731
+            self.monitor.begin_report(RunReport(folder, self.loader, tracker, step=step, say=tracker.say))
 
     def _begin_anew(self, state: State | None = None) -> None:
         """Let a second trainer begin the data from its start: None for the one that saves a checkpoint."""

@@ -17,8 +17,6 @@ from composer.callbacks import CheckpointSaver
 from composer.trainer.trainer import TrainerMode
 from composer.utils import format_name_with_dist, reproducibility
 
-from lightning_stream.trainers.report_file import NAME
-
 _TAKES_BATCHES = "_iter_dataloader"  # Trainer's generator around the iteration over its loader
 
 
@@ -47,11 +45,11 @@ def state_that_asks() -> State | None:
     return state if isinstance(state, State) else None
 
 
-def report_path(state: Any) -> Path | None:
-    """Where the report of a run is by default: beside its checkpoints, if these are in a local folder."""
+def run_folder(state: Any) -> Path | None:
+    """Where the log of a run is by default: beside its checkpoints, if these are in a local folder."""
     for each in state.callbacks:
         if isinstance(each, CheckpointSaver) and each.remote_uploader is None:
-            return Path(format_name_with_dist(each.folder, state.run_name)) / NAME
+            return Path(format_name_with_dist(each.folder, state.run_name))
     return None
 
 

@@ -56,7 +56,7 @@ def data_spec(
     check_delivery: bool = True,
     record_delivery: str | os.PathLike[str] | None = None,
     seed_steps: int | None = None,
-    monitor: bool | Literal["tune"] = True,
+    monitor: bool = True,
     watch_after_s: float | None = 120.0,
     report: bool | str | os.PathLike[str] = True,
     **dataset_arguments: Any,
@@ -90,13 +90,11 @@ def data_spec(
         on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
         on_missing_state, check_delivery, record_delivery, seed_steps: See `PositionTracker`.
         monitor: Log ``data/wait_share`` and other metrics of the data, show the part of the time spent waiting for data
-            and the downloads in the progress bar, and tell what to change if training waits for data. ``"tune"`` also
-            changes how far ahead, and in how many threads, shards are fetched, and keeps what lets training wait less.
+            and the downloads in the progress bar, and tell what to change if training waits for data.
         watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
             None: never, and nothing is reported while the first shards arrive.
-        report: A file whose name ends with ``.html``: one page about the data of the whole run, see `RunReport`. True
-            writes ``data_report.html`` beside the checkpoints if these are in a local folder; False writes none. It
-            needs the monitor.
+        report: The folder for the log of the run's data and its page, see `RunReport`. True takes that of the
+            checkpoints if it is a local one; False writes none. It needs the monitor.
         dataset_arguments: Arguments of `StreamingDataset`.
 
     Raises:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
@@ -24,8 +24,7 @@ from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.report import RunReport
-from lightning_stream.trainers.report_file import chosen_path
+from lightning_stream.trainers.report import RunReport, chosen_folder
 from lightning_stream.trainers.tracker import PositionTracker
 
 _NEVER = -1
@@ -42,14 +41,12 @@ class StreamingCallback(Callback):
         show_position: Show the position in the progress bar.
         monitor: Log ``data/wait_share`` and other metrics of the data every ``Trainer(log_every_n_steps=...)`` steps,
             show the part of the time spent waiting for data and the downloads in the progress bar, and tell at the end,
-            or after a minute, what to change if training waits for data. Costs a few microseconds a batch. ``"tune"``
-            also changes how far ahead, and in how many threads, shards are fetched, and keeps what lets training wait
-            less: order and batches stay the same.
+            or after a minute, what to change if training waits for data. Costs a few microseconds a batch.
         watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
             None: never, and nothing is reported while the first shards arrive.
-        report: A file whose name ends with ``.html``: one page about the data of the whole run, see `RunReport`. True
-            writes ``data_report.html`` into the trainer's `default_root_dir` if one was chosen, else beside the logs of
-            this run, if it has any; False writes none. It needs the monitor.
+        report: The folder for the log of the run's data and its page, see `RunReport`. True takes the trainer's
+            `default_root_dir` if one was chosen, else the folder of this run's logs, if it has any; False writes none.
+            It needs the monitor.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
 
     Example::
@@ -67,7 +64,7 @@ class StreamingCallback(Callback):
         *,
         check_delivery: bool = True,
         show_position: bool = True,
-        monitor: bool | Literal["tune"] = True,
+        monitor: bool = True,
         watch_after_s: float | None = 120.0,
         report: bool | str | os.PathLike[str] = True,
         record_delivery: str | os.PathLike[str] | None = None,
@@ -81,7 +78,7 @@ class StreamingCallback(Callback):
         )
         self.tracker.padding = False  # losses are weighted by the samples that count
         self.is_passive, self.show_position = is_passive, show_position
-        self.report = chosen_path(report, monitor is not False)
+        self.report = chosen_folder(report, monitor)
         self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
         self.monitor = self._new_monitor()  # of the latest fit
         self._changes, self._logging = ExitStack(), ExitStack()  # of the trainer during a fit; of its next logging
@@ -210,10 +207,10 @@ class StreamingCallback(Callback):
         self.monitor = self._new_monitor()
         self.monitor.attach(loader)
         loops.time_checkpoints(trainer, self.monitor, self._changes)
-        path = loops.report_path(trainer) if self.report is True else self.report
-        if path:
+        folder = loops.run_folder(trainer) if self.report is True else self.report
+        if folder:
             step = partial(getattr, trainer, "global_step")
-            self.monitor.begin_report(RunReport(path, loader, self.tracker, step=step, say=self.tracker.say))
+            self.monitor.begin_report(RunReport(folder, loader, self.tracker, step=step, say=self.tracker.say))
         if self.show_position:
             waiting = self.monitor.short if self.monitor.is_on else None
             loops.show_in_bar(trainer, self.tracker, waiting, self._changes)

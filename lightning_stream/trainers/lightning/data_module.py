@@ -94,7 +94,7 @@ class StreamingDataModule(LightningDataModule):
         on_missing_state: str = "error",
         check_delivery: bool = True,
         show_position: bool = True,
-        monitor: bool | Literal["tune"] = True,
+        monitor: bool = True,
         watch_after_s: float | None = 120.0,
         report: bool | str | os.PathLike[str] = True,
         record_delivery: str | os.PathLike[str] | None = None,

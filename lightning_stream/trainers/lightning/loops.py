@@ -28,14 +28,13 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.report_file import NAME
 from lightning_stream.trainers.tracker import PositionTracker
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
 
-def report_path(trainer: Any) -> Path | None:
-    """Where a run's report is by default: in the root folder if one was chosen, else beside the logs.
+def run_folder(trainer: Any) -> Path | None:
+    """Where a run's log is by default: in the root folder if one was chosen, else beside its other logs.
 
     Only the path of the first rank counts: `trainer.log_dir` would be collective.
     """
@@ -43,7 +42,7 @@ def report_path(trainer: Any) -> Path | None:
     if "://" not in folder and Path(folder).resolve() == Path.cwd() and trainer.is_global_zero:
         first = next(iter(trainer.loggers), None)
         folder = str(getattr(first, "log_dir", None) or getattr(first, "save_dir", None) or "")
-    return None if trainer.fast_dev_run or "://" in folder or not folder else Path(folder) / NAME
+    return None if trainer.fast_dev_run or "://" in folder or not folder else Path(folder)
 
 
 @dataclass(frozen=True)
