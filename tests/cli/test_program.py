@@ -60,7 +60,7 @@ def test_every_command_has_help_and_json() -> None:
     assert {"convert", "show", "check", "pull", "cache", "log", "position", "plan", "doctor"} <= set(commands.choices)
     for parser in commands.choices.values():
         assert "--json" in parser.format_help()
-        assert "--store-options " in parser.format_help()
+        assert "RUN" in parser.format_usage() or "--store-options " in parser.format_help()
 
 
 OLD = "reshard inspect head preview stats verify lint merge lengths explain checkpoint diff simulate bench"
