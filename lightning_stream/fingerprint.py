@@ -30,9 +30,9 @@ def function_text(function: Callable[..., Any] | None) -> str:
 
     The digest covers the function's source, its defaults, the values that it closes over, the global values that it
     reads, and the functions and classes of the user's modules that it calls, and those that they call in turn, also if
-    it imports them when it is called. A lambda counts by its code, and a class also by its attributes. An object counts
-    by its class and by what pickle would store of it, and one of a library that cannot be stored, e.g. an open file, by
-    its class alone. Libraries count by the names used.
+    it imports them when it is called. Of several lambdas in one line each counts by its code, and a class also by its
+    attributes. An object counts by its class and by what pickle would store of it, and one of a library that cannot be
+    stored, e.g. an open file, by its class alone. Libraries count by the names used.
     """
     if function is None:
         return ""
@@ -268,12 +268,13 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 
 def _source(value: Any) -> Any:
-    if getattr(value, "__name__", "") == "<lambda>":  # its source is a line, which others may share
-        return value.__code__
+    code = getattr(value, "__code__", None)
     try:
-        return inspect.getsource(value)
+        text = inspect.getsource(value)
     except (OSError, TypeError):
-        return getattr(value, "__code__", None)
+        return code
+    is_shared = value.__name__ == "<lambda>" and text.count("lambda") > 1  # the lines of one are those of others, too
+    return code if is_shared else text
 
 
 def _names(code: CodeType) -> Iterator[str]:
