@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import index
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -363,7 +364,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
         if not self._progress.begins_in(epoch):
-            self.continue_from(replace(self.first_position(), epoch=epoch))
+            self.continue_from(replace(self.first_position(), epoch=index(epoch)))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""

@@ -318,6 +318,8 @@ def test_set_epoch_overrides_but_keeps_a_position_inside_that_epoch(dataset: Str
     assert ids_of(loader) == epochs[1]
     new = StreamingDataLoader(dataset, 16)
     new.set_epoch(2)
+    with pytest.raises(TypeError, match="integer"):  # a state would hold half an epoch
+        new.set_epoch(1.5)  # type: ignore[arg-type]
     assert ids_of(new) == epochs[2]
     stopped = StreamingDataLoader(dataset, 16)
     batches = iter(stopped)
