@@ -153,7 +153,7 @@ class _Walk:
                 if isinstance(inner, FunctionType):
                     yield _source(inner)  # a notebook has the source of functions, but not of classes
                     yield from self._used(inner)
-                elif not name.startswith("_") and (type(held) in _PLAIN or not self._strict):
+                elif not name.startswith(("__", "_abc_")) and (type(held) in _PLAIN or not self._strict):
                     yield [name, held]
 
     def _used(self, function: FunctionType) -> Iterator[Any]:

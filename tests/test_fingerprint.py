@@ -60,10 +60,10 @@ def test_lambdas_of_one_line_differ() -> None:
 def test_the_attributes_of_a_class_count() -> None:
     def keeps(least: int) -> Any:
         class Keep:
-            LEAST = least
+            _LEAST = least
 
             def __call__(self, row: int) -> bool:
-                return row > self.LEAST
+                return row > self._LEAST
 
         return Keep()
 
