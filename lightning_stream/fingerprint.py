@@ -30,8 +30,9 @@ def function_text(function: Callable[..., Any] | None) -> str:
 
     The digest covers the function's source, its defaults, the values that it closes over, the global values that it
     reads, and the functions and classes of the user's modules that it calls, and those that they call in turn, also if
-    it imports them when it is called. An object counts by its class and by what pickle would store of it, and one of a
-    library that cannot be stored, e.g. an open file, by its class alone. Libraries count by the names used.
+    it imports them when it is called. Of several lambdas in one line each counts by its code, and a class also by its
+    attributes. An object counts by its class and by what pickle would store of it, and one of a library that cannot be
+    stored, e.g. an open file, by its class alone. Libraries count by the names used.
     """
     if function is None:
         return ""
@@ -147,11 +148,13 @@ class _Walk:
                 yield from self._used(value)
                 return
             yield from value.__bases__
-            for held in vars(value).values():
+            for name, held in vars(value).items():
                 inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
                 if isinstance(inner, FunctionType):
                     yield _source(inner)  # a notebook has the source of functions, but not of classes
                     yield from self._used(inner)
+                elif not name.startswith(("__", "_abc_")) and (type(held) in _PLAIN or not self._strict):
+                    yield [name, held]
 
     def _used(self, function: FunctionType) -> Iterator[Any]:
         """The values that a function carries, and the globals that it names."""
@@ -265,10 +268,13 @@ def _spec_of(name: str) -> ModuleSpec | None:
 
 
 def _source(value: Any) -> Any:
+    code = getattr(value, "__code__", None)
     try:
-        return inspect.getsource(value)
+        text = inspect.getsource(value)
     except (OSError, TypeError):
-        return getattr(value, "__code__", None)
+        return code
+    is_shared = value.__name__ == "<lambda>" and text.count("lambda") > 1  # the lines of one are those of others, too
+    return code if is_shared else text
 
 
 def _names(code: CodeType) -> Iterator[str]:

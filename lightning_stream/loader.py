@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import index
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader
@@ -121,7 +122,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
         self._last: MicroBatch | None = None
         self._driver: Driver | None = None
-        self.begins_at: Position | None = None  # where a state, or `set_epoch`, made the next training run begin
+        self._begins_at: Position | None = None  # where a state, or `set_epoch`, made the next training run begin
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
@@ -225,11 +226,9 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         """Start making an iteration's batches; returns where it begins."""
         plain, is_look = plain_iterations_of(self.streaming), not iterator.moves
         iterator.moves &= not self.evaluation
-        loaded = plain.state_for(self) if iterator.moves else None  # given to the dataset, as MDS users do
         driver = self._driver or driver_of(self)
-        if driver is None and self.begins_at is None and self._progress.position is None and loaded:
-            resume = self._resume if plain.batch_size is None else self.continue_from  # else the dataset announced it
-            resume(plain.passed({}, lambda: self.accept(loaded)))
+        if driver is None and iterator.moves:
+            self._take_loaded()
         own = driver.begin(iterator) if driver is not None and iterator.moves else None
         settings = self.settings()
         run = self._run(settings)
@@ -339,6 +338,21 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         here = self._progress.position if self._driver is None else self._driver.known
         return here or self.begins_at or self.first_position()
 
+    @property
+    def begins_at(self) -> Position | None:
+        """Where a state, also one that the dataset was given, or `set_epoch` made the next training run begin."""
+        self._take_loaded()
+        return self._begins_at
+
+    def _take_loaded(self) -> None:
+        """Begin where the state stands that the dataset was given, as users of mosaicml-streaming do."""
+        plain = plain_iterations_of(self.streaming)
+        loaded = None if self.evaluation else plain.state_for(self)
+        if loaded is None or self._begins_at is not None or self._progress.position is not None:
+            return
+        resume = self._resume if plain.batch_size is None else self.continue_from  # else the dataset announced it
+        resume(plain.passed({}, lambda: self.accept(loaded)))
+
     def first_position(self) -> Position:
         """The beginning of the training run in this world."""
         settings = self.settings()
@@ -353,7 +367,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
         if not self._progress.begins_in(epoch):
-            self.continue_from(replace(self.first_position(), epoch=epoch))
+            self.continue_from(replace(self.first_position(), epoch=index(epoch)))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
@@ -408,7 +422,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         """End `driven_by`: the loader keeps the position at which the training run ended."""
         if self._driver is not None:
             self._progress.go_to(self.position)
-        self._driver = self.begins_at = None
+        self._driver = self._begins_at = None
 
     def _resume(self, position: Position) -> None:
         self.continue_from(position)
@@ -423,7 +437,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def continue_from(self, position: Position) -> None:
         """Start the next iteration at a position."""
-        self.begins_at = position
+        self._begins_at = position
         self._progress.go_to(position)
 
     def accept(self, state: Mapping[str, Any] | None) -> Position:

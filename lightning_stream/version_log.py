@@ -332,7 +332,7 @@ def _readable_changes(
     must_exist = any(isinstance(later, Change) for later in answers) or (base is not None and number <= base.number)
     # Older releases did not say in a large index that there are changes.
     if answer is not None and not must_exist and (is_changed or (base and len(base.index.data) > _PUBLISHED_BYTES)):
-        must_exist = _is_listed(store, name, unknown=is_changed)
+        must_exist = is_listed(store, name, unknown=is_changed)
     if not must_exist:
         return changes, None
     if answer is None:
@@ -355,7 +355,7 @@ def _leading(answers: Iterable[Change | AccessError | None]) -> Iterator[Change]
         yield answer
 
 
-def _is_listed(store: Store, name: str, unknown: bool) -> bool:
+def is_listed(store: Store, name: str, *, unknown: bool) -> bool:
     """Whether there is an object of that name; ``unknown`` where the store cannot be listed."""
     try:
         return any(entry.name == name for entry in store.list(name))

@@ -73,6 +73,11 @@ def test_a_batch_is_gathered_as_columns_in_the_order_asked_for(dataset: Streamin
     assert out[:, 0].tolist() == ids.tolist()
     with pytest.raises(IndexError):
         dataset.read_batch([NUM_SAMPLES])
+    for wrong in (ids < 50, [1.5]):
+        with pytest.raises(TypeError, match="whole numbers"):
+            dataset.read_batch(wrong)
+        with pytest.raises(TypeError, match="whole numbers"):
+            dataset.original_ids(wrong)
 
 
 def test_of_more_shards_than_may_be_open_those_used_longest_ago_are_closed(dataset: StreamingDataset) -> None:

@@ -52,6 +52,25 @@ def test_carried_values_tell_functions_apart() -> None:
     assert len({function_text(each) for each in (dict, list, len, Called)}) == 4
 
 
+def test_lambdas_of_one_line_differ() -> None:
+    above, below = lambda row: row > 1, lambda row: row < 1
+    assert function_text(above) != function_text(below)
+
+
+def test_the_attributes_of_a_class_count() -> None:
+    def keeps(least: int) -> Any:
+        class Keep:
+            _LEAST = least
+
+            def __call__(self, row: int) -> bool:
+                return row > self._LEAST
+
+        return Keep()
+
+    assert function_text(keeps(1)) != function_text(keeps(2))
+    assert function_text(keeps(1)) == function_text(keeps(1))
+
+
 def test_what_an_object_cached_makes_no_difference_nor_does_where_it_lies() -> None:
     scale, held = Scale(2), object()
     before = function_text(scale.apply)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    PositionTracker,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+)
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
 
 NUM_SAMPLES = 167
@@ -308,6 +318,8 @@ def test_set_epoch_overrides_but_keeps_a_position_inside_that_epoch(dataset: Str
     assert ids_of(loader) == epochs[1]
     new = StreamingDataLoader(dataset, 16)
     new.set_epoch(2)
+    with pytest.raises(TypeError, match="integer"):  # a state would hold half an epoch
+        new.set_epoch(1.5)  # type: ignore[arg-type]
     assert ids_of(new) == epochs[2]
     stopped = StreamingDataLoader(dataset, 16)
     batches = iter(stopped)
@@ -599,6 +611,37 @@ def test_a_state_that_the_dataset_was_given_is_announced_too(shards: Path, caplo
     dataset.load_state_dict(first.state_dict())
     next(iter(StreamingDataLoader(dataset, 8)))
     assert f"Resumed at epoch 0, step 1 (8 of {NUM_SAMPLES} samples of this epoch)." in caplog.messages
+
+
+@pytest.mark.parametrize("batch_size", [None, 8])
+def test_a_state_that_the_dataset_was_given_holds_before_the_first_batch(shards: Path, batch_size: int | None) -> None:
+    first = StreamingDataLoader(StreamingDataset(remote=shards), 8)
+    batches = iter(first)
+    next(batches), next(batches)
+    state = first.state_dict()
+
+    def resumed() -> tuple[StreamingDataset, StreamingDataLoader]:
+        dataset = StreamingDataset(remote=shards, batch_size=batch_size)
+        dataset.load_state_dict(state)
+        return dataset, StreamingDataLoader(dataset, 8)
+
+    dataset, loader = resumed()
+    assert loader.position.position == 16
+    assert (dataset.state_dict(), loader.state_dict()) == (state, state)
+    assert next(iter(PositionTracker(resumed()[1])))["id"].tolist() == list(range(16, 24))
+    assert next(iter(resumed()[1]))["id"].tolist() == list(range(16, 24))
+
+
+@pytest.mark.parametrize("read", [iter, DataLoader])
+def test_a_dataset_that_cannot_continue_from_a_state_by_itself_says_so(
+    shards: Path, read: Callable[[StreamingDataset], Iterable[Any]]
+) -> None:
+    first = StreamingDataLoader(StreamingDataset(remote=shards), 8)
+    next(iter(first))
+    dataset = StreamingDataset(remote=shards)
+    dataset.load_state_dict(first.state_dict())
+    with pytest.raises(StateError, match="Pass batch_size= to StreamingDataset"):
+        next(iter(read(dataset)))
 
 
 def test_other_ranks_do_not_announce_a_resume(shards: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -65,6 +65,20 @@ def test_a_version_is_named_by_digits_or_by_its_file_and_may_be_the_newest(tmp_p
             assert [sample["id"] for sample in dataset[:]] == list(range(60 * (k + 1)))
 
 
+def test_a_version_is_named_by_its_number_where_nothing_can_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for k in range(2):
+        write(tmp_path / "set", 60 * k, append=k > 0)
+
+    def refused(store: LocalStore, prefix: str = "") -> Any:
+        raise AccessError(f"403: {store.url}/{prefix} may not be listed")
+
+    monkeypatch.setattr(LocalStore, "list", refused)
+    for k in range(2):
+        assert len(StreamingDataset(remote=tmp_path / "set", version=k, batch_size=1)) == 60 * (k + 1)
+
+
 def test_a_version_that_is_not_there_or_no_digest_is_refused_and_says_which_there_are(tmp_path: Path) -> None:
     digests = [write(tmp_path / "set", 60 * k, append=k > 0) for k in range(2)]
     missing = "0" * 16

@@ -23,6 +23,7 @@ from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Measu
 from lightning_stream.sources.files import SourceFile, split_place
 from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.threads import DaemonPool
+from lightning_stream.version_log import is_listed
 from lightning_stream.writer.place import is_remote
 
 _ROW_ENCODINGS = {"float": "float64"}  # what MDS calls the types of row formats, where it has another name
@@ -58,9 +59,15 @@ def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | Non
 def _index_at(uri: str, options: Mapping[str, Any] | None) -> SourceFile | None:
     """The index of a dataset; other formats have files of that name, too."""
     options = options if is_remote(uri) else None
-    with suppress(NotFoundError, AccessError):  # some stores refuse what is not there
+    with suppress(NotFoundError):
         store = open_store(uri, options)
-        if b'"shards"' in store.read(INDEX_NAME):
+        try:
+            data = store.read(INDEX_NAME)
+        except AccessError:
+            if is_listed(store, INDEX_NAME, unknown=True):
+                raise
+            return None  # some stores refuse what is not there
+        if b'"shards"' in data:
             (entry,) = (one for one in store.list(INDEX_NAME) if one.name == INDEX_NAME)
             return SourceFile(uri, INDEX_NAME, 0, "", options, value=entry.version)
     return None

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.loading.source import SampleSource
 from lightning_stream.order import Snapshot
+from lightning_stream.order.bitmap import as_ids
 
 _OTHER_ORDER = "choose the order by shuffle_algo, batching_method, sampling_method and the weights of the streams"
 _NEVER_CALLED = {  # methods of mosaicml-streaming's dataset, and what does their work here
@@ -172,7 +173,7 @@ class IndexedSamples:
         `ids` are sample ids in [0, size); `out` has writable buffers for fixed-size columns, by column name.
         """
         size = self._streaming_source.snapshot.num_samples
-        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
+        array = as_ids(ids, "sample ids").astype(np.int64)
         if not (array.view(np.uint64) < size).all():  # negative ids are huge then
             raise IndexError(f"sample ids must be in [0, {size}); found {array.min()} to {array.max()}")
         return self._streaming_source.reader.batch(array, out)
@@ -198,8 +199,7 @@ class IndexedSamples:
 
         Example: ``dataset.original_ids(trace.ids)``.
         """
-        array = np.asarray(ids if isinstance(ids, np.ndarray) else list(ids), dtype=np.int64)
-        return self._streaming_source.reader.original_ids(array)
+        return self._streaming_source.reader.original_ids(as_ids(ids, "sample ids").astype(np.int64))
 
     # The cache
 

@@ -64,6 +64,11 @@ class PlainIterations:
         return self.loaded_state if self._owner is None or self.loader is loader else None
 
     @property
+    def _is_only_for_loader(self) -> bool:
+        """Whether the dataset was given a state that it cannot read alone, and no loader of ours has begun with it."""
+        return self.batch_size is None and self.loaded_state is not None and self._owner is None
+
+    @property
     def loader(self) -> Loader | None:
         """The loader of ours that reads this dataset; None if there is none."""
         return None if self._owner is None else self._owner()
@@ -114,6 +119,12 @@ class PlainIterations:
     def iterate(self, dataset: Any, source: SampleSource) -> Iterator[Any]:
         """Yield this rank's samples; in a worker of a DataLoader, the samples of that worker's batches."""
         worker = get_worker_info()
+        if self._is_only_for_loader:
+            raise StateError(
+                "a dataset continues from a state with the batches of the run, but this one was given a state and has "
+                "no batch size. Pass batch_size= to StreamingDataset, the same as to torch's DataLoader, or train on a "
+                "StreamingDataLoader"
+            )
         if worker is not None and worker.num_workers > 1 and self.batch_size is None:
             raise ValueError(
                 f"{worker.num_workers} DataLoader workers divide the batches, so the dataset must know the batch "
@@ -178,6 +189,8 @@ class PlainIterations:
                 "trains on it is there, and it has no batch size. Train on a StreamingDataLoader, keep it, and take "
                 "its state_dict(); or pass batch_size= to StreamingDataset, the same as to torch's DataLoader"
             )
+        if self._is_only_for_loader:
+            return dict(self.loaded_state or {})
         if num_samples is None:
             if get_worker_info() is not None:
                 raise StateError(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.counters import Counters
-from lightning_stream.errors import NotFoundError, redact
+from lightning_stream.errors import NotFoundError, StoreError, UnavailableError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index, version_name
 from lightning_stream.order import StreamWeights
 from lightning_stream.sources.files import is_table, media_store, split_place
@@ -243,10 +243,20 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
     return index
 
 
+def _holds_table(store: Store) -> bool:
+    """Whether this is a Delta table; no, where nothing can be listed: one could not be read there."""
+    try:
+        return is_table(store)
+    except UnavailableError:
+        raise
+    except StoreError:  # no right to list, or a web server
+        return False
+
+
 def version_index(stream: Stream, cache: ShardCache) -> Index:
     """As `index_of`, with all columns."""
     wanted = stream.version
-    if wanted is None or (isinstance(wanted, int) and cache.other is not None and is_table(cache.store)):
+    if wanted is None or (isinstance(wanted, int) and cache.other is not None and _holds_table(cache.store)):
         return cache.newest_index()
     if isinstance(wanted, int) or len(wanted) < _DIGITS:
         if isinstance(cache.store, DownloadHook):

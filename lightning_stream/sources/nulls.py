@@ -75,7 +75,9 @@ def _fitted(name: str, values: list[Any], encoding: str) -> Any:
         if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
             if encoding.startswith("float"):
                 _check_exact(values)
-            return np.array(values) if kinds <= {int, bool} else np.array(values, np.float64)
+                return np.array(values, np.float64)
+            array = np.array(values)
+            return values if array.dtype.kind == "f" else array  # NumPy rounds large ones beside others
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"column {name!r}: {error}") from error
     return values

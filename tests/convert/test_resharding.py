@@ -15,6 +15,7 @@ import pytest
 
 from lightning_stream import JSONWriter, MDSWriter, StreamingDataset, versions
 from lightning_stream.convert import convert, read_manifest
+from lightning_stream.errors import AccessError
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import open_shard
@@ -227,3 +228,21 @@ def test_a_source_without_hashes_that_was_written_again_is_converted_again(tmp_p
     with pytest.raises(FileExistsError, match="other options"):
         convert(tmp_path / "data", tmp_path / "out1", num_workers=1)
     assert [int(sample["id"]) for sample in StreamingDataset(remote=str(tmp_path / "out2"))] == [2]
+
+
+@pytest.mark.parametrize("refused", ["val", "set"])
+def test_a_dataset_that_must_not_be_read_is_not_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    read = LocalStore.read
+    for folder in ("set", "set/train") if refused == "set" else ("set/train", "set/val"):
+        write(tmp_path / folder, count=3)
+
+    def refusing(store: LocalStore, name: str, *span: Any) -> bytes:
+        if store.folder.name == refused:
+            raise AccessError("403")
+        return read(store, name, *span)
+
+    monkeypatch.setattr(LocalStore, "read", refusing)
+    with pytest.raises(AccessError, match="403"):
+        convert(tmp_path / "set", tmp_path / "out")

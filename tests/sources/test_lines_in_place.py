@@ -122,6 +122,13 @@ def tar(path: Path, *names: str) -> None:
             out.addfile(member, io.BytesIO(b"7"))
 
 
+@pytest.mark.parametrize(("encoding", "numbers"), [("uint64", [5, 2**63 + 1]), ("int", [1.0, 2**53 + 1])])
+def test_large_whole_numbers_are_exact_beside_others(tmp_path: Path, encoding: str, numbers: list[Any]) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"x": number}) + "\n" for number in numbers))
+    dataset = StreamingDataset(remote=str(tmp_path / "a.jsonl"), columns={"x": encoding})
+    assert [int(dataset[k]["x"]) for k in range(2)] == numbers
+
+
 def test_a_file_that_a_sample_lacks_is_known_when_a_tar_is_opened(tmp_path: Path) -> None:
     names = [f"{k:03}.{ending}" for k in range(200) for ending in ("cls", "json", "txt")]
     for name, lacking in (("whole", ""), ("cls", "150.cls"), ("txt", "150.txt"), ("json", "150.json")):

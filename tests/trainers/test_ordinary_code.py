@@ -273,6 +273,23 @@ def test_what_lightning_cannot_resume_exactly_is_refused_at_the_resume(shards: P
 
 @pytest.mark.filterwarnings("ignore:.*no checkpoint of this run can be resumed")
 @pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
+def test_the_rest_of_an_epoch_that_max_steps_cut_is_not_taken_for_trained(shards: Path, tmp_path: Path) -> None:
+    def fit(max_steps: int, ckpt_path: Path | None = None) -> pl.Trainer:
+        trainer = pl.Trainer(max_epochs=1, max_steps=max_steps, enable_checkpointing=False, **QUIET_TRAINER)
+        dataset = StreamingDataset(remote=shards, shuffle=True, batch_size=16)
+        trainer.fit(Plain(), DataLoader(dataset, 16), ckpt_path=ckpt_path)
+        return trainer
+
+    for steps in (3, 11):
+        fit(steps).save_checkpoint(tmp_path / f"{steps}.ckpt")
+    fit(3, tmp_path / "3.ckpt")  # both runs are over
+    fit(-1, tmp_path / "11.ckpt")
+    with pytest.raises(StateError, match="a resumed run must train on what its checkpoint has not seen"):
+        fit(-1, tmp_path / "3.ckpt")
+
+
+@pytest.mark.filterwarnings("ignore:.*no checkpoint of this run can be resumed")
+@pytest.mark.filterwarnings("ignore:.*your dataloader is not resumable")
 def test_a_dataset_that_the_users_code_resumes_is_left_to_it(shards: Path, tmp_path: Path) -> None:
     class KeepsState(Plain):
         def __init__(self) -> None:

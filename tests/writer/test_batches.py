@@ -56,6 +56,12 @@ def test_a_batch_gives_the_bytes_of_its_rows(
     assert write_batch(folder / "batch", columns, batch, size_limit=limit) == rows
 
 
+@pytest.mark.parametrize("numbers", [[5, 2**63 + 1], [2**64 - 1, 0]])
+def test_numpy_rounds_no_large_numbers_of_a_batch(tmp_path: Path, numbers: list[int]) -> None:
+    rows = write_rows(tmp_path / "rows", {"x": "uint64"}, {"x": numbers})
+    assert write_batch(tmp_path / "batch", {"x": "uint64"}, {"x": numbers}) == rows
+
+
 def test_rows_and_batches_mix_in_one_shard(tmp_path: Path) -> None:
     columns = {"x": "int", "t": "str"}
     batch = {"x": np.arange(50), "t": [f"row {k}" for k in range(50)]}

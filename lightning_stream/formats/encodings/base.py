@@ -185,9 +185,11 @@ def _stacked(values: Sequence[Any]) -> NDArray[Any] | None:
     if kind not in (int, float, np.ndarray) or any(type(value) is not kind for value in values):
         return None
     try:
-        return np.array(values)
+        array = np.array(values)
     except (ValueError, OverflowError):
         return None
+    is_rounded = kind is int and array.dtype.kind == "f"  # of small ones and ones from 2**63 on, NumPy makes floats
+    return None if is_rounded else array
 
 
 def _encode_scalars(dtype: np.dtype[Any], array: NDArray[Any]) -> Bytes2d:

@@ -89,6 +89,7 @@ class StreamingCallback(Callback):
         self._seen_step = 0
         self._num_substituted = 0  # in the batch in training
         self._is_restored = False  # whether this fit has loaded a checkpoint
+        self._continues_inside = False  # whether that one was of the middle of an epoch
         self._was_asked = False  # whether a checkpoint was asked for its position
         self._resumed_epoch = _NEVER  # the epoch that a resume continued inside of
         self._validated_step = _NEVER
@@ -150,7 +151,7 @@ class StreamingCallback(Callback):
             self._from = self.tracker.position
             self.tracker.detach()
         self._was_asked, self._first_epoch, self._enters_at, self._resumed_epoch = False, 0, None, _NEVER
-        self._is_restored = False
+        self._is_restored = self._continues_inside = False
         if trainer.global_step == 0:
             self._from = None
         elif self._from is None:  # the trainer has fitted before, with other data: its epochs count on
@@ -175,6 +176,9 @@ class StreamingCallback(Callback):
             self.tracker.end_run()
             self._from = self.tracker.position
             self.tracker.detach()
+        elif stage == "fit" and self._continues_inside and not 0 <= trainer.max_steps <= trainer.global_step:
+            # After max_steps, Lightning may take the epoch for a whole one, and train on nothing of its rest.
+            rules.check_others(loops.train_loaders_of(trainer), is_resumed=True)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the progress bar as it was, and end the monitor: Lightning asks for no teardown after an error."""
@@ -325,6 +329,7 @@ class StreamingCallback(Callback):
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Continue from the position, and make Lightning's counters agree with it before it restores them."""
         self._is_restored = trainer.state.fn == "fit"
+        self._continues_inside = self._is_restored and loops.stopped_inside(checkpoint)
         if not self._is_restored or (self.is_passive and not self._concerns_us(trainer, checkpoint)):
             return
         if loops.forget_fetched(trainer) and self.tracker.is_attached:

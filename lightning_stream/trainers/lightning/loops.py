@@ -173,6 +173,12 @@ def epoch_end_is_due(checkpoint: Mapping[str, Any], epoch: int) -> bool:
     return int(progress.get("current", {}).get("processed", epoch)) < epoch
 
 
+def stopped_inside(checkpoint: Mapping[str, Any]) -> bool:
+    """Whether the run of a checkpoint was stopped inside an epoch, which Lightning may take for a whole one."""
+    batches = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+    return bool(batches.get("current", {}).get("completed")) and not batches["is_last_batch"]
+
+
 def iterators(trainer: Any) -> list[LoaderIterator]:
     """Our iterations that the fit loop takes its batches from."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
