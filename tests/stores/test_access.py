@@ -9,18 +9,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from servers import processes
 from servers.fake_databricks import TOKEN, FakeDatabricks
 from servers.fake_gcs import FakeGcs
+from servers.s3 import KEY, SECRET, bucket_at
 from servers.web import HubServer, WebServer
 
 from lightning_stream.errors import AccessError, MissingExtraError, NotFoundError, UnavailableError, redact
 from lightning_stream.reading.stream import Stream, labels_of
 from lightning_stream.stores import LocalStore, open_store
 
-KEY, SECRET = "TESTKEY", "TESTSECRET"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # published
 QUICK = {"retries": 0, "timeout_s": 5.0}
 VARIABLES = (
@@ -45,11 +44,8 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def gateway(ceph_endpoint: str) -> str:
     """A server that checks signatures and rights, which moto does not."""
-    client = boto3.client(
-        "s3", endpoint_url=ceph_endpoint, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-    )
     for bucket, rights in (("private", "private"), ("public", "public-read")):
-        client.create_bucket(Bucket=bucket, ACL=rights)
+        client = bucket_at(ceph_endpoint, bucket, ACL=rights)
         client.put_object(Bucket=bucket, Key="data/x", Body=b"content", ACL=rights)
     return ceph_endpoint
 
