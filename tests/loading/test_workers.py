@@ -11,7 +11,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
+from support.data import write_ids
+
+from lightning_stream import StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*")
@@ -21,9 +23,7 @@ PERSISTENT = pytest.mark.parametrize("persistent", [False, True])
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    with MDSWriter(out=str(folder), columns={"id": "int"}) as writer:
-        for number in range(64):
-            writer.write({"id": number})
+    write_ids(str(folder), range(64))
     return folder
 
 

@@ -10,6 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
+
 from servers.s3 import bucket_at, options_of
 from servers.web import WebServer
 

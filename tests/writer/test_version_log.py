@@ -15,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
+
 from servers.s3 import bucket_at, options_of
 from support import appenders
 
