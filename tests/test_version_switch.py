@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.data import write_ids
 
 from lightning_stream import Packing, Stream, StreamingDataLoader, StreamingDataset, World, versions
 from lightning_stream.errors import SnapshotMismatch
 from lightning_stream.order.ledger import expected
-from lightning_stream.writer import MDSWriter
 
 BATCH = 8
 OLD = sorted({*range(100)} - {1, 2})  # version 1
@@ -21,8 +21,7 @@ Steps = list[list[int]]
 
 
 def write(out: Path, first: int, end: int, **how: Any) -> None:
-    with MDSWriter(out=out, columns={"id": "int"}, size_limit=300, **how) as writer:
-        writer.write_batch({"id": np.arange(first, end)})
+    write_ids(out, np.arange(first, end), size_limit=300, **how)
 
 
 @pytest.fixture
