@@ -82,7 +82,11 @@ WORKERS = [(1, 2), (2, 2), (4, 2)]
 
 @pytest.mark.parametrize(
     ("step", "ranks", "num_workers"),
-    [(step, *world) for step in (1, 5, 12, 13, 20) for world in WORLDS + (WORKERS if step in (5, 13) else [])],
+    [
+        *((step, *world) for step in (1, 5, 12, 13, 20) for world in WORLDS),
+        *((5, *world) for world in WORKERS),
+        *(pytest.param(13, *world, marks=pytest.mark.slow) for world in WORKERS),
+    ],
 )
 def test_each_sample_of_the_new_version_comes_once_and_the_rest_is_that_of_each_version(
     data: Path, step: int, ranks: int, num_workers: int
