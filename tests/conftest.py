@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from servers import processes, s3
 
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci")
@@ -42,6 +45,27 @@ def shared_data() -> Path:
     return _shared("data")
 
 
+@pytest.fixture(scope="session")
+def moto_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An S3 server of Python: `servers.s3` makes buckets there."""
+    with processes.moto(tmp_path_factory.mktemp("moto-server")) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def ceph_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real S3 server, which checks signatures, rights and checksums."""
+    with processes.ceph(tmp_path_factory.mktemp("ceph-server"), s3.KEY, s3.SECRET) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(request: pytest.FixtureRequest) -> str:
+    """Ceph where it is installed, else moto."""
+    has_ceph = shutil.which("radosgw") and shutil.which("ceph-mon")
+    return str(request.getfixturevalue("ceph_endpoint" if has_ceph else "moto_endpoint"))
+
+
 @pytest.fixture
 def mosaic_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The Python of mosaicml-streaming; tests take turns, as its processes choose the same names of shared memory."""
@@ -51,6 +75,12 @@ def mosaic_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with (tmp_path_factory.getbasetemp().parent / "mosaic.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield python
+
+
+def pytest_collection_finish() -> None:
+    """A garbage collection in a test need not visit all that the imports made: that takes a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import random
-import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("boto3")
 
-TESTS = str(Path(__file__).resolve().parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from servers import early_runs, processes  # noqa: E402
-from servers.crowd import KEY, SECRET, STEADY, Crowd, upload  # noqa: E402
+from servers import early_runs  # noqa: E402
+from servers.crowd import STEADY, Crowd, upload  # noqa: E402
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
+from servers.s3 import options_of  # noqa: E402
 from servers.workers import train  # noqa: E402
 
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World  # noqa: E402
@@ -57,32 +52,30 @@ def dataset(folder: Path, options: dict[str, Any], seed: int) -> StreamingDatase
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside the proxy's thread
-def test_no_fault_and_no_kill_costs_a_sample(tmp_path: Path) -> None:
+def test_no_fault_and_no_kill_costs_a_sample(s3_endpoint: str, tmp_path: Path) -> None:
     with MDSWriter(
         out=tmp_path / "data", columns={"id": "int", "x": "bytes"}, size_limit=SHARD_BYTES, compression="zstd",
         hashes=["xxh3_64"],
     ) as writer:  # fmt: skip
         for number in range(NUM_SAMPLES):
             writer.write({"id": number, "x": content(number)})
-    options = {**OPTIONS, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
-    real = shutil.which("radosgw") and shutil.which("ceph-mon")
-    with processes.ceph(tmp_path, KEY, SECRET) if real else processes.moto(tmp_path) as endpoint:
-        upload("s3://bucket/data", {**options, "endpoint_url": endpoint, "timeout_s": 20.0}, tmp_path / "data")
-        with FaultProxy(endpoint, Plan(latency_s=0.002, probability=PROBABILITY, resumed=ODD, burst=3)) as proxy:
-            reach = {**options, "endpoint_url": proxy.url}
+    options = {**options_of(s3_endpoint), **OPTIONS}
+    upload("s3://bucket/samples", {**options, "timeout_s": 20.0}, tmp_path / "data")
+    with FaultProxy(s3_endpoint, Plan(latency_s=0.002, probability=PROBABILITY, resumed=ODD, burst=3)) as proxy:
+        reach = {**options, "endpoint_url": proxy.url}
 
-            def start(number: int, epochs: int) -> tuple[Any, Any]:
-                """The first ranks train together; those that are killed read the same cache in orders of their own."""
-                rank, seed = (number, 1) if number < STEADY else (number % 4, number)
-                said = FORK.Queue()
-                given = (dataset(tmp_path / "cache", reach, seed), rank, STEADY, epochs, content, said)
-                process = FORK.Process(target=train, args=given, daemon=True)
-                process.start()
-                return process, said
+        def start(number: int, epochs: int) -> tuple[Any, Any]:
+            """The first ranks train together; those that are killed read the same cache in orders of their own."""
+            rank, seed = (number, 1) if number < STEADY else (number % 4, number)
+            said = FORK.Queue()
+            given = (dataset(tmp_path / "cache", reach, seed), rank, STEADY, epochs, content, said)
+            process = FORK.Process(target=train, args=given, daemon=True)
+            process.start()
+            return process, said
 
-            crowd = Crowd(start, EPOCHS)
-            crowd.run(limit_s=700)
-            counts, faults = dict(proxy.counts), proxy.faults()
+        crowd = Crowd(start, EPOCHS)
+        crowd.run(limit_s=700)
+        counts, faults = dict(proxy.counts), proxy.faults()
     print(f"\nfaults {faults} {counts}; kills {crowd.kills}; epochs {sorted(crowd.delivered)}; ends {crowd.ended}")
     assert crowd.wrong == []
     assert len(crowd.ended) == STEADY

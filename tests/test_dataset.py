@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.data import write_ids  # noqa: E402
 from support.mosaic_work import epoch_work  # noqa: E402
 
 from lightning_stream import (  # noqa: E402
@@ -113,9 +114,7 @@ def test_a_decoder_of_the_users_replaces_a_columns_encoding(shards: Path, tmp_pa
 
 def test_a_new_run_sees_what_was_appended_although_the_cache_knows_the_old_index(tmp_path: Path) -> None:
     def write(first: int, append: bool) -> None:
-        with MDSWriter(out=str(tmp_path / "set"), columns={"id": "int"}, append=append) as writer:
-            for number in range(first, first + 10):
-                writer.write({"id": number})
+        write_ids(str(tmp_path / "set"), range(first, first + 10), append=append)
 
     write(0, append=False)
     old = StreamingDataset(remote=tmp_path / "set", local=tmp_path / "cache")
@@ -166,9 +165,7 @@ def test_a_subset_fetches_only_its_shards(shards: Path, tmp_path: Path) -> None:
 
 
 def test_a_local_dataset_is_a_plain_map_style_dataset(tmp_path: Path) -> None:
-    with MDSWriter(out=str(tmp_path / "train"), columns={"id": "int"}) as writer:
-        for number in range(9):
-            writer.write({"id": number})
+    write_ids(str(tmp_path / "train"), range(9))
     local = LocalDataset(tmp_path, split="train")
     assert (len(local), local[-1]) == (9, {"id": 8})
     loader = torch.utils.data.DataLoader(local, batch_size=4, shuffle=True)

@@ -109,7 +109,10 @@ atexit.register(lambda: vars(sys.modules["lightning_stream.loading.torch_private
     assert not run.stderr
 
 
-@pytest.mark.parametrize("name", ["alone_normal", "workers_normal", "persistent_error"])
+@pytest.mark.parametrize(
+    "name",
+    ["persistent_error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("alone_normal", "workers_normal"))],
+)
 def test_a_process_of_its_own_ends_as_quietly(remote: Path, tmp_path: Path, name: str) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys" + START.format(remote=str(remote), local=str(tmp_path / "l")) + SCRIPTS[name])

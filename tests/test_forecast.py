@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,6 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-
-TESTS = str(Path(__file__).resolve().parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
 
 from servers.web import WebServer  # noqa: E402
 

@@ -513,7 +513,7 @@ def test_mixtures_are_elastic_and_resumable(tmp_path: Path, method: str) -> None
     assert counts == 120
 
 
-@pytest.mark.parametrize("asked", [signal.SIGINT, signal.SIGTERM], ids=str)
+@pytest.mark.parametrize("asked", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM], ids=str)
 def test_workers_outlive_a_signal_to_the_whole_job(shards: Path, asked: signal.Signals) -> None:
     program = (
         "import signal, sys\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,14 +11,10 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
-boto3 = pytest.importorskip("boto3")
+pytest.importorskip("boto3")
 
-TESTS = str(Path(__file__).resolve().parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from servers import processes  # noqa: E402
 from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
+from servers.s3 import bucket_at, variables_of  # noqa: E402
 
 from lightning_stream import (  # noqa: E402
     MDSWriter,
@@ -34,7 +29,6 @@ from lightning_stream.errors import AccessError, ConflictError, NotFoundError, S
 from lightning_stream.order.downloads import plan_downloads  # noqa: E402
 from lightning_stream.stores import open_store  # noqa: E402
 
-KEY, SECRET = "TESTKEY", "TESTSECRET"
 NUM_SAMPLES, SHARD_BYTES = 240, 1000
 COLUMNS = {"id": "int", "x": "ndarray:float32:4", "name": "str"}
 URL, PACKED = "s3://bucket/data", "s3://bucket/packed"
@@ -64,20 +58,14 @@ class Bucket:
 
 
 @pytest.fixture(scope="module", params=["moto", "ceph"])
-def endpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp(request.param)
-    ceph = request.param == "ceph"
-    with processes.ceph(folder, KEY, SECRET) if ceph else processes.moto(folder) as url:
-        yield url
+def endpoint(request: pytest.FixtureRequest) -> str:
+    return request.getfixturevalue(f"{request.param}_endpoint")
 
 
 @pytest.fixture(scope="module")
 def stored(endpoint: str) -> Any:
     """A client of a bucket that has the data at `URL`, and compressed at `PACKED`."""
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-    )
-    client.create_bucket(Bucket="bucket")
+    client = bucket_at(endpoint)
     with pytest.MonkeyPatch.context() as patch:
         connect(patch, endpoint)
         write(URL)
@@ -93,11 +81,8 @@ def bucket(endpoint: str, stored: Any, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 def connect(patch: pytest.MonkeyPatch, endpoint: str) -> None:
-    """Set the variables that users of S3 set."""
-    patch.setenv("S3_ENDPOINT_URL", endpoint)
-    patch.setenv("AWS_ACCESS_KEY_ID", KEY)
-    patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    for name, value in variables_of(endpoint).items():
+        patch.setenv(name, value)
 
 
 def sample(number: int) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.data import write_ids  # noqa: E402
+
 from lightning_stream import (  # noqa: E402
     MDSWriter,
     Packing,
@@ -34,9 +36,7 @@ LINEAR = Schedule(POINTS, interpolation="linear")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root, first = tmp_path_factory.mktemp("mix"), 0
     for name, size in SIZES.items():
-        with MDSWriter(out=str(root / name), columns={"id": "int"}, size_limit=200) as writer:
-            for number in range(first, first + size):
-                writer.write({"id": number})
+        write_ids(str(root / name), range(first, first + size), size_limit=200)
         first += size
     return root
 

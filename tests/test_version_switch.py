@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.data import write_ids
 
 from lightning_stream import Packing, Stream, StreamingDataLoader, StreamingDataset, World, versions
 from lightning_stream.errors import SnapshotMismatch
 from lightning_stream.order.ledger import expected
-from lightning_stream.writer import MDSWriter
 
 BATCH = 8
 OLD = sorted({*range(100)} - {1, 2})  # version 1
@@ -21,8 +21,7 @@ Steps = list[list[int]]
 
 
 def write(out: Path, first: int, end: int, **how: Any) -> None:
-    with MDSWriter(out=out, columns={"id": "int"}, size_limit=300, **how) as writer:
-        writer.write_batch({"id": np.arange(first, end)})
+    write_ids(out, np.arange(first, end), size_limit=300, **how)
 
 
 @pytest.fixture
@@ -83,7 +82,11 @@ WORKERS = [(1, 2), (2, 2), (4, 2)]
 
 @pytest.mark.parametrize(
     ("step", "ranks", "num_workers"),
-    [(step, *world) for step in (1, 5, 12, 13, 20) for world in WORLDS + (WORKERS if step in (5, 13) else [])],
+    [
+        *((step, *world) for step in (1, 5, 12, 13, 20) for world in WORLDS),
+        *((5, *world) for world in WORKERS),
+        *(pytest.param(13, *world, marks=pytest.mark.slow) for world in WORKERS),
+    ],
 )
 def test_each_sample_of_the_new_version_comes_once_and_the_rest_is_that_of_each_version(
     data: Path, step: int, ranks: int, num_workers: int

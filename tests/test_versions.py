@@ -8,18 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.data import write_ids
 
 from lightning_stream import Stream, StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import AccessError, NotFoundError, SnapshotMismatch
 from lightning_stream.formats.index import Index, version_name
 from lightning_stream.stores import LocalStore
-from lightning_stream.writer import MDSWriter
 
 
 def write(out: Path, first: int, count: int = 60, **how: Any) -> str:
     """Write ids from `first`; give the digest of the index."""
-    with MDSWriter(out=out, columns={"id": "int"}, size_limit=300, **how) as writer:
-        writer.write_batch({"id": np.arange(first, first + count)})
+    write_ids(out, np.arange(first, first + count), size_limit=300, **how)
     return Index.from_file(out / "index.json").digest
 
 

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from support.data import write_ids
+
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, World
 from lightning_stream.errors import NotFoundError
 
@@ -21,9 +23,7 @@ LENGTHS = np.random.default_rng(3).integers(1, 4000, NUM_SAMPLES).astype(np.uint
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shards")
     lengths = {"tokens": lambda sample: int(LENGTHS[sample["id"]])}
-    with MDSWriter(out=str(folder), columns={"id": "int"}, size_limit=200, lengths=lengths) as writer:
-        for number in range(NUM_SAMPLES):
-            writer.write({"id": number})
+    write_ids(str(folder), range(NUM_SAMPLES), size_limit=200, lengths=lengths)
     return folder
 
 

@@ -6,15 +6,13 @@ pytest -m slow -s tests/cache/test_chaos.py tests/test_chaos.py      prints its 
 from __future__ import annotations
 
 import multiprocessing
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import processes
-from servers.crowd import KEY, SECRET, STEADY, Crowd, upload
+from servers.crowd import STEADY, Crowd, upload
 from servers.fault_proxy import FaultProxy, Plan
+from servers.s3 import options_of
 from servers.shards import make_dataset, shard_content
 from servers.workers import read_all
 
@@ -28,30 +26,21 @@ ODD = {"page": 0.1, "empty": 0.05, "gone": 0.05, "short": 0.05, "unversioned": 0
 SPAWN = multiprocessing.get_context("spawn")
 
 
-@pytest.fixture
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Ceph where it is installed, else moto."""
-    folder = tmp_path_factory.mktemp("server")
-    real = shutil.which("radosgw") and shutil.which("ceph-mon")
-    with processes.ceph(folder, KEY, SECRET) if real else processes.moto(folder) as url:
-        yield url
-
-
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_no_fault_and_no_kill_costs_a_byte(endpoint: str, tmp_path: Path) -> None:
+def test_no_fault_and_no_kill_costs_a_byte(s3_endpoint: str, tmp_path: Path) -> None:
     make_dataset(tmp_path / "dataset", NUM_SHARDS, SHARD_BYTES, compression="zstd")
-    options = {**OPTIONS, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
-    upload("s3://bucket/data", {**options, "endpoint_url": endpoint, "timeout_s": 20.0}, tmp_path / "dataset")
+    options = {**options_of(s3_endpoint), **OPTIONS}
+    upload("s3://bucket/shards", {**options, "timeout_s": 20.0}, tmp_path / "dataset")
     config = CacheConfig(limit_bytes=14 * SHARD_BYTES, refetches=20)
     cache = tmp_path / "cache"
     plan = Plan(latency_s=0.002, probability=PROBABILITY, resumed=ODD, burst=3)
-    with FaultProxy(endpoint, plan) as proxy:
+    with FaultProxy(s3_endpoint, plan) as proxy:
 
         def start(seed: int, epochs: int) -> tuple[Any, Any]:
             said = SPAWN.Queue()
             given = (
-                "s3://bucket/data",
+                "s3://bucket/shards",
                 {**options, "endpoint_url": proxy.url},
                 cache,
                 config,

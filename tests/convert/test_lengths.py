@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from support.convert_inputs import doubled, letters
 from writer.test_place import killed_at
 
 from lightning_stream import StreamingDataset
@@ -22,11 +19,6 @@ from lightning_stream.stores import LocalStore, open_store
 from lightning_stream.version_log import read_index
 from lightning_stream.writer import CSVWriter, MDSWriter, merge_index
 from lightning_stream.writer.place import listed_files
-
-
-def letters(sample: Any) -> int:
-    return sample["text"].count("ö") + len(sample["tokens"])
-
 
 LENGTHS = {"tokens": len, "text": len, "letters": letters}
 
@@ -54,7 +46,7 @@ def test_the_lengths_of_converted_rows_are_those_of_the_samples_in_their_order(
         "shuffled": {"shuffle": True},
         "split": {"val_fraction": 0.2},
         "both": {"val_fraction": 0.2, "shuffle": True},
-        "made": {"transform": _doubled},
+        "made": {"transform": doubled},
     }.items():
         result = convert(rows_file, tmp_path / name, num_workers=1, **settings, **others)
         for split, count in result.num_samples.items():
@@ -65,10 +57,6 @@ def test_the_lengths_of_converted_rows_are_those_of_the_samples_in_their_order(
             assert result.num_shards[split] == len(Index.from_file(folder / "index.json"))
     convert(rows_file, tmp_path / "again", num_workers=2, **settings, shuffle=True, val_fraction=0.2)
     assert files_of(tmp_path / "again") == files_of(tmp_path / "both")
-
-
-def _doubled(row: Any) -> Any:
-    return [row, {**row, "tokens": row["tokens"] * 2}] if row["k"] % 3 else None
 
 
 def test_arrow_rows_have_the_same_lengths_as_json_rows(rows_file: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import processes
+from servers.s3 import bucket_at, options_of
 
 from lightning_stream.convert import convert
 from lightning_stream.counters import NAMES
@@ -96,22 +96,19 @@ def test_a_pair_keeps_local_copies_only_if_asked(rows_file: Path, tmp_path: Path
 
 
 @pytest.mark.nightly
-def test_several_processes_read_from_and_write_to_s3(rows_file: Path, tmp_path: Path, files_of: Any) -> None:
-    boto3 = pytest.importorskip("boto3")
-    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
-    with processes.moto(tmp_path) as endpoint:
-        client = boto3.client("s3", endpoint_url=endpoint, **keys)
-        client.create_bucket(Bucket="bucket")
-        client.put_object(Bucket="bucket", Key="in/rows.jsonl", Body=rows_file.read_bytes())
-        options = {"endpoint_url": endpoint, "access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
-        given: dict[str, Any] = {"partition_bytes": "40kb", "source_store_options": options, "store_options": options}
-        assert convert("s3://bucket/in", "s3://bucket/out", num_workers=2, **given).total == 3000
-        assert not convert("s3://bucket/in", "s3://bucket/out", **given).is_new
-        client.put_object(Bucket="bucket", Key="in/rows.jsonl", Body=rows_file.read_bytes().replace(b"rt 0", b"rt 1"))
-        with pytest.raises(FileExistsError, match=r"changed: rows\.jsonl"):
-            convert("s3://bucket/in", "s3://bucket/out", **given)
-        store = open_store("s3://bucket/out", options)
-        stored = {entry.name: store.read(entry.name) for entry in store.list("") if entry.name != "manifest.json"}
+def test_several_processes_read_from_and_write_to_s3(
+    rows_file: Path, tmp_path: Path, files_of: Any, moto_endpoint: str
+) -> None:
+    client, options = bucket_at(moto_endpoint, "convert"), options_of(moto_endpoint)
+    client.put_object(Bucket="convert", Key="in/rows.jsonl", Body=rows_file.read_bytes())
+    given: dict[str, Any] = {"partition_bytes": "40kb", "source_store_options": options, "store_options": options}
+    assert convert("s3://convert/in", "s3://convert/out", num_workers=2, **given).total == 3000
+    assert not convert("s3://convert/in", "s3://convert/out", **given).is_new
+    client.put_object(Bucket="convert", Key="in/rows.jsonl", Body=rows_file.read_bytes().replace(b"rt 0", b"rt 1"))
+    with pytest.raises(FileExistsError, match=r"changed: rows\.jsonl"):
+        convert("s3://convert/in", "s3://convert/out", **given)
+    store = open_store("s3://convert/out", options)
+    stored = {entry.name: store.read(entry.name) for entry in store.list("") if entry.name != "manifest.json"}
     convert(rows_file, tmp_path / "local", num_workers=1, partition_bytes="40kb")
     local = files_of(tmp_path / "local")
     assert stored == {name: data for name, data in local.items() if name != "manifest.json"}

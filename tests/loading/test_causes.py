@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -15,18 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from servers.fault_proxy import FaultProxy, Plan
+from servers.web import WebServer
+from support.metered_loading import BATCH, loader_over, served, spend, write_metered
 
-TESTS = str(Path(__file__).resolve().parent.parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
-from servers.web import WebServer  # noqa: E402
-from support.metered_loading import BATCH, loader_over, served, spend, write_metered  # noqa: E402
-
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.loading.stats import LoaderStats  # noqa: E402
-from lightning_stream.loading.verdict import verdict_of  # noqa: E402
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
+from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.loading.verdict import verdict_of
 
 RETRIES = {"stream_config": {"options": {"first_pause_s": 0.05, "retries": 20}}}
 

@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.data import write_ids  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 
 from lightning_stream.loading.distributed import detect_world  # noqa: E402
@@ -211,11 +212,7 @@ os._exit(0)  # gloo's threads can abort a process that takes the groups of a mes
 def test_ranks_that_share_a_place_in_the_data_dimension_get_the_same_samples(tmp_path: Path) -> None:
     import json
 
-    from lightning_stream import MDSWriter
-
-    with MDSWriter(out=str(tmp_path / "shards"), columns={"id": "int"}, size_limit=500) as writer:
-        for number in range(100):
-            writer.write({"id": number})
+    write_ids(str(tmp_path / "shards"), range(100), size_limit=500)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

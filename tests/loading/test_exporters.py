@@ -10,21 +10,16 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from support.metered_loading import BATCH, loader_over, served, spend, write_metered
 
-TESTS = str(Path(__file__).resolve().parent.parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from support.metered_loading import BATCH, loader_over, served, spend, write_metered  # noqa: E402
-
-from lightning_stream import (  # noqa: E402
+from lightning_stream import (
     StreamingDataLoader,
     StreamingDataset,
     export_prometheus,
 )
-from lightning_stream.errors import MissingExtraError  # noqa: E402
-from lightning_stream.trainers import monitor as trainers_monitor  # noqa: E402
-from lightning_stream.trainers.monitor import DataMonitor  # noqa: E402
+from lightning_stream.errors import MissingExtraError
+from lightning_stream.trainers import monitor as trainers_monitor
+from lightning_stream.trainers.monitor import DataMonitor
 
 TOTALS = {
     "lightning_stream_batches_total": lambda stats: stats.num_batches,

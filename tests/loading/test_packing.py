@@ -187,7 +187,7 @@ def test_an_evaluation_has_every_row_once_on_any_number_of_devices(folder):
     assert sorted(row for each in loaders for row in rows_in(each)) == whole
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_persistent_workers_continue_where_a_state_points(folder, method):
     given = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
     whole = list(loader_of(folder))

@@ -83,7 +83,7 @@ def begin(shared: SharedPosition, queue: Any, worker: int) -> None:
         queue.put(shared.begin(key, worker))
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
 def test_worker_processes_see_it_and_move_it(method: str) -> None:
     context = multiprocessing.get_context(method)
     shared, queue = SharedPosition(), context.Queue()

@@ -18,6 +18,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from support.data import write_ids  # noqa: E402
+
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, World  # noqa: E402
 from lightning_stream.errors import FormatError, StateError  # noqa: E402
 
@@ -365,9 +367,7 @@ if sys.argv[2] == "dropped":
 
 @pytest.mark.parametrize("how", ["kept", "dropped"])
 def test_a_program_ends_well_while_threads_make_batches(tmp_path: Path, how: str) -> None:
-    with MDSWriter(out=str(tmp_path), columns={"id": "int"}) as writer:
-        for number in range(1000):
-            writer.write({"id": number})
+    write_ids(str(tmp_path), range(1000))
     command = [sys.executable, "-c", ABANDONED, str(tmp_path), how]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "16\n", "")

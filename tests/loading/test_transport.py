@@ -275,7 +275,7 @@ def write(folder: Path) -> Path:
     [
         {"num_workers": 2},
         {"num_workers": 2, "persistent_workers": True},
-        {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "spawn"},
+        {"num_workers": 1, "persistent_workers": True, "multiprocessing_context": "forkserver"},
     ],
     ids=str,
 )

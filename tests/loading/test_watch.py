@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers.fault_proxy import FaultProxy, Plan
+from support.metered_loading import served, write_metered
 
-TESTS = str(Path(__file__).resolve().parent.parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from servers.fault_proxy import FaultProxy, Plan  # noqa: E402
-from support.metered_loading import served, write_metered  # noqa: E402
-
-from lightning_stream import StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.loading import watch as watching  # noqa: E402
+from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream.loading import watch as watching
 
 LONGEST_S = 60
 

@@ -20,6 +20,9 @@ pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter
 
+METHODS = pytest.mark.parametrize(
+    "method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+)
 TRAINER = """
 import multiprocessing, os, signal, subprocess, sys, time
 from torch.utils.data import DataLoader, IterableDataset
@@ -114,7 +117,7 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="asks Linux when a process ends")
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@METHODS
 def test_a_worker_outlives_a_jobs_signals_and_ends_when_its_trainer_asks_or_is_gone(
     tmp_path: Path, method: str
 ) -> None:
@@ -191,7 +194,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@METHODS
 def test_the_signals_of_a_job_reach_its_trainer_alone(tmp_path: Path, method: str) -> None:
     with MDSWriter(out=tmp_path / "data", columns={"x": "int"}, size_limit=1000) as writer:
         for number in range(200):

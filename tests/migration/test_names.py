@@ -12,7 +12,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lightning_stream import LocalDataset, MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from support.data import write_ids  # noqa: E402
+
+from lightning_stream import LocalDataset, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
 
 NUM_SAMPLES = 50
 
@@ -21,9 +23,7 @@ NUM_SAMPLES = 50
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("data")
     for name, first, last in (("a", 0, 20), ("b", 20, NUM_SAMPLES)):
-        with MDSWriter(out=str(root / name), columns={"id": "int"}, size_limit=200, compression="zstd") as writer:
-            for number in range(first, last):
-                writer.write({"id": number})
+        write_ids(str(root / name), range(first, last), size_limit=200, compression="zstd")
     return root
 
 

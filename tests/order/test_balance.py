@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order import BatchPlan, World
 from lightning_stream.order.balance import Balance, deal, imbalance, num_groups, whole_costs
 from lightning_stream.order.ledger import expected, total
 from lightning_stream.order.micro_batches import MicroBatches
@@ -25,8 +26,7 @@ def squares(ids):
 
 
 def run_of(batch_size, sizes=((700, 300, 500), (900,)), **settings):
-    config = OrderConfig.resolve(batch_size=batch_size, shuffle=True, **settings)
-    return RunOrder(Snapshot.of(sizes), [StreamWeights()] * len(sizes), config)
+    return run_over(sizes, batch_size=batch_size, shuffle=True, **settings)
 
 
 def plans(run, batch_size, world, balance=None, epoch=0, tail="pad", start=0):

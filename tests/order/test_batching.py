@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
 import lightning_stream.order
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order import BatchPlan, World
 from lightning_stream.order.batching import METHODS
 from lightning_stream.order.batching.base import RandomOrder
 from lightning_stream.order.batching.interleave import Interleave
@@ -20,8 +21,7 @@ prop = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 def run_of(sizes, method, batch_size=12, **arguments):
-    config = OrderConfig.resolve(batch_size=batch_size, batching_method=method, **{"shuffle": True} | arguments)
-    return RunOrder(Snapshot.of(sizes), [StreamWeights()] * len(sizes), config)
+    return run_over(sizes, batch_size=batch_size, batching_method=method, **{"shuffle": True} | arguments)
 
 
 def merged(lengths):

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
-from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, World
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.micro_batches import MicroBatches
 
@@ -27,9 +28,12 @@ def run_of(lengths, *, tokens=None, multiple=None, window=None, batch_size=8, st
     size = multiple if tokens else batch_size
     buckets = LengthBuckets.resolved(lengths, batch_size=size, window=window, batch_tokens=tokens)
     options = {"shuffle": True, **options}
-    config = OrderConfig.resolve(batch_size=buckets.batch_size, buckets=buckets, **options)
-    return RunOrder(
-        Snapshot.of([sizes[k::streams] for k in range(streams)]), [StreamWeights()] * streams, config, lengths
+    return run_over(
+        [sizes[k::streams] for k in range(streams)],
+        lengths=lengths,
+        batch_size=buckets.batch_size,
+        buckets=buckets,
+        **options,
     )
 
 

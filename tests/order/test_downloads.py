@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World, plan_downloads
+from lightning_stream.order import BatchPlan, World, plan_downloads
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.downloads import better_canonical_nodes, estimate_factor, warning_about
 
 
 def run_of(sizes, batch_size, **arguments):
-    config = OrderConfig.resolve(batch_size=batch_size, **{"shuffle": True} | arguments)
-    return RunOrder(Snapshot.of(sizes), [StreamWeights()] * len(sizes), config)
+    return run_over(sizes, batch_size=batch_size, **{"shuffle": True} | arguments)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -41,8 +41,7 @@ def test_each_nodes_share_is_predicted_exactly(data):
 def test_each_nodes_share_is_predicted_exactly_for_batches_that_differ_in_size():
     lengths = np.random.default_rng(0).integers(1, 90, 600)
     buckets = LengthBuckets.resolved(lengths, batch_size=8, window=160, batch_tokens=1600)
-    config = OrderConfig.resolve(batch_size=8, shuffle=True, canonical_nodes=4, buckets=buckets)
-    run = RunOrder(Snapshot.of([[10] * 60]), [StreamWeights()], config, lengths)
+    run = run_over([[10] * 60], lengths=lengths, batch_size=8, shuffle=True, canonical_nodes=4, buckets=buckets)
     worlds = [World(rank, 4, 2) for rank in range(4)]
     fetched = [set(), set()]
     for world in worlds:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights, choose_per_stream, weights_digest
 from lightning_stream.order import draw as draws
@@ -23,9 +24,7 @@ def chosen(*weights, epoch_size=None):
 
 
 def drawn(sizes, epoch=0, weights=None, **arguments):
-    run = RunOrder(
-        Snapshot.of(sizes), [weights or StreamWeights()] * len(sizes), OrderConfig.resolve(batch_size=4, **arguments)
-    )
+    run = run_over(sizes, [weights or StreamWeights()] * len(sizes), batch_size=4, **arguments)
     return np.bincount(run.epoch(epoch).ids(0, run.num_samples), minlength=run.snapshot.num_samples)
 
 
@@ -156,7 +155,7 @@ def test_an_epoch_of_more_passes_than_memory_holds_is_refused():
 def test_index_order_draws_a_partly_drawn_shard_once_for_all_its_batches(monkeypatch):
     drawn = []
     monkeypatch.setattr(draws, "permutation", lambda *key, size: drawn.append(size) or permutation(*key, size=size))
-    order = RunOrder(Snapshot.of([[1000, 1000]]), [StreamWeights(repeat=0.5)], OrderConfig.resolve(batch_size=8))
+    order = run_over([[1000, 1000]], [StreamWeights(repeat=0.5)], batch_size=8)
     order = order.epoch(0)
     ids = np.concatenate([order.ids(at, at + 8) for at in range(0, 1000, 8)])
     assert np.array_equal(ids, np.sort(ids))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
 from lightning_stream.errors import SettingsMismatch
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights
@@ -95,8 +96,7 @@ WINDOWS = {
 
 @pytest.mark.parametrize("kind", WINDOWS)
 def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(kind):
-    config = OrderConfig.resolve(batch_size=12, shuffle=True, canonical_nodes=2, **WINDOWS[kind])
-    run = RunOrder(Snapshot.of(SIZES), [StreamWeights()] * len(SIZES), config, LENGTHS)
+    run = run_over(SIZES, lengths=LENGTHS, batch_size=12, shuffle=True, canonical_nodes=2, **WINDOWS[kind])
     whole = Training(run, every=1).train(2)
     states = [Position.from_state(state) for state, _ in whole.checkpoints]
     for ids in ([5], [100], [160, 20], [int(run.epoch(0).drawn.ids(0, 170)[-1])], range(80, 93)):
@@ -144,7 +144,7 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data)
     assert replayed.position == never.position
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_samples(data):
     long_documents = data.draw(st.sampled_from(["split", "truncate", "drop"]))
@@ -166,15 +166,16 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_samples(data):
         order = again.epoch(epoch)
         assert not np.isin(order.rows(0, order.num_samples).ids, ids).any()
     first = (9, 0) if replay.epoch is None else (replay.epoch, replay.position)
-    for here, (_, weights) in zip(states, whole.checkpoints, strict=True):
-        if (here.epoch, here.position) > first:
-            with pytest.raises(SettingsMismatch, match="forgotten was None and is"):
-                here.check(again)
-            continue
-        assert here.check(again, tail="pad") == []
-        assert here.is_proven(again)
-        here = here.normalised(again, batch_size=12, tail="pad")
-        assert Training(again, here, weights).train(2).weights == never.weights
+    clean = [number for number, here in enumerate(states) if (here.epoch, here.position) <= first]
+    for here in states[len(clean) :]:
+        with pytest.raises(SettingsMismatch, match="forgotten was None and is"):
+            here.check(again)
+    for number in clean:
+        assert states[number].check(again, tail="pad") == []
+    for number in {clean[-1], data.draw(st.sampled_from(clean))} if clean else ():
+        assert states[number].is_proven(again)
+        here = states[number].normalised(again, batch_size=12, tail="pad")
+        assert Training(again, here, whole.checkpoints[number][1]).train(2).weights == never.weights
 
 
 def test_a_forgotten_document_changes_its_window_of_rows_and_none_before():
@@ -241,8 +242,7 @@ def test_where_finds_samples_also_in_the_places_of_forgotten_ones(method):
 
 
 def test_many_forgotten_samples_are_found_by_a_scan_and_few_by_a_search():
-    config = OrderConfig.resolve(batch_size=64, shuffle=True)
-    run = RunOrder(Snapshot.of([[1000] * 400]), [StreamWeights()], config)
+    run = run_over([[1000] * 400], batch_size=64, shuffle=True)
     order = run.epoch(0).ids(0, 400_000)
     for ids in (order[300_000:300_100], order[300_000:301_000]):
         forgotten = Forgotten.of(run.snapshot, ids)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.orders import run_over
 
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World, ledger
+from lightning_stream.order import BatchPlan, Snapshot, World, ledger
 
 
 def run_of(method="random"):
-    config = OrderConfig.resolve(batch_size=24, shuffle=True, batching_method=method, device_batch_size=2)
-    return RunOrder(Snapshot.of([[60, 40], [30, 20]]), [StreamWeights()] * 2, config)
+    return run_over([[60, 40], [30, 20]], batch_size=24, shuffle=True, batching_method=method, device_batch_size=2)
 
 
 def sum_of(epoch, share):

@@ -168,12 +168,12 @@ def test_a_mixture_of_a_thousand_streams_is_planned_and_read_in_little_memory(we
     mixture = Mixture(schedule, [MANY] * 1200)
     mixture.read(0, 1)
     tracemalloc.start()
-    stream, number = mixture.read(0, 20_000)
+    stream, number = mixture.read(0, 8_000)
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 100 * 2**20
     shares = [float(one) for one in schedule.shares(weights)]
-    assert np.abs(np.bincount(stream, minlength=1200) - np.multiply(shares, 20_000)).max() < 2
+    assert np.abs(np.bincount(stream, minlength=1200) - np.multiply(shares, 8_000)).max() < 2
     assert number[stream == 7].tolist() == [*range(int((stream == 7).sum()))]
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
 from lightning_stream.errors import StateError
 from lightning_stream.order import (
@@ -40,8 +41,14 @@ tails = st.sampled_from(["pad", "drop", "exact"])
 def run_of(lengths, packing, *, shards=7, batch_size=8, shuffle=True, streams=1, **given):
     sizes = np.diff(np.linspace(0, len(lengths), shards + 1).astype(int)).tolist()
     per_stream = [sizes[k::streams] for k in range(streams)]
-    config = OrderConfig.resolve(batch_size=batch_size, shuffle=shuffle, packing=packing, **given)
-    return RunOrder(Snapshot.of(per_stream), [StreamWeights()] * streams, config, np.array(lengths, dtype=np.uint32))
+    return run_over(
+        per_stream,
+        lengths=np.array(lengths, dtype=np.uint32),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        packing=packing,
+        **given,
+    )
 
 
 def rows_of(spans):

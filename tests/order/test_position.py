@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
-from lightning_stream.order import OrderConfig, Position, RunOrder, Snapshot, StreamWeights, World, ledger
+from lightning_stream.order import OrderConfig, Position, StreamWeights, World, ledger
 
 
 def run_of(sizes=((60, 40), (30, 20)), weights=None, batch_size=8, **arguments):
-    config = OrderConfig.resolve(batch_size=batch_size, **{"shuffle": True} | arguments)
-    return RunOrder(Snapshot.of(sizes), weights or [StreamWeights()] * len(sizes), config)
+    return run_over(
+        sizes, weights or [StreamWeights()] * len(sizes), batch_size=batch_size, **{"shuffle": True} | arguments
+    )
 
 
 def start(run, **arguments):

@@ -7,15 +7,14 @@ import time
 
 import numpy as np
 import pytest
+from support.orders import run_over
 
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.order.quality import measure, random_score, score
 from lightning_stream.order.snapshot import max_active
 
 
 def run_of(shards=400, samples=600, batch_size=256, streams=1, **arguments):
-    config = OrderConfig.resolve(batch_size=batch_size, **{"shuffle": True} | arguments)
-    return RunOrder(Snapshot.of([np.full(shards, samples)] * streams), [StreamWeights()] * streams, config)
+    return run_over([np.full(shards, samples)] * streams, batch_size=batch_size, **{"shuffle": True} | arguments)
 
 
 def whole_epoch(run, batch_size=256):
@@ -36,7 +35,7 @@ def test_on_the_table_of_400_shards_the_native_order_comes_near_a_random_one():
 
 def test_shards_of_unlike_sizes_cost_little():
     sizes = np.random.default_rng(0).integers(450, 750, 400)
-    run = RunOrder(Snapshot.of([sizes]), [StreamWeights()], OrderConfig.resolve(batch_size=256, shuffle=True))
+    run = run_over([sizes], batch_size=256, shuffle=True)
     assert whole_epoch(run).mean() > 83
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.orders import run_over
 
-from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World, num_micro_batches
+from lightning_stream.order import BatchPlan, World, num_micro_batches
 
 
 def plans(num_samples, batch_size, replicas, tail, start=0):
-    run = RunOrder(Snapshot.of([[num_samples]]), [StreamWeights()], OrderConfig.resolve(batch_size=batch_size))
+    run = run_over([[num_samples]], batch_size=batch_size)
     worlds = [World(rank, replicas, 1) for rank in range(replicas)]
     return [BatchPlan(run.epoch(0), batch_size=batch_size, world=w, tail=tail, start=start) for w in worlds]
 

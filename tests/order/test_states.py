@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+pytest.importorskip("torch", reason="a loader loads states: uv sync")
+
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError
 from lightning_stream.loading.resume import order_in, position_in
 from lightning_stream.loading.source import BatchSettings

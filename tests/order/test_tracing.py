@@ -1,15 +1,14 @@
+"""A step of a run names its samples, and a sample its steps."""
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from support.orders import run_over
 
 from lightning_stream.order import (
     Delivery,
-    OrderConfig,
     Position,
-    RunOrder,
-    Snapshot,
-    StreamWeights,
     World,
     explain,
     trace,
@@ -18,8 +17,7 @@ from lightning_stream.order import (
 
 
 def run_of():
-    config = OrderConfig.resolve(batch_size=8, shuffle=True)
-    return RunOrder(Snapshot.of([[60, 40], [30, 20]]), [StreamWeights()] * 2, config)
+    return run_over([[60, 40], [30, 20]], batch_size=8, shuffle=True)
 
 
 def test_explain_says_which_epoch_batch_and_samples_come_next():

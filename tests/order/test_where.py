@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
 from lightning_stream.order import (
     BatchPlan,
@@ -33,7 +34,9 @@ METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
 def runs(draw):
     sizes = draw(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=12), min_size=1, max_size=3))
     kind = draw(st.sampled_from(WEIGHTS))
-    config = OrderConfig.resolve(
+    return run_over(
+        sizes,
+        [StreamWeights(**kind)] * len(sizes),
         batch_size=24,
         device_batch_size=4,
         shuffle=draw(st.sampled_from([True, True, False])),
@@ -45,16 +48,20 @@ def runs(draw):
         sampling_granularity=draw(st.sampled_from([1, 5])),
         seed=draw(st.integers(0, 2**40)),
     )
-    return RunOrder(Snapshot.of(sizes), [StreamWeights(**kind)] * len(sizes), config)
+
+
+def expect_found(run, epoch):
+    """That `where` finds what a search finds, for some 40 of the samples."""
+    order = run.epoch(epoch)
+    ids = order.ids(0, order.num_samples)
+    for sample_id in range(epoch, run.snapshot.num_samples, 1 + run.snapshot.num_samples // 40):
+        assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(runs(), st.integers(0, 5))
 def test_where_equals_a_search_through_the_epoch(run, epoch):
-    order = run.epoch(epoch)
-    ids = order.ids(0, order.num_samples)
-    for sample_id in range(run.snapshot.num_samples):
-        assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
+    expect_found(run, epoch)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -65,19 +72,21 @@ def test_where_equals_a_search_through_an_epoch_of_a_scheduled_mixture(method, s
     for at in sorted(data.draw(st.lists(st.integers(0, 400), max_size=3))):
         skip = data.draw(st.dictionaries(st.sampled_from("ab"), st.integers(1, 60), max_size=2))
         schedule = schedule.changed(at, {**data.draw(weights), "c": 1} if data.draw(st.booleans()) else None, skip)
-    config = OrderConfig.resolve(
-        batch_size=24, device_batch_size=4, shuffle=shuffle, batching_method=method, schedule=schedule, epoch_size=120
+    run = run_over(
+        [[20, 13], [9], [30, 30]],
+        batch_size=24,
+        device_batch_size=4,
+        shuffle=shuffle,
+        batching_method=method,
+        schedule=schedule,
+        epoch_size=120,
     )
-    run = RunOrder(Snapshot.of([[20, 13], [9], [30, 30]]), [StreamWeights()] * 3, config)
-    ids = run.epoch(epoch).ids(0, 120)
-    for sample_id in range(run.snapshot.num_samples):
-        assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
+    expect_found(run, epoch)
 
 
 def test_where_finds_what_a_stream_that_stops_gives_once():
     schedule = Schedule([(0, {"a": 1, "b": 2})], exhausted="stop")
-    config = OrderConfig.resolve(batch_size=6, shuffle=True, schedule=schedule, epoch_size=40)
-    run = RunOrder(Snapshot.of([[20], [9, 22]]), [StreamWeights()] * 2, config)
+    run = run_over([[20], [9, 22]], batch_size=6, shuffle=True, schedule=schedule, epoch_size=40)
     orders = [run.epoch(epoch) for epoch in range(3)]
     assert [order.num_samples for order in orders] == [40, 11, 0]
     for sample_id in range(51):
@@ -96,16 +105,17 @@ def test_where_equals_a_search_through_a_mixture_with_changes_and_skips(data):
     )
     for at in sorted(data.draw(st.lists(st.integers(0, 200), max_size=3))):
         schedule = schedule.changed(at, data.draw(st.sampled_from([None, {"b": 1, "c": 2}])), {"b": 7, "c": 40})
-    config = OrderConfig.resolve(
-        batch_size=12, device_batch_size=4, shuffle=True, schedule=schedule, epoch_size=96,
+    run = run_over(
+        sizes,
+        batch_size=12,
+        device_batch_size=4,
+        shuffle=True,
+        schedule=schedule,
+        epoch_size=96,
         batching_method=data.draw(st.sampled_from(METHODS if not any(schedule.stops) else METHODS[:2])),
-    )  # fmt: skip
-    run = RunOrder(Snapshot.of(sizes), [StreamWeights()] * 3, config)
+    )
     for epoch in range(3):
-        order = run.epoch(epoch)
-        ids = order.ids(0, order.num_samples)
-        for sample_id in range(run.snapshot.num_samples):
-            assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
+        expect_found(run, epoch)
 
 
 def test_where_finds_packed_documents_and_mixtures_among_a_million():
@@ -113,8 +123,9 @@ def test_where_finds_packed_documents_and_mixtures_among_a_million():
     mixture = Schedule([(0, {"a": 1, "b": 3}), (10**6, {"a": 3, "b": 1})], interpolation="linear")
     packing, sizes = RowPacking(2048, 16384), [[1000] * 400, [1000] * 600]
     for rows, schedule in ((packing, None), (None, mixture), (packing, mixture)):
-        config = OrderConfig.resolve(batch_size=256, shuffle=True, packing=rows, schedule=schedule)
-        run = RunOrder(Snapshot.of(sizes), [StreamWeights()] * 2, config, lengths if rows else None)
+        run = run_over(
+            sizes, lengths=lengths if rows else None, batch_size=256, shuffle=True, packing=rows, schedule=schedule
+        )
         order = run.epoch(1)
         ids, positions = order.samples(0, order.num_samples)
         for sample_id in range(11, 10**6, 10**6 // 20):
@@ -122,8 +133,14 @@ def test_where_finds_packed_documents_and_mixtures_among_a_million():
 
 
 def test_a_row_with_several_copies_of_a_sample_is_found_once():
-    config = OrderConfig.resolve(batch_size=2, shuffle=True, packing=RowPacking(8, window=16))
-    run = RunOrder(Snapshot.of([[2]]), [StreamWeights(repeat=4)], config, np.array([1, 2]))
+    run = run_over(
+        [[2]],
+        [StreamWeights(repeat=4)],
+        lengths=np.array([1, 2]),
+        batch_size=2,
+        shuffle=True,
+        packing=RowPacking(8, window=16),
+    )
     order = run.epoch(0)
     rows = [set(row.ids.tolist()) for row in order.rows(0, order.num_samples)]
     for sample_id in range(2):
@@ -132,8 +149,7 @@ def test_a_row_with_several_copies_of_a_sample_is_found_once():
 
 @pytest.mark.parametrize("method", METHODS)
 def test_where_over_many_epochs_looks_up_no_samples(method, monkeypatch):
-    config = OrderConfig.resolve(batch_size=24, device_batch_size=4, shuffle=True, batching_method=method)
-    run = RunOrder(Snapshot.of([[40, 40, 40], [50, 30]]), [StreamWeights()] * 2, config)
+    run = run_over([[40, 40, 40], [50, 30]], batch_size=24, device_batch_size=4, shuffle=True, batching_method=method)
     position, delivery = Position.start(run, batch_size=24, tail="pad"), Delivery(World(0, 3), 4)
     wanted = []
     for epoch in range(4):
@@ -153,8 +169,14 @@ def test_where_over_many_epochs_looks_up_no_samples(method, monkeypatch):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_every_sample_of_a_large_epoch_is_where_it_should_be(method, shuffle):
-    config = OrderConfig.resolve(batch_size=256, device_batch_size=32, shuffle=shuffle, batching_method=method)
-    run = RunOrder(Snapshot.of([[997] * 60, [1409] * 30]), [StreamWeights(repeat=1), StreamWeights(repeat=1.5)], config)
+    run = run_over(
+        [[997] * 60, [1409] * 30],
+        [StreamWeights(repeat=1), StreamWeights(repeat=1.5)],
+        batch_size=256,
+        device_batch_size=32,
+        shuffle=shuffle,
+        batching_method=method,
+    )
     order = run.epoch(3)
     ids = order.ids(0, order.num_samples)
     assert len(ids) > 10**5
@@ -165,13 +187,12 @@ def test_every_sample_of_a_large_epoch_is_where_it_should_be(method, shuffle):
 
 
 def test_an_order_of_mosaicml_streaming_is_searched_too():
-    config = OrderConfig.resolve(batch_size=8, device_batch_size=8, shuffle=True, algorithm="py1s")
-    run = RunOrder(Snapshot.of([[40, 41, 42]]), [StreamWeights()], config)
+    run = run_over([[40, 41, 42]], batch_size=8, device_batch_size=8, shuffle=True, algorithm="py1s")
     assert run.epoch(1).ids(0, 123)[run.where(77, 1)].tolist() == [77]
 
 
 def test_a_sample_outside_the_data_is_refused():
-    run = RunOrder(Snapshot.of([[10]]), [StreamWeights()], OrderConfig.resolve(batch_size=2))
+    run = run_over([[10]], batch_size=2)
     for sample_id in (-1, 10):
         with pytest.raises(ValueError, match=f"Sample ids count from 0 to 9 here; found {sample_id}"):
             run.where(sample_id, 0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import run_over
 
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights
 from lightning_stream.order.spread import deal_shards, spread_parts
 from lightning_stream.order.window import block_ends, piece_begins
 
@@ -15,8 +15,7 @@ prop = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 def run_of(sizes, **arguments):
-    config = OrderConfig.resolve(batch_size=16, **{"shuffle": True} | arguments)
-    return RunOrder(Snapshot.of([sizes]), [StreamWeights()], config)
+    return run_over([sizes], batch_size=16, **{"shuffle": True} | arguments)
 
 
 def node_shards(run, epoch, node):
@@ -50,8 +49,7 @@ def test_a_quick_start_reads_shards_from_their_beginnings(nodes, window):
     for epoch in (0, 3):
         pieces = []
         for quick_start in (True, False):
-            config = OrderConfig.resolve(**settings, quick_start=quick_start)
-            order = RunOrder(Snapshot.of([[size] * 400]), [StreamWeights()], config).epoch(epoch)
+            order = run_over([[size] * 400], **settings, quick_start=quick_start).epoch(epoch)
             ids = order.ids(0, order.num_samples)
             assert np.array_equal(np.sort(ids), np.arange(order.num_samples))
             pieces.append(ids)
@@ -70,11 +68,8 @@ def test_a_quick_start_reads_shards_from_their_beginnings(nodes, window):
 
 
 def test_without_a_window_there_is_no_quick_start():
-    orders = []
-    for quick_start in (True, False):
-        config = OrderConfig.resolve(batch_size=8, shuffle=True, window=1, quick_start=quick_start)
-        orders.append(RunOrder(Snapshot.of([[50] * 20]), [StreamWeights()], config).epoch(0).ids(0, 1000).tolist())
-    assert orders[0] == orders[1]
+    runs = [run_over([[50] * 20], batch_size=8, shuffle=True, window=1, quick_start=quick) for quick in (True, False)]
+    assert np.array_equal(*(run.epoch(0).ids(0, 1000) for run in runs))
 
 
 @prop

@@ -1,3 +1,5 @@
+"""Ranks, nodes and replicas of a world, and worlds that are refused."""
+
 from __future__ import annotations
 
 import pytest

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from servers.shards import make_dataset, shard_content
+from support.data import write_ids
 
-from lightning_stream import MDSWriter, StreamingDataset
+from lightning_stream import StreamingDataset
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.dataset import source_of
 from lightning_stream.errors import LockTimeoutError, NotFoundError
@@ -188,8 +189,7 @@ def test_with_idle_connections_is_read_further_ahead_unless_predownload_or_a_lim
     idle: bool,
     expected: int,
 ) -> None:
-    with MDSWriter(out=tmp_path / "d", columns={"id": "int"}, size_limit=1000) as writer:
-        writer.write_batch({"id": list(range(400))})
+    write_ids(tmp_path / "d", range(400), size_limit=1000)
     monkeypatch.setattr(ReaderProcess, "could_fetch_more", lambda _: idle)
     seen: list[int] = []
     monkeypatch.setattr(SampleReader, "read_ahead", lambda _, ids: seen.extend(ids))

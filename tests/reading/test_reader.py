@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from support.data import write_ids
+
 from lightning_stream import LocalDataset, MDSWriter, Stream, StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import CacheFullError
 
@@ -43,8 +45,7 @@ def test_pickled_columns_are_refused_with_the_remedy(tmp_path: Path) -> None:
 
 
 def test_random_access_under_a_cache_limit_lets_go_of_what_it_read(tmp_path: Path) -> None:
-    with MDSWriter(out=tmp_path / "set", columns={"id": "int"}, size_limit=1000) as writer:
-        writer.write_batch({"id": list(range(500))})
+    write_ids(tmp_path / "set", range(500), size_limit=1000)
     shard_bytes = max(path.stat().st_size for path in (tmp_path / "set").glob("*.mds"))
     dataset = StreamingDataset(remote=tmp_path / "set", local=tmp_path / "cache", cache_limit=3 * shard_bytes)
     assert dataset.snapshot.num_shards > 6

@@ -11,6 +11,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from support.data import write_ids
+
 from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import DigestError, NotFoundError
 
@@ -20,9 +22,7 @@ NUM_SAMPLES = 60
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     for split in ("train", "val"):
-        with MDSWriter(out=tmp_path / "remote" / split, columns={"id": "int"}, size_limit=200) as writer:
-            for number in range(NUM_SAMPLES):
-                writer.write({"id": number})
+        write_ids(tmp_path / "remote" / split, range(NUM_SAMPLES), size_limit=200)
     return tmp_path / "remote"
 
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from servers.s3 import bucket_at
+
 from lightning_stream.stores import open_store
 
 STEADY, KILLED = 4, 4
-KEY, SECRET = "TESTKEY", "TESTSECRET"
 
 
 @dataclass
@@ -85,13 +86,7 @@ class Crowd:
 
 def upload(url: str, options: dict[str, Any], folder: Path) -> None:
     """Put a folder's files into a new bucket."""
-    import boto3
-
-    client = boto3.client(
-        "s3", endpoint_url=options["endpoint_url"], region_name="us-east-1", aws_access_key_id=KEY,
-        aws_secret_access_key=SECRET,
-    )  # fmt: skip
-    client.create_bucket(Bucket="bucket")
+    bucket_at(options["endpoint_url"])
     store = open_store(url, options)
     for path in folder.iterdir():
         store.put(path.name, path)

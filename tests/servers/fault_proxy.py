@@ -134,7 +134,7 @@ class FaultProxy:
         method, path = head.split(b" ", 2)[:2]
         sent = await reader.readexactly(int(_field(head, b"content-length") or 0))
         self.asked[method.decode(), urlsplit(path.decode()).path] += 1
-        await asyncio.sleep(self.plan.latency_s)
+        await self._wait()
         fault = self._draw(method, path, resumed=(_field(head, b"range") or b"bytes=0-")[6:8] != b"0-")
         if fault in ANSWERS:
             writer.write(ANSWERS[fault])
@@ -145,6 +145,12 @@ class FaultProxy:
         with contextlib.closing(await _Upstream.open(self._upstream)) as upstream:
             answer = await upstream.ask(head, sent, bodyless=method == b"HEAD")
         return await self._send(writer, answer, fault)
+
+    async def _wait(self) -> None:
+        """For the latency, which may change meanwhile."""
+        begun = self._loop.time()
+        while (left := begun + self.plan.latency_s - self._loop.time()) > 0:
+            await asyncio.sleep(min(left, 0.05))
 
     def _draw(self, method: bytes, path: bytes, *, resumed: bool) -> str | None:
         if method != self.plan.method.encode() or self.plan.only.encode() not in path or self.plan.left <= 0:

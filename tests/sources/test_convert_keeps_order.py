@@ -14,6 +14,7 @@ import pytest
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --extra convert")
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
+from servers.s3 import bucket_at, options_of  # noqa: E402
 
 from lightning_stream import MDSWriter, Packing, Stream, StreamingDataLoader, StreamingDataset, versions  # noqa: E402
 from lightning_stream.convert import convert, read_manifest  # noqa: E402
@@ -381,26 +382,18 @@ def test_a_source_in_a_store_keeps_its_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_a_bucket_keeps_its_order(tmp_path: Path) -> None:
-    boto3 = pytest.importorskip("boto3")
-    from servers import processes
+def test_a_bucket_keeps_its_order(tmp_path: Path, moto_endpoint: str) -> None:
+    client, options = bucket_at(moto_endpoint, "order"), options_of(moto_endpoint)
+    for path in Path(written(tmp_path / "in", "tar")).iterdir():
+        client.put_object(Bucket="order", Key=f"in/{path.name}", Body=path.read_bytes())
 
-    keys = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
-    folder = Path(written(tmp_path / "in", "tar"))
-    with processes.moto(tmp_path) as endpoint:
-        client = boto3.client("s3", endpoint_url=endpoint, **keys)
-        client.create_bucket(Bucket="bucket")
-        for path in folder.iterdir():
-            client.put_object(Bucket="bucket", Key=f"in/{path.name}", Body=path.read_bytes())
-        options = {"endpoint_url": endpoint, "access_key_id": "a", "secret_access_key": "b", "region": "us-east-1"}
+    def dataset(name: str) -> StreamingDataset:
+        return StreamingDataset(streams=[Stream(f"s3://order/{name}", options=options)], shuffle=True)
 
-        def dataset(name: str) -> StreamingDataset:
-            return StreamingDataset(streams=[Stream(f"s3://bucket/{name}", options=options)], shuffle=True)
-
-        _, state = trained(dataset("in"), 5)
-        rest, _ = continued(dataset("in"), state)
-        convert("s3://bucket/in", "s3://bucket/out", source_store_options=options, store_options=options, num_workers=2)
-        assert continued(dataset("out"), state)[0] == rest
+    _, state = trained(dataset("in"), 5)
+    rest, _ = continued(dataset("in"), state)
+    convert("s3://order/in", "s3://order/out", source_store_options=options, store_options=options, num_workers=2)
+    assert continued(dataset("out"), state)[0] == rest
 
 
 def test_columns_with_nulls_are_written_as_they_are_read_in_place(

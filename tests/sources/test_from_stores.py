@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,10 @@ import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --extra convert")
-boto3 = pytest.importorskip("boto3", reason="boto3 is not installed: uv sync --extra s3")
+pytest.importorskip("boto3", reason="boto3 is not installed: uv sync --extra s3")
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
-
-TESTS = str(Path(__file__).resolve().parent.parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from servers import processes  # noqa: E402
+from servers.s3 import bucket_at, variables_of  # noqa: E402
 from servers.web import HubServer  # noqa: E402
 
 from lightning_stream import Stream, StreamingDataset  # noqa: E402
@@ -30,22 +23,10 @@ from lightning_stream.errors import FormatError, NotFoundError  # noqa: E402
 from lightning_stream.stores import Store, open_store  # noqa: E402
 from lightning_stream.stores.retry import RetryingStore  # noqa: E402
 
-KEY, SECRET = "TESTKEY", "TESTSECRET"
-
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LIGHTNING_STREAM_CACHE", str(tmp_path / "cache"))
-
-
-@pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with processes.moto(tmp_path_factory.mktemp("moto")) as url:
-        client = boto3.client(
-            "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-        )
-        client.create_bucket(Bucket="formats")
-        yield url
 
 
 class Counted:
@@ -64,14 +45,10 @@ class Counted:
 
 
 @pytest.fixture
-def store(endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Store:
-    """A new folder in the bucket; the variables are set that users of S3 set."""
-    for name, value in {
-        "S3_ENDPOINT_URL": endpoint,
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }.items():
+def store(moto_endpoint: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Store:
+    """A new folder in a bucket; the variables are set that users of S3 set."""
+    bucket_at(moto_endpoint, "formats")
+    for name, value in variables_of(moto_endpoint).items():
         monkeypatch.setenv(name, value)
     return open_store(f"s3://formats/{request.node.name.replace('[', '-').rstrip(']')}")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -17,32 +17,13 @@ import pyarrow.parquet as pq  # noqa: E402
 from lightning_stream import StreamingDataset  # noqa: E402
 from lightning_stream.cache import ShardCache  # noqa: E402
 from lightning_stream.cache.usage_log import UsageLog  # noqa: E402
+from lightning_stream.formats.index import ShardEntry  # noqa: E402
 from lightning_stream.formats.mds.encode import ShardDraft  # noqa: E402
 from lightning_stream.reading.lengths import read_lengths  # noqa: E402
 from lightning_stream.sources.in_place import InPlace  # noqa: E402
 from lightning_stream.stores.local import LocalStore  # noqa: E402
 
 TOKENS = np.arange(8000 * 64, dtype=np.int32).reshape(8000, 64)
-READER = """
-import os, signal, sys
-from lightning_stream import StreamingDataset
-from lightning_stream.sources.in_place import InPlace
-from lightning_stream.formats.mds.encode import ShardDraft
-data, log, is_killed = sys.argv[1], sys.argv[2], sys.argv[3] == "killed"
-write, finish = InPlace.write, ShardDraft.finish
-
-def logged(self, store, entry, to):
-    write(self, store, entry, to)
-    with open(log, "a") as out:
-        out.write(entry.raw.basename + "\\n")
-
-def killed(self):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-InPlace.write, ShardDraft.finish = logged, killed if is_killed else finish
-dataset = StreamingDataset(remote=data)
-assert [int(dataset[k]["array"][0]) for k in range(dataset.size)] == list(range(0, 64 * 8000, 64))
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -53,25 +34,48 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "data"
 
 
-def reader(data: Path, log: Path, how: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", READER, str(data), str(log), how], env=dict(os.environ))
+def read_all(data: Path) -> None:
+    dataset = StreamingDataset(remote=str(data))
+    assert [int(dataset[k]["array"][0]) for k in range(8000)] == TOKENS[:, 0].tolist()
+
+
+def reader(data: Path, log: Path, is_killed: bool) -> BaseProcess:
+    """A process that reads all, and notes the shards that it makes; or is killed before it has made one."""
+    write = InPlace.write
+
+    def logged(self: InPlace, store: LocalStore, entry: ShardEntry, to: Path) -> None:
+        write(self, store, entry, to)
+        with log.open("a") as out:
+            out.write(f"{entry.raw.basename}\n")
+
+    def work() -> None:
+        InPlace.write = logged
+        if is_killed:
+            ShardDraft.finish = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+        read_all(data)
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    return process
 
 
 def test_several_processes_make_each_shard_once(data: Path, tmp_path: Path) -> None:
-    readers = [reader(data, tmp_path / "log", "whole") for _ in range(3)]
-    assert [one.wait(120) for one in readers] == [0, 0, 0]
+    readers = [reader(data, tmp_path / "log", is_killed=False) for _ in range(3)]
+    for one in readers:
+        one.join(120)
+    assert [one.exitcode for one in readers] == [0, 0, 0]
     made = (tmp_path / "log").read_text().splitlines()
     assert len(made) == len(set(made)) == 8
 
 
 def test_a_killed_maker_leaves_no_shard_and_the_next_one_cleans_up(data: Path, tmp_path: Path) -> None:
-    killed = reader(data, tmp_path / "log", "killed")
-    assert killed.wait(120) == -signal.SIGKILL
+    killed = reader(data, tmp_path / "log", is_killed=True)
+    killed.join(120)
+    assert killed.exitcode == -signal.SIGKILL
     cache = tmp_path / "cache"
     assert not list(cache.rglob("*.mds"))
     assert [path for path in cache.rglob("drafts/*") if path.stat().st_size]
-    dataset = StreamingDataset(remote=str(data))
-    assert [int(dataset[k]["array"][0]) for k in range(8000)] == TOKENS[:, 0].tolist()
+    read_all(data)
     assert not list(cache.rglob("drafts/*"))
 
 

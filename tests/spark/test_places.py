@@ -4,34 +4,22 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from servers.s3 import SECRET, bucket_at, options_of
 
-TESTS = str(Path(__file__).resolve().parents[1])
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from servers import processes  # noqa: E402
-
-from lightning_stream import spark as room  # noqa: E402
-from lightning_stream.stores import open_store  # noqa: E402
-
-KEY, SECRET = "TESTKEY", "TESTSECRET"
+from lightning_stream import spark as room
+from lightning_stream.stores import open_store
 
 
 @pytest.fixture
-def bucket(tmp_path: Path) -> Iterator[dict[str, str]]:
+def bucket(moto_endpoint: str) -> dict[str, str]:
     """The options of a store in a bucket of a real server."""
-    boto3 = pytest.importorskip("boto3")
-    with processes.moto(tmp_path) as endpoint:
-        keys = {"aws_access_key_id": KEY, "aws_secret_access_key": SECRET}
-        boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1", **keys).create_bucket(Bucket="bucket")
-        yield {"endpoint_url": endpoint, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
+    bucket_at(moto_endpoint)
+    return options_of(moto_endpoint)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

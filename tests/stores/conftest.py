@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from servers import processes
+from servers.fake_databricks import TOKEN, FakeDatabricks
+from servers.fake_gcs import FakeGcs
+from servers.s3 import bucket_at, options_of
+from servers.web import HubServer, WebServer
 
-TESTS = str(Path(__file__).resolve().parent.parent)
-if TESTS not in sys.path:
-    sys.path.insert(0, TESTS)
-
-from servers import processes  # noqa: E402
-from servers.fake_databricks import TOKEN, FakeDatabricks  # noqa: E402
-from servers.fake_gcs import FakeGcs  # noqa: E402
-from servers.web import HubServer, WebServer  # noqa: E402
-
-KEY, SECRET = "TESTKEY", "TESTSECRET"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # published
 
 
@@ -41,14 +35,8 @@ def _local(folder: Path, stack: contextlib.ExitStack) -> Place:
 
 
 def _s3(endpoint: str, kind: str) -> Place:
-    import boto3
-
-    client = boto3.client(
-        "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-    )
-    client.create_bucket(Bucket="bucket")
-    options = {"endpoint_url": endpoint, "access_key_id": KEY, "secret_access_key": SECRET, "region": "us-east-1"}
-    return Place(kind, "s3://bucket/some/folder", options)
+    bucket_at(endpoint)
+    return Place(kind, "s3://bucket/some/folder", options_of(endpoint))
 
 
 def _moto(folder: Path, stack: contextlib.ExitStack) -> Place:
@@ -133,18 +121,6 @@ PLACES: dict[str, Callable[[Path, contextlib.ExitStack], Place]] = {
     "sftp": _sftp,
     "fsspec": _memory,
 }
-
-
-@pytest.fixture(scope="session")
-def moto_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with processes.moto(tmp_path_factory.mktemp("moto-server")) as endpoint:
-        yield endpoint
-
-
-@pytest.fixture(scope="session")
-def ceph_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with processes.ceph(tmp_path_factory.mktemp("ceph-server"), KEY, SECRET) as endpoint:
-        yield endpoint
 
 
 @pytest.fixture(scope="module", params=list(PLACES))

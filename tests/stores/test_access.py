@@ -9,18 +9,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from servers import processes
 from servers.fake_databricks import TOKEN, FakeDatabricks
 from servers.fake_gcs import FakeGcs
+from servers.s3 import KEY, SECRET, bucket_at
 from servers.web import HubServer, WebServer
 
 from lightning_stream.errors import AccessError, MissingExtraError, NotFoundError, UnavailableError, redact
 from lightning_stream.reading.stream import Stream, labels_of
 from lightning_stream.stores import LocalStore, open_store
 
-KEY, SECRET = "TESTKEY", "TESTSECRET"
 AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="  # published
 QUICK = {"retries": 0, "timeout_s": 5.0}
 VARIABLES = (
@@ -45,11 +44,8 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def gateway(ceph_endpoint: str) -> str:
     """A server that checks signatures and rights, which moto does not."""
-    client = boto3.client(
-        "s3", endpoint_url=ceph_endpoint, region_name="us-east-1", aws_access_key_id=KEY, aws_secret_access_key=SECRET
-    )
     for bucket, rights in (("private", "private"), ("public", "public-read")):
-        client.create_bucket(Bucket=bucket, ACL=rights)
+        client = bucket_at(ceph_endpoint, bucket, ACL=rights)
         client.put_object(Bucket=bucket, Key="data/x", Body=b"content", ACL=rights)
     return ceph_endpoint
 
@@ -85,46 +81,36 @@ def test_a_public_bucket_is_read_though_the_credentials_are_wrong(gateway: str, 
     assert "the credentials were refused; it is public" in caplog.text
 
 
+KEYS = {"access_key_id": KEY, "secret_access_key": SECRET}
+REFUSED = r"s3://private/data/x: refused .*AWS_SECRET_ACCESS_KEY"
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("url", "options", "kind", "said"),
     [
-        {"access_key_id": "WRONG", "secret_access_key": "S3CRET"},
-        {"access_key_id": KEY, "secret_access_key": "S3CRET"},
+        ("s3://private/data/x", {**KEYS, "secret_access_key": "S3CRET"}, AccessError, REFUSED),
+        ("s3://private/data/x", {"access_key_id": "WRONG", "secret_access_key": "S3CRET"}, AccessError, REFUSED),
+        ("s3://private/data/x", {}, AccessError, "x: it is not public .*no AWS credentials were found.*Set"),
+        ("s3://nowhere/data/x", KEYS, NotFoundError, "there is no bucket 'nowhere'"),
+        ("s3://private/data/y", KEYS, NotFoundError, "s3://private/data/y: no such object"),
     ],
 )
-def test_s3_refusals_name_the_url_and_the_remedy_and_no_secret(gateway: str, options: dict[str, str]) -> None:
-    with pytest.raises(AccessError, match=r"s3://private/data/x: refused .*AWS_SECRET_ACCESS_KEY") as caught:
-        s3("s3://private/data", gateway, **options).read("x")
+def test_s3_tells_wrong_absent_and_other_errors_apart(
+    gateway: str, url: str, options: Any, kind: Any, said: str
+) -> None:
+    place, _, name = url.rpartition("/")
+    with pytest.raises(kind, match=said) as caught:
+        s3(place, gateway, **options).read(name)
     assert "S3CRET" not in str(caught.value)
-
-
-def test_a_missing_bucket_and_a_missing_object_are_different_errors(gateway: str) -> None:
-    keys = {"access_key_id": KEY, "secret_access_key": SECRET}
-    with pytest.raises(NotFoundError, match="there is no bucket 'nowhere'"):
-        s3("s3://nowhere/data", gateway, **keys).read("x")
-    with pytest.raises(NotFoundError, match="no such object"):
-        s3("s3://private/data", gateway, **keys).read("y")
-
-
-def test_missing_credentials_and_wrong_ones_are_different_errors(gateway: str) -> None:
-    with pytest.raises(
-        AccessError, match=r"s3://private/data/x: it is not public .*no AWS credentials were found.*Set"
-    ):
-        s3("s3://private/data", gateway).read("x")
 
 
 def test_requester_pays_is_said_in_every_request(monkeypatch: pytest.MonkeyPatch) -> None:
     with WebServer() as server:
         server.objects["/bucket/x"] = b"paid"
         monkeypatch.setenv("AWS_REQUEST_PAYER", "requester")
-        store = s3("s3://bucket", server.url, access_key_id=KEY, secret_access_key=SECRET)
+        store = s3("s3://bucket", server.url, **KEYS)
         assert store.read("x") == b"paid"
         assert {headers.get("x-amz-request-payer") for headers in server.headers} == {"requester"}
-
-
-def test_databricks_without_credentials_says_to_set_both_variables_on_workers_too() -> None:
-    with pytest.raises(AccessError, match=r"DATABRICKS_HOST .* and DATABRICKS_TOKEN, on the worker nodes too"):
-        open_store("dbfs:/Volumes/a/b/c", QUICK).read("x")
 
 
 def test_databricks_takes_the_variables_and_a_wrong_token_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,18 +133,28 @@ def test_gcs_without_credentials_reads_public_buckets_and_says_what_to_set_for_o
             open_store("gs://bucket", {**QUICK, "endpoint_url": server.url}).read("x")
 
 
-def test_a_wrong_google_key_file_is_an_access_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("dbfs:/Volumes/a/b/c", "DATABRICKS_HOST .* and DATABRICKS_TOKEN, on the worker nodes too"),
+        ("gs://bucket", "no usable credentials"),
+        ("azure://container/x", "no account is set.*AZURE_STORAGE_ACCOUNT"),
+    ],
+)
+def test_without_credentials_the_error_says_what_to_set(monkeypatch: pytest.MonkeyPatch, url: str, said: str) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/no/such/key.json")
-    with pytest.raises(AccessError, match="no usable credentials"):
-        open_store("gs://bucket", QUICK).read("x")
+    with pytest.raises(AccessError, match=said):
+        open_store(url, QUICK).read("x")
 
 
 def test_google_tells_a_missing_bucket_from_a_missing_object() -> None:
     with FakeGcs() as server:
-        with pytest.raises(NotFoundError, match="gs://nowhere/x/y: there is no bucket 'nowhere'"):
-            open_store("gs://nowhere/x", {**QUICK, "endpoint_url": server.url}).read("y")
-        with pytest.raises(NotFoundError, match="gs://bucket/x/y: no such object"):
-            open_store("gs://bucket/x", {**QUICK, "endpoint_url": server.url}).read("y")
+        for url, said in (
+            ("gs://nowhere/x", "x/y: there is no bucket 'nowhere'"),
+            ("gs://bucket/x", "x/y: no such obj"),
+        ):
+            with pytest.raises(NotFoundError, match=said):
+                open_store(url, {**QUICK, "endpoint_url": server.url}).read("y")
 
 
 def test_azure_tells_container_blob_and_refusal_apart(tmp_path: Path) -> None:
@@ -178,11 +174,6 @@ def test_azure_tells_container_blob_and_refusal_apart(tmp_path: Path) -> None:
             with pytest.raises(kind, match=said) as caught:
                 open_store(url, {**QUICK, **options}).read("y")
             assert "U0VDUkVU" not in str(caught.value)
-
-
-def test_azure_without_an_account_asks_for_one() -> None:
-    with pytest.raises(AccessError, match=r"no account is set.*AZURE_STORAGE_ACCOUNT"):
-        open_store("azure://container/x", QUICK).read("x")
 
 
 def test_the_hub_takes_its_token_and_does_not_send_it_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,9 +276,8 @@ def test_a_missing_client_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch
 
 def test_an_unreachable_endpoint_is_unavailable_not_a_riddle() -> None:
     port = processes.free_port()
-    keys = {"access_key_id": KEY, "secret_access_key": SECRET}
     with pytest.raises(UnavailableError, match="s3://b/x: EndpointConnectionError"):
-        s3("s3://b", f"http://127.0.0.1:{port}", **keys).read("x")
+        s3("s3://b", f"http://127.0.0.1:{port}", **KEYS).read("x")
 
 
 def test_an_answer_cut_short_before_its_end_of_headers_is_unavailable() -> None:
@@ -297,9 +287,8 @@ def test_an_answer_cut_short_before_its_end_of_headers_is_unavailable() -> None:
             listener.accept()[0].close()
 
         threading.Thread(target=hang_up, daemon=True).start()
-        keys = {"access_key_id": KEY, "secret_access_key": SECRET}
         with pytest.raises(UnavailableError, match="s3://b/x"):
-            s3("s3://b", f"http://127.0.0.1:{listener.getsockname()[1]}", **keys).read("x")
+            s3("s3://b", f"http://127.0.0.1:{listener.getsockname()[1]}", **KEYS).read("x")
 
 
 def test_one_azure_url_names_container_account_and_folder() -> None:

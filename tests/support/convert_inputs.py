@@ -47,6 +47,16 @@ def raising(given: tuple[str, int]) -> Iterator[dict[str, Any]]:
         raise LookupError("input 1 is gone")
 
 
+def letters(sample: Any) -> int:
+    """A length that the samples' columns do not have."""
+    return sample["text"].count("ö") + len(sample["tokens"])
+
+
+def doubled(row: Any) -> Any:
+    """Two rows of most rows, and none of the others."""
+    return [row, {**row, "tokens": row["tokens"] * 2}] if row["k"] % 3 else None
+
+
 def run(folder: str, out: str, num_inputs: int, **settings: Any) -> Any:
     """Convert some inputs."""
     return convert(Inputs([(folder, k) for k in range(num_inputs)], samples), out, size_limit=20_000, **settings)

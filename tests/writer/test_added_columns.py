@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
 
-from servers import processes
+from servers.s3 import bucket_at, options_of
 from servers.web import WebServer
 
 from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, add_lengths, merge_index, versions
@@ -296,26 +296,15 @@ def test_an_index_whose_joined_shards_do_not_fit_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.nightly
-def test_a_column_on_a_real_s3_server_is_read_appended_to_and_compacted(tmp_path: Path) -> None:
-    import boto3
-
-    keys = {"access_key_id": "TESTKEY", "secret_access_key": "TESTSECRET", "region": "us-east-1"}
-    with processes.ceph(tmp_path, "TESTKEY", "TESTSECRET") as endpoint:
-        options = {**keys, "endpoint_url": endpoint}
-        boto3.client(
-            "s3",
-            endpoint_url=endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="TESTKEY",
-            aws_secret_access_key="TESTSECRET",
-        ).create_bucket(Bucket="bucket")
-        url = "s3://bucket/set"
-        write(url, 0, store_options=options)
-        versions.delete_rows(url, [5], store_options=options)
-        versions.add_column(url, "half", "float64", half, store_options=options)
-        write(url, 60, 20, {**COLUMNS, "half": "float64"}, append=True, store_options=options)
-        wanted = [number for number in range(80) if number != 5]
-        for number in range(2):
-            stream = Stream(url, local=tmp_path / f"cache-{number}", options=options)
-            check(StreamingDataset(streams=[stream], shuffle=True), wanted, num_workers=2)
-            versions.compact(url, store_options=options)
+def test_a_column_on_a_real_s3_server_is_read_appended_to_and_compacted(tmp_path: Path, ceph_endpoint: str) -> None:
+    bucket_at(ceph_endpoint, "columns")
+    url, options = "s3://columns/set", options_of(ceph_endpoint)
+    write(url, 0, store_options=options)
+    versions.delete_rows(url, [5], store_options=options)
+    versions.add_column(url, "half", "float64", half, store_options=options)
+    write(url, 60, 20, {**COLUMNS, "half": "float64"}, append=True, store_options=options)
+    wanted = [number for number in range(80) if number != 5]
+    for number in range(2):
+        stream = Stream(url, local=tmp_path / f"cache-{number}", options=options)
+        check(StreamingDataset(streams=[stream], shuffle=True), wanted, num_workers=2)
+        versions.compact(url, store_options=options)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 from writer.test_mosaic_reads import read_by_mosaic
 from writer.test_place import killed_at
 

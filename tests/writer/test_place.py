@@ -289,15 +289,15 @@ def test_a_pair_is_appended_to_only_where_both_places_hold_the_dataset(tmp_path:
 
 @pytest.mark.parametrize("how", ["overwrite", "append, then overwrite"])
 def test_the_manifest_of_a_conversion_is_deleted_with_its_dataset(tmp_path: Path, how: str) -> None:
-    (tmp_path / "rows.csv").write_text("x\n1\n2\n")
-    convert(tmp_path / "rows.csv", tmp_path / "out", num_workers=1)
+    (tmp_path / "rows.jsonl").write_text('{"x": 1}\n{"x": 2}\n')
+    convert(tmp_path / "rows.jsonl", tmp_path / "out", num_workers=1)
     if how != "overwrite":
         with MDSWriter(out=tmp_path / "out", append=True) as writer:
             writer.write({"x": 3})
     assert "manifest.json" in names(tmp_path / "out")
     write(tmp_path / "out", [4], overwrite=True)
     assert names(tmp_path / "out") == listed(tmp_path / "out")
-    convert(tmp_path / "rows.csv", tmp_path / "out", num_workers=1, overwrite=True)
+    convert(tmp_path / "rows.jsonl", tmp_path / "out", num_workers=1, overwrite=True)
     assert "manifest.json" in names(tmp_path / "out")
 
 

@@ -11,23 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from servers import processes
+from servers.s3 import bucket_at, options_of
 from support import races
 
 
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
-    boto3 = pytest.importorskip("boto3")
-    options = {"access_key_id": "K", "secret_access_key": "S", "region": "us-east-1"}
-    with processes.moto(tmp_path_factory.mktemp("moto")) as endpoint:
-        client = boto3.client(
-            "s3", endpoint_url=endpoint, region_name="us-east-1", aws_access_key_id="K", aws_secret_access_key="S"
-        )
-        client.create_bucket(Bucket="bucket")
-        yield "s3://bucket", {**options, "endpoint_url": endpoint}  # type: ignore[misc]
+@pytest.fixture
+def bucket(moto_endpoint: str) -> tuple[str, dict[str, Any]]:
+    bucket_at(moto_endpoint, "races")
+    return "s3://races", options_of(moto_endpoint)
 
 
 @pytest.mark.parametrize("same", [False, True], ids=["own values", "same values"])

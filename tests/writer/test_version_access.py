@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
+
 from lightning_stream import StreamingDataset, version_log, versions
 from lightning_stream.errors import AccessError, FormatError, LightningStreamError
 from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream

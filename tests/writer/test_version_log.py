@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import selectors
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
 
-from servers import processes
+from servers.s3 import bucket_at, options_of
 from support import appenders
 
 from lightning_stream import StreamingDataset, version_log
@@ -209,24 +207,12 @@ def rows(number: int, num_batches: int) -> list[int]:
     return list(range(first, first + appenders.ROWS * num_batches))
 
 
-@contextlib.contextmanager
-def _place(kind: str, folder: Path) -> Iterator[tuple[str, Any]]:
+def _place(kind: str, folder: Path, request: Any) -> tuple[str, Any]:
     if kind == "folder":
-        yield str(folder / "set"), None
-        return
-    import boto3
-
-    keys = {"access_key_id": "TESTKEY", "secret_access_key": "TESTSECRET", "region": "us-east-1"}
-    with processes.ceph(folder, "TESTKEY", "TESTSECRET") as endpoint:
-        client = boto3.client(
-            "s3",
-            endpoint_url=endpoint,
-            region_name="us-east-1",
-            aws_access_key_id="TESTKEY",
-            aws_secret_access_key="TESTSECRET",
-        )
-        client.create_bucket(Bucket="bucket")
-        yield "s3://bucket/set", {**keys, "endpoint_url": endpoint}
+        return str(folder / "set"), None
+    endpoint = request.getfixturevalue("ceph_endpoint")
+    bucket_at(endpoint, "appends")
+    return "s3://appends/set", options_of(endpoint)
 
 
 class Appender:
@@ -300,16 +286,16 @@ def _append_and_kill(url: str, options: Any, num_batches: int, seed: int) -> int
     [("folder", 8), pytest.param("ceph", 125, marks=pytest.mark.nightly)],
 )
 def test_writers_that_are_killed_and_repeat_their_appends_lose_and_double_nothing(
-    tmp_path: Path, kind: str, num_batches: int
+    tmp_path: Path, kind: str, num_batches: int, request: Any
 ) -> None:
-    with _place(kind, tmp_path) as (url, options):
-        write(url, [0], store_options=options)
-        num_kills = _append_and_kill(url, options, num_batches, seed=1)
-        assert num_kills > 0
-        wanted = sorted([0, *(x for number in range(4) for x in rows(number, num_batches))])
-        assert sorted(values(url, options)) == wanted
-        store = open_store(url, options)
-        newest = read_newest(store)
-        assert newest.number == 4 * num_batches
-        assert len({change.key for change in read_changes(store, newest.root)}) == newest.number
-        sys.stderr.write(f"\n{kind}: {newest.number} appends, {num_kills} kills\n")
+    url, options = _place(kind, tmp_path, request)
+    write(url, [0], store_options=options)
+    num_kills = _append_and_kill(url, options, num_batches, seed=1)
+    assert num_kills > 0
+    wanted = sorted([0, *(x for number in range(4) for x in rows(number, num_batches))])
+    assert sorted(values(url, options)) == wanted
+    store = open_store(url, options)
+    newest = read_newest(store)
+    assert newest.number == 4 * num_batches
+    assert len({change.key for change in read_changes(store, newest.root)}) == newest.number
+    sys.stderr.write(f"\n{kind}: {newest.number} appends, {num_kills} kills\n")

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mosaic_work import epoch_work
+from support.orders import run_over
 
-from lightning_stream.order import BatchPlan, MosaicConfig, OrderConfig, RunOrder, Snapshot, StreamWeights, World
+from lightning_stream.order import BatchPlan, MosaicConfig, RunOrder, StreamWeights, World
 from lightning_stream.order.batching import METHODS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 
@@ -23,8 +24,9 @@ def run_of(world: World, weights: Any = None, device: int = 4, **settings: Any) 
     mosaic = MosaicConfig(settings.pop("partition", "relaxed"), settings.pop("shuffle_block_size", 60))
     chosen = {"shuffle": True, "algorithm": "py1e", "canonical_nodes": 4, "mosaic": mosaic, **settings}
     size = device * world.num_replicas
-    config = OrderConfig.resolve(batch_size=size, device_batch_size=device, world=world, **chosen)
-    return RunOrder(Snapshot.of(SHARDS), weights or [StreamWeights()] * 3, config)
+    return run_over(
+        SHARDS, weights or [StreamWeights()] * 3, batch_size=size, device_batch_size=device, world=world, **chosen
+    )
 
 
 def batches_of(run: RunOrder, world: World, epoch: int, start: int = 0, device: int = 4) -> list[np.ndarray]:

@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 from support.mosaic_work import epoch_work
+from support.orders import run_over
 
 from lightning_stream.errors import StateError
 from lightning_stream.order import (
@@ -74,7 +75,9 @@ def test_every_ranks_batches_are_those_of_the_original(shared_golden):
     for case, work, sizes, weights, epoch_size in golden_cases(shared_golden):
         nodes, ranks, workers, _, device = work.shape
         world = World(0, nodes * ranks, ranks)
-        config = OrderConfig.resolve(
+        order = run_over(
+            sizes,
+            weights,
             batch_size=nodes * ranks * device,
             shuffle=case["shuffle"],
             seed=case["shuffle_seed"],
@@ -87,8 +90,7 @@ def test_every_ranks_batches_are_those_of_the_original(shared_golden):
             epoch_size=epoch_size,
             mosaic=MosaicConfig(case["partition_algo"], case["shuffle_block_size"]),
             world=world,
-        )
-        order = RunOrder(Snapshot.of(sizes), weights, config).epoch(case["epoch"])
+        ).epoch(case["epoch"])
         start = order.position_after(case["sample_in_epoch"])
         batches = [g for g in range(workers * work.shape[3]) if (work[:, :, g % workers, g // workers] >= 0).any()]
         for rank in range(nodes * ranks):
@@ -315,8 +317,7 @@ def test_a_world_that_cannot_hold_the_first_global_batch_is_refused():
 @pytest.mark.parametrize("algorithm", ["py1e", "py1br", "py1s", "py2s", "naive"])
 def test_a_stream_of_an_empty_dataset_changes_nothing(algorithm: str) -> None:
     def ids(sizes: list[list[int]]) -> list[int]:
-        config = OrderConfig.resolve(batch_size=4, device_batch_size=4, shuffle=True, algorithm=algorithm, seed=3)
-        epoch = RunOrder(Snapshot.of(sizes), [StreamWeights()] * len(sizes), config).epoch(1)
+        epoch = run_over(sizes, batch_size=4, device_batch_size=4, shuffle=True, algorithm=algorithm, seed=3).epoch(1)
         return epoch.ids(0, epoch.num_samples).tolist()
 
     assert set(ids([[9, 4], []])) == set(range(13))
@@ -340,6 +341,6 @@ def test_a_position_between_batches_has_a_state_of_that_library_and_no_other_has
 
 
 def test_a_position_in_our_own_order_has_no_state_of_that_library():
-    run = RunOrder(Snapshot.of(SIZES), [StreamWeights()] * 2, OrderConfig.resolve(batch_size=8, shuffle=True))
+    run = run_over(SIZES, batch_size=8, shuffle=True)
     with pytest.raises(StateError, match="shuffle_algo='window'"):
         mosaic_state(Position.start(run, batch_size=8, tail="pad"), run)
