@@ -9,7 +9,8 @@ Packers that write packed rows before training have no such state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,8 @@ from frame import Clock, Group, Job, Result, main
 ROW_LENGTH = 2048
 PAD, EOS, FIRST = 0, 1, 2  # no document has the first two tokens
 BATCH, SPLITS, RANKS, OTHER_RANKS = 8, 8, 2, 4
+Rank = tuple[Iterator[np.ndarray], Callable[[], Any]]  # the rows of one rank of some, and its state so far
+Packer = Callable[..., Rank]
 EPOCH, RESUME = "documents", "resumed"  # the data of an epoch, and of a run that is stopped
 
 
@@ -44,93 +47,62 @@ def prepare(job: Job) -> None:
                 writer.write({"tokens": document.astype(np.uint32)})
 
 
-class Packer:
-    """The rows of one rank of some: iterable, with a state."""
+def ours(job: Job, kind: str, rank: int, ranks: int, state: Any = None) -> Rank:
+    from lightning_stream import Packing, StreamingDataLoader, StreamingDataset, World
 
-    def __init__(self, rows: Any, state: Any = None) -> None:
-        self.rows = rows
-        if state is not None:
-            rows.load_state_dict(state)
-
-    def state(self) -> Any:
-        return self.rows.state_dict()
-
-
-class Ours(Packer):
-    def __init__(self, job: Job, kind: str, rank: int, ranks: int, state: Any = None) -> None:
-        from lightning_stream import Packing, StreamingDataLoader, StreamingDataset, World
-
-        dataset = StreamingDataset(job.folder / kind, shuffle=True, pack=Packing(row_length=ROW_LENGTH, pad_token=PAD))
-        world = World(rank, ranks, ranks)
-        loader = StreamingDataLoader(dataset, global_batch_size=BATCH * RANKS, world=world, tail="exact")
-        super().__init__(loader, state)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        for batch in self.rows:
-            yield from batch["input_ids"].numpy()
-
-    @staticmethod
-    def states(saved: list[Any], ranks: int) -> list[Any] | None:
-        return [saved[0]] * ranks
+    dataset = StreamingDataset(job.folder / kind, shuffle=True, pack=Packing(row_length=ROW_LENGTH, pad_token=PAD))
+    world = World(rank, ranks, ranks)
+    loader = StreamingDataLoader(dataset, global_batch_size=BATCH * RANKS, world=world, tail="exact")
+    if state is not None:
+        loader.load_state_dict(state)
+    return (row for batch in loader for row in batch["input_ids"].numpy()), loader.state_dict
 
 
-class Grain(Packer):
-    """Concatenates, and cuts every row anywhere; a state is the position in a rank's own slice."""
+def grain(job: Job, kind: str, rank: int, ranks: int, state: Any = None) -> Rank:
+    """Concatenates, and cuts every row anywhere."""
+    import grain as peer
+    from grain.experimental import ConcatThenSplitIterDataset
 
-    def __init__(self, job: Job, kind: str, rank: int, ranks: int, state: Any = None) -> None:
-        import grain
-        from grain.experimental import ConcatThenSplitIterDataset
-
-        documents = [{"tokens": document} for document in documents_of(job, kind)]
-        source = grain.MapDataset.source(documents).shuffle(seed=17)[rank::ranks].to_iter_dataset()
-        super().__init__(iter(ConcatThenSplitIterDataset(source, length_struct={"tokens": ROW_LENGTH})))
-        if state is not None:
-            self.rows.set_state(state)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (row["tokens"] for row in self.rows)
-
-    def state(self) -> Any:
-        return self.rows.get_state()
-
-    @staticmethod
-    def states(saved: list[Any], ranks: int) -> list[Any] | None:
-        return saved if ranks == len(saved) else None
+    documents = [{"tokens": document} for document in documents_of(job, kind)]
+    source = peer.MapDataset.source(documents).shuffle(seed=17)[rank::ranks].to_iter_dataset()
+    rows = iter(ConcatThenSplitIterDataset(source, length_struct={"tokens": ROW_LENGTH}))
+    if state is not None:
+        rows.set_state(state)
+    return (row["tokens"] for row in rows), rows.get_state
 
 
-class Lance(Packer):
+def lance(job: Job, kind: str, rank: int, ranks: int, state: Any = None) -> Rank:
     """LanceDB's streaming dataset, with the budget of blocks that the mean of a split needs."""
+    import lancedb
+    import pyarrow as pa
+    from lancedb.streaming import StreamingDataset
 
-    def __init__(self, job: Job, kind: str, rank: int, ranks: int, state: Any = None) -> None:
-        import lancedb
-        import pyarrow as pa
-        from lancedb.streaming import StreamingDataset
-
-        base, lengths = lancedb.connect(str(job.folder / "lance")), lengths_of(job, kind)
-        if kind not in base.table_names():
-            base.create_table(kind, pa.table({"tokens": pa.array(documents_of(job, kind))}))
-        blocks = -(-int(lengths.sum() + len(lengths)) // (ROW_LENGTH * SPLITS)) * SPLITS
-        rows = {"columns": ["tokens"], "pack_sequences": ROW_LENGTH, "eos_id": EOS, "pad_id": PAD}
-        place = {"num_splits": SPLITS, "blocks_per_epoch": blocks, "rank": rank, "world_size": ranks}
-        super().__init__(StreamingDataset(base.open_table(kind), **rows, **place), state)
-
-    def __iter__(self) -> Iterator[np.ndarray]:
-        return (row["input_ids"].numpy().astype(np.int32) for row in self.rows)
-
-    @staticmethod
-    def states(saved: list[Any], ranks: int) -> list[Any] | None:
-        from lancedb.streaming import StreamingDataset
-
-        return [StreamingDataset.merge_state_dicts(saved)] * ranks
+    base, lengths = lancedb.connect(str(job.folder / "lance")), lengths_of(job, kind)
+    if kind not in base.table_names():
+        base.create_table(kind, pa.table({"tokens": pa.array(documents_of(job, kind))}))
+    blocks = -(-int(lengths.sum() + len(lengths)) // (ROW_LENGTH * SPLITS)) * SPLITS
+    rows = {"columns": ["tokens"], "pack_sequences": ROW_LENGTH, "eos_id": EOS, "pad_id": PAD}
+    place = {"num_splits": SPLITS, "blocks_per_epoch": blocks, "rank": rank, "world_size": ranks}
+    dataset = StreamingDataset(base.open_table(kind), **rows, **place)
+    if state is not None:
+        dataset.load_state_dict(state)
+    return (row["input_ids"].numpy().astype(np.int32) for row in dataset), dataset.state_dict
 
 
-def streamed(packer: Any, job: Job) -> Result:
-    """A packer that works while it trains."""
-    rows = packer(job, EPOCH, 0, 1)
+def merged(saved: list[Any]) -> Any:
+    """LanceDB's state of all ranks."""
+    from lancedb.streaming import StreamingDataset
+
+    return StreamingDataset.merge_state_dicts(saved)
+
+
+def streamed(packer: Packer, shared: Callable[[list[Any]], Any] | None, job: Job) -> Result:
+    """A packer that works while it trains; `shared` makes one state for any number of ranks of those of all."""
+    rows, _ = packer(job, EPOCH, 0, 1)
     clock = Clock()
     listed = list(rows)
     result = clock.stop(job.sizes.documents)
-    return {**result, **_epoch(job, listed), **_resumes(job, packer)}
+    return {**result, **_epoch(job, listed), **_resumes(packer, shared, job)}
 
 
 def _epoch(job: Job, rows: list[np.ndarray]) -> dict[str, Any]:
@@ -147,23 +119,22 @@ def _counts(rows: list[np.ndarray], total: int) -> np.ndarray:
     return counts[FIRST:]
 
 
-def _resumes(job: Job, packer: Any) -> dict[str, str]:
+def _resumes(packer: Packer, shared: Callable[[list[Any]], Any] | None, job: Job) -> dict[str, str]:
     total = int(lengths_of(job, RESUME).sum())
-    whole = [list(packer(job, RESUME, rank, RANKS)) for rank in range(RANKS)]
+    whole = [list(packer(job, RESUME, rank, RANKS)[0]) for rank in range(RANKS)]
     expected = _counts([row for rows in whole for row in rows], total)
     stop = min(map(len, whole)) // 2 // BATCH * BATCH
     begun, saved, notes = [], [], {}
     for rank in range(RANKS):
-        stopped = packer(job, RESUME, rank, RANKS)
-        rows = iter(stopped)
-        begun += [next(rows) for _ in range(stop)]
-        saved.append(stopped.state())
+        rows, state_of = packer(job, RESUME, rank, RANKS)
+        begun += itertools.islice(rows, stop)
+        saved.append(state_of())
     for ranks in (RANKS, OTHER_RANKS):
-        states = packer.states(saved, ranks) or []
-        rest = [row for rank, state in enumerate(states) for row in packer(job, RESUME, rank, ranks, state)]
+        states = [shared(saved)] * ranks if shared else saved
+        rest = [row for rank, state in enumerate(states) for row in packer(job, RESUME, rank, ranks, state)[0]]
         change = _counts(begun + rest, total) - expected
         counted = f"{-change[change < 0].sum()} lost, {change[change > 0].sum()} repeated"
-        notes[f"resumed on {ranks}"] = counted if states else "refused"
+        notes[f"resumed on {ranks}"] = counted if len(states) == ranks else "refused"
     return notes
 
 
@@ -183,9 +154,9 @@ def trl(strategy: str, job: Job) -> Result:
 
 if __name__ == "__main__":
     cases = {
-        "ours": partial(streamed, Ours),
-        "lancedb": partial(streamed, Lance),
-        "grain, concat": partial(streamed, Grain),
+        "ours": partial(streamed, ours, lambda saved: saved[0]),
+        "lancedb": partial(streamed, lance, merged),
+        "grain, concat": partial(streamed, grain, None),
         "trl, bfd": partial(trl, "bfd"),
         "trl, wrapped": partial(trl, "wrapped"),
     }

@@ -60,24 +60,22 @@ def tar(path: Path, tokens: np.ndarray, rows_each: int = 1) -> None:
 
 
 def litdata_chunk(path: Path, tokens: np.ndarray) -> None:
-    """A chunk as LitData writes it; `_index_litdata` writes its index."""
-    items = [np.uint32(row.nbytes).tobytes() + row.tobytes() for row in tokens]
-    ends = np.cumsum([8 + 4 * len(items), *map(len, items)]).astype("<u4")
-    path.write_bytes(np.uint32(len(items)).tobytes() + ends.tobytes() + b"".join(items))
+    """A chunk as LitData writes it; `index_litdata` writes its index."""
+    ends = np.arange(len(tokens) + 1) * (4 + 4 * WIDTH) + 4 * (len(tokens) + 2)
+    sizes = np.full((len(tokens), 1), 4 * WIDTH, "<u4")
+    items = np.hstack([sizes, tokens.view("<u4")])
+    path.write_bytes(np.uint32(len(tokens)).tobytes() + ends.astype("<u4").tobytes() + items.tobytes())
 
 
-def _index_litdata(folder: Path, samples: int) -> None:
-    files = sorted(folder.glob("*.bin"))
+def index_litdata(folder: Path, samples: int) -> None:
     chunks = [
         {"chunk_bytes": path.stat().st_size, "chunk_size": samples, "dim": None, "filename": path.name}
-        for path in files
+        for path in sorted(folder.glob("*.bin"))
     ]
     leaf = {"type": None, "context": None, "children_spec": []}
-    spec = {"type": "builtins.dict", "context": '["tokens"]', "children_spec": [leaf]}
-    config = {
-        "chunk_bytes": None, "chunk_size": samples, "compression": None, "data_format": ["no_header_numpy:2"],
-        "data_spec": json.dumps([1, spec]), "encryption": None, "item_loader": "PyTreeLoader",
-    }  # fmt: skip
+    spec = [1, {"type": "builtins.dict", "context": '["tokens"]', "children_spec": [leaf]}]
+    config = {"compression": None, "chunk_size": samples, "chunk_bytes": None, "data_format": ["no_header_numpy:2"]}
+    config |= {"data_spec": json.dumps(spec), "encryption": None, "item_loader": "PyTreeLoader"}
     (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
 
 
@@ -125,7 +123,7 @@ def prepare_epoch(job: Job) -> None:
         rows = PER_SHARD if name in ("tar", "chunks") else 4 * PER_SHARD
         for number, first in enumerate(range(0, len(tokens), rows)):
             write(job.folder / name / f"{number:03}.{ending}", tokens[first : first + rows])
-    _index_litdata(job.folder / "chunks", PER_SHARD)
+    index_litdata(job.folder / "chunks", PER_SHARD)
 
 
 def prepare_open(job: Job) -> None:
@@ -137,7 +135,7 @@ def prepare_open(job: Job) -> None:
         write(first, tokens)
         for number in range(1, max(2, usual * job.sizes.files_percent // 100)):
             (folder / f"{number:05}.{ending}").hardlink_to(first)
-    _index_litdata(job.folder / _folder("chunks"), len(tokens))
+    index_litdata(job.folder / _folder("chunks"), len(tokens))
 
 
 def _folder(name: str) -> str:
