@@ -142,9 +142,9 @@ def _ticks(pid: int) -> int:
 
 def peak_mib() -> float:
     """The most memory that this process, or the largest child that ended, had at once."""
-    own = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+    here = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
     children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-    return max(int(own[1]) if own else 0, children) / 1024
+    return max(int(here[1]) if here else 0, children) / 1024
 
 
 def main(doc: str, groups: Sequence[Group], **sizes: tuple[int, int]) -> None:
@@ -234,13 +234,13 @@ def _measure(group: Group, runs: list[Run], job: Job, args: argparse.Namespace) 
         for number in range(1 if args.smoke else args.rounds):
             for run in reversed(runs) if number % 2 else runs:
                 with tempfile.TemporaryDirectory(dir=job.folder) as scratch:
-                    own = Job(job.folder, Path(scratch), job.sizes)
-                    environment = _environment(run, own, endpoint, group.tls)
+                    run_job = Job(job.folder, Path(scratch), job.sizes)
+                    environment = _environment(run, run_job, endpoint, group.tls)
                     counts(endpoint)
                     if args.smoke and not run.package:
-                        result = _here(group.cases[run.case], own, environment)
+                        result = _here(group.cases[run.case], run_job, environment)
                     else:
-                        result = _in_process(group, run, own, environment)
+                        result = _in_process(group, run, run_job, environment)
                     rounds[run.label].append(result and {**result, **counts(endpoint)})
     return rounds
 
@@ -301,10 +301,10 @@ def _table(runs: list[Run], rounds: Mapping[str, list[Result]]) -> str:
     notes = dict.fromkeys(key for result in measured for key in result if key not in MEASURED)
     rows = [["", "per CPU-s", "per s", "peak MiB", "CPU x", "wall x", *notes]]
     for run in runs:
-        own, base = results[run.label], results[run.case if run.package else runs[0].label]
-        values = [_median(own, key) for key in ("per_cpu_s", "per_s", "peak_mib")]
-        values += [_ratio(base, own, key) for key in ("per_cpu_s", "per_s")]
-        values += [_median(own, key) for key in notes]
+        listed, base = results[run.label], results[run.case if run.package else runs[0].label]
+        values = [_median(listed, key) for key in ("per_cpu_s", "per_s", "peak_mib")]
+        values += [_ratio(base, listed, key) for key in ("per_cpu_s", "per_s")]
+        values += [_median(listed, key) for key in notes]
         rows.append([run.label, *map(_cell, values)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []

@@ -50,13 +50,13 @@ def order(method: str, job: Job) -> Result:
     ready, total = plan(1), snapshot.num_samples
     seeks = ms(ready.ids, [total * k // 23 // BATCH for k in range(1, 23)])
     asked = [total * k // 200 for k in range(200)]
-    found = ms(lambda sample: run.where(sample, 0), asked)
+    finding = ms(lambda sample: run.where(sample, 0), asked)
     count = min(4, max(1, total // 2 // CHUNK))
     clock = Clock()
     read = sum(len(ready.order.ids(k * CHUNK, (k + 1) * CHUNK)) for k in range(count))
     result = clock.stop(read)
     notes = {"plan s": planning, "plan MiB": grown, "seek ms": statistics.median(seeks), "worst ms": seeks[-1]}
-    return {**result, **notes, "where ms": statistics.median(found)}
+    return {**result, **notes, "where ms": statistics.median(finding)}
 
 
 if __name__ == "__main__":

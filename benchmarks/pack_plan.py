@@ -101,7 +101,9 @@ def shares(num_machines: int, nodes: int, job: Job) -> Result:
     clock = Clock()
     for name, balance in (("plain", None), ("balanced", Balance(lambda ids: costs[ids], 8 // MICRO_BATCHES))):
         worlds = [replace(world, rank=rank) for rank in range(world.num_ranks)]
-        plans = [BatchPlan(run.epoch(0), batch_size=batch_size, world=own, balance=balance) for own in worlds]
+        plans = [
+            BatchPlan(run.epoch(0), batch_size=batch_size, world=rank_world, balance=balance) for rank_world in worlds
+        ]
         table = np.array([[costs[plan.share(k).ids].sum() for plan in plans] for k in range(2)])  # [steps, replicas]
         worst[name] = float((table.max(axis=1) / table.mean(axis=1)).max())
     return {**clock.stop(), **worst, "downloads": estimate_factor(run, epoch=0, batch_size=batch_size, world=world)}

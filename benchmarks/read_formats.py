@@ -93,6 +93,7 @@ READ: dict[str, tuple[str, str, Writer]] = {  # format: ending, column, writer
     "tar": ("tar", "npy", tar),
     "numpy": ("npy", "array", np.save),
     "chunks": ("bin", "tokens", litdata_chunk),
+    "jsonl": ("jsonl", "tokens", jsonl),
 }
 OPEN: dict[str, tuple[str, int, Writer]] = {  # format: ending, number of files, writer
     "parquet": ("parquet", 1000, parquet),

@@ -188,8 +188,8 @@ def chain(fit: Callable[..., Feed], library: str, links: list[Link], job: Job) -
             break
         fed |= seen
     lost, repeated, other = compare(whole, fed)
-    found = f"{lost} / {repeated} / {other} of {len(whole)} {problem}"
-    return {**clock.stop(len(whole)), "lost / repeated / other": found.strip()}
+    text = f"{lost} / {repeated} / {other} of {len(whole)} {problem}"
+    return {**clock.stop(len(whole)), "lost / repeated / other": text.strip()}
 
 
 def compare(whole: Feed, resumed: Feed) -> tuple[int, int, int]:
