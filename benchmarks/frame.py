@@ -156,32 +156,39 @@ def main(doc: str, groups: Sequence[Group], **sizes: tuple[int, int]) -> None:
         sizes: Options of the program: the usual number, and the one of ``--smoke``.
     """
     if sys.argv[1:2] == ["--case"]:
-        title, case, folder, scratch, chosen = json.loads(sys.argv[2])
-        (group,) = [group for group in groups if group.title == title]
-        result = group.cases[case](Job(Path(folder), Path(scratch), SimpleNamespace(**chosen)))
-        sys.stdout.write(f"\n{json.dumps(result)}\n")
+        sys.stdout.write(f"\n{json.dumps(_case(groups, *json.loads(sys.argv[2])))}\n")
         return
     args = _parser(doc, groups, sizes).parse_args()
-    report, prepared = {}, []
     chosen = {name: getattr(args, name) or usual[args.smoke] for name, usual in sizes.items()}
-    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
-        folder = Path(temporary)
-        for group in groups:
-            runs = _runs(group, args) if args.group in group.title else []
-            if runs:
-                job = Job(folder, folder, SimpleNamespace(**chosen))
-                if group.prepare and group.prepare not in prepared:
-                    group.prepare(job)
-                prepared.append(group.prepare)
-                rounds = _measure(group, runs, job, args)
-                sys.stdout.write(f"\n{group.title}\n{_table(runs, rounds)}\n")
-                sys.stdout.flush()
-                report[group.title] = rounds
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        report = dict(_tables(groups, args, Job(Path(folder), Path(folder), SimpleNamespace(**chosen))))
     if args.json:
         args.json.write_text(json.dumps({"python": sys.version, "cpus": os.cpu_count(), "sizes": chosen, **report}))
     failed = [label for rounds in report.values() for label in rounds if not all(rounds[label])]
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+def _case(groups: Sequence[Group], title: str, case: str, folder: str, scratch: str, sizes: dict[str, int]) -> Result:
+    (group,) = [group for group in groups if group.title == title]
+    return group.cases[case](Job(Path(folder), Path(scratch), SimpleNamespace(**sizes)))
+
+
+def _tables(
+    groups: Sequence[Group], args: argparse.Namespace, job: Job
+) -> Iterator[tuple[str, dict[str, list[Result]]]]:
+    prepared = set()
+    for group in groups:
+        runs = _runs(group, args) if args.group in group.title else []
+        if not runs:
+            continue
+        if group.prepare and group.prepare not in prepared:
+            group.prepare(job)
+            prepared.add(group.prepare)
+        rounds = _measure(group, runs, job, args)
+        sys.stdout.write(f"\n{group.title}\n{_table(runs, rounds)}\n")
+        sys.stdout.flush()
+        yield group.title, rounds
 
 
 def _parser(doc: str, groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]]) -> argparse.ArgumentParser:

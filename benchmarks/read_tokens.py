@@ -7,7 +7,6 @@ python benchmarks/read_tokens.py [--rounds 3] [--against CHECKOUT]
 
 from __future__ import annotations
 
-import ctypes
 import time
 from functools import partial
 from typing import Any
@@ -19,12 +18,16 @@ from frame import Clock, Group, Job, Result, main
 WIDTH, BATCH, LIMIT, EPOCHS = 1024, 256, 1 << 23, 16  # a start of 70 ms would count in fewer epochs
 
 
+def tokens_of(job: Job) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 50_000, (job.sizes.rows, WIDTH), np.int32)
+
+
 def write_tokens(job: Job) -> None:
     from lightning_stream import MDSWriter
 
     columns = {"tokens": f"ndarray:int32:{WIDTH}"}
     with MDSWriter(out=job.folder / "tokens", columns=columns, size_limit=LIMIT) as writer:
-        writer.write_batch({"tokens": np.random.default_rng(0).integers(0, 50_000, (job.sizes.rows, WIDTH), np.int32)})
+        writer.write_batch({"tokens": tokens_of(job)})
 
 
 def write_text(job: Job) -> None:
@@ -55,21 +58,8 @@ def read_batch(job: Job) -> Result:
 
 
 def bare_numpy(job: Job) -> Result:
-    """The floor: all shards mapped, the address of every row in hand, gathered by numpy.
-
-    From the same memory: other pages with the same bytes (one .npy file) may lie a third nearer on a virtual machine.
-    """
-    shards = [np.memmap(path, np.uint8, mode="r") for path in sorted((job.folder / "tokens").glob("*.mds"))]
-    heads = [int(shard[4:8].view("<u4")[0]) for shard in shards]
-    starts = [
-        shard.ctypes.data + np.arange(head, len(shard), 4 * WIDTH) for head, shard in zip(heads, shards, strict=True)
-    ]
-    addresses = np.concatenate(starts)
-    begin, end = int(addresses.min()), int(addresses.max()) + 4 * WIDTH
-    memory = (ctypes.c_ubyte * (end - begin)).from_address(begin)
-    row = np.dtype((np.void, 4 * WIDTH))
-    rows = np.ndarray((len(memory) - row.itemsize + 1,), row, memory, 0, (1,))  # a row begins at every byte
-    return _gathered(job, lambda ids: rows[addresses[ids] - begin])
+    """The floor: the same rows gathered by numpy, from memory."""
+    return _gathered(job, tokens_of(job).__getitem__)
 
 
 def _gathered(job: Job, gather: Any) -> Result:

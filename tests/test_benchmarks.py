@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "main(__doc__" in path.read_text())
 SHORTER = {"resume_peers": ["--group", "Lightning: stopped in the middle of an epoch"]}  # of many groups of runs
-NEEDS = {"spark_rows": "pyspark", "resume_peers": "lightning", "trainer_overhead": "lightning"}
+NEEDS = {"spark_rows": ("pyspark", "spark"), "resume_peers": ("lightning",) * 2, "trainer_overhead": ("lightning",) * 2}
 
 
 def run(program: str, *arguments: str) -> str:
@@ -30,8 +30,8 @@ def run(program: str, *arguments: str) -> str:
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_benchmark_runs_with_tiny_data(program: str) -> None:
     pytest.importorskip("torch", reason="most benchmarks need torch: uv sync")
-    if program in NEEDS:
-        pytest.importorskip(NEEDS[program], reason="this one compares or uses it: .ci/run shows the environment")
+    module, extra = NEEDS.get(program, ("numpy", ""))
+    pytest.importorskip(module, reason=f"{module} is not here: uv sync --extra {extra}")
     assert "per CPU-s" in run(program, "--smoke", *SHORTER.get(program, []))
 
 
