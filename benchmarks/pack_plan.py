@@ -117,4 +117,4 @@ if __name__ == "__main__":
     for nodes in (16, 1):
         cases = {f"ours, {count} machines": partial(shares, count, nodes) for count in (1, 2, 4, 16, 64)}
         groups.append(Group(f"shares of {nodes} canonical nodes", cases))
-    main(__doc__, groups, documents=(400_000, 40_000), rows=(32_768, 8192))
+    main(__doc__, groups, documents=(400_000, 20_000), rows=(32_768, 8192))

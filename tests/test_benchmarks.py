@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-PROGRAMS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "main(__doc__" in path.read_text())
+PROGRAMS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "\n    main(__doc__" in path.read_text())
 SHORTER = {"resume_peers": ["--group", "Lightning: stopped in the middle of an epoch"]}  # of many groups of runs
 NEEDS = {"spark_rows": ("pyspark", "spark"), "resume_peers": ("lightning",) * 2, "trainer_overhead": ("lightning",) * 2}
 
