@@ -144,6 +144,7 @@ def test_the_site_builds_without_a_broken_link_or_anything_from_elsewhere(tmp_pa
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))  # strict: a broken link raises
     pages = list((tmp_path / "site").glob("*.html"))
     assert {"index.html", "concepts.html", "api.html"} <= {page.name for page in pages}
+    assert (tmp_path / "site" / "llms.txt").read_text() == (ROOT / "llms.txt").read_text()
     concepts = (tmp_path / "site" / "concepts.html").read_text()
     drawings = re.findall(r'<img[^>]+src="(drawings/[^"]+)"', concepts)
     assert len(drawings) >= 4
