@@ -50,6 +50,7 @@ PEERS = {
     "grain": ("packers", "grain"),
     "lancedb": ("packers", "lancedb"),
 }
+CHECKOUT = Path(__file__).resolve().parent.parent
 MEASURED = ("samples", "cpu_s", "wall_s", "peak_mib", "per_cpu_s", "per_s")
 Result = dict[str, Any]
 
@@ -240,20 +241,24 @@ def _measure(group: Group, runs: list[Run], job: Job, args: argparse.Namespace) 
     with server as endpoint:
         for number in range(1 if args.smoke else args.rounds):
             for run in reversed(runs) if number % 2 else runs:
-                with tempfile.TemporaryDirectory(dir=job.folder) as scratch:
-                    run_job = Job(job.folder, Path(scratch), job.sizes)
-                    environment = _environment(run, run_job, endpoint, group.tls)
-                    counts(endpoint)
-                    if args.smoke and not run.package:
-                        result = _here(group.cases[run.case], run_job, environment)
-                    else:
-                        result = _in_process(group, run, run_job, environment)
-                    rounds[run.label].append(result and {**result, **counts(endpoint)})
+                rounds[run.label].append(_once(group, run, job, endpoint, args.smoke))
     return rounds
 
 
+def _once(group: Group, run: Run, job: Job, endpoint: str, here: bool) -> Result:
+    with tempfile.TemporaryDirectory(dir=job.folder) as scratch:
+        run_job = Job(job.folder, Path(scratch), job.sizes)
+        environment = _environment(run, run_job, endpoint, group.tls)
+        counts(endpoint)
+        if here and not run.package:
+            result = _here(group.cases[run.case], run_job, environment)
+        else:
+            result = _in_process(group, run, run_job, environment)
+        return result and {**result, **counts(endpoint)}
+
+
 def _environment(run: Run, job: Job, endpoint: str, tls: bool) -> dict[str, str]:
-    paths = [str(run.package or ""), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(run.package or CHECKOUT), str(CHECKOUT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",

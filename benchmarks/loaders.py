@@ -35,7 +35,7 @@ def mosaic(job: Job, name: str, batch: int, workers: int = 0, remote: bool = Fal
 
 
 def litdata(job: Job, name: str, batch: int, workers: int = 0, remote: bool = False, **options: Any) -> Any:
-    """LitData's, over the same rows; its Python needs this package too."""
+    """LitData's, over the same rows; its Python needs what this package depends on."""
     import litdata as peer
     from litdata.streaming import downloader
 
