@@ -25,7 +25,7 @@ import numpy as np
 from frame import Clock, Group, Job, Result, main
 
 NUM_SAMPLES, BATCH, EPOCHS = 176, 16, 3
-NUM_STEPS = EPOCHS * NUM_SAMPLES // BATCH
+NEVER = 1 << 30  # a step that no run reaches
 LOADERS = {"mosaic": loaders.mosaic, "litdata": loaders.litdata}
 Feed = dict[int, tuple[int, list[int]]]  # optimizer step -> its epoch, and its samples
 
@@ -40,7 +40,7 @@ class Link:
         accumulate: Batches of a step.
     """
 
-    step: int = NUM_STEPS
+    step: int = NEVER
     way: str = "steps"
     accumulate: int = 1
 
@@ -94,8 +94,8 @@ def fit_lightning(library: str, link: Link, job: Job, out: Path, state: str | No
             fails = link.way == "exception" and step == link.step
             if fails and (link.accumulate == 1 or step in self.fed):
                 raise StoppedError
-            fed = self.fed.setdefault(step, (self.trainer.current_epoch, []))
-            fed[1].extend(map(int, batch["id"]))
+            _, ids = self.fed.get(step, (0, []))
+            self.fed[step] = (self.trainer.current_epoch, [*ids, *map(int, batch["id"])])
             return self.net(batch["x"]).square().mean()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -104,7 +104,7 @@ def fit_lightning(library: str, link: Link, job: Job, out: Path, state: str | No
     callbacks: list[Any] = []
     if link.way == "exception":
         callbacks = [OnExceptionCheckpoint(str(out), "stopped")]
-    elif link.step < NUM_STEPS:
+    elif link.step < NEVER:
         when = {"every_n_train_steps": link.step} if link.way == "steps" else {"every_n_epochs": 1}
         callbacks = [ModelCheckpoint(str(out), filename="{step}", save_top_k=-1, **when)]
     if library == "ours":
@@ -116,7 +116,7 @@ def fit_lightning(library: str, link: Link, job: Job, out: Path, state: str | No
         data = {"train_dataloaders": LOADERS[library](job, "samples", BATCH)}
     noting = Noting()
     trainer = pl.Trainer(
-        max_epochs=EPOCHS, max_steps=-1 if link.way == "exception" else min(link.step + 2, NUM_STEPS),
+        max_epochs=EPOCHS, max_steps=-1 if link.way == "exception" or link.step == NEVER else link.step + 2,
         callbacks=callbacks, accumulate_grad_batches=link.accumulate, enable_checkpointing=bool(callbacks),
         accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
         default_root_dir=out,
@@ -151,9 +151,10 @@ def fit_composer(library: str, link: Link, job: Job, out: Path, state: str | Non
     else:
         data = LOADERS[library](job, "samples", BATCH)
     noting = Noting()
+    duration = f"{EPOCHS}ep" if link.step == NEVER else f"{link.step}ba"
     trainer = Trainer(
         model=noting, train_dataloader=data, optimizers=torch.optim.SGD(noting.parameters(), lr=0.01), device="cpu",
-        max_duration=f"{link.step}ba", seed=1, progress_bar=False, save_folder=str(out), load_path=state,
+        max_duration=duration, seed=1, progress_bar=False, save_folder=str(out), load_path=state,
         save_interval="1ep" if link.way == "epoch" else "1ba", save_filename="step={batch}.ckpt",
     )  # fmt: skip
     trainer.fit()
