@@ -1,139 +1,187 @@
-"""The same token rows (int32 x 1,024) in several formats, read in place: one shuffled epoch with an empty cache.
+"""The same token rows (int32 x 1,024) in several formats, in place: one epoch from an empty cache, and opening.
 
-    python benchmarks/read_formats.py [--rounds 3]
+python benchmarks/read_formats.py [--group open]
 
-Each contender has a new cache, so every shard is copied or made once, and read once. "again" is a second epoch, from
-the cache. The peers read the same files: LitData its chunks and the Parquet files, Hugging Face's `datasets`,
-streaming, the Parquet files with a shuffle buffer of 10,000 rows (LIGHTNING_STREAM_HF_PYTHON).
+An epoch: each case has a new cache, so that every shard is copied or made once, and read once; "again" is rows per
+CPU-second of a second epoch. LitData reads its chunks itself.
+Opening: seconds, requests and bytes until the samples are numbered, from an S3 server of this machine with 20 ms to the
+first byte and 60 MB/s on a connection; "again" is with the index in the cache. There, all files are links to one.
 """
 
 from __future__ import annotations
 
 import io
-import os
-import subprocess
+import json
 import tarfile
-import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import loaders
 import numpy as np
-from side_by_side import PYTHONS, Clock, main
+from frame import Clock, Group, Job, Result, main
+from paced_store import Pace
 
-ROWS, LENGTH, PER_SHARD, BATCH = 65_536, 1024, 2048, 256
-PYTHONS["hf"] = "LIGHTNING_STREAM_HF_PYTHON"
-_LITDATA = """
-import sys, numpy as np
-from litdata.streaming import Cache
-tokens = np.load(sys.argv[1])
-writer = Cache(sys.argv[2], chunk_size={per})
-for k, row in enumerate(tokens):
-    writer[k] = {{"tokens": row}}
-writer.done(); writer.merge()
-"""
+WIDTH, PER_SHARD, BATCH = 1024, 2048, 256
+Writer = Callable[[Path, np.ndarray], None]
 
 
-def prepare(folder: Path) -> None:
-    import pyarrow as pa
+def parquet(path: Path, tokens: np.ndarray) -> None:
     import pyarrow.parquet as pq
 
+    pq.write_table(_table(tokens), path, row_group_size=PER_SHARD, compression="zstd")
+
+
+def arrow(path: Path, tokens: np.ndarray, streamed: bool = False) -> None:
+    import pyarrow as pa
+
+    table, kind = _table(tokens), pa.ipc.new_stream if streamed else pa.ipc.new_file
+    with pa.OSFile(str(path), "wb") as file, kind(file, table.schema) as out:
+        out.write_table(table, max_chunksize=1000 if streamed else PER_SHARD)  # streams: as `save_to_disk` writes them
+
+
+def _table(tokens: np.ndarray) -> Any:
+    import pyarrow as pa
+
+    return pa.table({"tokens": pa.FixedSizeListArray.from_arrays(pa.array(tokens.reshape(-1)), WIDTH)})
+
+
+def tar(path: Path, tokens: np.ndarray, rows_each: int = 1) -> None:
+    """A member as .npy for so many rows each."""
+    with tarfile.open(path, "w") as out:
+        for first in range(0, len(tokens), rows_each):
+            file = io.BytesIO()
+            np.save(file, tokens[first : first + rows_each].reshape(-1))
+            member = tarfile.TarInfo(f"{first:06}.npy")
+            member.size = file.tell()
+            file.seek(0)
+            out.addfile(member, file)
+
+
+def litdata_chunk(path: Path, tokens: np.ndarray) -> None:
+    """A chunk as LitData writes it; `index_litdata` writes its index."""
+    ends = np.arange(len(tokens) + 1) * (4 + 4 * WIDTH) + 4 * (len(tokens) + 2)
+    sizes = np.full((len(tokens), 1), 4 * WIDTH, "<u4")
+    items = np.hstack([sizes, tokens.view("<u4")])
+    path.write_bytes(np.uint32(len(tokens)).tobytes() + ends.astype("<u4").tobytes() + items.tobytes())
+
+
+def index_litdata(folder: Path, samples: int) -> None:
+    chunks = [
+        {"chunk_bytes": path.stat().st_size, "chunk_size": samples, "dim": None, "filename": path.name}
+        for path in sorted(folder.glob("*.bin"))
+    ]
+    leaf = {"type": None, "context": None, "children_spec": []}
+    spec = [1, {"type": "builtins.dict", "context": '["tokens"]', "children_spec": [leaf]}]
+    config = {"compression": None, "chunk_size": samples, "chunk_bytes": None, "data_format": ["no_header_numpy:2"]}
+    config |= {"data_spec": json.dumps(spec), "encryption": None, "item_loader": "PyTreeLoader"}
+    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+
+
+def jsonl(path: Path, tokens: np.ndarray) -> None:
+    path.write_text("".join(f'{{"tokens": {row.tolist()}}}\n' for row in tokens))
+
+
+def image(path: Path, _: np.ndarray) -> None:
+    path.write_bytes(b"\xff\xd8\xff" + bytes(100_000) + b"\xff\xd9")
+
+
+READ: dict[str, tuple[str, str, Writer]] = {  # format: ending, column, writer
+    "parquet": ("parquet", "tokens", parquet),
+    "arrow": ("arrow", "tokens", arrow),
+    "tar": ("tar", "npy", tar),
+    "numpy": ("npy", "array", np.save),
+    "chunks": ("bin", "tokens", litdata_chunk),
+    "jsonl": ("jsonl", "tokens", jsonl),
+}
+OPEN: dict[str, tuple[str, int, Writer]] = {  # format: ending, number of files, writer
+    "parquet": ("parquet", 1000, parquet),
+    "arrow streams": ("arrow", 200, partial(arrow, streamed=True)),
+    "chunks": ("bin", 1000, litdata_chunk),
+    "tar, 1 MB": ("tar", 200, partial(tar, rows_each=256)),
+    "tar, 100 KB": ("tar", 50, partial(tar, rows_each=25)),
+    "tar, 4 KB": ("tar", 20, tar),
+    "jsonl": ("jsonl", 8, jsonl),
+    "numpy": ("npy", 1000, np.save),
+    "images": ("jpg", 10_000, image),
+}
+
+
+def _tokens(rows: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 50_000, (rows, WIDTH), np.int32)
+
+
+def prepare_epoch(job: Job) -> None:
     from lightning_stream import MDSWriter
 
-    tokens = np.random.default_rng(0).integers(0, 50_000, (ROWS, LENGTH)).astype(np.int32)
-    np.save(folder / "tokens.npy", tokens)
-    column = pa.FixedSizeListArray.from_arrays(pa.array(tokens.reshape(-1)), LENGTH)
-    table = pa.table({"tokens": column})
-    for name in ("parquet", "arrow", "tar", "numpy"):
-        (folder / name).mkdir()
-    for number, first in enumerate(range(0, ROWS, 4 * PER_SHARD)):
-        np.save(folder / "numpy" / f"{number:03}.npy", tokens[first : first + 4 * PER_SHARD])
-        part = table.slice(first, 4 * PER_SHARD)
-        pq.write_table(part, folder / "parquet" / f"{number:03}.parquet", row_group_size=PER_SHARD, compression="zstd")
-        with (
-            pa.OSFile(str(folder / "arrow" / f"{number:03}.arrow"), "wb") as file,
-            pa.ipc.new_file(file, table.schema) as out,
-        ):
-            out.write_table(part, max_chunksize=PER_SHARD)
-    for number, first in enumerate(range(0, ROWS, PER_SHARD)):
-        with tarfile.open(folder / "tar" / f"{number:03}.tar", "w") as out:
-            for k in range(first, first + PER_SHARD):
-                data = io.BytesIO()
-                np.save(data, tokens[k])
-                member = tarfile.TarInfo(f"{k:06}.npy")
-                member.size = data.tell()
-                data.seek(0)
-                out.addfile(member, data)
-    with MDSWriter(
-        out=folder / "mds", columns={"tokens": f"ndarray:int32:{LENGTH}"}, size_limit=PER_SHARD * LENGTH * 4
-    ) as writer:
+    tokens = _tokens(job.sizes.rows)
+    columns = {"tokens": f"ndarray:int32:{WIDTH}"}
+    with MDSWriter(out=job.folder / "mds", columns=columns, size_limit=4 * PER_SHARD * WIDTH) as writer:
         writer.write_batch({"tokens": tokens})
-    if python := os.environ.get(PYTHONS["litdata"]):
-        command = [
-            python,
-            "-c",
-            _LITDATA.format(per=PER_SHARD),
-            str(folder / "tokens.npy"),
-            str(folder / "litdata_chunks"),
-        ]
-        subprocess.run(command, check=True, capture_output=True)
+    for name, (ending, _, write) in READ.items():
+        (job.folder / name).mkdir()
+        rows = PER_SHARD if name in ("tar", "chunks") else 4 * PER_SHARD
+        for number, first in enumerate(range(0, len(tokens), rows)):
+            write(job.folder / name / f"{number:03}.{ending}", tokens[first : first + rows])
+    index_litdata(job.folder / "chunks", PER_SHARD)
 
 
-def in_place(name: str) -> Callable[[Path], dict]:
-    def contender(folder: Path) -> dict:
-        from lightning_stream import StreamingDataLoader, StreamingDataset
-
-        with tempfile.TemporaryDirectory() as cache:
-            clock = Clock()
-            dataset = StreamingDataset(str(folder / name), local=cache, shuffle=True)
-            loader, column = (
-                StreamingDataLoader(dataset, batch_size=BATCH),
-                {"tar": "npy", "numpy": "array"}.get(name, "tokens"),
-            )
-            first = clock.stop(sum(len(batch[column]) for batch in loader))
-            clock = Clock()
-            again = clock.stop(sum(len(batch[column]) for batch in loader))
-        return {**first, "again": round(again["samples"] / again["cpu"])}
-
-    return contender
+def prepare_open(job: Job) -> None:
+    tokens = _tokens(job.sizes.file_rows)
+    for name, (ending, usual, write) in OPEN.items():
+        folder = job.folder / _folder(name)
+        folder.mkdir()
+        first = folder / f"00000.{ending}"
+        write(first, tokens)
+        for number in range(1, max(2, usual * job.sizes.files_percent // 100)):
+            (folder / f"{number:05}.{ending}").hardlink_to(first)
+    index_litdata(job.folder / _folder("chunks"), len(tokens))
 
 
-def litdata_reads(name: str) -> Callable[[Path], dict]:
-    def contender(folder: Path) -> dict:
-        import litdata
-
-        options = {}
-        if name == "parquet":
-            litdata.index_parquet_dataset(str(folder / name))
-            options["item_loader"] = litdata.streaming.item_loader.ParquetLoader()
-        with tempfile.TemporaryDirectory() as cache:
-            clock = Clock()
-            dataset = litdata.StreamingDataset(
-                str(folder / name), cache_dir=cache, shuffle=True, drop_last=False, **options
-            )
-            loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH)
-            return clock.stop(
-                sum(_num_rows(batch["tokens"] if isinstance(batch, dict) else batch[0]) for batch in loader)
-            )
-
-    return contender
+def _folder(name: str) -> str:
+    return "open_" + name.replace(" ", "").replace(",", "_")
 
 
-def _num_rows(tokens: object) -> int:
-    return len(tokens[0]) if isinstance(tokens, list) else len(tokens)  # lists are collated as one tensor per position
-
-
-def hf(folder: Path) -> dict:
-    import datasets
-    from torch.utils.data import DataLoader
+def epoch(name: str, job: Job) -> Result:
+    from lightning_stream import StreamingDataLoader, StreamingDataset
 
     clock = Clock()
-    files = sorted(map(str, (folder / "parquet").glob("*.parquet")))
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True)
-    loader = DataLoader(rows.shuffle(seed=0, buffer_size=10_000).with_format("torch"), batch_size=BATCH)
-    return clock.stop(sum(_num_rows(batch["tokens"]) for batch in loader))
+    dataset = StreamingDataset(str(job.folder / name), local=job.scratch / "cache", shuffle=True)
+    loader, column = StreamingDataLoader(dataset, BATCH), READ[name][1] if name in READ else "tokens"
+    first = clock.stop(sum(len(batch[column]) for batch in loader))
+    clock = Clock()
+    again = clock.stop(sum(len(batch[column]) for batch in loader))
+    return {**first, "again": again["per_cpu_s"]}
+
+
+def epoch_litdata(job: Job) -> Result:
+    import litdata
+
+    clock = Clock()
+    dataset = litdata.StreamingDataset(str(job.folder / "chunks"), str(job.scratch), shuffle=True, drop_last=False)
+    loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH)
+    return clock.stop(sum(len(batch["tokens"]) for batch in loader))
+
+
+def opened(name: str, job: Job) -> Result:
+    from lightning_stream import StreamingDataset
+
+    remote = f"{loaders.BUCKET}/{_folder(name)}"
+    clock = Clock()
+    result = clock.stop(StreamingDataset(remote, local=job.scratch / "cache").size)
+    clock = Clock()
+    assert StreamingDataset(remote, local=job.scratch / "cache").size == result["samples"]
+    stored = sum(path.stat().st_size for path in (job.folder / _folder(name)).iterdir())
+    return {**result, "ready_s": result["wall_s"], "again_s": clock.wall_s, "stored MB": stored / 1e6}
 
 
 if __name__ == "__main__":
-    ours = {f"ours, {name}": in_place(name) for name in ("mds", "parquet", "arrow", "tar", "numpy")}
-    peers = {f"litdata, {name}": litdata_reads(name) for name in ("litdata_chunks", "parquet")}
-    main(__file__, {**ours, "ours, litdata": in_place("litdata_chunks"), **peers, "hf": hf}, prepare)
+    epochs: dict[str, Callable[[Job], Result]] = {f"ours, {name}": partial(epoch, name) for name in ("mds", *READ)}
+    epochs["litdata, chunks"] = epoch_litdata
+    opening = {f"ours, {name}": partial(opened, name) for name in OPEN}
+    groups = [
+        Group("an epoch from an empty cache", epochs, prepare_epoch),
+        Group("open", opening, prepare_open, Pace(0.020, 60e6)),
+    ]
+    main(__doc__, groups, rows=(65_536, 4096), file_rows=(4096, 512), files_percent=(100, 1))

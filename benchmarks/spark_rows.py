@@ -1,78 +1,79 @@
-"""A DataFrame straight into PyTorch: when the first batch comes, and what the driver holds while all rows pass.
+"""DataFrames to MDS, beside mosaicml-streaming's dataframe_to_mds.
 
-    python benchmarks/spark_rows.py [--rows 10000000] [--partitions 40] [--batch 4096]
+python benchmarks/spark_rows.py [--group tokens]      with pyspark and Java
 
-Prints seconds to the first batch, to the last, and what the whole conversion took; and the driver's resident memory
-before, at most while the rows pass, and after, beside the bytes of the rows. Java's memory is Spark's own and is not
-counted.
+The table comes from Parquet files, so that reading them is part of every time; a first conversion warms the workers up.
+"bare Spark" reads the rows, hands them to Python and drops them there: no converter can be faster. Ours writes with its
+usual digests, the peer has none.
 """
 
 from __future__ import annotations
 
-import argparse
-import threading
-import time
-from pathlib import Path
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
-from lightning_stream.spark import StreamToTorchDataset, local_session
+from frame import Clock, Group, Job, Result, main
 
-COLUMNS = ("x0", "x1", "x2", "x3", "label")
-
-
-def resident_mib():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**20
-
-
-class Highest:
-    """The most memory that this process held since it was made, looked at every 20 ms."""
-
-    def __init__(self):
-        self.mib = resident_mib()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
-        self._thread.start()
-
-    def _look(self):
-        while not self._over.wait(0.02):
-            self.mib = max(self.mib, resident_mib())
-
-    def stop(self):
-        self._over.set()
-        self._thread.join()
-        return self.mib
+TABLES = {  # columns, and the rows of each thousand that --rows asks for
+    "tokens": (["transform(sequence(1, 512), k -> cast(hash(id, k) % 50000 as int)) as tokens"], 160),
+    "tokens as binary": (["cast(repeat(sha2(cast(id as string), 256), 32) as binary) as tokens"], 160),
+    "numbers": (["id", *(f"rand({k}) as x{k}" for k in range(12))], 1000),
+    "text": (["id", "repeat(sha2(cast(id as string), 256), 8) as text"], 200),
+    "files": (["id", "cast(repeat(sha2(cast(id as string), 256), 500) as binary) as content"], 16),
+}
+Convert = Callable[..., Any]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    parser.add_argument("--partitions", type=int, default=40)
-    parser.add_argument("--batch", type=int, default=4096)
-    parser.add_argument("--cache", required=True, help="an empty folder for the shards")
-    options = parser.parse_args()
-    session = local_session("local[2]", conf={"spark.log.level": "ERROR", "spark.ui.showConsoleProgress": "false"})
-    expressions = [f"cast(rand({k}) as float) as {name}" for k, name in enumerate(COLUMNS)]
-    frame = session.range(0, options.rows, 1, options.partitions).selectExpr(*expressions)
-    warm = StreamToTorchDataset(session.range(10).selectExpr("id"), ["id"], cache=f"{options.cache}/warm")
-    assert sum(len(batch) for batch in warm.batches(3)) == 10
-    dataset = StreamToTorchDataset(frame, COLUMNS[:-1], COLUMNS[-1], cache=options.cache)
-    before, highest, began = resident_mib(), Highest(), time.perf_counter()
-    first = converted = None
-    rows = 0
-    for features, _ in dataset.batches(options.batch):
-        first = first or time.perf_counter() - began
-        rows += len(features)
-        if converted is None and dataset.spark_df.cache.is_complete:
-            converted = time.perf_counter() - began
-    last = time.perf_counter() - began
-    assert rows == options.rows
-    converted = "after the last batch" if converted is None else f"{converted:.1f} s"
-    most = highest.stop()
-    size = rows * 4 * len(COLUMNS) / 2**20
-    print(f"{rows:,} rows of {len(COLUMNS)} floats ({size:.0f} MiB) in {options.partitions} partitions")
-    print(f"first batch after {first:.1f} s, all converted by {converted}, last batch after {last:.1f} s")
-    print(f"driver's memory: {before:.0f} MiB before, {most:.0f} at most, {resident_mib():.0f} after")
-    session.stop()
+def session() -> Any:
+    from lightning_stream.spark import local_session
+
+    spark = local_session("local[2]", conf={"spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"})
+    spark.sparkContext.setLogLevel("OFF")
+    return spark
+
+
+def ours() -> Convert:
+    from lightning_stream import dataframe_to_mds
+
+    return dataframe_to_mds
+
+
+def theirs() -> Convert:
+    from streaming.base.converters import dataframe_to_mds
+
+    return dataframe_to_mds
+
+
+def bare_spark() -> Convert:
+    def count(batches: Iterator[Any]) -> Iterator[Any]:
+        import pyarrow as pa
+
+        rows = sum(batch.num_rows for batch in batches)
+        yield pa.RecordBatch.from_arrays([pa.array([rows])], names=["rows"])
+
+    return lambda frame, **_: frame.mapInArrow(count, "rows long").collect()
+
+
+def convert(find: Callable[[], Convert], name: str, job: Job) -> Result:
+    expressions, share = TABLES[name]
+    spark, converter, rows = session(), find(), job.sizes.rows * share // 1000
+    source, out = job.folder / name.replace(" ", "_"), job.scratch / "out"
+    if not (source / "_SUCCESS").exists():
+        spark.range(0, rows, 1, 4).selectExpr(*expressions).write.parquet(str(source))
+    for _ in range(2):  # the first one is not measured
+        shutil.rmtree(out, ignore_errors=True)
+        frame = spark.read.parquet(str(source))
+        clock = Clock()
+        converter(frame, mds_kwargs={"out": str(out), "compression": None})
+        result = clock.stop(rows)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    groups = []
+    for name in TABLES:
+        makers = {"ours": ours, "bare Spark": bare_spark, "mosaic": theirs}
+        groups.append(Group(name, {maker: partial(convert, find, name) for maker, find in makers.items()}))
+    main(__doc__, groups, rows=(1_000_000, 2000))

@@ -144,6 +144,7 @@ def test_the_site_builds_without_a_broken_link_or_anything_from_elsewhere(tmp_pa
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site")))  # strict: a broken link raises
     pages = list((tmp_path / "site").glob("*.html"))
     assert {"index.html", "concepts.html", "api.html"} <= {page.name for page in pages}
+    assert (tmp_path / "site" / "llms.txt").read_text() == (ROOT / "llms.txt").read_text()
     concepts = (tmp_path / "site" / "concepts.html").read_text()
     drawings = re.findall(r'<img[^>]+src="(drawings/[^"]+)"', concepts)
     assert len(drawings) >= 4
@@ -154,3 +155,8 @@ def test_the_site_builds_without_a_broken_link_or_anything_from_elsewhere(tmp_pa
         for link in re.findall(r'<(?:script|link)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text())
     ]
     assert not [link for link in loaded if not link.endswith("/") or "fonts" in link]
+
+
+def test_llms_txt_is_what_the_table_of_contents_gives() -> None:
+    hooks = runpy.run_path(str(DOCS / "hooks.py"))
+    assert (ROOT / "llms.txt").read_text() == hooks["llms_txt"](), "python docs/hooks.py writes it again"
