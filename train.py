@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,9 +39,9 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_stream.errors import LightningStreamError, is_secret
-from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
+from recipes.data.base import fetch
 
 UNUSABLE = (
     LightningStreamError,
@@ -47,7 +49,8 @@ UNUSABLE = (
     OmegaConfBaseException,
     MisconfigurationException,
     ImportError,
-    OSError,
+    FileNotFoundError,
+    FileExistsError,
 )
 
 
@@ -70,7 +73,6 @@ class Run:
     seed: int = 1
     ckpt_path: str | None = None
     optimized_metric: str | None = None
-    num_threads: int | None = None
     data: Any = None
     model: Any = None
     callbacks: Any = None
@@ -105,8 +107,6 @@ def run(config: DictConfig) -> float | None:
     if not config.data or not config.model:
         raise MisconfigurationException("no data or no model selected. Add +data=NAME; --help lists them, and your own")
     seed_everything(config.seed, workers=True, verbose=False)
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
     data = instantiate(config.data, _convert_="all")
     if config.mode is Mode.prepare:
         data.prepare_data()
@@ -116,7 +116,7 @@ def run(config: DictConfig) -> float | None:
     callbacks, loggers = (build_all(config[group]) for group in ("callbacks", "logger"))
     trainer = instantiate(config.trainer, callbacks=callbacks, logger=loggers or False, _convert_="all")
     if config.mode is Mode.train:
-        begin_folder(config)
+        begin_folder(config, ckpt_path)
         trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
         trainer.save_checkpoint(last_checkpoint(config))
         summarize(config, trainer, data)
@@ -144,10 +144,7 @@ def find_checkpoint(config: DictConfig) -> str | None:
     if wanted is None:
         return None
     if "://" in wanted:
-        url, _, name = wanted.rpartition("/")
-        path = Path(tempfile.mkdtemp(prefix="checkpoint-")) / name
-        open_store(url).get(name, path)
-        return str(path)
+        return str(fetch(wanted, Path(tempfile.mkdtemp(prefix="checkpoint-"))))
     path = last_checkpoint(config) if wanted == "last" else Path(wanted).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"ckpt_path={wanted}: {path} does not exist. Omit it to start, or set task_name=")
@@ -155,12 +152,13 @@ def find_checkpoint(config: DictConfig) -> str | None:
 
 
 @rank_zero_only
-def begin_folder(config: DictConfig) -> None:
+def begin_folder(config: DictConfig, ckpt_path: str | None) -> None:
     """Write the config, without secrets; move the checkpoints of an earlier run aside, unless this one resumes."""
     folder = last_checkpoint(config).parent
-    if config.ckpt_path is None and folder.is_dir() and any(folder.iterdir()):
-        number = 1 + len([*folder.parent.glob("checkpoints-*")])
-        aside = folder.rename(folder.with_name(f"checkpoints-{number}"))
+    resumes = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
+    if not resumes and folder.is_dir() and any(folder.iterdir()):
+        names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
+        aside = folder.rename(next(name for name in names if not name.exists()))
         print(f"Starting over; the earlier checkpoints are now in {aside}. ckpt_path=last resumes instead.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder.parent / "config.yaml").write_text(OmegaConf.to_yaml(without_secrets(OmegaConf.to_container(config))))
@@ -199,9 +197,7 @@ def environment(config: DictConfig) -> Iterator[None]:
     settings = config.store.env if config.store and config.store.env else {}
     variables = {name: str(value) for name, value in settings.items() if value is not None}
     with ExitStack() as stack:
-        stack.callback(
-            end_process_group
-        )  # also where the process ends: Gloo's threads may abort one that exits with them
+        stack.callback(end_process_group)
         stack.enter_context(patch.dict(os.environ, variables))
         if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
             running: Any = HydraConfig.get()
@@ -221,9 +217,9 @@ def end_process_group() -> None:
 
 def sentence(error: BaseException) -> str:
     """An error as one sentence; where a constructor refused a setting, with the group that it was built from."""
-    cause = error.__cause__ if isinstance(error, HydraException) else None
-    where = next((line.partition(": ")[2] for line in str(error).splitlines() if line.startswith("full_key: ")), "")
-    return f"{where}: {cause}" if cause is not None and where else f"{type(error).__name__}: {error}"
+    cause = error.__cause__ or error
+    where = re.search(r"full_key: (\S+)", str(error))
+    return f"{where[1]}: {cause}" if where else f"{type(error).__name__}: {error}"
 
 
 say = rank_zero_only(print)
@@ -234,8 +230,7 @@ def quieten() -> None:
     logging.getLogger("lightning_stream").setLevel(logging.INFO)
     for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    for message in ("Checkpoint directory .* is not empty", ".*logging interval.*", ".*monitored key.*"):
-        warnings.filterwarnings("ignore", message=message)
+    warnings.filterwarnings("ignore", ".*(Checkpoint directory|logging interval|monitored key|LeafSpec)")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_stream import PositionTracker
 from lightning_stream.errors import StateError
@@ -34,10 +32,10 @@ class TorchTrainer:
         self, *, default_root_dir: str, max_epochs: int = 10, max_steps: int = -1, accelerator: str = "auto",
         save_every_n_steps: int = 20, seed: int = 1, callbacks: Any = None, logger: Any = None,
     ) -> None:  # fmt: skip
-        del callbacks  # these are Lightning's
+        del callbacks, logger  # these are Lightning's
         self.path = Path(default_root_dir) / "checkpoints" / "last.ckpt"
         self.max_epochs, self.max_steps, self.save_every_n_steps = max_epochs, max_steps, save_every_n_steps
-        self.seed, self.loggers = seed, logger or []
+        self.seed = seed
         on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
         self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -54,11 +52,8 @@ class TorchTrainer:
         self.tracker = PositionTracker(loader, seed_steps=self.seed)
         if ckpt_path is not None:
             self._load(ckpt_path)
-        module: nn.Module = _Step(model)
-        if self.world_size > 1:
-            module = DistributedDataParallel(module)
         while self.step < self.estimated_stepping_batches:
-            self._train_epoch(module)
+            self._train_epoch()
             self._validate(datamodule.val_dataloader())
         self.tracker.end_run()
         self.tracker.detach()
@@ -83,21 +78,24 @@ class TorchTrainer:
         self.step = content["step"]
         self.tracker.load(content["data"])
 
-    def _train_epoch(self, module: nn.Module) -> None:
+    def _train_epoch(self) -> None:
         """Train to the end of the epoch or of the run."""
-        module.train()
+        self.model.train()
         for number, batch in enumerate(self.tracker):
             current: Any = self.tracker.current
-            # DDP averages over processes: so weigh this one's mean by its share of the step's samples.
-            share = current.num_samples * self.world_size / (current.end - current.begin)
-            (module(self._moved(batch), number) * share).backward()
+            loss: Any = self.model.training_step(self._moved(batch), number)
+            # The mean over this process's samples, weighed by their share of the step's samples.
+            (loss * current.num_samples / (current.end - current.begin)).backward()
+            gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
+            for gradient in gradients if dist.is_initialized() else ():
+                dist.all_reduce(gradient)
             self.parts["optimizer"].step()
             self.parts["optimizer"].zero_grad()
             if "schedule" in self.parts:
                 self.parts["schedule"].step()
             self.step += 1
             self.tracker.stepped()
-            self._log(self.logged.means())
+            self.callback_metrics.update(self.logged.means())
             if self.step % self.save_every_n_steps == 0:
                 self.save_checkpoint(self.path)
             if self.step >= self.estimated_stepping_batches:
@@ -108,12 +106,7 @@ class TorchTrainer:
         self.model.eval()
         for number, batch in enumerate(batches):
             self.model.validation_step(self._moved(batch), number)
-        self._log(self.logged.means())
-
-    def _log(self, metrics: dict[str, float]) -> None:
-        self.callback_metrics.update(metrics)
-        for logger in self.loggers:
-            logger.log_metrics(metrics, step=self.step - 1)  # counted from 0, as in Lightning
+        self.callback_metrics.update(self.logged.means())
 
     def _join(self, model: LightningModule, datamodule: Any) -> None:
         """Join the processes of the run; the first one converts the data while the others wait."""
@@ -130,17 +123,6 @@ class TorchTrainer:
 
     def _moved(self, batch: Any) -> Any:
         return {name: value.to(self.device) for name, value in batch.items()}
-
-
-class _Step(nn.Module):
-    """The model's training step as a forward pass, which DDP can wrap."""
-
-    def __init__(self, model: LightningModule) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: Any, number: int) -> Any:
-        return self.model.training_step(batch, number)
 
 
 class Logged:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.convert import ConversionResult, convert, read_manifest
+from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
 SYNTHETIC = "synthetic"
@@ -95,3 +96,13 @@ class ConvertedData(StreamingDataModule):
 def absolute(uri: str) -> str:
     """A path made absolute, with ``~`` expanded; a URL stays unchanged."""
     return uri if "://" in uri or uri.startswith("dbfs:") else str(Path(uri).expanduser().absolute())
+
+
+def fetch(url: str, folder: Path) -> Path:
+    """A file of any store as a local one in this folder, downloaded unless it is there."""
+    place, _, name = url.rpartition("/")
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        open_store(place).get(name, path)
+    return path

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torchvision.transforms import v2
 
 from lightning_stream import DecodeCenterCrop
 from lightning_stream.convert import Inputs
@@ -19,22 +18,16 @@ def captioned(row: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"image": image, "caption": str(caption)} if image and caption else None
 
 
-def read_flower(number: int) -> list[dict[str, Any]]:
-    image, caption = captioned_flower(number)
-    return [{"image": image, "caption": caption}]
-
-
 class CaptionedPixels:
     """Transform: ``{"image": uint8[3, size, size], "tokens": uint8[length]}``, the UTF-8 bytes of the caption."""
 
-    def __init__(self, size: int, length: int, flip: float) -> None:
-        self.length = length
-        self.crop, self.flip = DecodeCenterCrop(size), v2.RandomHorizontalFlip(flip)
+    def __init__(self, size: int, length: int) -> None:
+        self.crop, self.length = DecodeCenterCrop(size), length
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         text = sample["caption"].encode()[: self.length].ljust(self.length, b"\0")
         return {
-            "image": self.flip(self.crop(sample)["image"]),
+            "image": self.crop(sample)["image"],
             "tokens": torch.frombuffer(bytearray(text), dtype=torch.uint8),
         }
 
@@ -49,14 +42,14 @@ class CaptionData(ConvertedData):
         self, *, synthetic_count: int = 1000, image_size: int = 32, caption_length: int = 32, **shared: Any
     ) -> None:
         self.synthetic_count = synthetic_count
-        transforms = [CaptionedPixels(image_size, caption_length, flip) for flip in (0.5, 0.0)]
-        super().__init__(transforms=transforms, settings={"synthetic_count": synthetic_count}, **shared)
+        transform = CaptionedPixels(image_size, caption_length)
+        super().__init__(transforms=(transform, transform), settings={"synthetic_count": synthetic_count}, **shared)
 
     def convert_source(self) -> None:
         """Write the images' own bytes with their captions."""
         columns = {"image": "jpeg", "caption": "str"}
         if self.source == SYNTHETIC:
-            flowers = Inputs(range(self.synthetic_count), read_flower)
+            flowers = Inputs(range(self.synthetic_count), captioned_flower)
             self.convert(flowers, columns=columns, partition_bytes=INPUTS_AT_A_TIME)
         else:
             self.convert(f"{self.source}/*.tar", columns=columns, kind="webdataset", transform=captioned)

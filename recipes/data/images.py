@@ -1,7 +1,6 @@
 """Images with labels: class folders, archives of them, and synthetic flowers."""
 
 import os
-import shutil
 import tarfile
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -12,9 +11,8 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_stream import DecodeCenterCrop, DecodeRandomCrop
-from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.stores import open_store
-from recipes.data.base import SYNTHETIC, ConvertedData
+from lightning_stream.errors import NotFoundError
+from recipes.data.base import SYNTHETIC, ConvertedData, fetch
 from recipes.data.synthetic import write_flowers
 
 
@@ -50,16 +48,11 @@ class ImageData(ConvertedData):
         if self.source == SYNTHETIC:
             draw = partial(write_flowers, count=self.synthetic_count)
             return _written_once(self.downloads / f"flowers-{self.synthetic_count}", draw)
-        path = Path(str(self.source))
-        if "://" in str(self.source):
-            url, _, name = str(self.source).rpartition("/")
-            path = self.downloads / name
-            if not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                open_store(url).get(name, path)
+        source = str(self.source)
+        path = fetch(source, self.downloads) if "://" in source else Path(source)
         if path.is_file():
             extracted = f"{path.name.partition('.')[0]}-{path.stat().st_size}-{path.stat().st_mtime_ns}"
-            path = _written_once(self.downloads / extracted, partial(_extract, path))
+            path = _written_once(self.downloads / extracted, partial(extract, path))
             folders = [entry for entry in path.iterdir() if entry.is_dir()]
             path = folders[0] if len(folders) == 1 else path
         if not path.is_dir():
@@ -91,12 +84,9 @@ def augmentation(size: int, crop_scale_min: float, jitter: float) -> ImageTransf
     return ImageTransform(crop, v2.ColorJitter(jitter, jitter, jitter))
 
 
-def _extract(archive: Path, folder: Path) -> None:
-    try:
-        with tarfile.open(archive) as tar:
-            tar.extractall(folder, filter="data")
-    except (tarfile.TarError, EOFError) as error:
-        raise FormatError(f"{archive} must be a whole .tar or .tgz; reading it failed: {error}.") from error
+def extract(archive: Path, folder: Path) -> None:
+    with tarfile.open(archive) as tar:
+        tar.extractall(folder, filter="data")
 
 
 def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:
@@ -104,9 +94,6 @@ def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:
     if not folder.exists():
         draft = folder.with_name(f".{folder.name}.{os.getpid()}")
         draft.mkdir(parents=True)
-        try:
-            write(draft)
-            draft.rename(folder)
-        finally:
-            shutil.rmtree(draft, ignore_errors=True)
+        write(draft)
+        draft.rename(folder)
     return folder

@@ -9,7 +9,7 @@ import math
 from io import BytesIO
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFilter
 
@@ -42,10 +42,10 @@ FLOWERS = {
 def write_flowers(folder: Path, count: int) -> None:
     """Write `count` drawings as JPEG files into class folders."""
     for number in range(count):
-        image, caption = captioned_flower(number)
-        path = folder / caption.split()[-1] / f"{number:05d}.jpg"
+        (sample,) = captioned_flower(number)
+        path = folder / sample["caption"].split()[-1] / f"{number:05d}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(image)
+        path.write_bytes(sample["image"])
 
 
 def draw_flower(kind: str, seed: int) -> Image.Image:
@@ -83,12 +83,12 @@ def _color(hue: float, saturation: float, value: float) -> Color:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
-def captioned_flower(number: int) -> tuple[bytes, str]:
-    """A JPEG of a drawn flower, and its caption."""
+def captioned_flower(number: int) -> list[dict[str, Any]]:
+    """A sample: a JPEG of a drawn flower, and its caption."""
     kind = [*FLOWERS][number % len(FLOWERS)]
     out = BytesIO()
     draw_flower(kind, number).save(out, format="JPEG", quality=85)
-    return out.getvalue(), f"a photo of {kind}"
+    return [{"image": out.getvalue(), "caption": f"a photo of {kind}"}]
 
 
 _PHRASES = [
@@ -102,14 +102,14 @@ _PHRASES = [
 ]
 
 
-def story(number: int, seed: int = 1) -> str:
-    """A story of two to seven sentences."""
-    rng = Random(f"{seed} {number}")
-    return " ".join(rng.choice(phrases) for _ in range(rng.randint(2, 7)) for phrases in _PHRASES)
+def story(number: int) -> list[dict[str, str]]:
+    """A sample: a story of two to seven sentences."""
+    rng = Random(number)
+    return [{"text": " ".join(rng.choice(phrases) for _ in range(rng.randint(2, 7)) for phrases in _PHRASES)}]
 
 
-def table_row(number: int, seed: int = 1) -> dict[str, float]:
-    """A row in which `y` depends on `a`, `b` and `c`, and hardly on `d`."""
-    rng = Random(f"{seed} {number}")
+def table_row(number: int) -> list[dict[str, float]]:
+    """A sample: a row in which `y` depends on `a`, `b` and `c`, and hardly on `d`."""
+    rng = Random(number)
     a, b, c, d = (rng.gauss(0, 1) for _ in range(4))
-    return {"a": a, "b": b, "c": c, "d": d, "y": 2 * math.sin(a) + b * c + 0.1 * d}
+    return [{"a": a, "b": b, "c": c, "d": d, "y": 2 * math.sin(a) + b * c + 0.1 * d}]

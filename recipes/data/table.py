@@ -12,10 +12,6 @@ from recipes.data.base import INPUTS_AT_A_TIME, SYNTHETIC, ConvertedData
 from recipes.data.synthetic import table_row
 
 
-def read_row(number: int) -> list[dict[str, float]]:
-    return [table_row(number)]
-
-
 class TableData(ConvertedData):
     """Streams ``{column: number[n]}`` a batch; ``configs/data/table.yaml`` describes the settings."""
 
@@ -30,7 +26,7 @@ class TableData(ConvertedData):
     def convert_source(self) -> None:
         """Write the rows in a random order, since tables often lie sorted."""
         if self.source == SYNTHETIC:
-            rows = Inputs(range(self.synthetic_count), read_row)
+            rows = Inputs(range(self.synthetic_count), table_row)
             self.convert(rows, shuffle=True, partition_bytes=INPUTS_AT_A_TIME)
         else:
             self.convert(self.source, shuffle=True, **self.nulls)
@@ -40,16 +36,14 @@ class TableData(ConvertedData):
         """The columns to predict the label from: by default, all others that hold numbers."""
         dataset: Any = self.datasets["train"]
         numbers = [name for name, value in dataset[0].items() if isinstance(value, int | float | np.number)]
-        features = list(self.chosen or (name for name in numbers if name != self.label))
-        if missing := [name for name in (self.label, *features) if name not in numbers]:
-            advice = f"Set data.label and data.features to some of {', '.join(numbers)}."
-            raise ValueError(f"label and features must hold numbers; {', '.join(missing)} does not. {advice}")
-        return features
+        if self.label not in numbers:
+            raise ValueError(f"data.label is one of the columns of numbers, {', '.join(numbers)}; found {self.label}.")
+        return list(self.chosen or (name for name in numbers if name != self.label))
 
-    def statistics(self, max_rows: int = 1 << 16) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean and standard deviation of the features, then the label, float64[features + 1], of up to `max_rows`."""
+    def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Mean and standard deviation of the features, then the label, float64[features + 1], of some rows."""
         dataset: Any = self.datasets["train"]
-        rows = np.unique(np.linspace(0, dataset.size - 1, min(max_rows, dataset.size)).astype(int))
+        rows = np.unique(np.linspace(0, dataset.size - 1, min(1 << 16, dataset.size)).astype(int))
         columns = dataset.read_batch(rows)
         values = np.stack([np.asarray(columns[name], np.float64) for name in (*self.features, self.label)])
         return values.mean(1), np.maximum(values.std(1), 1e-8)

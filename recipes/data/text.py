@@ -21,7 +21,6 @@ from recipes.data.base import INPUTS_AT_A_TIME, SYNTHETIC, ConvertedData
 from recipes.data.synthetic import story
 
 BYTES = "bytes"
-_BOS_TOKENS = ("<|endoftext|>", "<|begin_of_text|>", "<s>", "</s>", "<eos>", "[SEP]")
 
 
 class Tokenizer:
@@ -29,10 +28,10 @@ class Tokenizer:
 
     Args:
         path: ``bytes``, or the file.
-        bos_token: None for a usual one of the file.
+        bos_token: One of the file's.
     """
 
-    def __init__(self, path: str, bos_token: str | None = None) -> None:
+    def __init__(self, path: str, bos_token: str) -> None:
         self.file: Any = None
         self.vocab_size, self.bos_token = 257, 256
         if path == BYTES:
@@ -43,11 +42,10 @@ class Tokenizer:
         self.file.no_truncation()
         self.file.no_padding()
         self.vocab_size = self.file.get_vocab_size()
-        numbers = [self.file.token_to_id(name) for name in ([bos_token] if bos_token else _BOS_TOKENS)]
-        known = [number for number in numbers if number is not None]
-        if not known:
-            raise ValueError(f"each document needs a bos token; {path} has no usual one. Set data.bos_token.")
-        self.bos_token = known[0]
+        number = self.file.token_to_id(bos_token)
+        if number is None:
+            raise ValueError(f"each document begins with data.bos_token, but {path} has no {bos_token!r}.")
+        self.bos_token = number
 
     def document(self, text: str) -> NDArray[Any]:
         """The tokens of a document, of the smallest dtype that holds every token."""
@@ -64,7 +62,7 @@ class Tokenize:
     """Tokenizes the documents of a partition; `convert` calls it in its workers. `digest` is the tokenizer file's."""
 
     tokenizer: str
-    bos_token: str | None
+    bos_token: str
     text_key: str
     separator: str | None
     digest: str
@@ -80,16 +78,12 @@ class Tokenize:
             yield from ({"tokens": tokenizer.document(part)} for part in parts if part.strip())
 
 
-def read_story(number: int) -> list[dict[str, str]]:
-    return [{"text": story(number)}]
-
-
 class TextData(ConvertedData):
     """Streams rows of packed documents; ``configs/data/text.yaml`` describes the settings."""
 
     def __init__(
         self, *, separator: str | None = None, text_key: str = "text", files: Mapping[str, str] | None = None,
-        synthetic_count: int = 1000, tokenizer: str = BYTES, bos_token: str | None = None, seq_len: int = 128,
+        synthetic_count: int = 1000, tokenizer: str = BYTES, bos_token: str = "<|endoftext|>", seq_len: int = 128,
         pack_window: int | None = None, **shared: Any,
     ) -> None:  # fmt: skip
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
@@ -110,7 +104,7 @@ class TextData(ConvertedData):
         columns = {"tokens": f"ndarray:{self.tokenizer.dtype}"}
         written: dict[str, Any] = {"columns": columns, "lengths": {"tokens": len}, "transform_partition": self.tokenize}
         if self.source == SYNTHETIC:
-            stories = Inputs(range(self.synthetic_count), read_story)
+            stories = Inputs(range(self.synthetic_count), story)
             self.convert(stories, partition_bytes=INPUTS_AT_A_TIME, **written)
         elif self.files:
             for split, pattern in self.files.items():

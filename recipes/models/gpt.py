@@ -15,10 +15,8 @@ class GPT(nn.Module):
     def __init__(self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int) -> None:
         super().__init__()
         self.n_heads = n_heads
-        self.token_embedding, self.position_embedding = (
-            nn.Embedding(vocab_size, d_model),
-            nn.Embedding(seq_len, d_model),
-        )
+        self.token_embedding = nn.Embedding(vocab_size, d_model)
+        self.position_embedding = nn.Embedding(seq_len, d_model)
         for embedding in (self.token_embedding, self.position_embedding):
             nn.init.normal_(embedding.weight, std=0.02)
         options: Any = {"activation": "gelu", "dropout": 0.0, "batch_first": True, "norm_first": True}

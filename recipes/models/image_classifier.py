@@ -3,9 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torchvision
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from recipes.models.task import Batch, Task
@@ -18,25 +17,19 @@ class ImageClassifier(Task):
         arch: A classification network of torchvision.
         num_classes: None: as many as the datamodule has `classes`.
         model_kwargs: More arguments of the network.
-        cifar_stem: Begin a ResNet with a 3x3 convolution of stride 1 and no max-pool, as 32-pixel images need.
         label_smoothing: Of the training loss.
         learning_rate, weight_decay, warmup: See `Task`.
     """
 
-    mean: Tensor
-    std: Tensor
-
     def __init__(
         self, arch: str = "mobilenet_v2", num_classes: int | None = None, model_kwargs: Mapping[str, Any] | None = None,
-        cifar_stem: bool = False, label_smoothing: float = 0.05, learning_rate: float = 0.002,
+        label_smoothing: float = 0.05, learning_rate: float = 0.002,
         weight_decay: float = 0.02, warmup: float = 0.1,
     ) -> None:  # fmt: skip
         super().__init__(learning_rate, weight_decay, warmup)
         self.arch, self.num_classes, self.model_kwargs = arch, num_classes, dict(model_kwargs or {})
-        self.cifar_stem, self.label_smoothing = cifar_stem, label_smoothing
+        self.label_smoothing = label_smoothing
         self.network: Any = None
-        self.register_buffer("mean", 255 * torch.tensor([0.485, 0.456, 0.406])[:, None, None], persistent=False)
-        self.register_buffer("std", 255 * torch.tensor([0.229, 0.224, 0.225])[:, None, None], persistent=False)
 
     def configure_model(self) -> None:
         """Make the network; the data is converted by now, so its classes are known."""
@@ -45,14 +38,11 @@ class ImageClassifier(Task):
         trainer: Any = self.trainer
         classes = self.num_classes or len(trainer.datamodule.classes)
         network: Any = torchvision.models.get_model(self.arch, num_classes=classes, **self.model_kwargs)
-        if self.cifar_stem:
-            network.conv1 = nn.Conv2d(3, network.conv1.out_channels, 3, padding=1, bias=False)
-            network.maxpool = nn.Identity()
         self.network = network
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, float[n, classes], of uint8[n, 3, h, w]."""
-        return self.network((images.float() - self.mean) / self.std)
+        return self.network(images.float() / 127.5 - 1)
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         logits, labels = self(batch["image"]), batch["label"]

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def train(by: str, data: str, epochs: int, arch: str, folder: str) -> dict[str, 
     from recipes.models.image_classifier import ImageClassifier
 
     model = ImageClassifier(arch=arch, num_classes=len(CLASSES))
-    images = ImageData(remote=data, local=f"{tempfile.gettempdir()}/flowers-cache/{hash(data)}", global_batch_size=16)
+    cache = f"{tempfile.gettempdir()}/flowers-{zlib.crc32(data.encode())}"
+    images = ImageData(remote=data, local=cache, global_batch_size=16)
     accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     trainer: Any
     last: Path | None = None

@@ -64,10 +64,9 @@ def main() -> None:
     train, val = (StreamToTorchDataset(rows, features, options.label) for rows in (train_rows, val_rows))
     torch.manual_seed(1)
     model = regression(len(features))
-    before = mean_error(model, val.batches(256))
     learn(model, DataLoader(train, 64, shuffle=True, drop_last=True), epochs=5)
-    results = {"rows": len(train), "val rows": len(val), "error before": before}
-    print(json.dumps({**results, "error after": mean_error(model, val.batches(256))}))
+    results = {"rows": len(train), "val rows": len(val)}
+    print(json.dumps({**results, "mean error": mean_error(model, val.batches(256))}))
     session.stop()
 
 
