@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from recipes.data.synthetic_text import story
+from recipes.data.synthetic import story
 from recipes.data.text import BYTES, TextData
 
 
@@ -27,13 +27,13 @@ def write_texts(folder: Path, files: int, documents: int) -> int:
     for file in range(files):
         lines = []
         for number in range(documents):
-            text = " ".join(story(4 * (file * documents + number) + part, seed=1) for part in range(4))
+            text = " ".join(story(4 * (file * documents + number) + part)[0]["text"] for part in range(4))
             characters += len(text)
             lines.append(json.dumps({"text": text, "url": "x"}) + "\n")
         with gzip.open(folder / f"c4-train.{file:05}.json.gz", "wt", compresslevel=1) as out:
             out.writelines(lines)
     with gzip.open(folder / "c4-validation.00000.json.gz", "wt") as out:
-        out.write(json.dumps({"text": story(0, seed=2)}) + "\n")
+        out.write(json.dumps(story(0)[0]) + "\n")
     return characters
 
 
@@ -64,7 +64,7 @@ def main() -> None:
         texts, out = Path(temporary) / "texts", Path(temporary) / "out"
         texts.mkdir()
         megabytes = write_texts(texts, options.files, options.documents) / 1e6
-        files = {"source": str(texts), "train_files": "c4-train.*", "val_files": "c4-validation.*"}
+        files = {"source": str(texts), "files": {"train": "c4-train.*", "val": "c4-validation.*"}}
         settings = {"remote": str(out), "local": str(out), "tokenizer": options.tokenizer, "seq_len": 1024}
         seconds: dict[int, list[tuple[float, float]]] = {workers: [] for workers in options.workers}
         digests = set()

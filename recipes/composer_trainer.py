@@ -42,7 +42,8 @@ class ComposerTrainer(Callback):
         if dist.get_global_rank() == 0:
             datamodule.prepare_data()
         dist.barrier()
-        self.datamodule, self.logged, model.trainer = datamodule, Logged(model), self
+        self.datamodule, self.logged = datamodule, Logged(model)
+        model.trainer = self
         model.configure_model()
         workers: Any = {"num_workers": datamodule.num_workers}
         size, eval_size = datamodule.global_batch_size, datamodule.eval_batch_size

@@ -116,7 +116,8 @@ class TorchTrainer:
             datamodule.prepare_data()
         if dist.is_initialized():
             dist.barrier()
-        self.model, self.datamodule, self.logged = model, datamodule, Logged(model)
+        self.model, self.datamodule = model, datamodule
+        self.logged = Logged(model)
         model.trainer = self  # type: ignore[assignment]
         model.configure_model()
         model.to(self.device)

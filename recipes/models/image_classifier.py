@@ -37,8 +37,7 @@ class ImageClassifier(Task):
             return
         trainer: Any = self.trainer
         classes = self.num_classes or len(trainer.datamodule.classes)
-        network: Any = torchvision.models.get_model(self.arch, num_classes=classes, **self.model_kwargs)
-        self.network = network
+        self.network = torchvision.models.get_model(self.arch, num_classes=classes, **self.model_kwargs)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, float[n, classes], of uint8[n, 3, h, w]."""
