@@ -110,6 +110,8 @@ class TorchTrainer:
 
     def _join(self, model: LightningModule, datamodule: Any) -> None:
         """Join the processes of the run; the first one converts the data while the others wait."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         if self.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=_CONVERSION_LIMIT)
         if self.rank == 0:

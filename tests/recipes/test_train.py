@@ -14,6 +14,7 @@ pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync
 
 from hydra.utils import instantiate
 
+import train
 from lightning_stream import StreamingDataset, verify_delivery
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 
@@ -21,10 +22,6 @@ Run = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
 QUIET = ("hardware=cpu", "trainer.enable_progress_bar=false")
 TABLE = ("+data=table", "data.synthetic_count=300", "data.conversion_workers=1", "trainer.max_epochs=2", *QUIET)
-TEXT = (
-    "+data=text", "data.synthetic_count=120", "data.seq_len=64", "data.size_limit=8kb", "data.num_workers=0",
-    "model.d_model=32", "model.n_layers=1", "trainer.max_epochs=2", "data.record_delivery=record", *QUIET,
-)  # fmt: skip
 GROUPS = [
     f"{group.name}={file.stem}"
     for group in sorted((ROOT / "configs").iterdir())
@@ -88,21 +85,19 @@ def test_every_choice_composes(choice: str, compose: Run) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_a_run_stopped_by_ctrl_c_resumes_exactly_on_two_devices(train_py: Run, tmp_path: Path) -> None:
-    whole = train_py(*TEXT, "task_name=whole", "data.record_delivery=null")
-    stopped = train_py(*TEXT, "+callbacks.alarm={_target_: support.alarm.Alarm, step: 9}")
+def test_a_run_stopped_by_ctrl_c_resumes_exactly_on_two_devices(run: Run, train_py: Run, tmp_path: Path) -> None:
+    record = "data.record_delivery=record"
+    stopped = train_py(*TABLE, record, "+callbacks.alarm={_target_: support.alarm.Alarm, step: 5}")
     assert stopped.returncode == 130, stopped.stderr
     assert stopped.stdout.rstrip().endswith("Resume with the same command and ckpt_path=last.")
-    resumed = train_py(*TEXT, "ckpt_path=last", "hardware.devices=2")
+    resumed = train_py(*TABLE, record, "ckpt_path=last", "hardware.devices=2")
     assert resumed.returncode == 0, resumed.stderr
-    assert "Resumed at epoch 0, step 10" in resumed.stdout
+    assert "Resumed at epoch 0, step 6" in resumed.stdout
     assert "0 lost, 0 repeated" in resumed.stdout
-    (shards,) = (tmp_path / "runs/shards/text").iterdir()
-    config = yaml.safe_load((tmp_path / "runs/text/config.yaml").read_text())
-    assert config["hardware"]["devices"] == 2
-    dataset = StreamingDataset(remote=str(shards / "train"), local=str(tmp_path / "cache"))
+    (shards,) = (tmp_path / "runs/shards/table").iterdir()
+    dataset = StreamingDataset(remote=str(shards / "train"), local=str(tmp_path / "cache"), shuffle=True)
     assert "exactly the planned samples" in verify_delivery(tmp_path / "record", dataset).sentence
-    assert _loss(resumed.stdout) == pytest.approx(_loss(whole.stdout), abs=1e-3)
+    assert _loss(resumed.stdout) == pytest.approx(run("whole", *TABLE), abs=1e-3)
 
 
 def _loss(printed: str) -> float:
@@ -158,14 +153,18 @@ def test_ctrl_c_saves_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch, 
         (("+data._target_=mine.Nothing", "+model._target_=mine.Net"), ("mine",)),
     ],
 )
-def test_a_mistake_is_one_error_that_names_it(
-    arguments: tuple[str, ...], words: tuple[str, ...], train_py: Run
-) -> None:
-    done = train_py(*arguments, "hardware=cpu")
-    assert done.returncode in (1, 2)
-    said = done.stdout + done.stderr
+def test_a_mistake_is_one_error_that_names_it(arguments: tuple[str, ...], words: tuple[str, ...], run: Run) -> None:
+    with pytest.raises(train.UNUSABLE) as error:
+        run("wrong", *arguments, "hardware=cpu")
+    said = train.sentence(error.value)
     assert all(word in said for word in words), said
-    assert "Traceback" not in said
+
+
+def test_a_refused_run_ends_with_2_and_one_sentence(train_py: Run) -> None:
+    done = train_py("+data=table", "+data.no=1", "hardware=cpu")
+    assert done.returncode == 2
+    assert "data: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_composer_that_is_missing_is_named(run: Run) -> None:
@@ -186,10 +185,11 @@ def test_no_secret_is_kept_with_a_run(run: Run, tmp_path: Path) -> None:
     assert yaml.safe_load(kept)["store"]["env"]["AWS_SECRET_ACCESS_KEY"] == "(secret)"
 
 
-def test_debug_runs_leave_the_run_alone(train_py: Run, tmp_path: Path) -> None:
-    assert train_py(*TABLE, "debug=fast_dev_run").returncode == 0
-    assert train_py(*TABLE, "debug=overfit", "trainer.max_epochs=2").returncode == 0
-    assert not (tmp_path / "runs" / "table").exists()
+@pytest.mark.parametrize("debug", ["fast_dev_run", "limit", "overfit"])
+def test_debug_runs_have_a_name_of_their_own(debug: str, run: Run, compose: Run) -> None:
+    settings = (*(setting for setting in TABLE if "epochs" not in setting), f"debug={debug}", "trainer.max_epochs=2")
+    assert compose(*settings, "paths.output=run").task_name == "debug"
+    run(debug, *settings)
 
 
 def test_prepare_only_converts(run: Run, tmp_path: Path) -> None:
