@@ -106,6 +106,7 @@ def run(config: DictConfig) -> float | None:
     """Build the parts, then train, evaluate or prepare."""
     if not config.data or not config.model:
         raise MisconfigurationException("no data or no model selected. Add +data=NAME; --help lists them, and your own")
+    OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data, _convert_="all")
     if config.mode is Mode.prepare:
