@@ -1,38 +1,242 @@
-"""Train on streamed shards: configs choose data, model, trainer, hardware and store.
+"""Train any LightningModule on any datamodule; configs choose both, see docs/configs.md.
 
 python train.py +data=flowers                              synthetic flowers, no network needed
 python train.py +data=flowers data.photos=/path/to/photos  a folder of class folders, or a .tgz of one
 python train.py +data=flowers ckpt_path=last               resume the run where it was stopped
-python train.py --help                                     all choices; see also docs/configs.md
+python train.py +data._target_=mine.Data +model._target_=mine.Net      your own classes
+python train.py --help                                     all choices
 """
 
 from __future__ import annotations
 
+import logging
+import os
+import re
+import signal
 import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import hydra
+import torch
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import instantiate
+from lightning.pytorch import seed_everything
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
+from omegaconf import DictConfig, OmegaConf, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_stream.errors import LightningStreamError, is_secret
+from lightning_stream.trainers.lightning.data_module import StreamingDataModule
+from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
+from recipes.data.base import fetch
+
+UNUSABLE = (
+    LightningStreamError,
+    HydraException,
+    OmegaConfBaseException,
+    MisconfigurationException,
+    ImportError,
+    FileNotFoundError,
+    FileExistsError,
+)
 
 
-def start() -> None:
-    """Compose the config with Hydra, and run it. Exit codes: 1 error in the run, 2 config or data unusable."""
-    import hydra
-    from omegaconf import DictConfig
+class Mode(Enum):
+    """What a run does."""
 
-    @hydra.main(version_base="1.3", config_path="configs", config_name="train")
-    def run(config: DictConfig) -> None:
-        from recipes.train import main
+    train = "train"
+    validate = "validate"
+    test = "test"
+    prepare = "prepare"
 
-        main(config)
 
-    # `data` and `experiment` are in the defaults, empty: Hydra takes data=flowers, and people write +data=flowers.
-    sys.argv[1:] = [each[each.startswith(("+data=", "+experiment=")) :] for each in sys.argv[1:]]
-    try:
-        run()
-    except SystemExit as end:  # Hydra ends with 1 also where it cannot compose the config
-        sys.exit(2 if end.code == 1 and "recipes.train" not in sys.modules else end.code)
+@dataclass
+class Run:
+    """The types of a run's own settings, which ``configs/train.yaml`` describes; each group checks its own."""
+
+    task_name: str = "train"
+    mode: Mode = Mode.train
+    tags: list[str] = field(default_factory=list)
+    seed: int = 1
+    ckpt_path: str | None = None
+    optimized_metric: str | None = None
+    data: Any = None
+    model: Any = None
+    callbacks: Any = None
+    logger: Any = None
+    trainer: Any = None
+    hardware: Any = None
+    store: Any = None
+    paths: Any = None
+
+
+ConfigStore.instance().store("run_types", Run)
+
+
+@hydra.main(version_base="1.3", config_path="configs", config_name="train")
+def main(config: DictConfig) -> float | None:
+    """Run a config; returns its `optimized_metric` for sweeps. Exit codes: 1 error, 2 config or data unusable."""
+    with environment(config):
+        try:
+            return run(config)
+        except TrainingInterrupted as stop:
+            say(f"Stopped. Last checkpoint: {stop.saved}. Resume with the same command and ckpt_path=last.")
+            raise SystemExit(128 + stop.signum) from stop
+        except UNUSABLE as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                raise
+            print(f"{sentence(error)}\n(HYDRA_FULL_ERROR=1 shows where.)", file=sys.stderr)
+            raise SystemExit(2) from error
+
+
+def run(config: DictConfig) -> float | None:
+    """Build the parts, then train, evaluate or prepare."""
+    if not config.data or not config.model:
+        raise MisconfigurationException("no data or no model selected. Add +data=NAME; --help lists them, and your own")
+    OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
+    seed_everything(config.seed, workers=True, verbose=False)
+    data = instantiate(config.data, _convert_="all")
+    if config.mode is Mode.prepare:
+        data.prepare_data()
+        return None
+    ckpt_path = find_checkpoint(config)
+    model = instantiate(config.model, _convert_="all")
+    callbacks, loggers = (build_all(config[group]) for group in ("callbacks", "logger"))
+    trainer = instantiate(config.trainer, callbacks=callbacks, logger=loggers or False, _convert_="all")
+    if config.mode is Mode.train:
+        begin_folder(config, ckpt_path)
+        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+        trainer.save_checkpoint(last_checkpoint(config))
+        summarize(config, trainer, data)
+    elif ckpt_path is None:
+        raise MisconfigurationException(f"mode={config.mode.value} needs weights: add ckpt_path=last, or a path or URL")
+    else:
+        getattr(trainer, config.mode.value)(model, datamodule=data, ckpt_path=ckpt_path)
+    metric = trainer.callback_metrics.get(config.optimized_metric)
+    return None if metric is None else float(metric)
+
+
+def build_all(group: DictConfig | None) -> list[Any]:
+    """The parts of a group, each with a `_target_` of its own."""
+    return [instantiate(part, _convert_="all") for part in (group or {}).values() if part]
+
+
+def last_checkpoint(config: DictConfig) -> Path:
+    """What ``ckpt_path=last`` resumes from, under every trainer."""
+    return Path(config.paths.output) / "checkpoints" / "last.ckpt"
+
+
+def find_checkpoint(config: DictConfig) -> str | None:
+    """The checkpoint to begin with, as a local file; one in a store is downloaded into a temporary folder."""
+    wanted = config.ckpt_path
+    if wanted is None:
+        return None
+    if "://" in wanted:
+        return str(fetch(wanted, Path(tempfile.mkdtemp(prefix="checkpoint-"))))
+    path = last_checkpoint(config) if wanted == "last" else Path(wanted).expanduser()
+    if not path.exists():
+        raise FileNotFoundError(f"ckpt_path={wanted}: {path} does not exist. Omit it to start, or set task_name=")
+    return str(path)
+
+
+@rank_zero_only
+def begin_folder(config: DictConfig, ckpt_path: str | None) -> None:
+    """Write the config, without secrets; move the checkpoints of an earlier run aside, unless this one resumes."""
+    folder = last_checkpoint(config).parent
+    resumes = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
+    if not resumes and folder.is_dir() and any(folder.iterdir()):
+        names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
+        aside = folder.rename(next(name for name in names if not name.exists()))
+        print(f"Starting over; the earlier checkpoints are now in {aside}. ckpt_path=last resumes instead.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    (folder.parent / "config.yaml").write_text(OmegaConf.to_yaml(without_secrets(OmegaConf.to_container(config))))
+
+
+def without_secrets(value: Any, name: str = "", in_store: bool = False) -> Any:
+    """A part of a config in which credentials that a user added are replaced."""
+    if isinstance(value, dict):
+        in_store = in_store or name in ("store", "store_options", "env")
+        return {key: without_secrets(child, str(key), in_store) for key, child in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(child, name, in_store) for child in value]
+    return "(secret)" if is_secret(name, value, of_store=in_store) else value
+
+
+@rank_zero_only
+def summarize(config: DictConfig, trainer: Any, data: Any) -> None:
+    """Print the final metrics, the speed, and where everything is."""
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if not name.startswith("data/")}
+    print("", *(f"{name:<14} {value:.4g}" for name, value in sorted(metrics.items())), sep="\n")
+    if isinstance(data, StreamingDataModule) and (stats := data.stats()).elapsed_s:
+        samples = stats.num_samples * trainer.world_size
+        speed = f"{samples:,} samples, {samples / stats.elapsed_s:,.0f} a second"
+        print(f"{'trained':<14} {speed}; waited {stats.wait_s / stats.elapsed_s:.1%} of the time for data")
+    print(f"{'run':<14} {config.paths.output}")
+
+
+@contextmanager
+def environment(config: DictConfig) -> Iterator[None]:
+    """Set the store's variables, and restore all afterwards.
+
+    Processes that Lightning starts get this process's command line: they must repeat this job of a sweep, not the
+    sweep. And Lightning's variables would make the next job believe that its processes were started already.
+    """
+    quieten()
+    settings = config.store.env if config.store and config.store.env else {}
+    variables = {name: str(value) for name, value in settings.items() if value is not None}
+    with ExitStack() as stack:
+        stack.callback(end_process_group)
+        stack.enter_context(patch.dict(os.environ, variables))
+        if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
+            running: Any = HydraConfig.get()
+            with read_write(running):
+                running.run.dir = running.runtime.output_dir  # Lightning passes it on
+            paths = [source.path for source in running.runtime.config_sources if source.provider == "command-line"]
+            argv = [sys.argv[0], *(f"--config-dir={path}" for path in paths), *running.overrides.task, "hydra.mode=RUN"]
+            stack.enter_context(patch.object(sys, "argv", argv))
+        yield
+
+
+def end_process_group() -> None:
+    """Also where the process ends: Gloo's threads may abort one that exits with them."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def sentence(error: BaseException) -> str:
+    """An error as one sentence; where a constructor refused a setting, with the group that it was built from."""
+    cause = error.__cause__ or error
+    where = re.search(r"full_key: (\S+)", str(error))
+    return f"{where[1]}: {cause}" if where else f"{type(error).__name__}: {error}"
+
+
+say = rank_zero_only(print)
+
+
+def quieten() -> None:
+    """Leave the terminal to what a user can act on, and to where a run resumed."""
+    logging.getLogger("lightning_stream").setLevel(logging.INFO)
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", ".*(Checkpoint directory|logging interval|monitored key|LeafSpec)")
 
 
 if __name__ == "__main__":
     try:
-        start()
+        main()
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(128 + signal.SIGINT)

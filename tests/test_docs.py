@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 OF_TORCH = "DataLoader with IterableDataset: expected unspecified shuffle option"
 OF_SPARK = "Failed to find the data source: mds"
-OF_OTHER_PACKAGES = {OF_TORCH, OF_SPARK, "default auth", "Can't pickle"}
+OF_HYDRA = {"is not in struct", "To append to your default list use +data="}
+OF_OTHER_PACKAGES = {OF_TORCH, OF_SPARK, "default auth", "Can't pickle", *OF_HYDRA}
 
 
 def _texts(source: Path) -> str:
@@ -33,7 +34,7 @@ def _texts(source: Path) -> str:
 
 def test_messages_that_the_pages_explain_are_messages_of_the_code() -> None:
     sources = [one for folder in ("lightning_stream", "recipes") for one in sorted((ROOT / folder).rglob("*.py"))]
-    messages = "\n".join(map(_texts, sources))
+    messages = "\n".join(map(_texts, [*sources, ROOT / "train.py"]))
     quoted = re.findall(r"^### `(.+?)`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
     assert len(quoted) > 15
     for page in ("storage.md", "spark.md"):

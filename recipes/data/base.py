@@ -1,4 +1,4 @@
-"""What all data of the recipes share: a source is converted once, then its two datasets are streamed."""
+"""`ConvertedData`: a source is converted to shards once, then its two datasets are streamed."""
 
 import hashlib
 import json
@@ -6,86 +6,75 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from lightning_stream.convert import ConversionResult, convert, read_manifest
-from lightning_stream.dataset import StreamingDataset
-from lightning_stream.errors import NotFoundError
+from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
 SYNTHETIC = "synthetic"
-PARTITION = 500  # inputs that `convert` writes together, where each is one sample
+INPUTS_AT_A_TIME = 500  # where each input is one sample, `convert` writes so many together
 Transform = Callable[[dict[str, Any]], Any]
 
 
-class RecipeData(StreamingDataModule):
-    """Streams the datasets ``train`` and ``val``; `prepare_data` converts them from a source on one process per run.
+class ConvertedData(StreamingDataModule):
+    """A `StreamingDataModule` of the datasets ``train`` and ``val`` below `uri`; the latter is the test data, too.
 
-    A subclass defines `convert_source`, and passes its own `settings` that the shards depend on, the `transforms` of
-    the training and the validation samples, and other arguments of the `dataset`; see `recipes.data.table` for a short
-    one. configs/shared/data.yaml describes the arguments. `remote` has a folder for each `source` and its settings;
-    without a source it is itself a converted dataset with train/ and val/. `source` is a path, a URL, or a word that
-    the subclass knows.
+    A subclass defines `convert_source`; see `recipes.data.table` for a short one. ``configs/data/base.yaml`` describes
+    the arguments.
+
+    Args:
+        name: Of the data, in what is printed.
+        source: What is converted: a path, a URL, or a word that the subclass knows. None: `remote` is itself a
+            converted dataset with ``train/`` and ``val/``.
+        remote, local: Folder or URL of the shards, and their cache. Each source, with the settings that its shards
+            depend on, has a folder of its own below them.
+        settings: What else the shards depend on.
+        transforms: Of the training and of the evaluation samples.
+        dataset: More arguments of both datasets.
+        loading: Arguments of `StreamingDataModule`.
     """
 
-    token_column = "input_ids"  # its elements are tokens, for trainers that count tokens
-
     def __init__(
-        self, *, remote: str, local: str, source: str | None = None, name: str = "data",
-        compression: str | None = "auto", hashes: list[str] | None = None, size_limit: int | str | None = "64mb",
-        val_fraction: float | None = 0.1, conversion_workers: int | None = None, overwrite: bool = False,
-        cache_limit: int | str | None = None, num_canonical_nodes: int | None = None, shuffle: bool = True,
-        seed: int = 1, forget: Sequence[int] | None = None,
-        num_workers: int | Literal["auto"] = 0, persistent_workers: bool = True,
+        self, *, remote: str, local: str, name: str = "data", source: str | None = None,
+        compression: str | None = "auto", hashes: list[str] | None = None, size_limit: int | str | None = "16mb",
+        val_fraction: float = 0.1, conversion_workers: int | None = None, overwrite: bool = False,
         settings: Mapping[str, Any] | None = None, transforms: Sequence[Transform | None] = (None, None),
-        dataset: Mapping[str, Any] | None = None, **loading: Any,
+        dataset: Mapping[str, Any] | None = None, cache_limit: int | str | None = None,
+        num_canonical_nodes: int | None = None, shuffle: bool = True, seed: int = 1,
+        forget: Sequence[int] | None = None, **loading: Any,
     ) -> None:  # fmt: skip
-        is_word = source is None or (source.isidentifier() and not Path(source).exists())
-        self.name, self.source = name, source if is_word else absolute(str(source))
-        self.val_fraction, self.conversion_workers, self.overwrite = val_fraction, conversion_workers, overwrite
+        self.name = name
+        self.source = absolute(source) if source and Path(source).expanduser().exists() else source
         self.writer: dict[str, Any] = {"compression": compression, "hashes": hashes, "size_limit": size_limit}
-        depends_on = {"source": self.source, "val_fraction": val_fraction, **self.writer, **(settings or {})}
-        digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:8]
-        last = PurePosixPath((source or "").rstrip("/").partition("?")[0]).name
-        folder = "" if source is None else "/" + re.sub(r"[^\w.-]+", "-", f"{last}-{digest}")
-        self.uri, cache = absolute(remote).rstrip("/") + folder, absolute(local) + folder
+        self.val_fraction = val_fraction
+        self.running = {"num_workers": conversion_workers, "overwrite": overwrite}
+        folder = ""
+        if self.source is not None:
+            depends_on = {"source": self.source, "val_fraction": val_fraction, **self.writer, **(settings or {})}
+            digest = hashlib.sha256(json.dumps(depends_on, sort_keys=True).encode()).hexdigest()[:8]
+            folder = re.sub(r"[^\w.-]+", "-", Path(self.source).name)
+            folder = f"/{folder}-{digest}"
+        self.uri = absolute(remote).rstrip("/") + folder
+        self.cache = absolute(local) + folder
         common = {"cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes, "shuffle_seed": seed}
         common |= dataset or {}
-        train, val = (
-            {"remote": f"{self.uri}/{split}", "local": f"{cache}/{split}", "transform": transform, **common}
-            for split, transform in zip(("train", "val"), transforms, strict=True)
-        )
-        workers = {"num_workers": num_workers, "persistent_workers": persistent_workers and num_workers != 0}
-        sizes = {"global_batch_size": 64, "eval_batch_size": 64}
-        order: dict[str, Any] = {"shuffle": shuffle, "forget": forget}
-        super().__init__({**train, **order}, val, seed_steps=seed, **{**sizes, **workers, **loading})
+        train = {**self.place("train"), "shuffle": shuffle, "forget": forget, "transform": transforms[0], **common}
+        val = {**self.place("val"), "transform": transforms[1], **common}
+        super().__init__(train, val, val, seed_steps=seed, **loading)
         self.prepare_data_per_node = False
-        self.is_new = False  # whether `prepare_data` wrote the dataset
 
-    @property
-    def train_dataset(self) -> StreamingDataset:
-        return self.split("train")
-
-    @property
-    def val_dataset(self) -> StreamingDataset:
-        return self.split("val")
-
-    def split(self, name: str) -> StreamingDataset:
-        found = self.datasets[name]
-        assert found is not None
-        return found
+    def place(self, split: str) -> dict[str, Any]:
+        """Where a split's shards and their cache are."""
+        return {"remote": f"{self.uri}/{split}", "local": f"{self.cache}/{split}"}
 
     def prepare_data(self) -> None:
-        """Convert the source, unless the same was converted before. One process of a run calls this."""
-        self.is_new = False
+        """Convert the source, unless that was done before. One process of a run calls this."""
         if self.source is not None:
             self.convert_source()
-        try:
-            found = self.describe().rstrip(".")
-        except NotFoundError as error:
-            raise NotFoundError(f"{error} Or set data.source to the files that are to be converted.") from error
-        print(f"{found}, {'written to' if self.is_new else 'reusing'} {self.uri}", flush=True)
+        sizes = {name: dataset.size for name, dataset in self.datasets.items() if dataset}
+        print(f"{self.name}: {sizes['train']:,} train / {sizes['val']:,} val samples in {self.uri}", flush=True)
 
     def convert_source(self) -> None:
         """Write ``train`` and ``val`` below `uri`, by calls of `convert`."""
@@ -93,25 +82,27 @@ class RecipeData(StreamingDataModule):
 
     def convert(self, source: Any, split: str | None = None, **settings: Any) -> None:
         """Convert a source, as this split or divided by `val_fraction`."""
-        given: dict[str, Any] = {**self.writer, "num_workers": self.conversion_workers, "overwrite": self.overwrite}
-        given |= {"val_fraction": None if split else self.val_fraction, "progress_bar": sys.stderr.isatty()}
-        self.is_new |= convert(source, f"{self.uri}/{split}" if split else self.uri, **{**given, **settings}).is_new
+        out = f"{self.uri}/{split}" if split else self.uri
+        options: dict[str, Any] = {**self.writer, **self.running, "progress_bar": sys.stderr.isatty()}
+        options["val_fraction"] = None if split else self.val_fraction
+        convert(source, out, **{**options, **settings})
 
     @cached_property
     def manifest(self) -> ConversionResult:
         """What the conversion wrote beside the shards: their columns, counts and classes."""
         return read_manifest(self.uri)
 
-    def describe(self) -> str:
-        """The first line of a run's summary."""
-        return f"Dataset: {self.train_dataset.size:,} train / {self.val_dataset.size:,} val samples ({self.title})."
-
-    @property
-    def title(self) -> str:
-        """What the samples are, in a few words."""
-        return str(self.name) if self.source is None else f"{self.name} from {self.source}"
-
 
 def absolute(uri: str) -> str:
     """A path made absolute, with ``~`` expanded; a URL stays unchanged."""
     return uri if "://" in uri or uri.startswith("dbfs:") else str(Path(uri).expanduser().absolute())
+
+
+def fetch(url: str, folder: Path) -> Path:
+    """A file of any store as a local one in this folder, downloaded unless it is there."""
+    place, _, name = url.rpartition("/")
+    path = folder / name
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        open_store(place).get(name, path)
+    return path

@@ -5,228 +5,140 @@ batch has rows of ``seq_len`` tokens, see `lightning_stream.Packing`.
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream import Packing, Stream, StreamingDataset
+from lightning_stream import Packing, Stream
 from lightning_stream.convert import Inputs
-from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.stores import open_store
-from recipes.data.base import PARTITION, SYNTHETIC, RecipeData
-from recipes.data.synthetic_text import story
+from lightning_stream.errors import FormatError
+from recipes.data.base import INPUTS_AT_A_TIME, SYNTHETIC, ConvertedData
+from recipes.data.synthetic import story
 
 BYTES = "bytes"
-_BOS_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "<s>", "</s>", "<eos>", "[SEP]")
-_TEXT_FILES = (".txt", ".text", ".md")
 
 
-class ByteTokenizer:
-    """Each byte of the UTF-8 text is a token."""
+class Tokenizer:
+    """Bytes of the UTF-8 text as tokens, or a Hugging Face ``tokenizer.json``; a bos token begins each document.
 
-    vocab_size, bos_token, fingerprint = 257, 256, BYTES
+    Args:
+        path: ``bytes``, or the file.
+        bos_token: One of the file's.
+    """
 
-    def encode(self, text: str) -> NDArray[np.int64]:
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    def __init__(self, path: str, bos_token: str) -> None:
+        self.file: Any = None
+        self.vocab_size, self.bos_token = 257, 256
+        if path == BYTES:
+            return
+        from tokenizers import Tokenizer as File  # byte tokens do not need it
 
-    def decode(self, tokens: list[int]) -> str:
-        return bytes(token for token in tokens if token < self.bos_token).decode(errors="replace")
+        self.file = File.from_file(str(Path(path).expanduser()))
+        self.file.no_truncation()
+        self.file.no_padding()
+        self.vocab_size = self.file.get_vocab_size()
+        number = self.file.token_to_id(bos_token)
+        if number is None:
+            raise ValueError(f"each document begins with data.bos_token, but {path} has no {bos_token!r}.")
+        self.bos_token = number
 
+    def document(self, text: str) -> NDArray[Any]:
+        """The tokens of a document, of the smallest dtype that holds every token."""
+        tokens = self.file.encode(text, add_special_tokens=False).ids if self.file else [*text.encode()]
+        return np.array([self.bos_token, *tokens], self.dtype)
 
-class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``; `bos_token` begins each document, None for a usual token of the file."""
-
-    def __init__(self, path: str, bos_token: str | None = None) -> None:
-        from tokenizers import Tokenizer  # byte tokens do not need it
-
-        self._tokenizer = Tokenizer.from_file(str(Path(path).expanduser()))
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self.vocab_size = int(self._tokenizer.get_vocab_size())
-        names = (bos_token,) if bos_token else _BOS_TOKENS
-        found = [token for name in names if (token := self._tokenizer.token_to_id(name)) is not None]
-        if not found:
-            raise ValueError(
-                f"each document needs a bos token; {path} has none of {', '.join(names)}. Set data.bos_token."
-            )
-        self.bos_token = int(found[0])
-        self.fingerprint = f"{hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()[:16]}-{self.bos_token}"
-
-    def encode(self, text: str) -> NDArray[np.int64]:
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
-
-    def decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode([token for token in tokens if token != self.bos_token]))
-
-
-AnyTokenizer: TypeAlias = "ByteTokenizer | FileTokenizer"
+    @property
+    def dtype(self) -> str:
+        return "uint16" if self.vocab_size <= 1 << 16 else "uint32"
 
 
 @dataclass(frozen=True)
 class Tokenize:
-    """Tokenizes the documents of a partition; `convert` calls it in its workers.
+    """Tokenizes the documents of a partition; `convert` calls it in its workers. `digest` is the tokenizer file's."""
 
-    With a `split`, only its documents are kept: a hash of the text puts `val_fraction` of them into ``val``. A source
-    that `is_single`, one document, is cut in two at a line's end. The `fingerprint` is the tokenizer's.
-    """
-
-    tokenizer: str = BYTES
-    bos_token: str | None = None
-    text_key: str = "text"
-    separator: str | None = None
-    val_fraction: float = 0.0
-    split: str | None = None
-    is_single: bool = False
-    fingerprint: str = ""
-
-    def load_tokenizer(self) -> AnyTokenizer:
-        return ByteTokenizer() if self.tokenizer == BYTES else FileTokenizer(self.tokenizer, self.bos_token)
+    tokenizer: str
+    bos_token: str
+    text_key: str
+    separator: str | None
+    digest: str
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
-        """Tokenize a partition."""
-        tokenizer = self.load_tokenizer()
-        for text in self.texts(rows):
-            tokens = np.concatenate([[tokenizer.bos_token], tokenizer.encode(text)])
-            yield {"tokens": tokens.astype(token_dtype(tokenizer.vocab_size))}
-
-    def texts(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-        """The documents of the split."""
+        tokenizer = Tokenizer(self.tokenizer, self.bos_token)
         for row in rows:
             text = row.get(self.text_key)
             if not isinstance(text, str):
-                found = ", ".join(sorted(row))
-                raise FormatError(f"each row must have text under {self.text_key!r}; found {found}. Set data.text_key.")
+                columns = ", ".join(sorted(row))
+                raise FormatError(f"each row must have text in {self.text_key!r}; it has {columns}. Set data.text_key.")
             parts = [text] if self.separator is None else text.split(self.separator)
-            if self.is_single:
-                cut = int(len(text) * (1 - self.val_fraction))
-                cut = text.rfind("\n", 0, cut) + 1 or cut
-                parts = [text[:cut] if self.split == "train" else text[cut:]]
-            for part in parts:
-                if part.strip() and (self.is_single or self.split in (None, split_of(part, self.val_fraction))):
-                    yield part
+            yield from ({"tokens": tokenizer.document(part)} for part in parts if part.strip())
 
 
-def token_dtype(vocab_size: int) -> str:
-    """The smallest dtype that holds every token."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-def split_of(text: str, val_fraction: float) -> str:
-    """The split of a document, by a hash of its text: equal documents are never in both."""
-    return "val" if xxhash.xxh3_64_intdigest(text.encode()) / 2**64 < val_fraction else "train"
-
-
-def read_story(number: int, seed: int) -> list[dict[str, str]]:
-    return [{"text": story(number, seed)}]
-
-
-class TextData(RecipeData):
-    """Streams rows of packed documents; configs/data/text.yaml describes the settings."""
+class TextData(ConvertedData):
+    """Streams rows of packed documents; ``configs/data/text.yaml`` describes the settings."""
 
     def __init__(
-        self, *, separator: str | None = None, text_key: str = "text", train_files: str | None = None,
-        val_files: str | None = None, synthetic_count: int = 1000, synthetic_seed: int = 1, tokenizer: str = BYTES,
-        bos_token: str | None = None, seq_len: int = 128, pack_window: int | None = None, **shared: Any,
+        self, *, separator: str | None = None, text_key: str = "text", files: Mapping[str, str] | None = None,
+        synthetic_count: int = 1000, tokenizer: str = BYTES, bos_token: str = "<|endoftext|>", seq_len: int = 128,
+        pack_window: int | None = None, **shared: Any,
     ) -> None:  # fmt: skip
-        if (train_files is None) != (val_files is None):
-            raise ValueError("set both data.train_files and data.val_files, or neither; found one of them.")
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
-        self.tokenize = Tokenize(tokenizer, bos_token, text_key, separator)
-        self.pack = Packing(row_length=seq_len, window=pack_window)
-        self.files = {"train": train_files, "val": val_files}
-        self.synthetic = (synthetic_count, synthetic_seed)
-        settings = {**asdict(self.tokenize), **self.files, "synthetic": self.synthetic}
-        super().__init__(settings=settings, dataset={"pack": self.pack}, **shared)
+        path = Path(tokenizer).expanduser()
+        digest = hashlib.sha256(b"" if tokenizer == BYTES else path.read_bytes()).hexdigest()[:16]
+        self.tokenize = Tokenize(tokenizer, bos_token, text_key, separator, digest)
+        self.files, self.synthetic_count = dict(files or {}), synthetic_count
+        settings = {**vars(self.tokenize), "files": self.files, "synthetic_count": synthetic_count}
+        packing = {"pack": Packing(row_length=seq_len, window=pack_window)}
+        super().__init__(settings=settings, dataset=packing, **shared)
 
     @cached_property
-    def tokenizer(self) -> AnyTokenizer:
-        return self.tokenize.load_tokenizer()
-
-    @property
-    def title(self) -> str:
-        made = "synthetic stories" if self.source == SYNTHETIC else self.source or self.uri
-        return f"rows of {self.pack.row_length} tokens from {made}"
-
-    def prepare_data(self) -> None:
-        """Convert the source once; refuse a dataset of another tokenizer."""
-        super().prepare_data()
-        expected = {"tokenizer": self.tokenizer.fingerprint}
-        found = json.loads(open_store(self.uri).read("text.json"))
-        if found != expected:
-            advice = "Set data.tokenizer and data.bos_token to theirs."
-            raise FormatError(f"the tokens at {self.uri} were made with {found}; found {expected}. {advice}")
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.tokenize.tokenizer, self.tokenize.bos_token)
 
     def convert_source(self) -> None:
-        """Write the documents of both splits."""
-        fingerprint, dtype = self.tokenizer.fingerprint, token_dtype(self.tokenizer.vocab_size)
-        written: dict[str, Any] = {"columns": {"tokens": f"ndarray:{dtype}"}, "lengths": {"tokens": len}}
-        is_single = self.tokenize.separator is None and Path(str(self.source)).suffix in _TEXT_FILES
-        fraction = self.val_fraction or 0.0
-        tokenize = replace(self.tokenize, fingerprint=fingerprint, val_fraction=fraction, is_single=is_single)
-        for split, pattern in self.files.items():
-            of_split = replace(tokenize, split=None if pattern else split)
-            try:
-                source = self._files(pattern)
-                size: dict[str, Any] = {"partition_bytes": PARTITION} if isinstance(source, Inputs) else {}
-                self.convert(source, split, transform_partition=of_split, **written, **size)
-            except ValueError as error:
-                advice = "Both splits need documents: set data.separator, data.val_fraction or the patterns."
-                raise FormatError(f"the {split} split cannot be written: {error} {advice}") from error
-        open_store(self.uri).put("text.json", json.dumps({"tokenizer": fingerprint}).encode())
-
-    def _files(self, pattern: str | None) -> Any:
-        """What `convert` reads."""
+        """Write the documents of both splits; a hash of its text puts a document into one of them."""
+        columns = {"tokens": f"ndarray:{self.tokenizer.dtype}"}
+        written: dict[str, Any] = {"columns": columns, "lengths": {"tokens": len}, "transform_partition": self.tokenize}
         if self.source == SYNTHETIC:
-            count, seed = self.synthetic
-            return Inputs(range(count), partial(read_story, seed=seed))
-        if pattern is None or "://" in str(self.source):
-            return f"{self.source}/{pattern}" if pattern else self.source
-        found = sorted(map(str, Path(str(self.source)).glob(pattern)))  # `[` in the folder's own name is literal
-        if not found:
-            raise NotFoundError(f"no files {pattern} in {self.source}. Check data.source, or the pattern.")
-        return found
+            stories = Inputs(range(self.synthetic_count), story)
+            self.convert(stories, partition_bytes=INPUTS_AT_A_TIME, **written)
+        elif self.files:
+            for split, pattern in self.files.items():
+                self.convert(f"{self.source}/{pattern}", split, **written)
+        else:
+            self.convert(self.source, **written)
 
 
 class TextMixture(TextData):
     """Several texts as one stream: trained on in proportions; validation has each document of all once.
 
-    configs/data/mix.yaml describes the settings.
+    ``configs/data/mix.yaml`` describes the settings.
     """
 
     def __init__(
-        self, *, parts: Mapping[str, Mapping[str, Any]], batching_method: str = "stratified",
-        epoch_size: int | str | None = None, remote: str, local: str, **shared: Any,
+        self, *, parts: Mapping[str, Mapping[str, Any]], remote: str, local: str, batching_method: str = "stratified",
+        epoch_size: int | str | None = None, **shared: Any,
     ) -> None:  # fmt: skip
-        super().__init__(remote=remote, local=local, **shared)
-        proportions = {name: float(part.get("proportion", 1.0)) for name, part in parts.items()}
-        if not parts or min(proportions.values()) <= 0:
-            raise ValueError(f"a mixture needs parts, each with a proportion above 0; found {proportions}.")
         self.parts: dict[str, TextData] = {}
-        for name, part in parts.items():
-            own = {key: value for key, value in part.items() if key != "proportion"}
-            paths = {"remote": f"{remote}/{name}", "local": f"{local}/{name}", "name": name}
-            self.parts[name] = TextData(**{**shared, **paths, **own})
-        common = {"shuffle_seed": shared.get("seed", 1), "pack": self.pack}
-        common |= {name: shared.get(name) for name in ("cache_limit", "num_canonical_nodes")}
-        order: dict[str, Any] = {"batching_method": batching_method, "epoch_size": epoch_size}
-        order |= {"shuffle": shared.get("shuffle", True), "forget": shared.get("forget")}
-        self.datasets["train"] = StreamingDataset(streams=self._streams("train", proportions), **order, **common)
-        self.datasets["val"] = StreamingDataset(streams=self._streams("val", {}), **common)
+        for name, settings in parts.items():
+            own = {key: value for key, value in settings.items() if key != "proportion"}
+            paths = {"name": name, "remote": f"{remote}/{name}", "local": f"{local}/{name}"}
+            self.parts[name] = TextData(**{**shared, **own, **paths})
+        self.proportions = {name: settings.get("proportion", 1.0) for name, settings in parts.items()}
+        self.order = {"batching_method": batching_method, "epoch_size": epoch_size}
+        super().__init__(remote=remote, local=local, **shared)
 
-    def _streams(self, split: str, proportions: Mapping[str, float]) -> list[Stream]:
-        found = {name: part.split(split).streams[0] for name, part in self.parts.items()}
-        return [Stream(one.remote, local=one.local, proportion=proportions.get(name)) for name, one in found.items()]
-
-    @property
-    def title(self) -> str:
-        return f"a mixture of {', '.join(f'{name} ({part.title})' for name, part in self.parts.items())}"
+    def place(self, split: str) -> dict[str, Any]:
+        """The streams of a split, in proportions for training."""
+        if split != "train":
+            return {"streams": [Stream(**part.place(split)) for part in self.parts.values()]}
+        weights = self.proportions
+        streams = [Stream(**part.place(split), proportion=weights[name]) for name, part in self.parts.items()]
+        return {"streams": streams, **self.order}
 
     def prepare_data(self) -> None:
         for part in self.parts.values():

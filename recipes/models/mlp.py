@@ -1,55 +1,55 @@
 """A small network that predicts one column of a table from others."""
 
-import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric, R2Score
+from torch.nn import functional
 
-from recipes.data.table import TableData
-from recipes.models.base import Batch, ExactMean, LossOutput, RecipeModule
-
-
-class R2(R2Score):
-    """R2 over all ranks; not a number for fewer than two samples."""
-
-    def compute(self) -> Tensor:
-        return super().compute() if self.total > 1 else torch.tensor(math.nan)
+from recipes.models.task import Batch, Task
 
 
-class Regressor(RecipeModule):
-    """Predicts a number from batches ``{column: number[n]}``; the loss is the standardized squared error."""
+class Regressor(Task):
+    """Predicts a number from batches ``{column: number[n]}``; the loss is the standardized squared error.
 
-    data_type = TableData
-    shown = ("train/loss", "val/loss", "val/r2")
+    The datamodule knows the columns: its `label`, `features` and `statistics()`.
+
+    Args:
+        widths: Of the hidden layers.
+        learning_rate, weight_decay, warmup: See `Task`.
+    """
+
     mean: Tensor
     std: Tensor
 
-    def __init__(self, *, widths: list[int] | tuple[int, ...] = (64, 64), **shared: Any) -> None:
-        super().__init__(**shared)
-        self.widths = tuple(widths)
-        self.columns: tuple[str, ...] = ()
-        self.label = ""
+    def __init__(
+        self, widths: Sequence[int] = (64, 64), learning_rate: float = 0.003, weight_decay: float = 0.01,
+        warmup: float = 0.1,
+    ) -> None:  # fmt: skip
+        super().__init__(learning_rate, weight_decay, warmup)
+        self.widths = widths
+        self.network: Any = None
 
-    def make_metrics(self) -> dict[str, Metric]:
-        return {"loss": ExactMean(), "r2": R2()}
-
-    def make_network(self, data: TableData) -> nn.Module:
-        self.columns, self.label = data.features, data.label
-        for name, values in zip(("mean", "std"), data.feature_stats(), strict=True):
+    def configure_model(self) -> None:
+        """Make the network; the data is converted by now, so its columns are known."""
+        if self.network is not None:
+            return
+        trainer: Any = self.trainer
+        data = trainer.datamodule
+        self.label, self.features = data.label, data.features
+        for name, values in zip(("mean", "std"), data.statistics(), strict=True):
             self.register_buffer(name, torch.from_numpy(values).float())
-        sizes = (len(self.columns), *self.widths)
-        hidden = [layer for size in pairwise(sizes) for layer in (nn.Linear(*size), nn.SiLU())]
-        return nn.Sequential(*hidden, nn.Linear(sizes[-1], 1))
+        sizes = (len(self.features), *self.widths)
+        layers = [layer for size in pairwise(sizes) for layer in (nn.Linear(*size), nn.SiLU())]
+        self.network = nn.Sequential(*layers, nn.Linear(sizes[-1], 1))
 
     def forward(self, batch: Batch) -> Tensor:
         """Predict the standardized label, float[n]."""
-        rows = torch.stack([batch[name].float() for name in self.columns], 1)
+        rows = torch.stack([batch[name].float() for name in self.features], 1)
         return self.network((rows - self.mean[:-1]) / self.std[:-1])[:, 0]
 
-    def compute_loss(self, batch: Batch) -> LossOutput:
-        predicted = self(batch)
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
         target = (batch[self.label].float() - self.mean[-1]) / self.std[-1]
-        return LossOutput((predicted - target).square(), {"r2": (predicted, target)})
+        return {"loss": functional.mse_loss(self(batch), target)}

@@ -1,7 +1,7 @@
 """Photos of a Spark DataFrame to shards, and training from them on Spark's workers.
 
-    python -m recipes.spark.flowers                                          # 90 synthetic flowers, 10 for validation
-    python -m recipes.spark.flowers --photos /data/flower_photos --train all --out dbfs:/Volumes/main/ml/flowers
+    python -m recipes.spark.flowers                                          # 100 drawn flowers, some for validation
+    python -m recipes.spark.flowers --photos /data/flower_photos --out dbfs:/Volumes/main/ml/flowers
     python -m recipes.spark.flowers --data runs/shards --trainer composer    # these shards exist already
 
 `TorchDistributor` trains in several processes, by Lightning, or by Composer, which resumes from its checkpoints in
@@ -11,39 +11,33 @@
 import argparse
 import json
 import os
-import re
 import tempfile
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lightning_stream.spark import lightning_trainer_kwargs, local_session, register, with_env
+from recipes.data.synthetic import FLOWERS, write_flowers
 
-CLASSES = ("daisy", "dandelion", "roses", "sunflowers", "tulips")
+CLASSES = tuple(FLOWERS)
 COLUMNS = {"image": "jpeg", "label": "int32", "path": "str"}
-GLOBAL_BATCH = 16  # samples of one optimizer step over all processes
 
 
-def load(session: Any, folder: str, num_train: int | None, num_val: int) -> dict[str, Any]:
-    """The DataFrames ``train`` and ``val`` of images, labels and paths, divided by a hash of the files' names."""
+def load(session: Any, folder: str) -> dict[str, Any]:
+    """The DataFrames ``train`` and ``val`` of images, labels and paths; a hash of their names puts a tenth into val."""
     from pyspark.sql import functions as f
 
     register(session)
     files = session.read.format("binaryFile").option("pathGlobFilter", "*.jpg").option("recursiveFileLookup", "true")
-    numbers = f.create_map(*(f.lit(one) for pair in enumerate(CLASSES) for one in reversed(pair)))
-    label = numbers[f.element_at(f.split("path", "/"), -2)]
-    photos = (
-        files.load(folder).select(f.col("content").alias("image"), label.alias("label"), "path").where("label >= 0")
-    )
+    kind = f.element_at(f.split("path", "/"), -2)
+    label = (f.array_position(f.array(*map(f.lit, CLASSES)), kind) - 1).cast("int")
+    photos = files.load(folder).select(f.col("content").alias("image"), label.alias("label"), "path")
     name = f.array_join(f.slice(f.split("path", "/"), -2, 2), "/")
-    mixed = photos.select("path").orderBy(f.xxhash64(name), "path")
-    chosen = (mixed if num_train is None else mixed.limit(num_val + num_train)).collect()
-    if len(chosen) <= num_val:
-        raise SystemExit(f"{folder} has {len(chosen)} photos of {', '.join(CLASSES)}; --val {num_val} takes them all.")
-    parts = {"train": chosen[num_val:], "val": chosen[:num_val]}
-    paths = {split: f.broadcast(session.createDataFrame(rows, "path string")) for split, rows in parts.items()}
-    return {split: photos.join(paths[split], "path").select("image", "label", "path") for split in parts}
+    is_val = f.pmod(f.xxhash64(name), f.lit(10)) == 0
+    photos = photos.where("label >= 0")
+    return {"train": photos.where(~is_val), "val": photos.where(is_val)}
 
 
 def save(parts: dict[str, Any], out: str) -> None:
@@ -54,7 +48,7 @@ def save(parts: dict[str, Any], out: str) -> None:
         rows.write.format("mds").mode("append").options(**options).save(f"{out}/{split}")
 
 
-def train(trainer: str, data: str, epochs: int, arch: str, folder: str) -> dict[str, Any]:
+def train(by: str, data: str, epochs: int, arch: str, folder: str) -> dict[str, Any]:
     """Train the classifier of the recipes in one of the processes that Spark started; each streams its share."""
     from lightning.pytorch import Trainer
 
@@ -62,32 +56,31 @@ def train(trainer: str, data: str, epochs: int, arch: str, folder: str) -> dict[
     from recipes.models.image_classifier import ImageClassifier
 
     model = ImageClassifier(arch=arch, num_classes=len(CLASSES))
-    cache = Path(tempfile.gettempdir()) / "flowers-cache" / re.sub(r"\W+", "-", data)
-    images = ImageData(remote=data, local=str(cache), global_batch_size=GLOBAL_BATCH)
+    cache = f"{tempfile.gettempdir()}/flowers-{zlib.crc32(data.encode())}"
+    images = ImageData(remote=data, local=cache, global_batch_size=16)
     accelerator = "gpu" if torch.cuda.is_available() else "cpu"
-    if trainer == "lightning":
-        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "num_sanity_val_steps"), 0)
-        given: dict[str, Any] = {"accelerator": accelerator, "strategy": "ddp", **quiet, **lightning_trainer_kwargs()}
-        run = Trainer(max_epochs=epochs, **given)
-        run.fit(model, datamodule=images)
-        figures = {"steps": run.global_step}
-    else:
-        from recipes.trainers.composer import ComposerTrainer
+    trainer: Any
+    last: Path | None = None
+    if by == "composer":
+        from recipes.composer_trainer import ComposerTrainer
 
-        latest = Path(folder) / "composer" / "latest-rank0.pt"
-        composer = ComposerTrainer(folder=folder, max_epochs=epochs, accelerator=accelerator)
-        done = composer.fit(model, images, str(latest) if latest.exists() else None)
-        figures = {"steps": done.num_steps, "samples": done.num_samples}
-    return {"processes": int(os.environ["WORLD_SIZE"]), **figures, **model.history[epochs - 1]}
+        last = Path(folder) / "checkpoints" / "last.ckpt"
+        trainer = ComposerTrainer(default_root_dir=folder, max_epochs=epochs, accelerator=accelerator)
+    else:
+        quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        processes: Any = lightning_trainer_kwargs()
+        trainer = Trainer(max_epochs=epochs, accelerator=accelerator, strategy="ddp", **quiet, **processes)
+    trainer.fit(model, datamodule=images, ckpt_path=str(last) if last and last.exists() else None)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+    return {"processes": int(os.environ["WORLD_SIZE"]), **metrics}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--photos", default="synthetic", help="a folder of class folders; default: synthetic flowers")
+    parser.add_argument("--photos", help="a folder of class folders; default: flowers that are drawn")
     parser.add_argument("--out", help="folder, volume or URL for the shards; default: a new temporary folder")
     parser.add_argument("--data", help="shards that exist already; nothing is converted")
-    parser.add_argument("--train", default="90", help="photos to train on, or 'all'")
-    parser.add_argument("--val", type=int, default=10, help="photos in the validation split")
+    parser.add_argument("--count", type=int, default=100, help="flowers that are drawn")
     parser.add_argument("--trainer", choices=["lightning", "composer"], default="lightning")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--arch", default="mobilenet_v2")
@@ -100,18 +93,15 @@ def main() -> None:
 
     data = options.data or options.out or tempfile.mkdtemp(prefix="flowers-shards-")
     if options.data is None:
-        num_train, photos = None if options.train == "all" else int(options.train), options.photos
-        if photos == "synthetic":
-            from recipes.data.synthetic import write_flowers
-
-            photos = tempfile.mkdtemp(prefix="flowers-")
-            write_flowers(Path(photos), (num_train or 1000) + options.val)
-        save(load(session, photos, num_train, options.val), data)
+        photos = options.photos or tempfile.mkdtemp(prefix="flowers-")
+        if options.photos is None:
+            write_flowers(Path(photos), options.count)
+        save(load(session, photos), data)
         print(f"Shards: {data}")
     distributor = TorchDistributor(options.processes, local_mode=options.on_driver, use_gpu=torch.cuda.is_available())
+    folder = str(Path(options.folder).absolute())
     carried: Any = with_env(train)
-    arguments = (options.trainer, data, options.epochs, options.arch, str(Path(options.folder).absolute()))
-    print(json.dumps(distributor.run(carried, *arguments)))
+    print(json.dumps(distributor.run(carried, options.trainer, data, options.epochs, options.arch, folder)))
     session.stop()
 
 

@@ -1,7 +1,10 @@
-"""Runs recipes in this process, on tiny data."""
+"""Runs `train.py`: in this process on a composed config, or as a user starts it."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,39 +15,44 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 hydra = pytest.importorskip("hydra", reason="the configs are composed by Hydra: uv sync")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-TINY = (
-    "data=flowers", "data.synthetic_count=64", "data.val_fraction=0.2", "data.size_limit=16kb", "data.image_size=32",
-    "data.global_batch_size=8", "data.num_workers=0", "data.conversion_workers=1", "hardware=cpu", "num_threads=1",
-    "+model.model_kwargs.width_mult=0.25", "trainer.max_epochs=2", "trainer.enable_progress_bar=false",
-)  # fmt: skip
+ROOT = Path(__file__).resolve().parents[2]
 
 
-def compose(*overrides: str) -> Any:
+def composed(*overrides: str) -> Any:
+    import train  # noqa: F401 - its types are a part of the config
+
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return hydra.compose("train", overrides=list(overrides))
 
 
 @pytest.fixture
-def composed() -> Callable[..., Any]:
+def compose() -> Callable[..., Any]:
     """Composes a config from overrides."""
-    return compose
-
-
-@pytest.fixture(scope="module")
-def flowers_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds the runs of a module, and the one converted dataset that they share."""
-    return tmp_path_factory.mktemp("runs")
+    return composed
 
 
 @pytest.fixture
-def flowers(flowers_root: Path) -> Callable[..., Path]:
-    """Trains on tiny flowers under a name; gives the run's folder."""
-    from recipes.train import main
+def run(tmp_path: Path) -> Callable[..., Any]:
+    """Trains in this process, by overrides, in the folder of a name; gives what `train.py` gives a sweep."""
+    import train
 
-    def run(name: str, *more: str) -> Path:
-        folder = flowers_root / name
-        main(compose(*TINY, f"root={flowers_root}", f"name={name}", f"folder={folder}", *more))
-        return folder
+    def start(name: str, *overrides: str) -> Any:
+        paths = (f"paths.root={tmp_path}", f"paths.output={tmp_path / name}")
+        config = composed(*overrides, *paths)
+        with train.environment(config):
+            return train.run(config)
 
-    return run
+    return start
+
+
+@pytest.fixture
+def train_py(tmp_path: Path) -> Callable[..., Any]:
+    """Starts `train.py` with arguments in an empty folder, as a user does."""
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
+        env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
+
+    return start

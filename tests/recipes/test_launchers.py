@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,44 +9,27 @@ import pytest
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 
-from support.launches import LIGHTNING, TINY, launch, planned_ids, slurm, torchrun, train, trained_ids
+from support.launches import launch, slurm, torchrun, train
 
-TWO = "hardware.devices=2"
+from lightning_stream import StreamingDataset, verify_delivery
 
-
-@pytest.mark.distributed
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("lightning", marks=pytest.mark.slow),
-        pytest.param("torchrun", marks=pytest.mark.slow),
-        pytest.param("slurm", marks=pytest.mark.slow),
-    ],
-)
-def test_every_launcher_trains_on_the_planned_samples(launcher: str, tmp_path: Path) -> None:
-    run = [*TINY, *LIGHTNING, TWO]
-    if launcher == "slurm":
-        done = launch(tmp_path, train(*run), train(*run), envs=slurm(2))
-    else:
-        done = launch(tmp_path, torchrun(2, *run) if launcher == "torchrun" else train(*run))
-    assert done.code == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    folder = tmp_path / "runs" / "flowers"
-    assert done.stdout.count("written to") == 1
-    assert done.stdout.count("Validation accuracy") == 1
-    assert [each.name for each in (folder / "log").iterdir()] == ["version_0"]
-    assert trained_ids(folder, 2) == planned_ids(tmp_path / "runs")
+RUN = [
+    "+data=table", "data.synthetic_count=200", "data.record_delivery=record", "hardware=cpu", "hardware.devices=2",
+    "trainer.max_epochs=1", "trainer.enable_progress_bar=false",
+]  # fmt: skip
+LAUNCHERS = {"torchrun": ([torchrun(2, *RUN)], [{}]), "slurm": ([train(*RUN)] * 2, slurm(2))}
 
 
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-def test_a_plain_loop_resumes_on_two_devices(tmp_path: Path) -> None:
-    run = [*TINY, "trainer=torch", "trainer.enable_progress_bar=false"]
-    first = launch(tmp_path, train(*run, "trainer.max_epochs=1"))
-    assert first.code == 0, first.stderr[-4000:]
-    second = launch(tmp_path, torchrun(2, *run, TWO, "trainer.max_epochs=2", "ckpt_path=last"))
-    assert second.code == 0, second.stderr[-4000:]
-    assert "Resumed at epoch 1" in second.stdout
-    summary = json.loads((tmp_path / "runs" / "flowers" / "summary.json").read_text())
-    assert set(summary["history"]) == {"0", "1"}
+@pytest.mark.parametrize("launcher", [*LAUNCHERS])
+def test_every_launcher_trains_on_the_planned_samples(launcher: str, tmp_path: Path) -> None:
+    commands, envs = LAUNCHERS[launcher]
+    done = launch(tmp_path, *commands, envs=envs)
+    assert done.code == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.count("train / ") == 1
+    assert done.stdout.count("val/loss") == 1
+    (shards,) = (tmp_path / "runs/shards/table").iterdir()
+    dataset = StreamingDataset(remote=str(shards / "train"), local=str(tmp_path / "cache"))
+    assert "exactly the planned samples" in verify_delivery(tmp_path / "record", dataset).sentence

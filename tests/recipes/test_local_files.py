@@ -20,12 +20,13 @@ import torchvision.transforms.v2
 
 from lightning_stream import StreamingDataLoader, StreamingDataset
 from lightning_stream.convert import convert
-from recipes.data.images import as_tensor
+from lightning_stream.formats.encodings.jpeg import Photo
 from recipes.data.synthetic import write_flowers
 
 
 def pixels(image: Any) -> torch.Tensor:
-    return torchvision.transforms.v2.functional.resize(as_tensor(image), [32, 32]).float() / 255
+    tensor = torch.from_numpy(Photo(image).pixels()).permute(2, 0, 1)
+    return torchvision.transforms.v2.functional.resize(tensor, [32, 32]).float() / 255
 
 
 def sample_pixels(sample: dict[str, Any]) -> tuple[torch.Tensor, int]:

@@ -1,8 +1,7 @@
-"""Starts `train.py` in every way that makes several processes, and says what they left."""
+"""Starts `train.py` in every way that makes several processes."""
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -12,13 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# No batch normalisation: an epoch's last partial batch may give a device a single sample.
-TINY = [
-    "+data=flowers", "data.synthetic_count=60", "data.val_fraction=0.2", "data.size_limit=16kb", "data.image_size=32",
-    "data.global_batch_size=8", "data.num_workers=0", "model.arch=squeezenet1_1", "+model.model_kwargs.dropout=0.0",
-    "hardware=cpu", "num_threads=1",
-]  # fmt: skip
-LIGHTNING = ["trainer.max_epochs=1", "callbacks=sample_log", "trainer.enable_progress_bar=false"]
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT")
 
 
@@ -79,29 +71,3 @@ def slurm(num_tasks: int) -> list[dict[str, str]]:
         "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     return [{**job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(num_tasks)]
-
-
-def trained_ids(folder: Path, num_ranks: int) -> list[list[int]]:
-    """The sorted ids of each optimizer step, over the ranks' files."""
-    files = sorted((folder / "samples").iterdir())
-    assert [file.name for file in files] == [f"rank-{rank}.jsonl" for rank in range(num_ranks)]
-    lines = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-    return [sorted(one for line in step for one in line["ids"]) for step in zip(*lines, strict=True)]
-
-
-def planned_ids(root: Path, *, seed: int = 1) -> list[list[int]]:
-    """What the first epoch of `TINY` is made of, by the order alone: sorted ids of each step."""
-    from lightning_stream import StreamingDataLoader
-    from recipes.data.images import ImageData
-
-    dataset = ImageData(
-        source="synthetic", synthetic_count=60, val_fraction=0.2, size_limit="16kb", hashes=["xxh3_64"],
-        image_size=32, global_batch_size=8, seed=seed, remote=str(root / "shards" / "flowers"),
-        local=str(root / "cache" / "flowers"),
-    ).train_dataset  # fmt: skip
-    loader = StreamingDataLoader(dataset, global_batch_size=8)
-    steps = []
-    for _ in loader:
-        assert loader.last_batch is not None
-        steps.append(sorted(loader.last_batch.ids[~loader.last_batch.filler].tolist()))
-    return steps

@@ -1,0 +1,96 @@
+"""A LightningModule on streamed data under MosaicML Composer, which resumes on any number of devices."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from composer import Callback, ComposerModel, Trainer
+from composer.utils import dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_stream import data_spec
+from lightning_stream.trainers.lightning.data_module import StreamingDataModule
+from recipes.torch_loop import Logged, optimization
+
+_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "amp_bf16", "16-mixed": "amp_fp16"}
+
+
+class ComposerTrainer(Callback):
+    """Trains under Composer; ``configs/trainer/composer.yaml`` describes the settings.
+
+    Attributes:
+        callback_metrics: The last evaluation, by name.
+    """
+
+    def __init__(
+        self, *, default_root_dir: str, max_epochs: int = 10, max_steps: int = -1, accelerator: str = "auto",
+        precision: str = "32-true", save_interval: str = "20ba", seed: int = 1,
+        options: Mapping[str, Any] | None = None, callbacks: Any = None, logger: Any = None,  # noqa: ARG002
+    ) -> None:  # fmt: skip
+        self.folder = Path(default_root_dir) / "checkpoints"
+        self.max_epochs, self.max_steps, self.save_interval, self.seed = max_epochs, max_steps, save_interval, seed
+        device = {"auto": None, "cuda": "gpu"}.get(accelerator, accelerator)
+        self.options = {"device": device, "precision": _PRECISIONS.get(precision, precision), **(options or {})}
+        self.callback_metrics: dict[str, float] = {}
+        self.world_size = dist.get_world_size()
+
+    def fit(self, model: Any, datamodule: StreamingDataModule, ckpt_path: str | None = None) -> None:
+        """Train, and evaluate after each epoch. The first process converts the data while the others wait."""
+        if self.world_size > 1:
+            dist.initialize_dist(self.options["device"], timeout=86400.0)
+        if dist.get_global_rank() == 0:
+            datamodule.prepare_data()
+        dist.barrier()
+        self.datamodule, self.logged = datamodule, Logged(model)
+        model.trainer = self
+        model.configure_model()
+        workers: Any = {"num_workers": datamodule.num_workers}
+        size, eval_size = datamodule.global_batch_size, datamodule.eval_batch_size
+        train = data_spec(datamodule.datasets["train"], global_batch_size=size, seed_steps=self.seed, **workers)
+        val = data_spec(datamodule.datasets["val"], batch_size=eval_size, evaluation=True, **workers)
+        steps = sum(map(train.dataloader.num_batches, range(self.max_epochs)))
+        self.estimated_stepping_batches = steps if self.max_steps < 0 else min(steps, self.max_steps)
+        made = optimization(model)
+        trainer = Trainer(
+            model=_ComposerModel(model), train_dataloader=train, eval_dataloader=val, optimizers=made["optimizer"],
+            schedulers=made.get("schedule"), step_schedulers_every_batch=True, load_path=ckpt_path,
+            max_duration=f"{self.estimated_stepping_batches}ba", save_folder=str(self.folder),
+            save_latest_filename="last.ckpt", save_interval=self.save_interval, save_overwrite=True,
+            save_num_checkpoints_to_keep=2, seed=self.seed, callbacks=[self], **self.options,
+        )  # fmt: skip
+        trainer.fit()
+        trainer.close()
+
+    def save_checkpoint(self, path: str | Path) -> None:
+        """Nothing: Composer has saved one at the end of `fit`."""
+
+    def eval_start(self, *_: Any) -> None:
+        """Forget what was logged in training: Composer logs its loss itself."""
+        self.logged.means()
+
+    def eval_end(self, _state: Any, logger: Any) -> None:
+        """Log the means over the samples of all processes."""
+        self.callback_metrics = self.logged.means()
+        logger.log_metrics(self.callback_metrics)
+
+
+class _ComposerModel(ComposerModel):
+    """A LightningModule as Composer trains it."""
+
+    def __init__(self, model: LightningModule) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        loss: Any = self.model.training_step(batch, 0)
+        return loss
+
+    def loss(self, outputs: Tensor, _batch: Any) -> Tensor:
+        return outputs
+
+    def eval_forward(self, batch: Any, _outputs: Any = None) -> Any:
+        return self.model.validation_step(batch, 0)
+
+    def get_metrics(self, is_train: bool) -> dict[str, Any]:  # noqa: ARG002
+        return {}

@@ -1,0 +1,60 @@
+"""The steps and the optimizer that the models of the recipes share; `train.py` takes any other LightningModule, too."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+Batch = Mapping[str, Tensor]
+
+
+class Task(LightningModule):
+    """A model whose subclass defines `measure`.
+
+    Args:
+        learning_rate, weight_decay: Of AdamW.
+        warmup: Share of the run in which the learning rate rises; then it falls as a cosine does.
+    """
+
+    def __init__(self, learning_rate: float, weight_decay: float, warmup: float) -> None:
+        super().__init__()
+        self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
+
+    def measure(self, batch: Batch) -> dict[str, Tensor]:
+        """The loss, under ``loss``, and other metrics: means over the samples of a batch."""
+        raise NotImplementedError
+
+    def training_step(self, batch: Batch, _batch_idx: int) -> Tensor:
+        return self._step(batch, "train")
+
+    def validation_step(self, batch: Batch, _batch_idx: int) -> None:
+        self._step(batch, "val")
+
+    def test_step(self, batch: Batch, _batch_idx: int) -> None:  # noqa: PT019
+        self._step(batch, "test")
+
+    def _step(self, batch: Batch, stage: str) -> Tensor:
+        measured = self.measure(batch)
+        size = len(next(iter(batch.values())))
+        values = {f"{stage}/{name}": value.detach() for name, value in measured.items()}
+        self.log_dict(values, prog_bar=True, batch_size=size, sync_dist=stage != "train")
+        return measured["loss"]
+
+    def configure_optimizers(self) -> Any:
+        optimizer = AdamW(self.parameters(), self.learning_rate, weight_decay=self.weight_decay)
+        total = float(self.trainer.estimated_stepping_batches)
+
+        def multiplier(step: int) -> float:
+            if math.isinf(total):  # a run that max_time alone limits
+                return 1.0
+            done = (step + 1) / (total + 1)
+            if done < self.warmup:
+                return done / self.warmup
+            return 0.5 + 0.5 * math.cos(math.pi * min(1.0, (done - self.warmup) / (1 - self.warmup)))
+
+        schedule = LambdaLR(optimizer, multiplier)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -1,1 +1,0 @@
-"""Trainers beside Lightning: a plain torch loop, and Composer."""

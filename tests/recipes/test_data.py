@@ -1,0 +1,154 @@
+"""The recipes' data: each source becomes shards whose samples are those of the source, in the right split."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
+pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
+
+from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset
+from lightning_stream.order import World
+from recipes.data.captions import CaptionData
+from recipes.data.images import ImageData
+from recipes.data.synthetic import captioned_flower, write_flowers
+from recipes.data.table import TableData
+from recipes.data.text import TextData, TextMixture
+
+
+def places(folder: Path, **more: Any) -> dict[str, Any]:
+    common = {"remote": str(folder / "shards"), "local": str(folder / "cache"), "global_batch_size": 8}
+    return {**common, "conversion_workers": 1, **more}
+
+
+def samples(data: Any, split: str) -> list[dict[str, Any]]:
+    return list(LocalDataset(f"{data.uri}/{split}"))
+
+
+@pytest.mark.parametrize("as_archive", [False, True], ids=["folder", "tgz"])
+def test_photos_keep_their_bytes_and_classes(as_archive: bool, tmp_path: Path) -> None:
+    write_flowers(tmp_path / "photos", 30)
+    source = tmp_path / "photos"
+    if as_archive:
+        with tarfile.open(tmp_path / "photos.tgz", "w:gz") as tar:
+            tar.add(source, "photos")
+        source = tmp_path / "photos.tgz"
+    data = ImageData(photos=str(source), downloads=str(tmp_path / "downloads"), **places(tmp_path))
+    data.prepare_data()
+    kept = [sample for split in ("train", "val") for sample in samples(data, split)]
+    assert len(kept) == 30
+    for sample in kept:
+        path = tmp_path / "photos" / sample["name"]
+        assert data.classes[sample["label"]] == path.parent.name
+    batch = next(iter(data.train_dataloader()))
+    assert batch["image"].shape[1:] == (3, 64, 64)
+    assert batch["image"].dtype == torch.uint8
+
+
+def test_another_source_or_setting_has_shards_of_its_own(tmp_path: Path) -> None:
+    first = TableData(source="synthetic", synthetic_count=50, **places(tmp_path))
+    same = TableData(source="synthetic", synthetic_count=50, **places(tmp_path))
+    other = TableData(source="synthetic", synthetic_count=60, **places(tmp_path))
+    assert first.uri == same.uri != other.uri
+    first.prepare_data()
+    before = {path: path.stat().st_mtime_ns for path in Path(first.uri).rglob("*.mds*")}
+    same.prepare_data()
+    other.prepare_data()
+    assert {path: path.stat().st_mtime_ns for path in Path(first.uri).rglob("*.mds*")} == before
+
+
+def test_a_document_is_in_one_split_and_keeps_its_bytes(tmp_path: Path) -> None:
+    texts = [f"document {number} says {number * number}" for number in range(60)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    source = str(tmp_path / "texts.jsonl")
+    data = TextData(source=source, text_key="body", val_fraction=0.2, seq_len=32, **places(tmp_path))
+    data.prepare_data()
+    kept = {
+        split: [bytes(one["tokens"][1:].tolist()).decode() for one in samples(data, split)]
+        for split in ("train", "val")
+    }
+    assert sorted(kept["train"] + kept["val"]) == sorted(texts)
+    assert kept["val"]
+    batch = next(iter(data.train_dataloader()))
+    assert batch["input_ids"].shape == (8, 32)
+
+
+def test_a_text_without_the_key_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"body": "x"}\n')
+    data = TextData(source=str(tmp_path / "texts.jsonl"), **places(tmp_path))
+    with pytest.raises(Exception, match=r"it has body\. Set data\.text_key"):
+        data.prepare_data()
+
+
+def test_a_mixture_has_its_proportions_and_validates_each_document_once(tmp_path: Path) -> None:
+    parts = {
+        name: {"source": "synthetic", "synthetic_count": 60, "proportion": share}
+        for name, share in (("a", 3), ("b", 1))
+    }
+    data = TextMixture(parts=parts, seq_len=64, size_limit="4kb", **places(tmp_path))
+    data.prepare_data()
+    streams = data.datasets["train"].streams  # type: ignore[union-attr]
+    assert [stream.proportion for stream in streams] == [3, 1]
+    sizes = [len(samples(part, "val")) for part in data.parts.values()]
+    assert data.datasets["val"].size == sum(sizes)  # type: ignore[union-attr]
+
+
+def test_captions_come_from_txt_or_json_and_missing_images_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "tars").mkdir()
+    with tarfile.open(tmp_path / "tars" / "00000.tar", "w") as tar:
+        for number in range(20):
+            (sample,) = captioned_flower(number)
+            text = (
+                {"txt": sample["caption"].encode()}
+                if number % 2
+                else {"json": json.dumps({"caption": sample["caption"]}).encode()}
+            )
+            for suffix, content in ({} if number == 3 else {"jpg": sample["image"]} | text).items():
+                path = tmp_path / f"{number:05d}.{suffix}"
+                path.write_bytes(content)
+                tar.add(path, path.name)
+    data = CaptionData(source=str(tmp_path / "tars"), val_fraction=0.3, **places(tmp_path))
+    data.prepare_data()
+    kept = [sample["caption"] for split in ("train", "val") for sample in samples(data, split)]
+    assert sorted(kept) == sorted(captioned_flower(number)[0]["caption"] for number in range(20) if number != 3)
+
+
+def test_a_table_drops_or_fills_empty_cells_and_names_columns(tmp_path: Path) -> None:
+    rows = [f"{x},{'' if x % 10 == 0 else x * 2},word" for x in range(60)]
+    (tmp_path / "table.csv").write_text("\n".join(["x,y,kind", *rows]))
+    source = str(tmp_path / "table.csv")
+    dropped = TableData(source=source, drop_nulls=True, **places(tmp_path))
+    dropped.prepare_data()
+    assert dropped.features == ["x"]
+    assert len(samples(dropped, "train")) + len(samples(dropped, "val")) == 54
+    filled = TableData(source=source, fill_nulls={"y": 0.0}, label="z", **places(tmp_path))
+    filled.prepare_data()
+    with pytest.raises(ValueError, match=r"one of the columns of numbers, x, y; found z"):
+        _ = filled.features
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_an_evaluation_counts_each_sample_once_on_any_number_of_processes(count: int, tmp_path: Path) -> None:
+    with MDSWriter(out=tmp_path / "val", columns={"x": "int"}, size_limit=512) as writer:
+        for number in range(103):
+            writer.write({"x": number})
+    seen = []
+    for rank in range(count):
+        dataset = StreamingDataset(remote=str(tmp_path / "val"), local=str(tmp_path / "cache"))
+        loader = StreamingDataLoader(dataset, 16, evaluation=True, world=World(rank, count, count))
+        seen += [x for batch in loader for x in batch["x"].tolist()]
+    assert sorted(seen) == list(range(103))
+
+
+@pytest.mark.slow
+def test_a_gpt_learns_from_packed_rows(run: Callable[..., Any]) -> None:
+    small = ("data.synthetic_count=200", "model.d_model=32", "model.n_layers=1", "data.num_workers=0", "hardware=cpu")
+    loss = run("text", "+data=text", *small, "trainer.max_epochs=3", "trainer.enable_progress_bar=false")
+    assert loss < 4.5
