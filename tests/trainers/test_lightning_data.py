@@ -95,7 +95,7 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(shards: Path
 
 
 def test_a_mismatch_is_refused_or_taken_with_a_warning(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    Run(shards, tmp_path, save_at=(5,), max_epochs=1)
     path = checkpoints(tmp_path)[0][1]
     other: dict[str, Any] = {"dataset": {"shuffle_seed": 7}, "max_epochs": 1}
     with pytest.raises(SettingsMismatch, match="on_mismatch='warn'"):
@@ -131,7 +131,7 @@ print(issubclass(StreamingDataModule, L.LightningDataModule))"""
 
 
 def test_a_position_is_read_from_a_sharded_folder_without_its_weights(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    Run(shards, tmp_path, save_at=(5,), max_epochs=1)
     path = checkpoints(tmp_path)[0][1]
     content = torch.load(path, weights_only=True)
     (tmp_path / "sharded").mkdir()
