@@ -82,7 +82,7 @@ class Run:
         spec: What the trainer takes its data from, instead.
         save_at: The optimizer steps after which a checkpoint is kept.
         evaluates: How often it evaluates.
-        dropout: Of the model's hidden layer.
+        dropout, recorder: Of the model's hidden layer, and the model's class.
         fit: The arguments of each call of ``fit``.
         raises: Errors that are kept in `error`.
         options: Of Composer's trainer.
@@ -104,7 +104,7 @@ class Run:
         if steps := options.pop("save_at", None):
             options["save_interval"] = saves_at(steps)
         torch.manual_seed(0)
-        self.model = Recorder(options.pop("dropout", 0.0))
+        self.model = options.pop("recorder", Recorder)(options.pop("dropout", 0.0))
         self.noted = Losses()
         spec = options.pop("spec", None)  # has no truth value: a loader whose mixture has ended is empty
         self.spec = data_spec(**data) if spec is None else spec

@@ -21,7 +21,11 @@ from lightning_stream import MDSWriter, read_position
 
 NUM_SAMPLES, GLOBAL_BATCH, EPOCHS, STEPS_PER_EPOCH = 167, 16, 3, 11
 MOST_STATE_BYTES = 1000  # the documentation promises a few hundred
-HOSTS = {"Lightning": "lightning_host", "Composer": "composer_host", "plain loop": "plain_host"}
+HOSTS = {  # the module of each, what must be installed, and the command for it
+    "Lightning": ("lightning_host", "lightning.pytorch", "uv sync"),
+    "Composer": ("composer_host", "composer", "uv sync --no-dev --extra composer"),
+    "plain loop": ("plain_host", "torch", "uv sync"),
+}
 Steps = dict[int, list[int]]  # optimizer step -> sorted ids of the samples that fed it, without filler
 Value = TypeVar("Value")
 
@@ -96,7 +100,9 @@ class At:
 
 def host_named(name: str) -> Any:
     """The host of this name; skips the test where its trainer is not installed."""
-    return import_module(f"support.{HOSTS[name]}").HOST
+    module, package, command = HOSTS[name]
+    pytest.importorskip(package, reason=f"{name} is not installed: {command}")
+    return import_module(f"support.{module}").HOST
 
 
 def write_shards(folder: Path, num_samples: int = NUM_SAMPLES, first: int = 0) -> Path:
