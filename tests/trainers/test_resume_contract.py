@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -396,3 +398,49 @@ def test_an_epoch_that_a_change_of_the_mixture_makes_longer_is_trained_to_its_en
         rest, path = fit_to(60, tmp_path / f"{stop} again", path)
         assert first | rest == whole
         assert read_position(path) == read_position(last)
+
+
+# The contract can fail
+
+
+def continues_at(shift: int) -> Callable[..., None]:
+    load = StreamingDataLoader.load_state_dict
+
+    def broken(self: StreamingDataLoader, state: Any) -> None:
+        load(self, state)
+        self.continue_from(replace(self.position, position=self.position.position + shift, ledger=None))
+
+    return broken
+
+
+def without_first_batch(self: StreamingDataLoader, iterate: Any = StreamingDataLoader.__iter__) -> Iterator[Any]:
+    batches = iterate(self)
+    next(batches)
+    yield from batches
+
+
+def with_rank(self: StreamingDataLoader) -> dict[str, Any]:
+    return {**self.state_of(self.position), "rank": self.detect_world().rank}
+
+
+BROKEN: dict[str, tuple[str, Callable[..., Any]] | None] = {
+    "nothing": None,
+    "continues a step later": ("load_state_dict", continues_at(16)),
+    "continues a step earlier": ("load_state_dict", continues_at(-16)),
+    "loses an epoch's first batch": ("__iter__", without_first_batch),
+    "saves another state on each rank": ("state_dict", with_rank),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_the_contract_fails_where_a_loader_is_broken(shards: Path, tmp_path: Path, how: str) -> None:
+    class Broken(type(host_named("plain loop"))):  # type: ignore[misc]
+        def run_link(self, *arguments: Any) -> Any:
+            with pytest.MonkeyPatch.context() as patch:
+                if (broken := BROKEN[how]) is not None:
+                    patch.setattr(StreamingDataLoader, *broken)
+                return super().run_link(*arguments)
+
+    links = [Link("bare", 2, way="max_steps", at=At("", 4)), Link("bare")]
+    with nullcontext() if how == "nothing" else pytest.raises(AssertionError):
+        expect_chain_exact(Broken(), shards, tmp_path, Chain(0, {}, {}, links=links))
