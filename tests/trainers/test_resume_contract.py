@@ -346,7 +346,7 @@ def test_one_loader_serves_several_trainers_and_a_second_one_over_its_dataset_be
     assert planned(second) == whole
 
 
-@EACH_TRAINER
+@pytest.mark.parametrize("name", ["Lightning"])
 def test_a_loader_whose_mixture_has_ended_serves_another_trainer_from_the_start(
     root: Path, tmp_path: Path, name: str
 ) -> None:
