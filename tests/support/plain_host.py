@@ -1,8 +1,7 @@
-"""A plain loop over a loader, which keeps its state as JSON, as a host of the resume contract."""
+"""A plain loop over a loader, as a host of the resume contract."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,9 +35,9 @@ class Run:
         self.seen: Steps = defaultdict(list)
         self.step = 0
         if checkpoint is not None:
-            saved = json.loads(checkpoint.read_text())
+            saved = torch.load(checkpoint, weights_only=True)
             self.step = saved["step"]
-            self.net.load_state_dict({name: torch.tensor(value) for name, value in saved["net"].items()})
+            self.net.load_state_dict(saved["net"])
             loader.load_state_dict(saved["loader"])
         try:
             while self.step < until and loader.position.epoch < EPOCHS:
@@ -66,9 +65,8 @@ class Run:
                 return
 
     def _save(self) -> None:
-        net = {name: value.tolist() for name, value in self.net.state_dict().items()}
-        content = {"step": self.step, "net": net, "loader": self.loader.state_dict()}
-        (self.saves / f"{self.step}.json").write_text(json.dumps(content))
+        content = {"step": self.step, "net": self.net.state_dict(), "loader": self.loader.state_dict()}
+        torch.save(content, self.saves / f"{self.step}.pt")
 
     def _reaches(self, hook: str) -> None:
         self.user.reaches(hook, self.step, self.loader)

@@ -16,17 +16,13 @@ pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 import torch
-from support.lightning_runs import NUM_SAMPLES, Recorder, Run, checkpoints
+from support.lightning_runs import NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, write_shards
 
 from lightning_stream import StreamingDataModule
-from lightning_stream.errors import SettingsMismatch, StateError
+from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError
 from lightning_stream.trainers.checkpoints import read_position
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*")
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "enable_checkpointing": False,
-}  # fmt: skip
 
 
 class TrainsOnly(pl.LightningModule):
@@ -103,6 +99,8 @@ def test_a_mismatch_is_refused_or_taken_with_a_warning(shards: Path, tmp_path: P
     with pytest.warns(UserWarning, match="seed was 9176 and is 7 now"):
         run = Run(shards, tmp_path / "taken", path, data={"on_mismatch": "warn"}, **other)
     assert sorted(run.steps) == list(range(5, 11))
+    with pytest.raises(SnapshotMismatch, match="167 samples in"):
+        Run(write_shards(tmp_path / "other", 90), tmp_path / "refused", path, max_epochs=1)
 
 
 def test_a_missing_checkpoint_is_an_error(shards: Path, tmp_path: Path) -> None:

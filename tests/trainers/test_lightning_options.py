@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -26,11 +25,10 @@ from support.resume_contract import (
     expect_exact,
     from_step,
     merged,
-    write_shards,
 )
 
 from lightning_stream import Packing, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
-from lightning_stream.errors import LedgerError, SettingsMismatch, SnapshotMismatch, StateError
+from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.trainers.lightning import loops
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
@@ -266,15 +264,6 @@ def test_a_checkpoint_of_mosaicml_streaming_continues_where_its_algorithm_is_nam
         Run(shards, tmp_path, tmp_path / "theirs.ckpt")
 
 
-def test_other_data_or_another_seed_is_refused_with_what_differs(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, save_at=(5,), max_epochs=1)
-    _, path = checkpoints(tmp_path)[0]
-    with pytest.raises(SettingsMismatch, match="seed was 9176 and is 7 now"):
-        Run(shards, tmp_path, path, dataset={"shuffle_seed": 7})
-    with pytest.raises(SnapshotMismatch, match="167 samples in"):
-        Run(write_shards(tmp_path / "other", 90), tmp_path, path)
-
-
 class SortsIds:
     """Makes batches as the wrapped one does, but of other samples than were planned."""
 
@@ -317,15 +306,6 @@ def test_the_progress_bar_shows_the_position_and_is_left_as_it_was(shards: Path,
     Run(shards, tmp_path, callbacks=[Bar()], enable_progress_bar=True, max_epochs=2)
     assert shown[10] == shown[-1] == "167/167"  # 11 batches an epoch
     assert shown[11] == "16/167"
-
-
-def test_the_happy_path_warns_of_nothing_of_ours(shards: Path, tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Run(shards, tmp_path, save_at=(5,), max_epochs=1)
-        Run(shards, tmp_path, checkpoints(tmp_path)[0][1])
-    ours = [str(w.message) for w in caught if "lightning_stream" in w.filename or "lightning_stream" in str(w.message)]
-    assert not ours
 
 
 @pytest.mark.parametrize(
@@ -400,19 +380,3 @@ def test_a_last_checkpoint_in_the_folder_of_another_version_is_an_error(
     assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
     with pytest.raises(StateError, match=r"none is marked as last .*version_0.*ModelCheckpoint\(dirpath="):
         fit()
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.parametrize("other", [{"shuffle_seed": 5}, {"shuffle": False}, {"num_canonical_nodes": 3}], ids=str)
-def test_a_second_fit_with_another_loader_trains_in_its_order(shards: Path, other: dict[str, Any]) -> None:
-    trainer = Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Recorder(), streaming(shards))
-    dataset = StreamingDataset(remote=shards, **{"shuffle": True, **other})
-    expected = StreamingDataLoader(dataset, GLOBAL_BATCH)
-    expected.set_epoch(1)
-    trainer.fit_loop.max_epochs = 2
-    second = Recorder()
-    trainer.fit(
-        second, StreamingDataLoader(StreamingDataset(remote=shards, **{"shuffle": True, **other}), GLOBAL_BATCH)
-    )
-    assert [sorted(ids) for ids in second.steps.values()][:10] == [sorted(b["id"].tolist()) for b in expected][:10]

@@ -212,24 +212,30 @@ def test_persistent_workers_end_with_the_fit(shards: Path, tmp_path: Path) -> No
         assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("is_same", [True, False], ids=["same data", "other data"])
+OTHERS = [{"shuffle_seed": 5}, {"shuffle": False}, {"num_canonical_nodes": 3}]
+
+
+@pytest.mark.parametrize("first", [0, 1000], ids=["same data", "other data"])
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_a_second_fit_over_another_loader_trains_on_it_and_its_state_is_of_it(
-    shards: Path, tmp_path: Path, is_same: bool
+    tmp_path: Path, shards: Path, first: int, other: dict[str, Any]
 ) -> None:
-    others = shards if is_same else write_shards(tmp_path / "others", first=1000)
+    others = write_shards(tmp_path / "others", first=first)
+
+    def loader() -> StreamingDataLoader:
+        return StreamingDataLoader(StreamingDataset(remote=others, **{"shuffle": True, **other}), 16)
+
     callback, module = StreamingCallback(), Recorder()
-    trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, callbacks=[callback], **QUIET_TRAINER)
-    trainer.fit(module, StreamingDataLoader(StreamingDataset(remote=shards), 32))
+    trainer = pl.Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [callback]})
+    trainer.fit(module, StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), 32))
     module.steps.clear()
     trainer.fit_loop.max_epochs = 2
-    second = StreamingDataLoader(StreamingDataset(remote=others, shuffle=True, shuffle_seed=5), 16)
-    trainer.fit(module, second)
-    expected = StreamingDataLoader(StreamingDataset(remote=others, shuffle=True, shuffle_seed=5), 16)
+    trainer.fit(module, loader())
+    expected = loader()
     expected.set_epoch(1)
     assert list(module.steps.values()) == [batch["id"].tolist() for batch in expected]
-    state = callback.state_dict()["position"]
-    again = StreamingDataLoader(StreamingDataset(remote=others, shuffle=True, shuffle_seed=5), 16)
-    again.load_state_dict(state)
+    again = loader()
+    again.load_state_dict(callback.state_dict()["position"])
     assert (again.position.epoch, again.position.position) == (2, 0)
 
 

@@ -77,11 +77,18 @@ def expect_chain_exact(
 ) -> None:
     """Stop after some steps and continue in the next world; each step gets the samples of an uninterrupted run.
 
-    ``accumulate`` is by the number of devices; ``early`` stops by a callback; ``whole`` are the options of that run.
+    ``accumulate`` is by the number of devices; ``early`` stops by a callback; ``whole`` are the options of that run,
+    and ``whole_on`` is its number of devices.
     """
     accumulate, early = options.pop("accumulate", {}), options.pop("early", False)
-    stops = options.pop("stops", STOPS[-len(worlds) :])
-    whole = host_named(name).run(shards, folder / "whole", **{**until(name, stops[-1]), **options.pop("whole", {})})
+    stops, whole_on = options.pop("stops", STOPS[-len(worlds) :]), options.pop("whole_on", 1)
+    alone = {**until(name, stops[-1]), **options.pop("whole", {})}
+    if whole_on == 1:
+        whole = host_named(name).run(shards, folder / "whole", **alone)
+        expected, expected_losses = whole.steps, whole.losses
+    else:
+        run(name, folder / "whole", shards, whole_on, launcher, **alone)
+        expected, expected_losses = steps_of(folder / "whole"), None
     path, seen, losses = None, {}, {}
     for number, (world, stop) in enumerate(zip(worlds, stops, strict=True)):
         out = folder / f"link{number}"
@@ -92,8 +99,8 @@ def expect_chain_exact(
         seen |= steps_of(out)
         losses |= {int(step): loss for step, loss in ranks_of(out)[0].get("losses", {}).items()}
         assert host_named(name).checkpoints(out)[-1][0] == stop
-    assert seen == whole.steps
-    assert losses == pytest.approx(whole.losses, abs=1e-6)
+    assert seen == expected
+    assert expected_losses is None or losses == pytest.approx(expected_losses, abs=1e-6)
 
 
 # Chains over worlds
@@ -173,20 +180,9 @@ def test_mixtures_are_exact_over_worlds(tmp_path: Path, method: str) -> None:
     write_shards(tmp_path / "mix" / "a", 100)
     write_shards(tmp_path / "mix" / "b", 67, first=100)
     data = {"mixture": {"a": 0.3, "b": 0.7}, "epoch_size": 160, "batching_method": method}
-    worlds = [4, 1, 2]
-    if method == "device_per_stream":  # its blocks are the first run's batch on one device
-        run("Composer", tmp_path / "whole", tmp_path / "mix", 4, "torchrun", data=data, **until("Composer", 23))
-        steps: Steps = {}
-        path: Path | None = None
-        for world, stop in zip(worlds, (7, 10, 23), strict=True):
-            out = tmp_path / str(stop)
-            path = run("Composer", out, tmp_path / "mix", world, "torchrun", checkpoint=path, data=data,
-                       **until("Composer", stop))  # fmt: skip
-            steps |= steps_of(out)
-        assert steps == steps_of(tmp_path / "whole")
-        return
-    options = {"stops": (7, 10, 23), "data": data, "whole": {"data": data}}
-    expect_chain_exact("Composer", tmp_path, tmp_path / "mix", worlds, **options)
+    # The blocks of "device_per_stream" are the first run's batch on one device.
+    whole = {"whole": {"data": data}, "whole_on": 4 if method == "device_per_stream" else 1}
+    expect_chain_exact("Composer", tmp_path, tmp_path / "mix", [4, 1, 2], stops=(7, 10, 23), data=data, **whole)
 
 
 @slow
