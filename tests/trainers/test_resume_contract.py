@@ -226,7 +226,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_starts_the_next(
 
 # Chains of runs
 
-FIRST, LAST = map(int, os.environ.get("LIGHTNING_STREAM_SEEDS", "100:200").split(":"))
+FIRST, LAST = map(int, os.environ.get("LIGHTNING_STREAM_SEEDS", "100:300").split(":"))
 SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(FIRST, LAST))]
 
 
