@@ -337,8 +337,9 @@ def run_chain(host: Any, shards: Path, folder: Path, chain: Chain) -> tuple[Step
 
 def expect_chain_exact(host: Any, shards: Path, folder: Path, chain: Chain) -> None:
     """No sample of the order is lost or repeated over a chain; losses are the same, where the trainer tells them."""
-    steps, losses = run_chain(host, shards, folder, chain)
     whole = planned(chain.loader(shards, world=World()), limit=chain.limit)
+    chain.num_steps = len(whole)
+    steps, losses = run_chain(host, shards, folder, chain)
     wrong = [step for step in sorted({*whole, *steps}) if whole.get(step) != steps.get(step)]
     assert not wrong, f"steps {wrong} differ: {chain}"
     if losses:

@@ -136,13 +136,18 @@ def merged(ranks: Iterable[Mapping[Any, Sequence[int]]]) -> Steps:
 def planned(loader: Any, *, limit: int | None = None, epochs: int = EPOCHS) -> Steps:
     """What feeds the optimizer steps of a run by the order alone, read from a loader of one process."""
     steps: Steps = {}
+    ids: list[int] = []
     for epoch in range(epochs):
         loader.set_epoch(epoch)
         for number, batch in enumerate(loader):
             if number == limit:
                 break
-            if batch is not None:  # a trainer passes over an empty batch
-                steps[len(steps)] = sorted(batch["id"][np.flatnonzero(~loader.last_batch.filler)].tolist())
+            if batch is None:  # a trainer passes over an empty batch
+                continue
+            ids += batch["id"][np.flatnonzero(~loader.last_batch.filler)].tolist()
+            if loader.last_batch.completes_step:
+                steps[len(steps)] = sorted(ids)
+                ids = []
     return steps
 
 
