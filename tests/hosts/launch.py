@@ -1,6 +1,6 @@
-"""Runs a list of runs under the hosts of one module: it is imported once, then each run's ranks are forked.
+"""Runs a list of runs under their hosts: these are imported once, then each run's ranks are forked.
 
-Started as ``python -m hosts.launch MODULE RUNS.json``; each rank's output is in its run's folder.
+Started as ``python -m hosts.launch RUNS.json``; each rank's output is in its run's folder.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -18,16 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch._dynamo  # noqa: F401  # optimizers load it at their first use, which is slow
+from support.launches import free_port
 
 from hosts.run import Run
 
 TIMEOUT_S, GRACE_S = 120.0, 3.0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _rank(host: Callable[[Run], None], run: Run, port: int) -> None:
@@ -53,7 +47,7 @@ def _rank(host: Callable[[Run], None], run: Run, port: int) -> None:
 def _fork(host: Callable[[Run], None], options: dict[str, Any]) -> list[int]:
     """Start the ranks of a run and wait for them; as torchrun does, end the others when one fails."""
     Path(options["folder"]).mkdir(parents=True)
-    port, codes, pids = _free_port(), {}, {}
+    port, codes, pids = free_port(), {}, {}
     for rank in range(options["world"]):
         pid = os.fork()
         if pid == 0:
@@ -73,15 +67,16 @@ def _fork(host: Callable[[Run], None], options: dict[str, Any]) -> list[int]:
     return [codes[pid] for pid in pids]
 
 
-def main(module: str, plan: str) -> None:
+def main(plan: str) -> None:
     """Run them in order, but none that resumes a failed run; each run's exit codes are written to its folder."""
-    hosts = import_module(f"hosts.{module}")
+    runs = json.loads(Path(plan).read_text())
+    modules = {module: import_module(f"hosts.{module}") for module in {run["host"].split(":")[0] for run in runs}}
     failed: set[str] = set()
-    for options in json.loads(Path(plan).read_text()):
-        host = getattr(hosts, options.pop("host"))
+    for options in runs:
+        module, function = options.pop("host").split(":")
         if options["resumes"] in failed:
             continue
-        codes = _fork(host, options)
+        codes = _fork(getattr(modules[module], function), options)
         if any(codes):
             failed.add(options["folder"])
         (Path(options["folder"]) / "codes.json").write_text(json.dumps(codes))

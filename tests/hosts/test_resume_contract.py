@@ -21,14 +21,20 @@ import pytest
 
 pytest.importorskip("torch", reason="the hosts need torch: uv sync --extra torch")
 
-from hosts.run import EPOCHS, GLOBAL_BATCH, STEPS_PER_EPOCH, STOPS
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
+from support.resume_contract import Steps, from_step, merged, planned
 
-# The first case of a module waits for the runs of all.
+from hosts.run import EPOCHS, GLOBAL_BATCH, STOPS
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
+from lightning_stream.convert import convert
+
+# The first case waits for the runs of all.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 TESTS = Path(__file__).resolve().parents[1]
-Steps = dict[int, list[int]]
-WORLDS = {"same": (1, 1), "grown": (1, 2), "shrunk": (2, 1), "same two": (2, 2)}
+# Names of changes: the number of ranks that save, and that continue; the data may have been converted between the two.
+CHANGES = {
+    "same": (1, 1), "grown": (1, 2), "shrunk": (2, 1), "same two": (2, 2),
+    "converted": (1, 1), "converted, grown": (1, 2),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -71,106 +77,121 @@ HOSTS = {
     "Transformers, loader": Host("with_transformers:bare_loader", *_TRANSFORMERS),
     "Transformers, dataset": Host("with_transformers:dataset", *_TRANSFORMERS, _DEALT_TWICE, False),
 }
-# In a plain run each stop and each change of the world comes once; the full product is slow.
+# In a plain run each stop and each change comes once; the full product is nightly.
 QUICK = [("middle", "grown"), ("epoch end", "same"), ("last batch", "shrunk"), ("later epoch", "shrunk")]
+CONVERTED = [("middle", "converted, grown"), ("later epoch", "converted")]
+CONVERTING = ("plain loop", "Lightning, data module", "Composer, data_spec")
 CASES = [
-    pytest.param(stop, change, marks=[] if (stop, change) in QUICK else [pytest.mark.nightly], id=f"{stop}, {change}")
+    pytest.param(host, stop, change, marks=[] if (stop, change) in (*QUICK, *CONVERTED) else [pytest.mark.nightly])
+    for host in HOSTS
     for stop in STOPS
-    for change in WORLDS
+    for change in CHANGES
+    if "converted" not in change or host in CONVERTING
 ]
 
 
 class Runs:
-    """The runs of all selected cases, which are launched when the first of a module is asked for."""
+    """The runs of all selected cases, which are launched when the first is asked for."""
 
-    def __init__(self, selected: set[tuple[str, str, str]], folder: Path) -> None:
+    def __init__(self, selected: list[tuple[str, str, str]], folder: Path) -> None:
         self.folder = folder
-        self.plans: dict[str, list[dict[str, Any]]] = {}
-        # The runs that save come first: they are those without a stop.
-        runs = {(host, WORLDS[change][0], None, WORLDS[change][0]) for host, _, change in selected}
-        continued = {(host, WORLDS[change][0], stop, WORLDS[change][1]) for host, stop, change in selected}
-        for host, saved, stop, world in [*sorted(runs), *sorted(continued)]:
-            module, function = HOSTS[host].adapter.split(":")
-            resumes = None if stop is None else str(self._of(host, saved, None, saved))
-            options = {"host": function, "shards": str(self.shards(host)), "world": world, "stop": stop}
-            found = {**options, "folder": str(self._of(host, saved, stop, world)), "resumes": resumes}
-            self.plans.setdefault(module, []).append(found)
+        self.runs: dict[Path, dict[str, Any]] = {}
+        for host, _, change in sorted(selected):  # the runs that save come first
+            self._plan(host, change, None)
+        for host, stop, change in sorted(selected):
+            self._plan(host, change, stop)
 
-    def shards(self, host: str) -> Path:
-        """Seven batches an epoch, the last one whole or not."""
+    def of(self, host: str, change: str, stop: str | None) -> Path:
+        """The folder of the run that saves, or that continues from a stop."""
+        saved, now = CHANGES[change]
+        data = "rows" if "converted" in change else "shards"
+        return self.folder / host / (f"{data} {saved}" if stop is None else f"{data} {saved} to {now} {stop}")
+
+    def _plan(self, host: str, change: str, stop: str | None) -> None:
+        resumes = None if stop is None else str(self.of(host, change, None))
+        self.runs[self.of(host, change, stop)] = {
+            "host": HOSTS[host].adapter, "world": CHANGES[change][stop is not None], "stop": stop, "resumes": resumes,
+            "folder": str(self.of(host, change, stop)), "shards": str(self.data(host, change, stop is not None)),
+        }  # fmt: skip
+
+    def data(self, host: str, change: str, is_converted: bool = False) -> Path:
+        """Seven batches an epoch, the last one whole or not; in Parquet files, before they are converted."""
         num_samples = 53 if HOSTS[host].marks_padding else 56
         path = self.folder / f"shards-{num_samples}"
+        if "converted" in change:
+            path = self.folder / ("converted" if is_converted else "rows")
         if not path.exists():
-            with MDSWriter(out=str(path), columns={"id": "int"}, size_limit=100) as writer:
-                for number in range(num_samples):
-                    writer.write({"id": number})
+            write_rows(self.folder) if "converted" in change else write_shards(path, num_samples)
         return path
 
-    def launch(self, host: str) -> None:
-        """Run what is planned for the host's module, in one process."""
-        module = HOSTS[host].adapter.split(":")[0]
-        if plan := self.plans.pop(module, None):
-            (self.folder / f"{module}.json").write_text(json.dumps(plan))
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
-            command = [sys.executable, "-W", "ignore", "-m", "hosts.launch", module, f"{module}.json"]
+    def launch(self) -> None:
+        """Run all, in one process."""
+        plan, self.runs = [*self.runs.values()], {}
+        if plan:
+            (self.folder / "plan.json").write_text(json.dumps(plan))
+            path = os.pathsep.join([str(TESTS), *sys.path])
+            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+            env["LIGHTNING_STREAM_CACHE"] = str(self.folder / "cache")
+            command = [sys.executable, "-W", "ignore", "-m", "hosts.launch", "plan.json"]
             subprocess.run(command, cwd=self.folder, env=env, check=True)
 
-    def result(self, host: str, saved: int, stop: str | None, world: int) -> tuple[bool, Steps, str]:
-        """Whether a run succeeded, what fed its steps, and what its ranks printed."""
-        folder = self._of(host, saved, stop, world)
-        steps: Steps = {}
-        for file in folder.glob("ids.*"):
-            for line in map(json.loads, file.read_text().splitlines()):
-                steps.setdefault(line["step"], []).extend(line["ids"])
-        output = "\n".join(file.read_text() for file in sorted(folder.glob("out.*")))
-        codes = json.loads((folder / "codes.json").read_text())
-        return not any(codes), {step: sorted(ids) for step, ids in steps.items()}, output
 
-    def _of(self, host: str, saved: int, stop: str | None, world: int) -> Path:
-        return self.folder / host / f"{saved}-{stop}-{world}"
+def write_shards(path: Path, num_samples: int) -> None:
+    with MDSWriter(out=str(path), columns={"id": "int"}, size_limit=100) as writer:
+        for number in range(num_samples):
+            writer.write({"id": number})
 
 
-@pytest.fixture(scope="session")
+def write_rows(folder: Path) -> None:
+    """Parquet files, and the dataset that `convert` makes of them."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    (folder / "rows").mkdir()
+    for number in range(3):
+        ids = [k for k in range(53) if k % 3 == number]
+        pq.write_table(pa.table({"id": pa.array(ids, pa.int64())}), folder / f"rows/{number}.parquet", row_group_size=4)
+    convert(folder / "rows", folder / "converted", num_workers=1)
+
+
+def result(folder: Path) -> tuple[bool, Steps, str]:
+    """Whether a run succeeded, what fed its steps, and what its ranks printed."""
+    lines = [json.loads(line) for file in folder.glob("ids.*") for line in file.read_text().splitlines()]
+    output = "\n".join(file.read_text() for file in sorted(folder.glob("out.*")))
+    succeeded = not any(json.loads((folder / "codes.json").read_text()))
+    return succeeded, merged({line["step"]: line["ids"]} for line in lines), output
+
+
+def is_installed(host: str, change: str) -> bool:
+    packages = [HOSTS[host].package, *(["pyarrow"] if "converted" in change else [])]
+    return all(find_spec(package) is not None for package in packages)
+
+
+@pytest.fixture(scope="module")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of every selected case whose host is installed."""
-    here = request.node.items if hasattr(request.node, "items") else request.session.items
-    params = [item.callspec.params for item in here if hasattr(item, "callspec") and item.path == Path(__file__)]
-    selected = {(one["host"], one["stop"], one["change"]) for one in params if "change" in one}
-    return Runs(
-        {case for case in selected if find_spec(HOSTS[case[0]].package) is not None}, tmp_path_factory.mktemp("hosts")
-    )
+    params = [item.callspec.params for item in request.session.items if item.path == Path(__file__)]
+    cases = [(one["host"], one["stop"], one["change"]) for one in params]
+    return Runs([case for case in cases if is_installed(case[0], case[2])], tmp_path_factory.mktemp("hosts"))
 
 
-def planned(shards: Path) -> Steps:
-    """What feeds every step, by the order alone."""
-    loader = StreamingDataLoader(
-        StreamingDataset(remote=str(shards), shuffle=True, shuffle_seed=3), global_batch_size=GLOBAL_BATCH
-    )
-    steps = [
-        sorted(loader.last_batch.ids[~loader.last_batch.filler].tolist())
-        for _ in range(EPOCHS)
-        for _ in loader
-        if loader.last_batch is not None
-    ]
-    assert len(steps) == EPOCHS * STEPS_PER_EPOCH
-    return dict(enumerate(steps))
-
-
-@pytest.mark.parametrize(("stop", "change"), CASES)
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(("host", "stop", "change"), CASES)
 def test_a_run_continues_with_exactly_what_is_left_or_is_refused_with_the_cure(
     runs: Runs, host: str, stop: str, change: str
 ) -> None:
-    if find_spec(HOSTS[host].package) is None:
-        pytest.skip(f"{host} needs {HOSTS[host].package}: {HOSTS[host].install}")
-    runs.launch(host)
-    plan, refused, (saved, now) = planned(runs.shards(host)), dict(HOSTS[host].refused), WORLDS[change]
-    for at, world in ((None, saved), (stop, now)):
-        succeeded, steps, output = runs.result(host, saved, at, world)
+    if not is_installed(host, change):
+        pytest.skip(f"{host} needs {HOSTS[host].package}: {HOSTS[host].install}; conversion needs pyarrow")
+    runs.launch()
+    data = runs.data(host, change)
+    dataset = StreamingDataset(remote=data, local=runs.folder / f"of {data.name}", shuffle=True, shuffle_seed=3)
+    plan = planned(StreamingDataLoader(dataset, global_batch_size=GLOBAL_BATCH), epochs=EPOCHS)
+    refused = dict(HOSTS[host].refused)
+    for at, world in zip((None, stop), CHANGES[change], strict=True):
+        succeeded, steps, output = result(runs.of(host, change, at))
         if world in refused:
             assert not succeeded
             assert steps == {}, "refused only after training began"
             assert re.search(refused[world], output), output[-3000:]
             return  # there is no checkpoint to continue from
         assert succeeded, output[-3000:]
-        assert steps == {step: ids for step, ids in plan.items() if at is None or step >= STOPS[at]}
+        assert steps == (plan if at is None else from_step(plan, STOPS[at]))

@@ -1,14 +1,17 @@
-"""Starts `train.py` in every way that makes several processes."""
+"""Starts `train.py`, or a worker of the resume contract, in every way that makes several processes."""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT")
@@ -30,25 +33,44 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def launch(cwd: Path, *commands: Sequence[str], envs: Sequence[Mapping[str, str]] = ({},)) -> Launched:
-    """Start these commands side by side, each under its environment, and wait for all."""
+def launch(
+    cwd: Path, *commands: Sequence[str], envs: Sequence[Mapping[str, str]] = ({},), timeout_s: float = 900
+) -> Launched:
+    """Start these commands side by side, each under its environment, and wait for all; none outlives the call."""
     base = {name: value for name, value in os.environ.items() if name not in _LAUNCHED}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    base |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    base |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "FSDP_VERSION": "2"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [
-        subprocess.Popen(
-            command, cwd=cwd, env={**base, **env}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        subprocess.Popen(command, cwd=cwd, env={**base, **env}, start_new_session=True, **pipes)
         for command, env in zip(commands, envs, strict=True)
     ]
-    said = []
+    ends_at = time.monotonic() + timeout_s
     try:
-        said = [process.communicate(timeout=900) for process in running]
+        said = [process.communicate(timeout=max(1.0, ends_at - time.monotonic())) for process in running]
     finally:
         for process in running:
-            process.kill()
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     codes = [abs(process.returncode) for process in running]
     return Launched(max(codes), "\n".join(out for out, _ in said), "\n".join(err for _, err in said))
+
+
+def worker(host: str, shards: Path, out: Path, **options: Any) -> list[str]:
+    """The command that starts a worker of the resume contract."""
+    text = json.dumps({"shards": str(shards), "out": str(out), **options}, default=str)
+    return [sys.executable, "-m", "support.worker", host, text]
+
+
+def under(launcher: str, num_processes: int, command: Sequence[str]) -> list[str]:
+    """A command of Python under ``"torchrun"`` or ``"composer"``."""
+    port = str(free_port())
+    if launcher == "torchrun":
+        start = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", f"--master-port={port}"]
+    else:
+        start = ["-m", "composer.cli", "-n", str(num_processes), "--master_port", port]
+    return [sys.executable, *start, *command[1:]]
 
 
 def train(*arguments: str) -> list[str]:
@@ -56,10 +78,9 @@ def train(*arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *arguments]
 
 
-def torchrun(num_processes: int, *arguments: str, more: Sequence[str] = ()) -> list[str]:
+def torchrun(num_processes: int, *arguments: str) -> list[str]:
     """The same under torchrun."""
-    given = [f"--nproc-per-node={num_processes}", *(more or (f"--master-port={free_port()}",))]
-    return [sys.executable, "-m", "torch.distributed.run", *given, *train(*arguments)[1:]]
+    return under("torchrun", num_processes, train(*arguments))
 
 
 def slurm(num_tasks: int) -> list[dict[str, str]]:

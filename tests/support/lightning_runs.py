@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import defaultdict
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-pl = pytest.importorskip("lightning.pytorch")
+pl = pytest.importorskip("lightning.pytorch", reason="Lightning is not installed: uv sync")
 
-import numpy as np  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint, OnExceptionCheckpoint  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataModule  # noqa: E402
+from lightning_stream import StreamingDataModule, World  # noqa: E402
+from support.resume_contract import EPOCHS, GLOBAL_BATCH, NUM_SAMPLES, At, Steps, raise_stopped, write_shards  # noqa: E402
 
-NUM_SAMPLES, GLOBAL_BATCH, EPOCHS = 167, 16, 3
-Steps = dict[int, list[int]]
+__all__ = ["EPOCHS", "GLOBAL_BATCH", "NUM_SAMPLES", "write_shards"]
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False, "num_sanity_val_steps": 0,
+}  # fmt: skip
 
 for name in ("lightning.pytorch.utilities.rank_zero", "lightning.pytorch.accelerators.cuda"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def write_shards(folder: Path, first: int = 0) -> Path:
-    """167 samples in shards of about a dozen, numbered from `first`."""
-    columns, lengths = {"id": "int", "x": "ndarray:float32:4"}, {"tokens": lambda sample: 1 + sample["id"] ** 2 % 97}
-    with MDSWriter(out=str(folder), columns=columns, size_limit=1000, lengths=lengths) as writer:
-        for number in range(first, first + NUM_SAMPLES):
-            writer.write({"id": number, "x": np.full(4, number / NUM_SAMPLES, np.float32)})
-    return folder
-
-
 class Recorder(pl.LightningModule):
-    """A small net that notes the samples of every optimizer step, filler aside, and every validation."""
+    """A small net that notes the samples of every optimizer step, filler aside, and every validation.
 
-    def __init__(self, dropout: float = 0.0, manual: bool = False, reads_stepping_batches: bool = False) -> None:
+    Args:
+        dropout: Of its hidden layer.
+        manual: Whether it steps its optimizer by hand.
+        reads_stepping_batches: Whether its schedule asks the trainer for the number of all steps.
+        at, act: Where in the run it acts, and what it does there.
+    """
+
+    def __init__(
+        self,
+        dropout: float = 0.0,
+        manual: bool = False,
+        reads_stepping_batches: bool = False,
+        at: At | None = None,
+        act: Callable[[], None] = raise_stopped,
+    ) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))
         self.steps: Steps = defaultdict(list)
@@ -45,10 +55,20 @@ class Recorder(pl.LightningModule):
         self._validating: list[int] = []
         self.automatic_optimization = not manual
         self.reads_stepping_batches = reads_stepping_batches
+        self.at, self.act, self._step, self._micro = at, act, -1, 0
+
+    def reaches(self, hook: str) -> None:
+        """Act, if this is the place."""
+        if self.at == At(hook, self.trainer.global_step, self._micro):
+            self.at = None
+            self.act()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
-        filler = self.trainer.train_dataloader.last_batch.filler
         step = self.trainer.global_step
+        self._micro = self._micro + 1 if self._step == step else 0
+        self._step = step
+        self.reaches("training_step")
+        filler = self.trainer.train_dataloader.last_batch.filler
         self.steps[step] += batch["id"][~torch.from_numpy(filler)].tolist()
         self.epoch_of_step[step] = self.trainer.current_epoch
         loss = self.net(batch["x"]).square().mean()
@@ -59,7 +79,18 @@ class Recorder(pl.LightningModule):
             optimizer.step()
         return loss
 
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.reaches("on_before_zero_grad")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.reaches("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self.reaches("on_train_epoch_end")
+
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
+        if batch_idx == 1 and not self.trainer.sanity_checking:
+            self.reaches("validation_step")
         self._validating += batch["id"].tolist()
 
     def on_validation_epoch_end(self) -> None:
@@ -76,40 +107,55 @@ class Recorder(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-class Run:
-    """One fit: its module afterwards, the steps it took, and the checkpoints it left."""
+class OneOf(StreamingDataModule):
+    """A data module that takes its process for one of several."""
 
-    def __init__(self, shards: Path, folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:
+    def __init__(self, as_world: World, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.as_world = as_world
+
+    def world(self) -> World:
+        return self.as_world
+
+
+class Run:
+    """One fit: its module afterwards, the steps it took, and the checkpoints it left.
+
+    Args:
+        save_at: The optimizer steps after which a checkpoint is kept.
+        every_n_train_steps: After how many steps each a `ModelCheckpoint` keeps one.
+        data, dataset: Arguments of the data module, and of its training data.
+        module, recorder: Arguments of the module, and its class.
+        world: The rank that the process is taken for.
+        val: Whether there is validation data.
+        raises: Errors that are kept in `error`.
+        options: Of Lightning's trainer.
+    """
+
+    def __init__(self, shards: Path | None, folder: Path, ckpt_path: Path | None = None, **options: Any) -> None:
         module_options = options.pop("module", {})
         data_options = {"global_batch_size": GLOBAL_BATCH, **options.pop("data", {})}
         dataset_options = options.pop("dataset", {})
         callbacks = options.pop("callbacks", [])
         if every := options.pop("every_n_train_steps", None):
             callbacks = [*callbacks, keep_all(folder, every_n_train_steps=every)]
+        if steps := options.pop("save_at", None):
+            callbacks = [*callbacks, SavesAt(folder, steps)]
         torch.manual_seed(0)
         self.module = options.pop("recorder", Recorder)(**module_options)
-        self.data = options.pop("data_class", StreamingDataModule)(
+        world = options.pop("world", None)
+        make_data = StreamingDataModule if world is None else OneOf
+        self.data = make_data(
+            **({} if world is None else {"as_world": world}),
             train={"remote": shards, "shuffle": True, **dataset_options},
             val={"remote": shards} if options.pop("val", True) else None,
             eval_batch_size=32,
             **data_options,
         )
+        self.losses: dict[int, float] = {}
         raises = options.pop("raises", None)
-        self.trainer = pl.Trainer(
-            **{
-                "max_epochs": EPOCHS,
-                "accelerator": "cpu",
-                "devices": 1,
-                "logger": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "enable_checkpointing": bool(callbacks),
-                "callbacks": callbacks,
-                "default_root_dir": folder,
-                "num_sanity_val_steps": 0,
-                **options,
-            }
-        )
+        settings = {"max_epochs": EPOCHS, "enable_checkpointing": bool(callbacks), "default_root_dir": folder}
+        self.trainer = pl.Trainer(**{**QUIET, **settings, "callbacks": callbacks, **options})
         self.error: BaseException | None = None
         try:
             self.fit(ckpt_path)
@@ -128,8 +174,32 @@ class Run:
         return {step: sorted(ids) for step, ids in self.module.steps.items()}
 
     @property
+    def epochs(self) -> dict[int, int]:
+        return self.module.epoch_of_step
+
+    @property
+    def evaluations(self) -> list[tuple[int, tuple[int, ...]]]:
+        return self.module.validations
+
+    @property
+    def clock(self) -> int:
+        return self.trainer.fit_loop.epoch_loop._batches_that_stepped
+
+    @property
     def weights(self) -> list[float]:
         return torch.cat([p.detach().flatten() for p in self.module.parameters()]).tolist()
+
+
+class SavesAt(Checkpoint):
+    """Keeps a checkpoint after each of these optimizer steps."""
+
+    def __init__(self, folder: Path, steps: Collection[int]) -> None:
+        self.folder, self.steps = folder / "ckpt", set(steps)
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step in self.steps:
+            self.steps.remove(trainer.global_step)
+            trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
 
 
 def keep_all(folder: Path, **when: Any) -> ModelCheckpoint:
@@ -139,17 +209,22 @@ def keep_all(folder: Path, **when: Any) -> ModelCheckpoint:
     )
 
 
+# Since Lightning 2.5.
+SAVES_ON_EXCEPTION = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
+KINDS = ["OnExceptionCheckpoint", "ModelCheckpoint"] if SAVES_ON_EXCEPTION else ["OnExceptionCheckpoint"]
+
+
+def saved_on_exception(folder: Path, kind: str = "OnExceptionCheckpoint") -> ModelCheckpoint | OnExceptionCheckpoint:
+    """A callback that saves when an exception ends the run."""
+    if kind == "OnExceptionCheckpoint":
+        return OnExceptionCheckpoint(folder)
+    return ModelCheckpoint(folder, filename="on_exception", save_on_exception=True, save_top_k=-1, every_n_epochs=99)
+
+
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
-    """(optimizer step, file) of what `keep_all` wrote, in order."""
+    """(optimizer step, file) of the checkpoints of a run, in order."""
     found = []
     for path in (folder / "ckpt").glob("*.ckpt"):
         file = path / "meta.pt" if path.is_dir() else path  # sharded ones are folders
         found.append((torch.load(file, weights_only=True)["global_step"], path))
     return sorted(found, key=lambda pair: (pair[0], pair[1].name))
-
-
-def expect_exact(whole: Run, resumed: Run, step: int) -> None:
-    """The resumed run fed every step from `step` on with what the uninterrupted one did."""
-    expected = {s: ids for s, ids in whole.steps.items() if s >= step}
-    assert resumed.steps == expected
-    assert {s: e for s, e in whole.module.epoch_of_step.items() if s >= step} == resumed.module.epoch_of_step

@@ -12,6 +12,6 @@ pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """167 samples in shards of about a dozen."""
-    from support.lightning_runs import write_shards
+    from support.resume_contract import write_shards
 
     return write_shards(tmp_path_factory.mktemp("shards"))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.launches import launch
 
 torch = pytest.importorskip("torch")
 
@@ -21,12 +20,12 @@ from lightning_stream import StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.agreement import check_ranks_agree
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=int(sys.argv[2]), world_size=2)
-loader = StreamingDataLoader(StreamingDataset(remote=sys.argv[3]), 4)
-try:
-    check_ranks_agree(loader.position)
-    print("agreed", flush=True)
-except StateError as error:
-    print(error, flush=True)
+for folder in sys.argv[3:]:
+    try:
+        check_ranks_agree(StreamingDataLoader(StreamingDataset(remote=folder), 4).position)
+        print("agreed", flush=True)
+    except StateError as error:
+        print(error, flush=True)
 torch.distributed.barrier()
 os._exit(0)  # gloo's own end may abort where the other rank has ended already
 """
@@ -39,38 +38,25 @@ def write(folder: Path, count: int) -> Path:
     return folder
 
 
-def run_ranks(tmp_path: Path, data: list[Path]) -> list[tuple[int, str]]:
-    """Exit status and last words of two ranks, each over data of its own."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path / "meeting"), str(rank), str(folder)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank, folder in enumerate(data)
-    ]
-    ends = []
-    for process in processes:
-        out, err = process.communicate(timeout=120)
-        ends.append((process.returncode, out.strip() or err))
-    return ends
-
-
 @pytest.mark.distributed
-def test_an_index_replaced_while_ranks_begin_is_an_error_on_all_of_them(tmp_path: Path) -> None:
+def test_ranks_over_the_same_data_agree_and_an_index_replaced_while_they_begin_is_an_error_on_all(
+    tmp_path: Path,
+) -> None:
     former, latter = write(tmp_path / "former", 40), write(tmp_path / "latter", 48)
-    for status, words in run_ranks(tmp_path, [former, latter]):
-        assert status == 0, words
-        assert "ranks 0 and 1 differ in snapshot" in words
-        assert "replaced while the run began" in words
-
-
-@pytest.mark.distributed
-def test_ranks_over_the_same_data_agree(tmp_path: Path) -> None:
-    data = write(tmp_path / "data", 40)
-    assert run_ranks(tmp_path, [data, data]) == [(0, "agreed"), (0, "agreed")]
+    ranks = [(former, former), (former, latter)]
+    meeting = str(tmp_path / "meeting")
+    done = launch(
+        tmp_path,
+        *(
+            [sys.executable, "-c", RANK, meeting, str(rank), *map(str, folders)]
+            for rank, folders in enumerate(zip(*ranks, strict=True))
+        ),
+        envs=({}, {}),
+    )
+    assert done.code == 0, done.stderr
+    assert done.stdout.count("agreed") == 2
+    assert done.stdout.count("ranks 0 and 1 differ in snapshot") == 2
+    assert done.stdout.count("replaced while the run began") == 2
 
 
 def test_a_seed_that_depends_on_the_rank_is_an_error(tmp_path: Path) -> None:

@@ -11,91 +11,106 @@ import pytest
 torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
-from support.composer_runs import (  # noqa: E402
-    EPOCHS,
-    NUM_SAMPLES,
-    STEPS_PER_EPOCH,
-    Run,
-    checkpoints,
+from composer import Callback, DataSpec  # noqa: E402
+from composer.loggers import InMemoryLogger  # noqa: E402
+from support.chains import Chain, Link, number_row, write_streams  # noqa: E402
+from support.composer_host import HOST  # noqa: E402
+from support.composer_runs import NUM_SAMPLES, Run, checkpoints  # noqa: E402
+from support.resume_contract import (  # noqa: E402
+    WARNINGS,
+    expect_every_resume_exact,
     expect_exact,
+    from_step,
     write_shards,
 )
-from support.filter_runs import NotDivisible  # noqa: E402
 
-from lightning_stream import Stream, StreamingDataset  # noqa: E402
+from lightning_stream import Packing, Stream, StreamingDataLoader, StreamingDataset, World, data_spec  # noqa: E402
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
-from lightning_stream.trainers.composer.spec import data_spec  # noqa: E402
 
-# What Composer itself says of small runs on a CPU; and torch of forks, which Composer's threads make.
-pytestmark = [
-    pytest.mark.filterwarnings("default::UserWarning:composer"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-]
-
-
-def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path) -> None:
-    run = Run(shards, tmp_path)
-    assert len(run.steps) == EPOCHS * STEPS_PER_EPOCH
-    for epoch in range(EPOCHS):
-        steps = range(epoch * STEPS_PER_EPOCH, (epoch + 1) * STEPS_PER_EPOCH)
-        assert sorted(number for step in steps for number in run.steps[step]) == list(range(NUM_SAMPLES))
-
-
-@pytest.mark.parametrize(
-    "stops", [(4, 11, 14), pytest.param(range(1, 33), marks=pytest.mark.nightly)], ids=["few", "many"]
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout": 0.5},
-        {"dropout": 0.5, "evaluates": "4ba"},
-        {"dropout": 0.5, "evaluates": "1ep"},
-        {"dropout": 0.5, "data": {"num_workers": 2}},
-        {"dropout": 0.5, "data": {"num_workers": 2, "workers": "threads"}},
-        {"dropout": 0.5, "data": {"num_workers": 2, "persistent_workers": True}},
-        {"dropout": 0.5, "device_train_microbatch_size": 5},
-        {"train_subset_num_batches": 6},
-        {"train_subset_num_batches": 1},
-        {"data": {"tail": "drop"}},
-        {"data": {"tail": "exact"}},
-        {"data": {"filter": NotDivisible(5), "exclude_ids": range(7)}},
-        {"max_duration": "400sp"},
-        {"data": {"batch_size": 16, "global_batch_size": None}},
-        {"data": {"shuffle_algo": "py1e"}},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_a_run_resumed_from_any_of_its_checkpoints_continues_exactly(
-    shards: Path, tmp_path: Path, options: dict[str, Any], stops: tuple[int, ...]
-) -> None:
-    whole = Run(shards, tmp_path, save_interval="1ba", **options)
-    last = max(whole.steps) + 1
-    for step, path in checkpoints(tmp_path).items():
-        if step in stops and step < last:
-            resumed = Run(shards, tmp_path / "again", path, **options)
-            expect_exact(whole, resumed, step)
-            # An evaluation at an epoch's end comes after the checkpoint of its last batch.
-            due = step if options.get("evaluates") == "1ep" else step + 1
-            assert resumed.noted.evaluations == [e for e in whole.noted.evaluations if e[0] >= due]
+pytestmark = WARNINGS
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_workers_may_be_started_by_any_method(shards: Path, tmp_path: Path, method: str) -> None:
-    options = {"data": {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}}
-    whole = Run(shards, tmp_path, save_interval="1ba", dropout=0.5, **options)
-    for step in (4, 11):
-        resumed = Run(shards, tmp_path / "again", checkpoints(tmp_path)[step], dropout=0.5, **options)
-        expect_exact(whole, resumed, step)
+    data = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method}
+    expect_every_resume_exact(HOST, shards, tmp_path, (4, 11), dropout=0.5, data=data)
 
 
-@pytest.mark.parametrize("options", [{}, {"train_subset_num_batches": 6}, {"evaluates": "1ep"}], ids=str)
-def test_a_checkpoint_at_the_end_of_an_epoch_starts_the_next(
-    shards: Path, tmp_path: Path, options: dict[str, Any]
-) -> None:
-    whole = Run(shards, tmp_path, save_interval="1ep", dropout=0.5, **options)
-    for step, path in list(checkpoints(tmp_path).items())[:-1]:
-        expect_exact(whole, Run(shards, tmp_path / "again", path, dropout=0.5, **options), step)
+@pytest.mark.parametrize("limit", [1, 3])
+def test_limited_epochs_of_torchs_loader_continue_exactly(shards: Path, tmp_path: Path, limit: int) -> None:
+    chain, link = Chain(0, {}, {}, limit=limit), Link("torch", options={"save_interval": "1ba"})
+    whole = HOST.run_link(shards, tmp_path, chain, link, World(), None, {})
+    for stop, path in checkpoints(tmp_path).items():
+        if stop < 3 * limit:
+            again = HOST.run_link(shards, tmp_path / str(stop), chain, link, World(), path, {})
+            assert again.steps == from_step(whole.steps, stop)
+
+
+@pytest.mark.parametrize("source", ["bare", "DataSpec", "spec"])
+def test_a_checkpoint_from_before_the_first_batch_resumes_exactly(shards: Path, tmp_path: Path, source: str) -> None:
+    class Saves(Callback):
+        def epoch_start(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 0:
+                next(iter(state.train_dataloader))
+                run.trainer.save_checkpoint(str(tmp_path / "ba0.pt"))
+
+    class Started(Run):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            nonlocal run
+            run = self
+            super().__init__(*arguments, **options)
+
+    def made() -> Any:
+        dataset = StreamingDataset(remote=shards, shuffle=True)
+        if source == "spec":
+            return data_spec(dataset, global_batch_size=16)
+        loader = StreamingDataLoader(dataset, global_batch_size=16)
+        return DataSpec(loader) if source == "DataSpec" else loader
+
+    run: Any = None
+    whole = Started(shards, tmp_path, spec=made(), callbacks=[Saves()], max_duration="6ba")
+    expect_exact(whole, Run(shards, tmp_path, tmp_path / "ba0.pt", spec=made(), max_duration="6ba"), 0)
+
+
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_the_dataset_may_be_evaluated_by_a_loader_of_its_own(shards: Path, tmp_path: Path, is_bare: bool) -> None:
+    def run(folder: Path, path: Path | None = None, **options: Any) -> Run:
+        dataset = StreamingDataset(remote=shards, shuffle=True)
+        spec = (StreamingDataLoader if is_bare else data_spec)(dataset, global_batch_size=16)
+        evaluation = StreamingDataLoader(getattr(spec, "dataloader", spec).dataset, 8)
+        options |= {"eval_dataloader": evaluation, "eval_interval": "2ba", "max_duration": "5ba"}
+        return Run(shards, folder, path, spec=spec, **options)
+
+    whole = run(tmp_path, save_at=(2, 3))
+    for stop, path in checkpoints(tmp_path).items():
+        expect_exact(whole, run(tmp_path / str(stop), path), stop)
+
+
+def test_the_clock_counts_tokens_without_padding_also_after_a_resume_and_in_micro_batches(tmp_path: Path) -> None:
+    folder = write_streams(tmp_path / "data") / "a"
+    rows = {"pack": Packing(row_length=40, window=50), "transform": with_tokens}
+
+    class Clock(Callback):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+
+        def batch_end(self, state: Any, logger: Any) -> None:
+            self.tokens.append(int(state.timestamp.token))
+
+    loader = StreamingDataLoader(StreamingDataset(remote=folder, shuffle=True, **rows), 16)
+    counts = [int((batch["input_ids"] != 0).sum()) for _ in range(3) for batch in loader][:20]
+    wanted = [sum(counts[: number + 1]) for number in range(20)]
+    clocks = [Clock(), Clock()]
+    options = {"dataset": rows, "save_at": (12,)}
+    Run(folder, tmp_path, max_duration="12ba", callbacks=clocks[:1], device_train_microbatch_size=5, **options)
+    path = checkpoints(tmp_path)[12]
+    Run(folder, tmp_path / "b", path, dataset=rows, max_duration=f"{wanted[19]}tok", callbacks=clocks[1:])
+    assert clocks[0].tokens + clocks[1].tokens == wanted
+
+
+def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, **number_row(row)}
 
 
 def test_autoresume_continues_where_the_run_was_left(shards: Path, tmp_path: Path) -> None:
@@ -122,30 +137,6 @@ def test_a_clock_set_back_leaves_the_data_where_it_is(shards: Path, tmp_path: Pa
     ids = [number for step in range(13) for number in whole.steps[step]]
     again = [number for _, step in sorted(parts.model.steps.items()) for number in step]
     assert sorted(again) == sorted(ids)
-
-
-MIXTURES: list[dict[str, Any]] = [
-    {"batching_method": "random"},
-    {"batching_method": "stratified"},
-    {"batching_method": "per_stream"},
-    {"batching_method": "device_per_stream"},
-]
-
-
-@pytest.mark.parametrize("options", MIXTURES, ids=str)
-def test_a_mixture_continues_exactly(tmp_path: Path, options: dict[str, Any]) -> None:
-    write_shards(tmp_path / "a", 100)
-    write_shards(tmp_path / "b", 67, first=100)
-    data = {
-        "streams": [Stream(remote=tmp_path / "a", proportion=0.3), Stream(remote=tmp_path / "b", proportion=0.7)],
-        "remote": None,
-        "epoch_size": 160,
-        **options,
-    }
-    whole = Run(None, tmp_path, save_interval="1ba", dropout=0.5, data=data)
-    for step in (4, 10, 14):
-        resumed = Run(None, tmp_path / "again", checkpoints(tmp_path)[step], dropout=0.5, data=data)
-        expect_exact(whole, resumed, step)
 
 
 # What a checkpoint holds
@@ -300,8 +291,6 @@ def test_transforms_see_batches_and_micro_batches(shards: Path, tmp_path: Path) 
 def test_the_position_is_logged_and_in_the_progress_bar(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from composer.loggers import InMemoryLogger
-
     logger = InMemoryLogger()
     (tmp_path / "console").mkdir()
     with (tmp_path / "console" / "log").open("w+") as stream:
@@ -316,8 +305,6 @@ def test_the_position_is_logged_and_in_the_progress_bar(
 
 
 def test_what_was_delivered_in_place_of_bad_samples_is_logged(tmp_path: Path) -> None:
-    from composer.loggers import InMemoryLogger
-
     shards, logger, silent = write_shards(tmp_path / "damaged"), InMemoryLogger(), InMemoryLogger()
     index = json.loads((shards / "index.json").read_text())
     num_bad = index["shards"][3]["samples"]
@@ -338,3 +325,8 @@ def test_torchruns_name_for_the_node_is_given_to_composer(shards: Path, monkeypa
     import os
 
     assert os.environ["NODE_RANK"] == "3"
+
+
+def test_an_evaluation_of_fewer_samples_than_devices_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="3 samples do not suffice for 4 devices"):
+        data_spec(remote=write_shards(tmp_path, 3), batch_size=2, evaluation=True, world=World(0, 4, 4))

@@ -11,19 +11,16 @@ import pytest
 torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
 
-from support.composer_chains import launch, steps_of  # noqa: E402
 from support.composer_runs import GLOBAL_BATCH, STEPS_PER_EPOCH, Run, checkpoints  # noqa: E402
+from support.launches import launch, under, worker  # noqa: E402
+from support.resume_contract import WARNINGS, from_step, merged  # noqa: E402
 
 from lightning_stream import StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
 from lightning_stream.trainers.checkpoints import read_position, start_at  # noqa: E402
 from lightning_stream.trainers.composer.spec import data_spec  # noqa: E402
 
-pytestmark = [
-    pytest.mark.filterwarnings("default::UserWarning:composer"),
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*"),
-]
+pytestmark = WARNINGS
 MOSAIC = json.loads((Path(__file__).parent / "golden" / "mosaic_composer.json").read_text())
 
 
@@ -34,7 +31,7 @@ def _steps_from(first: int) -> dict[int, list[int]]:
         seen = set() if step % STEPS_PER_EPOCH == 0 else seen
         steps[step] = sorted(set(ids) - seen)
         seen |= set(ids)
-    return {step: ids for step, ids in steps.items() if step >= first}
+    return from_step(steps, first)
 
 
 def _checkpoint_of_mosaic(shards: Path, folder: Path, step: int, state: dict[str, int], interval: str = "1ba") -> Path:
@@ -75,8 +72,10 @@ def test_a_file_that_mosaicml_streaming_left_continues_as_it_is(
 @pytest.mark.timeout(1800)
 def test_a_run_of_mosaicml_streaming_continues_on_two_devices(shards: Path, tmp_path: Path) -> None:
     path = _checkpoint_of_mosaic(shards, tmp_path, 4, MOSAIC["states"]["4"])
-    launch(tmp_path / "again", shards, 2, load_path=str(path), data=MOSAIC["arguments"])
-    assert steps_of(tmp_path / "again") == _steps_from(4)
+    command = worker("Composer", shards, tmp_path / "again", checkpoint=path, data=MOSAIC["arguments"])
+    assert launch(tmp_path, under("composer", 2, command)).code == 0
+    files = (tmp_path / "again").glob("rank*.json")
+    assert merged(json.loads(file.read_text())["steps"] for file in files) == _steps_from(4)
 
 
 def test_a_state_of_mosaicml_streaming_needs_the_algorithm_it_does_not_record(shards: Path) -> None:

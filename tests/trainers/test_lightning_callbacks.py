@@ -19,23 +19,15 @@ pytest.importorskip("lightning.pytorch")
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
-from support.lightning_runs import Run, expect_exact
-from support.lightning_stops import At, Stopped, StopsIn, saved_on_exception
+from support.lightning_runs import Run, saved_on_exception
+from support.resume_contract import WARNINGS, At, Stopped, expect_exact
 
 from lightning_stream import GracefulStop, SampleLog, TrainingInterrupted
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning import graceful_stop
 
 STEPS_PER_EPOCH = 11
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.*{text}.*")  # Lightning's own
-    for text in (
-        "callbacks used to create the checkpoint",
-        "was called without a model",
-        "no last checkpoint",
-        "You def",
-    )
-]
+pytestmark = WARNINGS
 
 
 class Clock:
@@ -81,8 +73,8 @@ def test_the_sample_log_of_a_stopped_and_resumed_run_is_that_of_a_whole_one(
     folder = tmp_path / "samples"
     if stop.hook == "on_train_batch_end":
         stop = replace(stop, micro=accumulate - 1)
-    first = [SampleLog(folder), saved_on_exception(tmp_path, "OnExceptionCheckpoint")]
-    Run(shards, tmp_path, callbacks=first, raises=Stopped, recorder=lambda: StopsIn(stop), **options)
+    first = [SampleLog(folder), saved_on_exception(tmp_path)]
+    Run(shards, tmp_path, callbacks=first, raises=Stopped, module={"at": stop}, **options)
     (saved,) = tmp_path.glob("*.ckpt")
     with (folder / "rank-0.jsonl").open("a") as file:
         file.write('{"step": 4, "ep')  # a process that was killed while it wrote
@@ -98,8 +90,8 @@ def test_a_run_from_the_start_replaces_the_sample_log(shards: Path, tmp_path: Pa
 
 def test_a_run_resumed_on_fewer_ranks_drops_the_later_steps_of_all_ranks(shards: Path, tmp_path: Path) -> None:
     folder = tmp_path / "samples"
-    first = [SampleLog(folder), saved_on_exception(tmp_path, "OnExceptionCheckpoint")]
-    Run(shards, tmp_path, callbacks=first, raises=Stopped, recorder=lambda: StopsIn(At("training_step", 5)))
+    first = [SampleLog(folder), saved_on_exception(tmp_path)]
+    Run(shards, tmp_path, callbacks=first, raises=Stopped, module={"at": At("training_step", 5)})
     (saved,) = tmp_path.glob("*.ckpt")
     later = '{"step": 6, "epoch": 0, "ids": [1]}\n'
     begun = (folder / "rank-0.jsonl").read_text()

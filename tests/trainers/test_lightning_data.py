@@ -16,17 +16,13 @@ pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 import torch
-from support.lightning_runs import NUM_SAMPLES, Recorder, Run, checkpoints
+from support.lightning_runs import NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, write_shards
 
 from lightning_stream import StreamingDataModule
-from lightning_stream.errors import SettingsMismatch, StateError
+from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError
 from lightning_stream.trainers.checkpoints import read_position
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint.*")
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "enable_checkpointing": False,
-}  # fmt: skip
 
 
 class TrainsOnly(pl.LightningModule):
@@ -95,7 +91,7 @@ def test_a_misspelt_argument_is_refused_with_the_one_that_was_meant(shards: Path
 
 
 def test_a_mismatch_is_refused_or_taken_with_a_warning(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    Run(shards, tmp_path, save_at=(5,), max_epochs=1)
     path = checkpoints(tmp_path)[0][1]
     other: dict[str, Any] = {"dataset": {"shuffle_seed": 7}, "max_epochs": 1}
     with pytest.raises(SettingsMismatch, match="on_mismatch='warn'"):
@@ -103,6 +99,8 @@ def test_a_mismatch_is_refused_or_taken_with_a_warning(shards: Path, tmp_path: P
     with pytest.warns(UserWarning, match="seed was 9176 and is 7 now"):
         run = Run(shards, tmp_path / "taken", path, data={"on_mismatch": "warn"}, **other)
     assert sorted(run.steps) == list(range(5, 11))
+    with pytest.raises(SnapshotMismatch, match="167 samples in"):
+        Run(write_shards(tmp_path / "other", 90), tmp_path / "refused", path, max_epochs=1)
 
 
 def test_a_missing_checkpoint_is_an_error(shards: Path, tmp_path: Path) -> None:
@@ -131,7 +129,7 @@ print(issubclass(StreamingDataModule, L.LightningDataModule))"""
 
 
 def test_a_position_is_read_from_a_sharded_folder_without_its_weights(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    Run(shards, tmp_path, save_at=(5,), max_epochs=1)
     path = checkpoints(tmp_path)[0][1]
     content = torch.load(path, weights_only=True)
     (tmp_path / "sharded").mkdir()

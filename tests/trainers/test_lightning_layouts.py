@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks.progress.progress_bar import ProgressBar  # noq
 from lightning.pytorch.loops.fetchers import _PrefetchDataFetcher  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
+from support.lightning_runs import QUIET  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
@@ -109,10 +110,7 @@ class SaveAt3(pl.Callback):
 
 
 def trained(ckpt: Path | None = None, *callbacks: Any) -> tuple[Any, list[str]]:
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, num_sanity_val_steps=0, callbacks=list(callbacks),
-    )  # fmt: skip
+    trainer = pl.Trainer(max_epochs=1, callbacks=list(callbacks), **QUIET)
     data = Data()
     data.heard = []
     trainer.fit(Net(), datamodule=data, ckpt_path=ckpt)
@@ -201,10 +199,7 @@ def test_the_iterations_that_a_fit_takes_its_batches_from_are_found(tmp_path: Pa
             found.append(lightning_loops.iterators(self.trainer))
             return super().training_step(batch["x"], batch_idx)
 
-    trainer = pl.Trainer(
-        max_steps=2, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = pl.Trainer(max_steps=2, **QUIET)
     trainer.fit(Looks(), StreamingDataLoader(StreamingDataset(remote=tmp_path), 4))
     assert [len(one) for one in found] == [1, 1]
     assert found[0][0] is found[1][0]

@@ -13,24 +13,15 @@ import pytest
 pytest.importorskip("lightning.pytorch")
 
 import torch
-from support.lightning_chains import OneOf
-from support.lightning_runs import GLOBAL_BATCH, Run, checkpoints
-from support.lightning_stops import At, Stopped, StopsIn, saved_on_exception
+from support.lightning_runs import GLOBAL_BATCH, Run, checkpoints, saved_on_exception
+from support.resume_contract import WARNINGS, At, Stopped
 
 from lightning_stream import StreamingDataset
 from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.order import World, ledger
 from lightning_stream.trainers.audit import verify_delivery
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
-    for text in (
-        "callbacks used to create the checkpoint",
-        "The dirpath has changed",
-        "no last checkpoint available",
-        "called without a model",
-    )
-]
+pytestmark = WARNINGS
 
 
 def ledgers(folder: Path) -> dict[int, str]:
@@ -56,7 +47,7 @@ def test_the_ledger_of_a_resumed_run_continues_from_the_one_it_was_given(
 
 
 def test_a_checkpoint_whose_ledger_proves_another_past_is_refused(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    Run(shards, tmp_path, save_at=(5,), max_epochs=1)
     path = checkpoints(tmp_path)[0][1]
     checkpoint = torch.load(path, weights_only=True)
     state = checkpoint["callbacks"]["lightning_stream"]["position"]
@@ -64,7 +55,7 @@ def test_a_checkpoint_whose_ledger_proves_another_past_is_refused(shards: Path, 
     del state["checksum"]  # as an older version wrote it
     torch.save(checkpoint, path)
     with pytest.raises(StateError, match="ledger must be the sum"):
-        Run(shards, tmp_path / "again", path, every_n_train_steps=5, max_epochs=1)
+        Run(shards, tmp_path / "again", path, max_epochs=1)
 
 
 def dataset(shards: Path, **options: Any) -> StreamingDataset:
@@ -82,10 +73,9 @@ def test_a_record_over_stops_and_worlds_says_that_all_steps_were_delivered(
             world = World(rank=rank, num_ranks=ranks, ranks_per_node=ranks)
             Run(
                 shards, own, ckpt, accumulate_grad_batches=accumulate,
-                callbacks=[saved_on_exception(own, "OnExceptionCheckpoint")],
-                data={"record_delivery": tmp_path / "record", "tail": tail}, raises=Stopped,
-                recorder=lambda stop=stop: StopsIn(None if stop is None else At("training_step", stop)),
-                data_class=lambda world=world, **arguments: OneOf(world, **arguments),
+                callbacks=[saved_on_exception(own)], raises=Stopped, world=world,
+                data={"record_delivery": tmp_path / "record", "tail": tail},
+                module={"at": None if stop is None else At("training_step", stop)},
             )  # fmt: skip
         ckpt = own / "on_exception.ckpt"
     verdict = verify_delivery(tmp_path / "record", dataset(shards))
@@ -126,10 +116,8 @@ def test_a_run_from_the_start_replaces_the_record_of_another_run(shards: Path, t
     record = tmp_path / "record"
     for rank in range(ranks):
         world = World(rank=rank, num_ranks=ranks, ranks_per_node=ranks)
-        Run(
-            shards, tmp_path / f"first{rank}", data={"record_delivery": record}, dataset={"shuffle_seed": 1},
-            data_class=lambda world=world, **arguments: OneOf(world, **arguments),
-        )  # fmt: skip
+        options = {"data": {"record_delivery": record}, "dataset": {"shuffle_seed": 1}}
+        Run(shards, tmp_path / f"first{rank}", world=world, **options)
     Run(shards, tmp_path / "second", max_steps=7, data={"record_delivery": record}, dataset={"shuffle_seed": 2})
     verdict = verify_delivery(record, dataset(shards))
     assert verdict.first_difference is None
@@ -138,7 +126,7 @@ def test_a_run_from_the_start_replaces_the_record_of_another_run(shards: Path, t
 
 def test_a_resumed_run_says_that_the_folder_has_the_record_of_another_run(shards: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
-    Run(shards, tmp_path, every_n_train_steps=4, max_steps=5, data={"record_delivery": record})
+    Run(shards, tmp_path, save_at=(4,), max_steps=5, data={"record_delivery": record})
     Run(shards, tmp_path / "other", max_steps=2, data={"record_delivery": record}, dataset={"shuffle_seed": 2})
     with pytest.warns(UserWarning, match="Give each run a folder of its own"):
         Run(shards, tmp_path / "resumed", checkpoints(tmp_path)[0][1], data={"record_delivery": record})

@@ -13,39 +13,20 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BatchSizeFinder
 from lightning.pytorch.utilities import CombinedLoader
-from support.lightning_runs import (
-    GLOBAL_BATCH,
-    NUM_SAMPLES,
-    Recorder,
-    Run,
-    checkpoints,
-    expect_exact,
-    keep_all,
-    write_shards,
-)
+from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, keep_all, write_shards
+from support.resume_contract import WARNINGS, expect_exact, from_step, merged
 
 from lightning_stream import Schedule, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
-    for text in ("callbacks used to create the checkpoint", "have no `val_dataloader`", "The dirpath has changed")
-]
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-    "enable_checkpointing": False, "num_sanity_val_steps": 0,
-}  # fmt: skip
+pytestmark = WARNINGS
 
 
 def module_over(shards: Path, **options: Any) -> StreamingDataModule:
     return StreamingDataModule(
         train={"remote": shards, "shuffle": True, **options}, val=shards, test=shards, global_batch_size=GLOBAL_BATCH
     )
-
-
-def steps_of(module: Recorder) -> dict[int, list[int]]:
-    return {step: sorted(ids) for step, ids in module.steps.items()}
 
 
 class HasTest(Recorder):
@@ -57,7 +38,7 @@ class HasTest(Recorder):
 
 
 def test_a_checkpoint_that_is_validated_and_tested_is_still_where_it_was(shards: Path, tmp_path: Path) -> None:
-    whole = Run(shards, tmp_path, every_n_train_steps=5)
+    whole = Run(shards, tmp_path, save_at=(5,))
     step, path = checkpoints(tmp_path)[0]
     module, data, trainer = HasTest(), module_over(shards), pl.Trainer(max_epochs=3, **QUIET)
     trainer.validate(module, datamodule=data, ckpt_path=path, verbose=False)
@@ -65,7 +46,7 @@ def test_a_checkpoint_that_is_validated_and_tested_is_still_where_it_was(shards:
     assert module.validations[0][1] == tuple(range(NUM_SAMPLES))
     assert module.tested == list(range(NUM_SAMPLES))
     trainer.fit(module, datamodule=data, ckpt_path=path)
-    assert steps_of(module) == {s: ids for s, ids in whole.steps.items() if s >= step}
+    assert merged([module.steps]) == from_step(whole.steps, step)
 
 
 class SkipsTheRest(Recorder):
@@ -77,10 +58,10 @@ class SkipsTheRest(Recorder):
 
 def test_an_epoch_that_the_model_ends_early_is_over_after_a_resume_too(shards: Path, tmp_path: Path) -> None:
     ends = keep_all(tmp_path / "ends", every_n_epochs=1, save_on_train_epoch_end=True)
-    whole = Run(shards, tmp_path, recorder=SkipsTheRest, every_n_train_steps=1, callbacks=[ends])
+    whole = Run(shards, tmp_path, recorder=SkipsTheRest, save_at=range(3, 7), callbacks=[ends])
     plain = Run(shards, tmp_path / "plain")
     assert whole.steps[4] == plain.steps[11]
-    for step, path in [*checkpoints(tmp_path / "ends"), *checkpoints(tmp_path)[2:6]]:
+    for step, path in [*checkpoints(tmp_path / "ends"), *checkpoints(tmp_path)]:
         expect_exact(whole, Run(shards, tmp_path / "again", path, recorder=SkipsTheRest), step)
 
 
@@ -91,9 +72,10 @@ def test_a_second_data_module_continues_in_the_trainers_epoch(shards: Path, tmp_
     trainer.fit(module, datamodule=module_over(shards))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, datamodule=module_over(shards, **other))
-    assert [ids for s, ids in steps_of(module).items() if s >= 11] == [whole.steps[s] for s in range(11, 22)]
+    assert [ids for s, ids in merged([module.steps]).items() if s >= 11] == [whole.steps[s] for s in range(11, 22)]
     trainer.save_checkpoint(tmp_path / "two.ckpt")
-    expect_exact(whole, Run(shards, tmp_path / "again", tmp_path / "two.ckpt", dataset=other), 22)
+    again = Run(shards, tmp_path / "again", tmp_path / "two.ckpt", dataset=other)
+    assert again.steps == from_step(whole.steps, 22)
 
 
 def test_several_loaders_for_training_are_refused(shards: Path) -> None:
@@ -104,7 +86,7 @@ def test_several_loaders_for_training_are_refused(shards: Path) -> None:
 
 
 def test_a_checkpoint_without_callbacks_is_not_passed_over_in_silence(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
+    Run(shards, tmp_path, save_at=(5,), max_epochs=1)
     checkpoint = torch.load(checkpoints(tmp_path)[0][1], weights_only=True)
     del checkpoint["callbacks"]
     torch.save(checkpoint, tmp_path / "bare.ckpt")
@@ -113,7 +95,7 @@ def test_a_checkpoint_without_callbacks_is_not_passed_over_in_silence(shards: Pa
 
 
 def test_a_tighter_limit_on_an_epoch_begins_the_next(shards: Path, tmp_path: Path) -> None:
-    whole = Run(shards, tmp_path, every_n_train_steps=5)
+    whole = Run(shards, tmp_path, save_at=(5,))
     step, path = checkpoints(tmp_path)[0]
     resumed = Run(shards, tmp_path / "again", path, limit_train_batches=3)
     assert [resumed.steps[s] for s in range(step, step + 3)] == [whole.steps[s] for s in range(11, 14)]
@@ -148,7 +130,7 @@ def test_a_run_stopped_early_resumes_and_more_epochs_can_be_added(shards: Path, 
 
 @pytest.mark.parametrize("epoch_size", [160, 200])
 def test_a_finished_run_whose_mixture_has_ended_ends_at_once(shards: Path, tmp_path: Path, epoch_size: int) -> None:
-    other = write_shards(tmp_path / "other", 1000)
+    other = write_shards(tmp_path / "other", first=1000)
 
     def run(folder: Path, ckpt: Path | None, max_epochs: int) -> Run:
         streams = [Stream(remote=shards, name="a"), Stream(remote=other, name="b")]
@@ -168,4 +150,4 @@ def test_a_finished_run_whose_mixture_has_ended_ends_at_once(shards: Path, tmp_p
         for path in (last, tmp_path / "end.ckpt"):
             for more in (0, 3):
                 again = run(tmp_path / "again", path, max_epochs + more)
-                assert again.steps == {at: ids for at, ids in whole.steps.items() if more and at >= step}
+                assert again.steps == (from_step(whole.steps, step) if more else {})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -16,72 +15,36 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger
-from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, Recorder, Run, checkpoints, expect_exact, keep_all
+from support.chains import number_row, write_streams
+from support.lightning_host import HOST
+from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, QUIET, Recorder, Run, checkpoints
+from support.resume_contract import (
+    WARNINGS,
+    before_step,
+    expect_every_resume_exact,
+    expect_exact,
+    from_step,
+    merged,
+)
 
-from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
-from lightning_stream.errors import LedgerError, SettingsMismatch, SnapshotMismatch, StateError
+from lightning_stream import Packing, Stream, StreamingDataLoader, StreamingDataModule, StreamingDataset
+from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.trainers.lightning import loops
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
 STEPS_PER_EPOCH = 11
 pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
-    for text in (
-        "callbacks used to create the checkpoint",
-        "manual optimization",
-        "dirpath has changed",
-        "have no `val_dataloader`",
-        "Total length of `list` across ranks is zero",
-        "You have overridden",
-    )
+    *WARNINGS,
+    pytest.mark.filterwarnings("ignore:.*Total length of `list` across ranks is zero.*"),
+    pytest.mark.filterwarnings("ignore:.*You have overridden.*"),
 ]
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "num_sanity_val_steps": 0,
-    "enable_model_summary": False, "enable_checkpointing": False,
-}  # fmt: skip
 
 
 # The loader handed over in other ways
 
 
-class OwnLoader(Recorder):
-    """A module with a `train_dataloader` of its own."""
-
-    def __init__(self, shards: Path) -> None:
-        super().__init__()
-        self.shards = shards
-
-    def train_dataloader(self) -> StreamingDataLoader:
-        return streaming(self.shards)
-
-
 def streaming(shards: Path, **options: Any) -> StreamingDataLoader:
     return StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), GLOBAL_BATCH, **options)
-
-
-def fit(shards: Path, folder: Path, way: str, ckpt: Path | None = None, **options: Any) -> Recorder:
-    torch.manual_seed(0)
-    own = way == "module"
-    module = OwnLoader(shards) if own else Recorder()
-    callbacks = [StreamingCallback(), *options.pop("callbacks", [])]
-    settings = {**QUIET, "max_epochs": 3, "enable_checkpointing": True, **options}
-    trainer = Trainer(callbacks=callbacks, default_root_dir=folder, **settings)
-    trainer.fit(module, None if own else streaming(shards), ckpt_path=ckpt)
-    return module
-
-
-@pytest.mark.parametrize("way", ["loader", "module"])
-@pytest.mark.parametrize("stop", [4, 11, 15])
-def test_a_loader_of_the_users_continues_exactly_with_the_callback(
-    shards: Path, tmp_path: Path, way: str, stop: int
-) -> None:
-    whole = Run(shards, tmp_path / "whole")
-    every = {"limit_val_batches": 0, "max_steps": stop, "callbacks": [keep_all(tmp_path, every_n_train_steps=stop)]}
-    first = fit(shards, tmp_path, way, **every)
-    resumed = fit(shards, tmp_path, way, checkpoints(tmp_path)[-1][1], limit_val_batches=0)
-    steps = {step: sorted(ids) for step, ids in [*first.steps.items(), *resumed.steps.items()]}
-    assert steps == whole.steps
-    assert min(resumed.steps) == stop
 
 
 def test_other_loaders_and_two_callbacks_are_refused(shards: Path, tmp_path: Path) -> None:
@@ -90,8 +53,9 @@ def test_other_loaders_and_two_callbacks_are_refused(shards: Path, tmp_path: Pat
         Trainer(callbacks=[StreamingCallback()], max_epochs=1, **QUIET).fit(Recorder(), other)
     with pytest.raises(ValueError, match="StreamingDataModule brings its own"):
         Run(shards, tmp_path, callbacks=[StreamingCallback()])
+    trainer = Trainer(callbacks=[StreamingCallback()], max_epochs=1, accumulate_grad_batches=2, **QUIET)
     with pytest.raises(ValueError, match="accumulates 2 micro-batches a step and the loader 1"):
-        fit(shards, tmp_path, "loader", accumulate_grad_batches=2)
+        trainer.fit(Recorder(), streaming(shards))
 
 
 def test_fitting_again_begins_the_next_epoch_and_another_trainer_starts_over(shards: Path, tmp_path: Path) -> None:
@@ -102,50 +66,35 @@ def test_fitting_again_begins_the_next_epoch_and_another_trainer_starts_over(sha
     assert run.trainer.current_epoch == 2
     run.trainer.fit_loop.max_epochs, run.trainer.fit_loop.epoch_loop.max_steps = 3, 27
     run.trainer.fit(run.module, datamodule=run.data)
-    assert run.steps == {step: ids for step, ids in whole.steps.items() if step < 27}
+    assert run.steps == before_step(whole.steps, 27)
     assert run.trainer.current_epoch == 3  # as Lightning counts: the epoch that max_steps cut short is over
     run.trainer.fit_loop.max_epochs, run.trainer.fit_loop.epoch_loop.max_steps = 4, -1
     run.trainer.fit(run.module, datamodule=run.data)
-    last = [ids for step, ids in run.steps.items() if step >= 27]
-    assert last == [ids for step, ids in whole.steps.items() if step >= 33]
+    assert [*from_step(run.steps, 27).values()] == [*from_step(whole.steps, 33).values()]
 
     second = Recorder()
     Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET).fit(second, datamodule=run.data)
-    assert {s: sorted(i) for s, i in second.steps.items()} == {s: i for s, i in whole.steps.items() if s < 11}
+    assert merged([second.steps]) == before_step(whole.steps, 11)
 
 
 def test_a_data_module_under_another_name_still_finds_its_state(shards: Path, tmp_path: Path) -> None:
     class Renamed(StreamingDataModule):
         pass
 
-    whole = Run(shards, tmp_path, every_n_train_steps=5)
+    whole = Run(shards, tmp_path, save_at=(5,))
     step, path = checkpoints(tmp_path)[0]
     module, data = Recorder(), Renamed(train={"remote": shards, "shuffle": True}, global_batch_size=GLOBAL_BATCH)
     Trainer(max_epochs=3, **QUIET).fit(module, datamodule=data, ckpt_path=path)
-    assert {s: sorted(i) for s, i in module.steps.items()} == {s: i for s, i in whole.steps.items() if s >= step}
+    assert merged([module.steps]) == from_step(whole.steps, step)
 
 
 # Options of the trainer
 
 
-@pytest.mark.parametrize("limit", [3, 7])
-def test_an_epoch_limited_inside_an_accumulation_continues_exactly(shards: Path, tmp_path: Path, limit: int) -> None:
-    options = {"limit_train_batches": limit, "accumulate_grad_batches": 4}
-    whole = Run(shards, tmp_path, every_n_train_steps=1, **options)
-    assert len(whole.steps) == 3 * -(-limit // 4)
-    for step, path in checkpoints(tmp_path):
-        resumed = Run(shards, tmp_path / "again", path, **options)
-        expect_exact(whole, resumed, step)
-        assert resumed.weights == whole.weights
-
-
 def test_overfitting_trains_on_the_same_batches_or_is_refused(shards: Path, tmp_path: Path) -> None:
     options = {"overfit_batches": 3, "dataset": {"shuffle": False}}
-    whole = Run(shards, tmp_path, every_n_train_steps=1, **options)
+    whole = expect_every_resume_exact(HOST, shards, tmp_path, range(1, 9), **options)
     assert all(whole.steps[step] == whole.steps[step % 3] for step in range(9))
-    for step, path in checkpoints(tmp_path):
-        resumed = Run(shards, tmp_path / "again", path, **options)
-        expect_exact(whole, resumed, step)
     with pytest.raises(ValueError, match="overfit_batches=3 trains on the same batches in every epoch"):
         Run(shards, tmp_path, overfit_batches=3)
 
@@ -159,10 +108,10 @@ def test_an_accumulation_that_changes_with_the_epochs_is_refused(shards: Path, t
 def test_another_global_batch_neither_loses_nor_repeats_a_sample_or_is_refused(
     shards: Path, tmp_path: Path, size: int, accumulate: int
 ) -> None:
-    whole = Run(shards, tmp_path, every_n_train_steps=1)
+    whole = Run(shards, tmp_path, save_at=(3, 4, 10, 11, 16))
     ordered = {e: [i for s in range(e * 11, e * 11 + 11) for i in whole.module.steps[s]] for e in range(3)}
     options = {"data": {"global_batch_size": size}, "accumulate_grad_batches": accumulate, "val_check_interval": 2}
-    for step, path in [pair for pair in checkpoints(tmp_path) if pair[0] in (3, 4, 10, 11, 16)]:
+    for step, path in checkpoints(tmp_path):
         if accumulate > 1 and step % 11 in (3, 5):
             with pytest.raises(StateError, match="in the middle of an epoch, at what would be micro-batch"):
                 Run(shards, tmp_path / "again", path, **options)
@@ -207,29 +156,31 @@ def test_several_optimizers_stepped_by_hand_count_as_one_step_of_the_data(shards
     assert resumed.weights == whole.weights
 
 
-def mixture(folder: Path) -> list[Stream]:
-    streams = []
-    for number, count in enumerate((90, 48, 29)):
-        with MDSWriter(out=str(folder / str(number)), columns={"id": "int", "x": "ndarray:float32:4"}) as writer:
-            for i in range(count):
-                writer.write({"id": 1000 * number + i, "x": np.full(4, i / 90, np.float32)})
-        streams.append(Stream(remote=str(folder / str(number)), proportion=3 - number))
-    return streams
+def test_rests_of_streams_that_have_fewer_samples_than_a_step_has_micro_batches_are_refused(tmp_path: Path) -> None:
+    root = write_streams(tmp_path / "data")
+    streams = [Stream(remote=root / name, proportion=share) for name, share in (("a", 0.7), ("b", 0.3))]
+    dataset = {"remote": None, "streams": streams, "batching_method": "per_stream", "epoch_size": 167}
+    with pytest.raises(ValueError, match="the rests of the streams are global batches of fewer"):
+        Run(root / "a", tmp_path, dataset=dataset, accumulate_grad_batches=2)
 
 
-@pytest.mark.parametrize("method", ["random", "stratified", "per_stream", "device_per_stream"])
-def test_a_mixture_continues_exactly_with_each_batching_method(shards: Path, tmp_path: Path, method: str) -> None:
-    dataset = {"remote": None, "streams": mixture(tmp_path / "data"), "batching_method": method}
-    options = {"dataset": dataset, "accumulate_grad_batches": 2, "max_epochs": 2}
-    if method == "per_stream":
-        with pytest.raises(ValueError, match="the rests of the streams are global batches of fewer"):
-            Run(shards, tmp_path, **options)
-        options |= {"data": {"tail": "drop"}}
-    whole = Run(shards, tmp_path, every_n_train_steps=1, **options)
-    for step, path in checkpoints(tmp_path)[::4]:
-        resumed = Run(shards, tmp_path / "again", path, **options)
-        expect_exact(whole, resumed, step)
-        assert resumed.weights == whole.weights
+def test_a_share_of_the_epoch_holds_in_every_epoch_although_they_differ_in_length(tmp_path: Path) -> None:
+    rows = {"pack": Packing(row_length=40, window=50), "transform": number_row}
+    folder = write_streams(tmp_path / "data") / "a"
+    run = Run(folder, tmp_path, dataset=rows, limit_train_batches=0.5, val_check_interval=0.5, val=False)
+    lengths = [run.trainer.train_dataloader.num_batches(epoch) // 2 for epoch in range(3)]
+    assert len(set(lengths)) > 1, "the test needs epochs of different lengths"
+    assert run.trainer.global_step == sum(lengths)
+
+
+def test_the_monitor_counts_the_tokens_of_rows_without_padding(tmp_path: Path) -> None:
+    rows = {"pack": Packing(row_length=40, window=50), "transform": number_row}
+    dataset = StreamingDataset(remote=write_streams(tmp_path) / "a", shuffle=True, **rows)
+    callback = StreamingCallback()
+    trainer = Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [callback], "log_every_n_steps": 5})
+    trainer.fit(Recorder(), StreamingDataLoader(dataset, 12))
+    assert callback.monitor.stats().num_tokens == int(dataset.lengths("tokens").sum())
+    assert float(trainer.callback_metrics["data/tokens_per_s"]) > float(trainer.callback_metrics["data/samples_per_s"])
 
 
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (2, True)])
@@ -243,11 +194,9 @@ def test_augmentation_and_dropout_draw_what_the_uninterrupted_run_drew(
             "module": {"dropout": 0.5}, "max_epochs": 2,
         }  # fmt: skip
 
-    whole = Run(shards, tmp_path, every_n_train_steps=5, **options(0))
+    whole = Run(shards, tmp_path, save_at=(5, 11, 15), **options(0))
     for step, path in checkpoints(tmp_path):
-        resumed = Run(shards, tmp_path / "again", path, **options(workers, persistent))
-        expect_exact(whole, resumed, step)
-        assert resumed.weights == whole.weights
+        expect_exact(whole, Run(shards, tmp_path / "again", path, **options(workers, persistent)), step)
 
 
 def augmented(sample: dict[str, Any]) -> dict[str, Any]:
@@ -303,9 +252,8 @@ def test_a_checkpoint_of_mosaicml_streaming_continues_where_its_algorithm_is_nam
     shards: Path, tmp_path: Path
 ) -> None:
     dataset = {"shuffle_algo": "py1e", "num_canonical_nodes": 2}
-    whole = Run(shards, tmp_path, every_n_train_steps=4, dataset=dataset)
-    step, path = checkpoints(tmp_path)[3]
-    assert step == 16
+    whole = Run(shards, tmp_path, save_at=(16,), dataset=dataset)
+    path = checkpoints(tmp_path)[0][1]
     checkpoint = torch.load(path, weights_only=True)
     del checkpoint["callbacks"]["lightning_stream"], checkpoint["StreamingDataModule"]
     state = {"epoch": 1, "sample_in_epoch": 5 * GLOBAL_BATCH, "num_canonical_nodes": 2, "shuffle_seed": 9176}
@@ -314,15 +262,6 @@ def test_a_checkpoint_of_mosaicml_streaming_continues_where_its_algorithm_is_nam
     expect_exact(whole, Run(shards, tmp_path, tmp_path / "theirs.ckpt", dataset=dataset), 16)
     with pytest.raises(StateError, match="Pass the shuffle, shuffle_algo, partition_algo and"):
         Run(shards, tmp_path, tmp_path / "theirs.ckpt")
-
-
-def test_other_data_or_another_seed_is_refused_with_what_differs(shards: Path, tmp_path: Path) -> None:
-    Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
-    _, path = checkpoints(tmp_path)[0]
-    with pytest.raises(SettingsMismatch, match="seed was 9176 and is 7 now"):
-        Run(shards, tmp_path, path, dataset={"shuffle_seed": 7})
-    with pytest.raises(SnapshotMismatch, match="167 samples in"):
-        Run(shards, tmp_path, path, dataset={"remote": None, "streams": mixture(tmp_path / "data")[:1]})
 
 
 class SortsIds:
@@ -369,15 +308,6 @@ def test_the_progress_bar_shows_the_position_and_is_left_as_it_was(shards: Path,
     assert shown[11] == "16/167"
 
 
-def test_the_happy_path_warns_of_nothing_of_ours(shards: Path, tmp_path: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        Run(shards, tmp_path, every_n_train_steps=5, max_epochs=1)
-        Run(shards, tmp_path, checkpoints(tmp_path)[0][1])
-    ours = [str(w.message) for w in caught if "lightning_stream" in w.filename or "lightning_stream" in str(w.message)]
-    assert not ours
-
-
 @pytest.mark.parametrize(
     "first",
     [
@@ -419,20 +349,13 @@ def test_a_missing_last_checkpoint_is_an_error_where_the_run_has_others(
 ) -> None:
     def fit(save_last: bool, ckpt_path: str | None = "last", max_steps: int = 3) -> Recorder:
         keeps = ModelCheckpoint(dirpath=tmp_path / "ckpt", every_n_train_steps=2, save_last=save_last)
-        trainer, module = (
-            Trainer(max_steps=max_steps, **{**QUIET, "enable_checkpointing": True}, callbacks=[keeps]),
-            Recorder(),
-        )
-        data = (
-            {"train_dataloaders": streaming(shards)}
-            if bare
-            else {
-                "datamodule": StreamingDataModule(
-                    train={"remote": shards, "shuffle": True}, global_batch_size=GLOBAL_BATCH
-                )
-            }
-        )
-        trainer.fit(module, ckpt_path=ckpt_path, **data)
+        trainer = Trainer(max_steps=max_steps, **{**QUIET, "enable_checkpointing": True}, callbacks=[keeps])
+        module = Recorder()
+        if bare:
+            trainer.fit(module, streaming(shards), ckpt_path=ckpt_path)
+        else:
+            data = StreamingDataModule(train={"remote": shards, "shuffle": True}, global_batch_size=GLOBAL_BATCH)
+            trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
         return module
 
     fit(save_last=False)  # nothing is there yet
@@ -457,19 +380,3 @@ def test_a_last_checkpoint_in_the_folder_of_another_version_is_an_error(
     assert list(tmp_path.glob("lightning_logs/version_0/checkpoints/*.ckpt"))
     with pytest.raises(StateError, match=r"none is marked as last .*version_0.*ModelCheckpoint\(dirpath="):
         fit()
-
-
-@pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.parametrize("other", [{"shuffle_seed": 5}, {"shuffle": False}, {"num_canonical_nodes": 3}], ids=str)
-def test_a_second_fit_with_another_loader_trains_in_its_order(shards: Path, other: dict[str, Any]) -> None:
-    trainer = Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Recorder(), streaming(shards))
-    dataset = StreamingDataset(remote=shards, **{"shuffle": True, **other})
-    expected = StreamingDataLoader(dataset, GLOBAL_BATCH)
-    expected.set_epoch(1)
-    trainer.fit_loop.max_epochs = 2
-    second = Recorder()
-    trainer.fit(
-        second, StreamingDataLoader(StreamingDataset(remote=shards, **{"shuffle": True, **other}), GLOBAL_BATCH)
-    )
-    assert [sorted(ids) for ids in second.steps.values()][:10] == [sorted(b["id"].tolist()) for b in expected][:10]

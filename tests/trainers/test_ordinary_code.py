@@ -2,132 +2,58 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("lightning.pytorch")
-
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
-from support.lightning_chains import OneOf
-from support.lightning_habits import HOOKS, EmptyBatches, Habits, Looks, OrdinaryRun
-from support.lightning_runs import NUM_SAMPLES, Recorder, Run, Steps, checkpoints, keep_all, write_shards
-from support.looks import Look
+from support.chains import Chain, EmptyBatches, Link, Look
+from support.lightning_host import HOST
+from support.lightning_runs import NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, keep_all, pl, write_shards
+from support.resume_contract import WARNINGS, from_step, planned
 from torch.utils.data import DataLoader
 
-from lightning_stream import StreamingCallback, StreamingDataLoader, StreamingDataset, World
+from lightning_stream import (
+    StreamingCallback,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+    verify_delivery,
+)
 from lightning_stream.errors import StateError
-from lightning_stream.trainers.audit import verify_delivery
 
-pytestmark = [
-    pytest.mark.filterwarnings(f"ignore:.*{text}.*")
-    for text in (
-        "callbacks used to create the checkpoint",
-        "The dirpath has changed",
-        "yielded None",
-        "num_workers",
-        "no `val_dataloader`",
-    )
-]
-QUIET = Habits("bare", (), (), (), False, False, False, 0)
-QUIET_TRAINER: dict[str, Any] = {
-    "accelerator": "cpu", "devices": 1, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
-}  # fmt: skip
-SOURCES = pytest.mark.parametrize("source", ["module", "bare", "callback", "hook"])
+pytestmark = WARNINGS
+QUIET_TRAINER = {name: value for name, value in QUIET.items() if name != "enable_checkpointing"}
 
 
-def run_with(
-    shards: Path, folder: Path, habits: Habits, ckpt: Path | None = None, loaders: Any = None, **options: Any
-) -> OrdinaryRun:
-    """One fit of two epochs by a user with these habits, whose checkpoints are all kept."""
-    data = {"data": {}, "max_epochs": 2, "callbacks": [keep_all(folder, every_n_train_steps=1)], **options}
-    kept = {} if loaders is None else loaders
-    alone = partial(OneOf, World(rank=0, num_ranks=1, ranks_per_node=1))
-    return OrdinaryRun(shards, folder, ckpt, habits=habits, loaders=kept, data_class=alone, **data)
+def fit(shards: Path, folder: Path, link: Link, path: Path | None = None, **loading: Any) -> Run:
+    """A run of three epochs by a user, whose checkpoints are kept after some steps."""
+    return HOST.run_link(shards, folder, Chain(0, {}, loading), link, World(), path, {})
 
 
-@pytest.fixture(scope="module")
-def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Steps:
-    return Run(shards, tmp_path_factory.mktemp("whole"), max_epochs=2).steps
-
-
-def after(whole: Steps, step: int) -> Steps:
-    return {number: ids for number, ids in whole.items() if number >= step}
-
-
-@SOURCES
-@pytest.mark.parametrize("kind", ["look", "three", "kept", "pass", "statistics"])
-def test_looks_in_all_hooks_change_no_batch_and_no_checkpoint(
-    shards: Path, tmp_path: Path, whole: Steps, source: str, kind: str
-) -> None:
-    looks = tuple(Look(hook, step, kind) for hook in HOOKS for step in (0, 3, 11))
-    habits = replace(QUIET, data=source, looks=looks, validates_on_train=True, looks_first=kind == "pass")
-    run = run_with(shards, tmp_path, habits)
-    assert run.steps == whole
-    (user,) = [one for one in run.trainer.callbacks if isinstance(one, Looks)]
-    assert {look.hook for look in user.looks} <= {"on_train_start"}
-    for step, path in checkpoints(tmp_path):
-        if step in (4, 11):
-            assert run_with(shards, tmp_path / str(step), QUIET, path).steps == after(whole, step)
-
-
-def test_a_pass_for_statistics_leaves_the_record_of_deliveries_true(shards: Path, tmp_path: Path, whole: Steps) -> None:
+def test_a_pass_for_statistics_leaves_the_record_of_deliveries_true(shards: Path, tmp_path: Path) -> None:
     looks = (Look("on_train_start", 0, "pass"), Look("on_train_batch_end", 5, "pass"))
-    run = run_with(
-        shards, tmp_path, replace(QUIET, data="module", looks=looks), data={"record_delivery": tmp_path / "record"}
-    )
-    assert run.steps == whole
+    run = fit(shards, tmp_path, Link("module", looks=looks), record_delivery=tmp_path / "record")
     verdict = verify_delivery(tmp_path / "record", StreamingDataset(remote=shards, shuffle=True))
-    assert "22" in verdict.sentence
-    assert "planned" in verdict.sentence
-
-
-@SOURCES
-def test_validation_over_the_training_loader_before_during_and_after_a_fit_is_no_training(
-    shards: Path, tmp_path: Path, whole: Steps, source: str
-) -> None:
-    habits = replace(
-        QUIET, data=source, before=("validate", "look"), after=("validate",), validates_on_train=True,
-        num_sanity_val_steps=2, looks=(Look("on_train_batch_end", 4, "validate"),),
-    )  # fmt: skip
-    run = run_with(shards, tmp_path, habits, val_check_interval=3)
-    assert run.steps == whole
-    if source != "module":
-        assert run.module.validations[0] == (3, tuple(range(NUM_SAMPLES)))
-
-
-@pytest.mark.parametrize("source", ["bare", "callback"])
-def test_one_loader_serves_several_trainers(shards: Path, tmp_path: Path, whole: Steps, source: str) -> None:
-    loaders: dict[Any, Any] = {}
-    habits = replace(QUIET, data=source, keeps_loader=True)
-    for number, step in enumerate((0, 0, 5, 0, 11)):
-        path = dict(checkpoints(tmp_path / "0"))[step] if step else None
-        assert run_with(shards, tmp_path / str(number), habits, path, loaders).steps == after(whole, step)
+    assert verdict.sentence == "all 33 recorded steps saw exactly the planned samples"
+    assert len(run.steps) == 33
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("source", ["module", "bare"])
 def test_an_empty_batch_is_passed_over_and_none_is_trained_on_twice(
-    shards: Path, tmp_path: Path, whole: Steps, accumulate: int
+    shards: Path, tmp_path: Path, source: str, accumulate: int
 ) -> None:
-    options: dict[str, Any] = {"accumulate_grad_batches": accumulate}
-    options["data"] = {"collate_fn": EmptyBatches((whole[2][0], whole[7][3]))}
-    for source in ("module", "bare"):
-        habits = replace(QUIET, data=source)
-        full = run_with(shards, tmp_path / source, habits, **options)
-        trained = [number for step in range(max(full.steps) + 1) for number in full.steps[step]]
-        assert len(set(trained)) > NUM_SAMPLES - 2 * 16
-        for step, path in checkpoints(tmp_path / source):
-            if step in (2, 3, 7, 9):
-                again = run_with(shards, tmp_path / f"{source}{step}", habits, path, **options)
-                assert again.steps == after(full.steps, step)
+    whole = planned(Chain(0, {}, {}).loader(shards))
+    collate = EmptyBatches((whole[2][0], whole[7][3]))
+    link = Link(source, accumulate=accumulate, options={"save_at": (2, 3, 7, 9), "max_epochs": 2})
+    full = fit(shards, tmp_path, link, collate_fn=collate)
+    assert len({number for ids in full.steps.values() for number in ids}) > NUM_SAMPLES - 2 * 16
+    for step, path in checkpoints(tmp_path):
+        assert fit(shards, tmp_path / str(step), link, path, collate_fn=collate).steps == from_step(full.steps, step)
 
 
 def test_nothing_asks_a_loader_for_its_length_at_each_step(
@@ -158,20 +84,6 @@ def test_the_last_partial_step_weighs_the_same_for_any_accumulation(shards: Path
     for run in runs[1:]:
         assert run.steps == runs[0].steps
         assert run.weights == pytest.approx(runs[0].weights, abs=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("tail", ["exact", "pad"])
-def test_the_last_partial_step_weighs_the_same_on_any_number_of_devices(
-    shards: Path, tmp_path: Path, tail: str
-) -> None:
-    from trainers.test_lightning_worlds import launch
-
-    launch(tmp_path, shards, 2, torchrun=True, max_epochs=1, val=False, data={"tail": tail}, strategy="ddp")
-    alone = Run(shards, tmp_path / "alone", max_epochs=1, val=False, data={"tail": tail})
-    written = json.loads((tmp_path / "rank0of2.json").read_text())
-    assert written["weights"] == pytest.approx(alone.weights, abs=1e-5)
 
 
 class Plateau(Recorder):
@@ -206,7 +118,7 @@ def test_schedulers_and_epoch_ends_come_after_a_resume_as_without_it(
 
     def run(folder: Path, ckpt: Path | None = None) -> Plateau:
         module: Plateau = Run(
-            shards, folder, ckpt, recorder=lambda: Plateau(monitor), every_n_train_steps=1, max_epochs=4
+            shards, folder, ckpt, recorder=lambda: Plateau(monitor), save_at=(11, 16, 22), max_epochs=4
         ).module
         return module
 
@@ -214,14 +126,13 @@ def test_schedulers_and_epoch_ends_come_after_a_resume_as_without_it(
     assert [full.rates[step] for step in (0, 11, 22, 33)] == [0.1, 0.1, 0.05, 0.025]
     assert full.ends == [0, 1, 2, 3]
     for step, path in checkpoints(tmp_path / "full"):
-        if step in (11, 16, 22):
-            if monitor == "train" and step != 16:  # the mean of the epoch that ends is in no checkpoint
-                with pytest.warns(UserWarning, match="a scheduler on plateaus needs the metric of the whole epoch"):
-                    again = run(tmp_path / str(step), path)
-            else:
+        if monitor == "train" and step != 16:  # the mean of the epoch that ends is in no checkpoint
+            with pytest.warns(UserWarning, match="a scheduler on plateaus needs the metric of the whole epoch"):
                 again = run(tmp_path / str(step), path)
-                assert again.rates == {number: rate for number, rate in full.rates.items() if number >= step}
-            assert again.ends == full.ends[(step - 1) // 11 :]
+        else:
+            again = run(tmp_path / str(step), path)
+            assert again.rates == from_step(full.rates, step)
+        assert again.ends == full.ends[(step - 1) // 11 :]
 
 
 def test_torchs_loader_over_a_dataset_says_once_what_to_write_instead(shards: Path, tmp_path: Path) -> None:
@@ -318,31 +229,35 @@ def test_persistent_workers_end_with_the_fit(shards: Path, tmp_path: Path) -> No
         assert not multiprocessing.active_children()
 
 
-@pytest.mark.parametrize("is_same", [True, False], ids=["same data", "other data"])
+OTHERS = [{"shuffle_seed": 5}, {"shuffle": False}, {"num_canonical_nodes": 3}]
+
+
+@pytest.mark.parametrize("first", [0, 1000], ids=["same data", "other data"])
+@pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_a_second_fit_over_another_loader_trains_on_it_and_its_state_is_of_it(
-    shards: Path, tmp_path: Path, is_same: bool
+    tmp_path: Path, shards: Path, first: int, other: dict[str, Any]
 ) -> None:
-    others = shards if is_same else write_shards(tmp_path / "others", first=1000)
+    others = write_shards(tmp_path / "others", first=first)
+
+    def loader() -> StreamingDataLoader:
+        return StreamingDataLoader(StreamingDataset(remote=others, **{"shuffle": True, **other}), 16)
+
     callback, module = StreamingCallback(), Recorder()
-    trainer = pl.Trainer(max_epochs=1, enable_checkpointing=False, callbacks=[callback], **QUIET_TRAINER)
-    trainer.fit(module, StreamingDataLoader(StreamingDataset(remote=shards), 32))
+    trainer = pl.Trainer(**{**QUIET, "max_epochs": 1, "callbacks": [callback]})
+    trainer.fit(module, StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), 32))
     module.steps.clear()
     trainer.fit_loop.max_epochs = 2
-    second = StreamingDataLoader(StreamingDataset(remote=others, shuffle=True, shuffle_seed=5), 16)
-    trainer.fit(module, second)
-    expected = StreamingDataLoader(StreamingDataset(remote=others, shuffle=True, shuffle_seed=5), 16)
+    trainer.fit(module, loader())
+    expected = loader()
     expected.set_epoch(1)
     assert list(module.steps.values()) == [batch["id"].tolist() for batch in expected]
-    state = callback.state_dict()["position"]
-    again = StreamingDataLoader(StreamingDataset(remote=others, shuffle=True, shuffle_seed=5), 16)
-    again.load_state_dict(state)
+    again = loader()
+    again.load_state_dict(callback.state_dict()["position"])
     assert (again.position.epoch, again.position.position) == (2, 0)
 
 
 @pytest.mark.parametrize("callbacks", [list, lambda: [StreamingCallback()]], ids=["none", "ours"])
-def test_a_loader_made_for_each_epoch_continues_the_run(
-    shards: Path, tmp_path: Path, whole: Steps, callbacks: Callable[[], list[Any]]
-) -> None:
+def test_a_loader_made_for_each_epoch_continues_the_run(shards: Path, callbacks: Callable[[], list[Any]]) -> None:
     class OwnLoader(Recorder):
         def train_dataloader(self) -> StreamingDataLoader:
             return StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), 16)
@@ -353,6 +268,7 @@ def test_a_loader_made_for_each_epoch_continues_the_run(
         callbacks=callbacks(), **QUIET_TRAINER,
     )  # fmt: skip
     trainer.fit(module)
+    whole = planned(Chain(0, {}, {}).loader(shards), epochs=2)
     assert {step: sorted(ids) for step, ids in module.steps.items()} == whole
 
 
