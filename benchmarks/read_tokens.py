@@ -78,14 +78,16 @@ def read_text(loader: loaders.Loader, job: Job, **options: Any) -> Result:
 
 if __name__ == "__main__":
     ours = partial(read, loaders.ours)
+    workers = partial(ours, workers=2, loading={"persistent_workers": True})
+    threads = partial(ours, workers=2, loading={"persistent_workers": True, "workers": "threads"})
     mosaic = partial(read, loaders.mosaic, epochs=1)
     tokens = {
         "ours": ours,
         "ours, read_batch": read_batch,
-        "ours, two workers": partial(ours, workers=2, persistent=True),
-        "ours, two threads": partial(ours, workers=2, kind="threads", persistent=True),
-        "ours, two workers, 64 MB": partial(ours, workers=2, persistent=True, batch=64 * BATCH),
-        "ours, two threads, 64 MB": partial(ours, workers=2, kind="threads", persistent=True, batch=64 * BATCH),
+        "ours, two workers": workers,
+        "ours, two threads": threads,
+        "ours, two workers, 64 MB": partial(workers, batch=64 * BATCH),
+        "ours, two threads, 64 MB": partial(threads, batch=64 * BATCH),
         "bare numpy": bare_numpy,
         "mosaic": mosaic,
         "mosaic, two workers": partial(mosaic, workers=2),

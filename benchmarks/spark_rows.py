@@ -1,6 +1,6 @@
 """DataFrames to MDS, beside mosaicml-streaming's dataframe_to_mds.
 
-python benchmarks/spark_rows.py [--group tokens]      with pyspark and Java
+python benchmarks/spark_rows.py [--only tokens]      with pyspark and Java
 
 The table comes from Parquet files, so that reading them is part of every time; a first conversion warms the workers up.
 "bare Spark" reads the rows, hands them to Python and drops them there: no converter can be faster. Ours writes with its
