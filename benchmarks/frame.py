@@ -25,13 +25,11 @@ import json
 import os
 import re
 import resource
-import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -113,11 +111,16 @@ def cpu_s() -> float:
 def _ticks_below(pid: int) -> int:
     total = 0
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # a thread or a process ended
-            for child in map(int, path.read_text().split()):
-                fields = Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()
-                total += sum(map(int, fields[11:15])) + _ticks_below(child)
+        for child in map(int, _read(path).split()):
+            fields = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) + _ticks_below(child)
     return total
+
+
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):  # the thread or process ended
+        return path.read_text()
+    return ""
 
 
 def peak_mib() -> float:
@@ -139,7 +142,7 @@ def main(doc: str, groups: Sequence[Group], **sizes: tuple[int, int]) -> None:
         title, folder, scratch, given = json.loads(sys.argv[3])
         cases = {group.title: group.cases for group in groups}[title]
         result = cases[sys.argv[2]](Job(Path(folder), Path(scratch), SimpleNamespace(**given)))
-        sys.stdout.write(f"\n{json.dumps(result)}\n")
+        print(f"\n{json.dumps(result)}")
         return
     args = _parser(doc, sizes).parse_args()
     chosen = {name: getattr(args, name) or usual[args.smoke] for name, usual in sizes.items()}
@@ -195,11 +198,14 @@ def _measure(
         job = Job(Path(folder), Path(folder), sizes)
         if group.prepare:
             group.prepare(job)
-        server = paced_store.serve(job.folder, group.pace) if group.pace else contextlib.nullcontext("")
-        with server as endpoint:
+        server = paced_store.serve(job.folder, group.pace) if group.pace else contextlib.nullcontext(("", [0, 0]))
+        with server as (endpoint, counts):
             for number in range(1 if args.smoke else args.rounds):
                 for run in reversed(runs) if number % 2 else runs:
-                    rounds[run.label].append(_once(group, run, job, endpoint, args.smoke))
+                    counts[:] = [0, 0]
+                    result = _once(group, run, job, endpoint, args.smoke)
+                    sent = {"gets": counts[0], "MB sent": counts[1] / 1e6} if endpoint else {}
+                    rounds[run.label].append(result and {**result, **sent})
     return rounds
 
 
@@ -207,29 +213,25 @@ def _once(group: Group, run: Run, job: Job, endpoint: str, here: bool) -> Result
     # With --smoke, threads of a case may still write to it.
     with tempfile.TemporaryDirectory(dir=job.folder, ignore_cleanup_errors=True) as scratch:
         environment = _environment(run, job.folder, scratch, endpoint)
-        counts(endpoint)
-        if here:
-            with patch.dict(os.environ, environment):
-                result = group.cases[run.case](replace(job, scratch=Path(scratch)))
-        else:
-            result = _in_process(run, environment, group.title, str(job.folder), scratch, vars(job.sizes))
-        return result and {**result, **counts(endpoint)}
+        if not here:
+            return _in_process(run, environment, group.title, str(job.folder), scratch, vars(job.sizes))
+        with patch.dict(os.environ, environment):
+            return group.cases[run.case](replace(job, scratch=Path(scratch)))
 
 
 def _environment(run: Run, folder: Path, scratch: str, endpoint: str) -> dict[str, str]:
-    paths = [str(run.package), str(CHECKOUT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "PYTHONDONTWRITEBYTECODE": "",  # what is imported is compiled once, as where it is installed
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "PYTHONPATH": str(run.package),
         "TMPDIR": scratch,
     }
     if endpoint:
         names = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
         environment |= dict.fromkeys(names, endpoint) | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
-        environment |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ALLOW_HTTP": "true"}
-        environment |= {"AWS_DEFAULT_REGION": "us-east-1"}
+        environment |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+        environment |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
     if endpoint.startswith("https"):
         environment["AWS_CA_BUNDLE"] = str(folder / paced_store.CERTIFICATE)
     return environment
@@ -245,23 +247,13 @@ def _in_process(run: Run, environment: Mapping[str, str], *call: Any) -> Result:
     return result
 
 
-def counts(endpoint: str) -> dict[str, float]:
-    """Requests and megabytes that the server answered since it was asked last."""
-    if not endpoint:
-        return {}
-    context = ssl._create_unverified_context()  # noqa: SLF001
-    with urllib.request.urlopen(f"{endpoint}/_counts", context=context) as answer:
-        numbers = json.load(answer)
-    return {"gets": numbers["gets"], "MB sent": numbers["bytes"] / 1e6}
-
-
 def _table(runs: list[Run], rounds: Mapping[str, list[Result]]) -> str:
     measured = [result for results in rounds.values() for result in results]
     notes = dict.fromkeys(key for result in measured for key in result if key not in MEASURED)
     rows = [["", "per CPU-s", "per s", "peak MiB", "CPU x", "wall x", *notes]]
     indent = max(len(run.label) for run in runs)
     for run in runs:
-        results, base = rounds[run.label], rounds[runs[0].label if run.package == CHECKOUT else run.case]
+        results, base = rounds[run.label], rounds[runs[0].label if run.label == run.case else run.case]
         values = [_median(results, key) for key in ("per_cpu_s", "per_s", "peak_mib")]
         values += [_ratio(base, results, key) for key in ("per_cpu_s", "per_s")]
         values += [_median(results, key) for key in notes]

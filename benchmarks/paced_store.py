@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import multiprocessing
 import re
 import ssl
@@ -18,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 CERTIFICATE, _KEY = "server.pem", "server.key"
 _PIECE_BYTES = 1 << 17
@@ -47,11 +46,12 @@ class Pace:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, pace: Pace) -> Iterator[str]:
-    """A server in a process of its own while the context lasts; gives its endpoint.
+def serve(folder: Path, pace: Pace) -> Iterator[tuple[str, Any]]:
+    """A server in a process of its own while the context lasts.
 
-    The bucket's name is ignored: ``s3://anything/name`` is ``folder/name``. ``GET /_counts`` gives requests and bytes
-    since it was asked last, as JSON. A certificate, which signs itself, is `CERTIFICATE` in the folder.
+    Gives its endpoint, and the numbers of GET requests and of bytes sent so far, which may be set to 0. The bucket's
+    name is ignored: ``s3://anything/name`` is ``folder/name``. A certificate, which signs itself, is `CERTIFICATE` in
+    the folder.
     """
     if pace.tls:
         command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
@@ -59,29 +59,29 @@ def serve(folder: Path, pace: Pace) -> Iterator[str]:
         subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
-    process = context.Process(target=_main, args=(folder, pace, its), daemon=True)
+    counts = context.Array("q", 2)
+    process = context.Process(target=_main, args=(folder, pace, counts, its), daemon=True)
     process.start()
     try:
-        yield f"http{'s' * pace.tls}://127.0.0.1:{ours.recv()}"
+        yield f"http{'s' * pace.tls}://127.0.0.1:{ours.recv()}", counts
     finally:
         process.terminate()
         process.join()
 
 
-def _main(folder: Path, pace: Pace, ready: Any) -> None:
+def _main(folder: Path, pace: Pace, counts: Any, ready: Any) -> None:
     context = None
     if pace.tls:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(folder / CERTIFICATE, folder / _KEY)
-    asyncio.run(_Server(folder, pace).run(ready, context))
+    asyncio.run(_Server(folder, pace, counts).run(ready, context))
 
 
 class _Server:
-    def __init__(self, folder: Path, pace: Pace) -> None:
+    def __init__(self, folder: Path, pace: Pace, counts: Any) -> None:
         self.folder = folder
         self.pace = pace
-        self.gets = 0
-        self.sent = 0
+        self.counts = counts
         self.sending = 0
 
     async def run(self, ready: Any, tls: ssl.SSLContext | None) -> None:
@@ -98,14 +98,12 @@ class _Server:
     async def _answer(self, client: asyncio.StreamWriter, head: str) -> None:
         method, target, _ = head.split(" ", 2)
         url = urlsplit(target)
-        name = unquote(url.path).lstrip("/").partition("/")[2]
-        if url.path == "/_counts":
-            counts, self.gets, self.sent = {"gets": self.gets, "bytes": self.sent}, 0, 0
-            return await _send(client, "200 OK", json.dumps(counts).encode())
-        self.gets += method == "GET"
+        name = url.path.lstrip("/").partition("/")[2]
+        self.counts[0] += method == "GET"
         await asyncio.sleep(self.pace.latency_s)
-        if "list-type" in parse_qs(url.query):
-            return await _send(client, "200 OK", self._listing(parse_qs(url.query).get("prefix", [""])[0]))
+        query = parse_qs(url.query)
+        if "list-type" in query:
+            return await _send(client, "200 OK", self._listing(query.get("prefix", [""])[0]))
         path = self.folder / name
         if not path.is_file():
             return await _send(client, "404 Not Found", b"<Error><Code>NoSuchKey</Code></Error>", method)
@@ -131,7 +129,7 @@ class _Server:
                 while begin < end:
                     sent = await loop.sendfile(client.transport, file, begin, min(step, end - begin))
                     begin += sent
-                    self.sent += sent
+                    self.counts[1] += sent
                     due += self.pace.piece_s(sent, self.sending)
                     await asyncio.sleep(due - time.monotonic())
         finally:

@@ -26,7 +26,7 @@ from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.downloads import estimate_factor
 from lightning_stream.order.packing import RowPacking
 
-WINDOW, REPLICAS, MICRO_BATCHES = 16_384, 8, 4
+WINDOW, REPLICAS, MICRO_BATCH = 16_384, 8, 2
 
 
 def lengths_of(count: int, seed: int = 0) -> np.ndarray:
@@ -69,10 +69,9 @@ def _padding(lengths: np.ndarray, tokens: int) -> float:
     return 100 * (1 - float(lengths.sum(dtype=np.int64)) / tokens)
 
 
-def batches(kind: str, job: Job) -> Result:
+def batches(size: dict[str, int | None], job: Job) -> Result:
     lengths = np.minimum(lengths_of(job.sizes.documents), 8192)
-    size = {"batch_size": None, "batch_tokens": 64 * 8192} if kind == "batch_tokens" else {"batch_size": 64}
-    buckets = LengthBuckets.resolved(lengths, **size) if kind else None
+    buckets = LengthBuckets.resolved(lengths, **size) if size else None
     batch_size = buckets.batch_size if buckets else 64
     clock = Clock()
     order = run_of(lengths, batch_size=batch_size, buckets=buckets).epoch(0)
@@ -100,7 +99,7 @@ def shares(num_machines: int, nodes: int, job: Job) -> Result:
     worlds = [replace(world, rank=rank) for rank in range(world.num_ranks)]
     worst = {}
     clock = Clock()
-    for name, balance in (("plain", None), ("balanced", Balance(lambda ids: costs[ids], 8 // MICRO_BATCHES))):
+    for name, balance in (("plain", None), ("balanced", Balance(lambda ids: costs[ids], MICRO_BATCH))):
         options = {"batch_size": batch_size, "balance": balance}
         plans = [BatchPlan(run.epoch(0), world=rank_world, **options) for rank_world in worlds]
         table = np.array([[costs[plan.share(k).ids].sum() for plan in plans] for k in range(2)])  # [steps, replicas]
@@ -111,8 +110,12 @@ def shares(num_machines: int, nodes: int, job: Job) -> Result:
 if __name__ == "__main__":
     rows = {f"ours, rows of {length:,}": partial(packed, length) for length in (2048, 8192, 32_768)}
     groups = [Group("packed rows", rows)]
-    kinds = {"ours, as they come": "", "ours, bucket_by": "bucket_by", "ours, batch_tokens": "batch_tokens"}
-    groups.append(Group("batches of whole documents", {name: partial(batches, kind) for name, kind in kinds.items()}))
+    kinds = {
+        "ours, as they come": partial(batches, {}),
+        "ours, bucket_by": partial(batches, {"batch_size": 64}),
+        "ours, batch_tokens": partial(batches, {"batch_size": None, "batch_tokens": 64 * 8192}),
+    }
+    groups.append(Group("batches of whole documents", kinds))
     for nodes in (16, 1):
         cases = {f"ours, {count} machines": partial(shares, count, nodes) for count in (1, 2, 4, 16, 64)}
         groups.append(Group(f"shares of {nodes} canonical nodes", cases))

@@ -3,8 +3,8 @@
 python benchmarks/plan_runs.py [--only "zstd"] [--rounds 3] [--json FILE]
 
 A run has an empty cache, and its throughput ("per s") is that of a whole epoch, its start included. Steps and
-transforms sleep. What a sample and an MB cost without that is measured before each run, on local data. "of bound" is never above
-1, and "limit" is the resource that was made scarce, as "expected" says.
+transforms sleep. What a sample and an MB cost without that is measured before each run, on local data. "of bound" is
+never above 1, and "limit" is the resource that was made scarce, as "expected" says.
 """
 
 from __future__ import annotations
@@ -55,17 +55,9 @@ RUNS = {
 }
 
 
-class Slow:
-    """Takes so long on average: after a sleep that ended late, the next one is shorter."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.late_s = seconds, 0.0
-
-    def __call__(self, sample: Any = None) -> Any:
-        began = time.perf_counter()
-        time.sleep(max(0.0, self.seconds - self.late_s))
-        self.late_s += time.perf_counter() - began - self.seconds
-        return sample
+def slow(seconds: float, sample: Any) -> Any:
+    time.sleep(seconds)
+    return sample
 
 
 def prepare(job: Job, data: str) -> None:
@@ -82,16 +74,17 @@ def prepare(job: Job, data: str) -> None:
 def loader_of(run: Run, remote: str, local: Path) -> Any:
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
-    transform = Slow(run.sample_s) if run.sample_s else None
+    transform = partial(slow, run.sample_s) if run.sample_s else None
     dataset = StreamingDataset(remote, local=local, shuffle=True, transform=transform, **run.dataset)
     return StreamingDataLoader(dataset, batch_size=BATCH, num_workers=run.num_workers)
 
 
 def epoch(loader: Any, step_s: float = 0.0) -> Result:
-    clock, step, count = Clock(), Slow(step_s), 0
+    clock = Clock()
+    count = 0
     for batch in loader:
         count += len(batch["x"])
-        step()
+        time.sleep(step_s)
     return clock.stop(count)
 
 

@@ -25,7 +25,6 @@ from frame import Clock, Group, Job, Result, main
 
 NUM_SAMPLES, BATCH, EPOCHS = 176, 16, 3
 NEVER = 1 << 30  # a step that no run reaches
-LOADERS = {"mosaic": loaders.mosaic, "litdata": loaders.litdata}
 Feed = dict[int, tuple[int, list[int]]]  # optimizer step -> its epoch, and its samples
 
 
@@ -71,7 +70,7 @@ def prepare(job: Job) -> None:
 def data_of(library: str, job: Job) -> dict[str, Any]:
     """What `Trainer.fit` gets."""
     if library != "ours":
-        return {"train_dataloaders": LOADERS[library](job, "samples", BATCH)}
+        return {"train_dataloaders": getattr(loaders, library)(job, "samples", BATCH)}
     from lightning_stream import StreamingDataModule
 
     train = {"remote": job.folder / "samples", "shuffle": True}
@@ -160,6 +159,6 @@ def counted(feed: Feed) -> Counter[tuple[int, int]]:
 if __name__ == "__main__":
     groups = []
     for title, chain in CHAINS.items():
-        cases = {library: partial(compare, library, chain) for library in ("ours", *LOADERS)}
+        cases = {library: partial(compare, library, chain) for library in ("ours", "mosaic", "litdata")}
         groups.append(Group(f"stopped {title}", cases, prepare))
     main(__doc__, groups)

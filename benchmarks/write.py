@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,16 +22,10 @@ def prepare(job: Job) -> None:
     np.save(job.folder / "rows.npy", np.random.default_rng(0).integers(0, 50_000, (job.sizes.rows, WIDTH), np.int32))
 
 
-def writer_of(library: str) -> Any:
-    from importlib import import_module
-
-    return import_module(library).MDSWriter
-
-
 def tokens(library: str, job: Job, batch: int = 1) -> Result:
     rows = np.load(job.folder / "rows.npy")
     options = {"columns": {"tokens": f"ndarray:int32:{WIDTH}"}, "size_limit": LIMIT}
-    kind = writer_of(library)
+    kind = import_module(library).MDSWriter
     clock = Clock()
     with kind(out=str(job.scratch / "out"), **options) as writer:
         if batch > 1:
@@ -78,7 +73,7 @@ def _one_file(job: Job, parts: list[Callable[[], Any]], samples: int) -> Result:
 def write_photos(library: str, job: Job, opened: bool = False, hashes: tuple[str, ...] = SHA1) -> Result:
     from PIL import Image
 
-    paths, kind = photos(job, job.sizes.photos), writer_of(library)
+    paths, kind = photos(job, job.sizes.photos), import_module(library).MDSWriter
     clock = Clock()
     with kind(out=str(job.scratch / "out"), columns=PHOTO, hashes=list(hashes)) as writer:
         for label, path in enumerate(paths):
