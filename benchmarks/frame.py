@@ -12,9 +12,9 @@ A program makes data and has cases. A case sets up, starts a `Clock`, and return
 
 Every round runs each case once, every second round in reverse order. CPU-seconds are those of the process and of all
 that it started: this is what a loader takes from the training. Ratios are taken within a round; the table has medians.
-A case whose name has a peer's name in it runs in the Python that ``--mosaic-python`` (or another peer's option) or
-``LIGHTNING_STREAM_MOSAIC_PYTHON`` names, or in this one if the peer is installed here. With ``--against CHECKOUT``,
-each case of this package also runs with the package of that checkout.
+A case whose name begins with a peer's name runs in the Python that ``--mosaic-python`` (or ``--litdata-python``) names,
+or in this one if the peer is installed here. With ``--against CHECKOUT``, each case of this package also runs with the
+package of that checkout.
 """
 
 from __future__ import annotations
@@ -25,31 +25,22 @@ import json
 import os
 import re
 import resource
-import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import paced_store
 
-# The word in a case's name: the environment that it runs in, and the module that this must have.
-PEERS = {
-    "mosaic": ("mosaic", "streaming"),
-    "litdata": ("litdata", "litdata"),
-    "composer": ("composer", "composer"),
-    "trl": ("packers", "trl"),
-    "grain": ("packers", "grain"),
-    "lancedb": ("packers", "lancedb"),
-}
+PEERS = {"mosaic": "streaming", "litdata": "litdata"}  # what a case's name begins with, and the module that it needs
 CHECKOUT = Path(__file__).resolve().parent.parent
 MEASURED = ("samples", "cpu_s", "wall_s", "peak_mib", "per_cpu_s", "per_s")
 Result = dict[str, Any]
@@ -73,28 +64,22 @@ class Group:
         cases: What each case runs, by name. Those of this package begin with "ours".
         prepare: Writes the data, once.
         pace: The folder is also a bucket of an S3 server, at ``AWS_ENDPOINT_URL``, that is as slow as this.
-        tls: The server has a certificate.
     """
 
     title: str
     cases: Mapping[str, Callable[[Job], Result]]
     prepare: Callable[[Job], None] | None = None
     pace: paced_store.Pace | None = None
-    tls: bool = False
 
 
 @dataclass(frozen=True)
 class Run:
-    """A case in one Python."""
+    """A case in one Python, with the package of one checkout."""
 
+    label: str
     case: str
     python: str
-    package: Path | None = None
-
-    @property
-    def label(self) -> str:
-        """The case, and whether it runs with the package of another checkout."""
-        return self.case if self.package is None else f"{self.case} (against)"
+    package: Path = CHECKOUT
 
 
 class Clock:
@@ -119,26 +104,23 @@ class Clock:
 
 def cpu_s() -> float:
     """Of this process, of its children that ended, and of all processes that came of it and run."""
-    total = 0.0
-    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
-        usage = resource.getrusage(who)
-        total += usage.ru_utime + usage.ru_stime
-    return total + sum(map(_ticks, _descendants(os.getpid()))) / os.sysconf("SC_CLK_TCK")
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + _ticks_below(os.getpid()) / os.sysconf("SC_CLK_TCK")
 
 
-def _descendants(pid: int) -> Iterator[int]:
+def _ticks_below(pid: int) -> int:
+    total = 0
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread ended
-            for child in map(int, path.read_text().split()):
-                yield child
-                yield from _descendants(child)
+        for child in map(int, _read(path).split()):
+            fields = _read(Path(f"/proc/{child}/stat")).rpartition(")")[2].split()
+            total += sum(map(int, fields[11:15])) + _ticks_below(child)
+    return total
 
 
-def _ticks(pid: int) -> int:
-    with contextlib.suppress(OSError):  # the process ended
-        stat = Path(f"/proc/{pid}/stat").read_text()
-        return sum(map(int, stat.rsplit(")", 1)[1].split()[11:15]))
-    return 0
+def _read(path: Path) -> str:
+    with contextlib.suppress(OSError):  # the thread or process ended
+        return path.read_text()
+    return ""
 
 
 def peak_mib() -> float:
@@ -157,12 +139,20 @@ def main(doc: str, groups: Sequence[Group], **sizes: tuple[int, int]) -> None:
         sizes: Options of the program: the usual number, and the one of ``--smoke``.
     """
     if sys.argv[1:2] == ["--case"]:
-        sys.stdout.write(f"\n{json.dumps(_case(groups, *json.loads(sys.argv[2])))}\n")
+        title, folder, scratch, given = json.loads(sys.argv[3])
+        cases = {group.title: group.cases for group in groups}[title]
+        result = cases[sys.argv[2]](Job(Path(folder), Path(scratch), SimpleNamespace(**given)))
+        print(f"\n{json.dumps(result)}")
         return
-    args = _parser(doc, groups, sizes).parse_args()
+    args = _parser(doc, sizes).parse_args()
     chosen = {name: getattr(args, name) or usual[args.smoke] for name, usual in sizes.items()}
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        report = dict(_tables(groups, args, Job(Path(folder), Path(folder), SimpleNamespace(**chosen))))
+    report = {}
+    for group in groups:
+        runs = _runs(group, args)
+        if runs:
+            rounds = _measure(group, runs, SimpleNamespace(**chosen), args)
+            print(f"\n{group.title}\n{_table(runs, rounds)}", flush=True)
+            report[group.title] = rounds
     if args.json:
         args.json.write_text(json.dumps({"python": sys.version, "cpus": os.cpu_count(), "sizes": chosen, **report}))
     failed = [label for rounds in report.values() for label in rounds if not all(rounds[label])]
@@ -170,159 +160,106 @@ def main(doc: str, groups: Sequence[Group], **sizes: tuple[int, int]) -> None:
         raise SystemExit(f"failed: {', '.join(failed)}")
 
 
-def _case(groups: Sequence[Group], title: str, case: str, folder: str, scratch: str, sizes: dict[str, int]) -> Result:
-    (group,) = [group for group in groups if group.title == title]
-    return group.cases[case](Job(Path(folder), Path(scratch), SimpleNamespace(**sizes)))
-
-
-def _tables(
-    groups: Sequence[Group], args: argparse.Namespace, job: Job
-) -> Iterator[tuple[str, dict[str, list[Result]]]]:
-    prepared = set()
-    for group in groups:
-        runs = _runs(group, args) if args.group in group.title else []
-        if not runs:
-            continue
-        if group.prepare and group.prepare not in prepared:
-            group.prepare(job)
-            prepared.add(group.prepare)
-        rounds = _measure(group, runs, job, args)
-        sys.stdout.write(f"\n{group.title}\n{_table(runs, rounds)}\n")
-        sys.stdout.flush()
-        yield group.title, rounds
-
-
-def _parser(doc: str, groups: Sequence[Group], sizes: Mapping[str, tuple[int, int]]) -> argparse.ArgumentParser:
+def _parser(doc: str, sizes: Mapping[str, tuple[int, int]]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--group", default="", help="only groups with this text in the title")
-    parser.add_argument("--only", default="", help="only cases with this text in the name")
+    parser.add_argument("--only", default="", help="only what this regular expression finds in 'GROUP: CASE'")
     parser.add_argument("--against", type=Path, help="another checkout, whose package runs the same cases in turn")
     parser.add_argument("--json", type=Path, help="write all that was measured to this file")
-    parser.add_argument("--folder", type=Path, help="where the data is written, and removed again")
     parser.add_argument("--smoke", action="store_true", help="tiny data, one round, in this process, without peers")
     for name, (usual, _) in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help=f"{usual:,} without it")
-    peers = {_peer(case) for group in groups for case in group.cases} - {None}
-    for name in sorted({PEERS[peer][0] for peer in peers if peer}):
-        variable = f"LIGHTNING_STREAM_{name.upper()}_PYTHON"
-        parser.add_argument(f"--{name}-python", default=os.environ.get(variable), help=f"or {variable}")
+    for peer, module in PEERS.items():
+        parser.add_argument(f"--{peer}-python", default=sys.executable, help=f"a Python with {module}")
     return parser
-
-
-def _peer(case: str) -> str | None:
-    return next((word for word in re.findall(r"\w+", case) if word in PEERS), None)
 
 
 def _runs(group: Group, args: argparse.Namespace) -> list[Run]:
     runs = []
     for case in group.cases:
-        peer = _peer(case)
-        if args.only not in case or (peer and args.smoke):
+        peer = re.split(r"\W", case)[0]
+        if not re.search(args.only, f"{group.title}: {case}") or (peer in PEERS and args.smoke):
             continue
-        python = sys.executable
-        if peer:
-            environment, module = PEERS[peer]
-            python = getattr(args, f"{environment}_python") or (find_spec(module) and python)
-        if not python:
-            sys.stdout.write(f"{case}: left out; --{environment}-python names a Python with {module}\n")
+        python = getattr(args, f"{peer}_python", sys.executable)
+        if python == sys.executable and peer in PEERS and not find_spec(PEERS[peer]):
+            print(f"{case}: left out; --{peer}-python names a Python with {PEERS[peer]}")
             continue
-        runs.append(Run(case, python))
-        if args.against and case.startswith("ours"):
-            runs.append(Run(case, python, args.against.resolve()))
+        runs.append(Run(case, case, python))
+        if args.against and peer == "ours":
+            runs.append(Run(f"{case} (against)", case, python, args.against.resolve()))
     return runs
 
 
-def _measure(group: Group, runs: list[Run], job: Job, args: argparse.Namespace) -> dict[str, list[Result]]:
-    if group.tls:
-        paced_store.make_certificate(job.folder)
+def _measure(
+    group: Group, runs: list[Run], sizes: SimpleNamespace, args: argparse.Namespace
+) -> dict[str, list[Result]]:
     rounds: dict[str, list[Result]] = {run.label: [] for run in runs}
-    server = paced_store.serve(job.folder, group.pace, tls=group.tls) if group.pace else contextlib.nullcontext("")
-    with server as endpoint:
-        for number in range(1 if args.smoke else args.rounds):
-            for run in reversed(runs) if number % 2 else runs:
-                rounds[run.label].append(_once(group, run, job, endpoint, args.smoke))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        job = Job(Path(folder), Path(folder), sizes)
+        if group.prepare:
+            group.prepare(job)
+        server = paced_store.serve(job.folder, group.pace) if group.pace else contextlib.nullcontext(("", [0, 0]))
+        with server as (endpoint, counts):
+            for number in range(1 if args.smoke else args.rounds):
+                for run in reversed(runs) if number % 2 else runs:
+                    counts[:] = [0, 0]
+                    result = _once(group, run, job, endpoint, args.smoke)
+                    sent = {"gets": counts[0], "MB sent": counts[1] / 1e6} if endpoint else {}
+                    rounds[run.label].append(result and {**result, **sent})
     return rounds
 
 
 def _once(group: Group, run: Run, job: Job, endpoint: str, here: bool) -> Result:
-    with tempfile.TemporaryDirectory(dir=job.folder) as scratch:
-        run_job = Job(job.folder, Path(scratch), job.sizes)
-        environment = _environment(run, run_job, endpoint, group.tls)
-        counts(endpoint)
-        if here and not run.package:
-            result = _here(group.cases[run.case], run_job, environment)
-        else:
-            result = _in_process(group, run, run_job, environment)
-        return result and {**result, **counts(endpoint)}
+    # With --smoke, threads of a case may still write to it.
+    with tempfile.TemporaryDirectory(dir=job.folder, ignore_cleanup_errors=True) as scratch:
+        environment = _environment(run, job.folder, scratch, endpoint)
+        if not here:
+            return _in_process(run, environment, group.title, str(job.folder), scratch, vars(job.sizes))
+        with patch.dict(os.environ, environment):
+            return group.cases[run.case](replace(job, scratch=Path(scratch)))
 
 
-def _environment(run: Run, job: Job, endpoint: str, tls: bool) -> dict[str, str]:
-    paths = [str(run.package or CHECKOUT), str(CHECKOUT / "benchmarks"), os.environ.get("PYTHONPATH", "")]
+def _environment(run: Run, folder: Path, scratch: str, endpoint: str) -> dict[str, str]:
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "PYTHONDONTWRITEBYTECODE": "",  # what is imported is compiled once, as where it is installed
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "TMPDIR": str(job.scratch),
+        "PYTHONPATH": str(run.package),
+        "TMPDIR": scratch,
     }
     if endpoint:
         names = ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3")
         environment |= dict.fromkeys(names, endpoint) | dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
-        environment |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_ALLOW_HTTP": "true"}
-        environment |= {"AWS_DEFAULT_REGION": "us-east-1"}
-    if tls:
-        environment["AWS_CA_BUNDLE"] = str(job.folder / paced_store.CERTIFICATE)
+        environment |= {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+        environment |= {"AWS_DEFAULT_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
+    if endpoint.startswith("https"):
+        environment["AWS_CA_BUNDLE"] = str(folder / paced_store.CERTIFICATE)
     return environment
 
 
-def _here(case: Callable[[Job], Result], job: Job, environment: Mapping[str, str]) -> Result:
-    before = dict(os.environ)
-    os.environ.update(environment)
-    try:
-        return case(job)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-def _in_process(group: Group, run: Run, job: Job, environment: Mapping[str, str]) -> Result:
-    call = [group.title, run.case, str(job.folder), str(job.scratch), vars(job.sizes)]
-    command = [run.python, sys.argv[0], "--case", json.dumps(call)]
+def _in_process(run: Run, environment: Mapping[str, str], *call: Any) -> Result:
+    command = [run.python, sys.argv[0], "--case", run.case, json.dumps(call)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
     if done.returncode:
-        sys.stderr.write(f"{run.label} failed:\n{done.stderr[-2000:]}\n")
+        print(f"{run.label} failed:\n{done.stderr[-2000:]}", file=sys.stderr)
         return {}
     result: Result = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def counts(endpoint: str) -> dict[str, float]:
-    """Requests and megabytes that the server answered since it was asked last."""
-    if not endpoint:
-        return {}
-    context = ssl._create_unverified_context() if endpoint.startswith("https") else None  # noqa: SLF001
-    with urllib.request.urlopen(f"{endpoint}/_counts", context=context) as answer:
-        numbers = json.load(answer)
-    return {"gets": numbers["gets"], "MB sent": numbers["bytes"] / 1e6}
-
-
 def _table(runs: list[Run], rounds: Mapping[str, list[Result]]) -> str:
-    results = {label: [result for result in listed if result] for label, listed in rounds.items()}
-    measured = [result for listed in results.values() for result in listed]
+    measured = [result for results in rounds.values() for result in results]
     notes = dict.fromkeys(key for result in measured for key in result if key not in MEASURED)
     rows = [["", "per CPU-s", "per s", "peak MiB", "CPU x", "wall x", *notes]]
+    indent = max(len(run.label) for run in runs)
     for run in runs:
-        listed, base = results[run.label], results[run.case if run.package else runs[0].label]
-        values = [_median(listed, key) for key in ("per_cpu_s", "per_s", "peak_mib")]
-        values += [_ratio(base, listed, key) for key in ("per_cpu_s", "per_s")]
-        values += [_median(listed, key) for key in notes]
-        rows.append([run.label, *map(_cell, values)])
+        results, base = rounds[run.label], rounds[runs[0].label if run.label == run.case else run.case]
+        values = [_median(results, key) for key in ("per_cpu_s", "per_s", "peak_mib")]
+        values += [_ratio(base, results, key) for key in ("per_cpu_s", "per_s")]
+        values += [_median(results, key) for key in notes]
+        rows.append([run.label.ljust(indent), *map(_cell, values)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for first, *rest in rows:
-        cells = (f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
-        lines.append(f"{first:{widths[0]}}  " + "  ".join(cells))
+    lines = ["  ".join(map(str.rjust, row, widths)) for row in rows]
     return "\n".join([*lines, "x: the first case, or of a row (against) the row above it, over this one"])
 
 
@@ -334,9 +271,8 @@ def _median(results: list[Result], key: str) -> Any:
 
 
 def _ratio(base: list[Result], results: list[Result], key: str) -> float | None:
-    pairs = zip(base, results, strict=False)
-    ratios = [first[key] / other[key] for first, other in pairs if other[key]]
-    return statistics.median(ratios) if ratios else None
+    pairs = zip(base, results, strict=True)
+    return _median([{key: first[key] / other[key]} for first, other in pairs if first and other.get(key)], key)
 
 
 def _cell(value: Any) -> str:

@@ -1,26 +1,30 @@
-"""The loaders that are compared, each over the same data as its own library writes it, with its usual shuffle.
+"""The photos, and the loaders that are compared.
 
-Without `remote` they read the folder of the job in place; with it, they read that folder from the bucket into a cache.
+Each reads the same data as its own library writes it, with its usual shuffle. Without `remote` they read the folder of
+the job in place; with it, they read that folder from the bucket into a cache.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 from frame import Clock, Job, Result
 
 BUCKET = "s3://bucket"
+PHOTO = {"image": "jpeg", "label": "int"}
 Loader = Callable[..., Any]
 
 
 def ours(job: Job, name: str, batch: int, workers: int = 0, remote: bool = False, **options: Any) -> Any:
-    """This package's loader; options are of the dataset, but `kind` and `persistent`, of the workers."""
+    """This package's loader; options are of the dataset, but `loading`."""
     from lightning_stream import StreamingDataLoader, StreamingDataset
 
     place = {"remote": f"{BUCKET}/{name}", "local": job.scratch} if remote else {"local": job.folder / name}
-    loading = {"workers": options.pop("kind", None), "persistent_workers": options.pop("persistent", False)}
+    loading = options.pop("loading", {})
     dataset = StreamingDataset(**place, shuffle=True, **options)
     return StreamingDataLoader(dataset, batch, num_workers=workers, **loading)
 
@@ -76,3 +80,22 @@ def read(loader: Any, epochs: int = 1, clock: Clock | None = None) -> Result:
             first_s = first_s or clock.wall_s
             count += len(next(iter(batch.values())) if isinstance(batch, dict) else batch)
     return clock.stop(count, first_s=first_s)
+
+
+def photos(job: Job, count: int) -> list[Path]:
+    """JPEG files of ``$LIGHTNING_STREAM_SHARED/data/flower_photos``, of which the figures in the docs are; or drawn."""
+    usual = Path(__file__).resolve().parent.parent.parent / "shared"
+    folder = Path(os.environ.get("LIGHTNING_STREAM_SHARED", usual)) / "data" / "flower_photos"
+    paths = sorted(folder.glob("*/*.jpg")) or _drawn(job.folder / "drawn")
+    return [paths[number % len(paths)] for number in range(count)]
+
+
+def _drawn(folder: Path) -> list[Path]:
+    from PIL import Image
+
+    folder.mkdir(exist_ok=True)
+    paths = [folder / f"{number}.jpg" for number in range(16)]
+    for number, path in enumerate(paths):
+        coarse = np.random.default_rng(number).integers(0, 256, (30, 40, 3), np.uint8)
+        Image.fromarray(coarse).resize((500, 375)).save(path, "JPEG", quality=90)
+    return paths

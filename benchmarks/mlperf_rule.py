@@ -55,8 +55,8 @@ def train(loader: loaders.Loader, job: Job, workers: int) -> Result:
 
 
 def cases(workers: int) -> dict[str, Any]:
-    contenders = {"ours": loaders.ours, "mosaic": loaders.mosaic, "litdata": loaders.litdata}
-    return {name: partial(train, loader, workers=workers) for name, loader in contenders.items()}
+    names = ("ours", "mosaic", "litdata")
+    return {name: partial(train, getattr(loaders, name), workers=workers) for name in names}
 
 
 if __name__ == "__main__":

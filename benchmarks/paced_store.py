@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import multiprocessing
-import os
 import re
 import ssl
 import subprocess
@@ -19,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from urllib.parse import parse_qs, urlsplit
 
 CERTIFICATE, _KEY = "server.pem", "server.key"
 _PIECE_BYTES = 1 << 17
@@ -34,11 +31,13 @@ class Pace:
         latency_s: From a request to the first byte of its answer.
         bytes_per_s: Of each connection; None: as fast as it goes.
         all_bytes_per_s: Of all connections together, which share it equally; None: no limit.
+        tls: The server has a certificate, which clients trust by ``AWS_CA_BUNDLE``.
     """
 
     latency_s: float = 0.0
     bytes_per_s: float | None = None
     all_bytes_per_s: float | None = None
+    tls: bool = False
 
     def piece_s(self, num_bytes: int, num_sending: int) -> float:
         """Seconds that a piece takes on one of so many connections that send."""
@@ -47,44 +46,42 @@ class Pace:
 
 
 @contextlib.contextmanager
-def serve(folder: Path, pace: Pace, *, tls: bool = False) -> Iterator[str]:
-    """A server in a process of its own while the context lasts; gives its endpoint.
+def serve(folder: Path, pace: Pace) -> Iterator[tuple[str, Any]]:
+    """A server in a process of its own while the context lasts.
 
-    The bucket's name is ignored: ``s3://anything/name`` is ``folder/name``. ``GET /_counts`` gives requests and bytes
-    since it was asked last, as JSON. With ``tls``, the folder holds what `make_certificate` made.
+    Gives its endpoint, and the numbers of GET requests and of bytes sent so far, which may be set to 0. The bucket's
+    name is ignored: ``s3://anything/name`` is ``folder/name``. A certificate, which signs itself, is `CERTIFICATE` in
+    the folder.
     """
+    if pace.tls:
+        command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+        command += ["-keyout", folder / _KEY, "-out", folder / CERTIFICATE, "-subj", "/CN=127.0.0.1"]
+        subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
     context = multiprocessing.get_context("spawn")
     ours, its = context.Pipe()
-    process = context.Process(target=_main, args=(folder, pace, tls, its), daemon=True)
+    counts = context.Array("q", 2)
+    process = context.Process(target=_main, args=(folder, pace, counts, its), daemon=True)
     process.start()
     try:
-        yield f"http{'s' * tls}://127.0.0.1:{ours.recv()}"
+        yield f"http{'s' * pace.tls}://127.0.0.1:{ours.recv()}", counts
     finally:
         process.terminate()
         process.join()
 
 
-def make_certificate(folder: Path) -> None:
-    """Make a certificate for 127.0.0.1 that signs itself; clients trust it by ``AWS_CA_BUNDLE``."""
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", folder / _KEY, "-out", folder / CERTIFICATE, "-days", "2", "-subj", "/CN=127.0.0.1"]
-    subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
-
-
-def _main(folder: Path, pace: Pace, tls: bool, ready: Any) -> None:
+def _main(folder: Path, pace: Pace, counts: Any, ready: Any) -> None:
     context = None
-    if tls:
+    if pace.tls:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(folder / CERTIFICATE, folder / _KEY)
-    asyncio.run(_Server(folder, pace).run(ready, context))
+    asyncio.run(_Server(folder, pace, counts).run(ready, context))
 
 
 class _Server:
-    def __init__(self, folder: Path, pace: Pace) -> None:
+    def __init__(self, folder: Path, pace: Pace, counts: Any) -> None:
         self.folder = folder
         self.pace = pace
-        self.gets = 0
-        self.sent = 0
+        self.counts = counts
         self.sending = 0
 
     async def run(self, ready: Any, tls: ssl.SSLContext | None) -> None:
@@ -101,14 +98,12 @@ class _Server:
     async def _answer(self, client: asyncio.StreamWriter, head: str) -> None:
         method, target, _ = head.split(" ", 2)
         url = urlsplit(target)
-        name = unquote(url.path).lstrip("/").partition("/")[2]
-        if url.path == "/_counts":
-            counts, self.gets, self.sent = {"gets": self.gets, "bytes": self.sent}, 0, 0
-            return await _send(client, "200 OK", json.dumps(counts).encode())
-        self.gets += method == "GET"
+        name = url.path.lstrip("/").partition("/")[2]
+        self.counts[0] += method == "GET"
         await asyncio.sleep(self.pace.latency_s)
-        if "list-type" in parse_qs(url.query):
-            return await _send(client, "200 OK", self._listing(parse_qs(url.query).get("prefix", [""])[0]))
+        query = parse_qs(url.query)
+        if "list-type" in query:
+            return await _send(client, "200 OK", self._listing(query.get("prefix", [""])[0]))
         path = self.folder / name
         if not path.is_file():
             return await _send(client, "404 Not Found", b"<Error><Code>NoSuchKey</Code></Error>", method)
@@ -126,33 +121,26 @@ class _Server:
         client.write(f"HTTP/1.1 {status}\r\n{fields}\r\n\r\n".encode())
         if method == "HEAD":
             return
-        due, first = time.monotonic(), begin
-        step = _PIECE_BYTES if self.pace.piece_s(1, 1) else max(1, end - begin)
+        due = time.monotonic()
+        step = _PIECE_BYTES if self.pace.piece_s(1, 1) else end
         self.sending += 1
         try:
             with path.open("rb") as file:
                 while begin < end:
-                    if client.get_extra_info("sslcontext") is None:
-                        sent = await loop.sendfile(client.transport, file, begin, min(step, end - begin))
-                    else:
-                        sent = min(_PIECE_BYTES, end - begin)
-                        client.write(os.pread(file.fileno(), sent, begin))
-                        await client.drain()
+                    sent = await loop.sendfile(client.transport, file, begin, min(step, end - begin))
                     begin += sent
-                    if (piece_s := self.pace.piece_s(sent, self.sending)) > 0:
-                        due += piece_s
-                        await asyncio.sleep(due - time.monotonic())
+                    self.counts[1] += sent
+                    due += self.pace.piece_s(sent, self.sending)
+                    await asyncio.sleep(due - time.monotonic())
         finally:
             self.sending -= 1
-        self.sent += end - first
 
     def _listing(self, prefix: str) -> bytes:
-        found = sorted(path for path in self.folder.rglob("*") if path.is_file())
-        names = [(path.relative_to(self.folder).as_posix(), path.stat().st_size) for path in found]
+        paths = {path.relative_to(self.folder).as_posix(): path for path in self.folder.rglob("*") if path.is_file()}
         entries = "".join(
-            f"<Contents><Key>{escape(name)}</Key><Size>{size}</Size>"
+            f"<Contents><Key>{name}</Key><Size>{paths[name].stat().st_size}</Size>"
             "<LastModified>2024-01-01T00:00:00Z</LastModified></Contents>"
-            for name, size in names
+            for name in sorted(paths)
             if name.startswith(prefix)
         )
         return f"<ListBucketResult><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>".encode()

@@ -1,9 +1,9 @@
 """The same token rows (int32 x 1,024) in several formats, in place: one epoch from an empty cache, and opening.
 
-python benchmarks/read_formats.py [--group open]
+python benchmarks/read_formats.py [--only open]
 
 An epoch: each case has a new cache, so that every shard is copied or made once, and read once; "again" is rows per
-CPU-second of a second epoch. LitData reads its chunks itself.
+CPU-second of a second epoch. LitData's chunks are written and read where LitData is.
 Opening: seconds, requests and bytes until the samples are numbered, from an S3 server of this machine with 20 ms to the
 first byte and 60 MB/s on a connection; "again" is with the index in the cache. There, all files are links to one.
 """
@@ -11,7 +11,6 @@ first byte and 60 MB/s on a connection; "again" is with the index in the cache. 
 from __future__ import annotations
 
 import io
-import json
 import tarfile
 from collections.abc import Callable
 from functools import partial
@@ -59,26 +58,6 @@ def tar(path: Path, tokens: np.ndarray, rows_each: int = 1) -> None:
             out.addfile(member, file)
 
 
-def litdata_chunk(path: Path, tokens: np.ndarray) -> None:
-    """A chunk as LitData writes it; `index_litdata` writes its index."""
-    ends = np.arange(len(tokens) + 1) * (4 + 4 * WIDTH) + 4 * (len(tokens) + 2)
-    sizes = np.full((len(tokens), 1), 4 * WIDTH, "<u4")
-    items = np.hstack([sizes, tokens.view("<u4")])
-    path.write_bytes(np.uint32(len(tokens)).tobytes() + ends.astype("<u4").tobytes() + items.tobytes())
-
-
-def index_litdata(folder: Path, samples: int) -> None:
-    chunks = [
-        {"chunk_bytes": path.stat().st_size, "chunk_size": samples, "dim": None, "filename": path.name}
-        for path in sorted(folder.glob("*.bin"))
-    ]
-    leaf = {"type": None, "context": None, "children_spec": []}
-    spec = [1, {"type": "builtins.dict", "context": '["tokens"]', "children_spec": [leaf]}]
-    config = {"compression": None, "chunk_size": samples, "chunk_bytes": None, "data_format": ["no_header_numpy:2"]}
-    config |= {"data_spec": json.dumps(spec), "encryption": None, "item_loader": "PyTreeLoader"}
-    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
-
-
 def jsonl(path: Path, tokens: np.ndarray) -> None:
     path.write_text("".join(f'{{"tokens": {row.tolist()}}}\n' for row in tokens))
 
@@ -87,21 +66,13 @@ def image(path: Path, _: np.ndarray) -> None:
     path.write_bytes(b"\xff\xd8\xff" + bytes(100_000) + b"\xff\xd9")
 
 
-READ: dict[str, tuple[str, str, Writer]] = {  # format: ending, column, writer
-    "parquet": ("parquet", "tokens", parquet),
-    "arrow": ("arrow", "tokens", arrow),
-    "tar": ("tar", "npy", tar),
-    "numpy": ("npy", "array", np.save),
-    "chunks": ("bin", "tokens", litdata_chunk),
-    "jsonl": ("jsonl", "tokens", jsonl),
-}
+READ: dict[str, Writer] = {"parquet": parquet, "arrow": arrow, "tar": tar, "npy": np.save, "jsonl": jsonl}
 OPEN: dict[str, tuple[str, int, Writer]] = {  # format: ending, number of files, writer
     "parquet": ("parquet", 1000, parquet),
-    "arrow streams": ("arrow", 200, partial(arrow, streamed=True)),
-    "chunks": ("bin", 1000, litdata_chunk),
-    "tar, 1 MB": ("tar", 200, partial(tar, rows_each=256)),
-    "tar, 100 KB": ("tar", 50, partial(tar, rows_each=25)),
-    "tar, 4 KB": ("tar", 20, tar),
+    "arrow-streams": ("arrow", 200, partial(arrow, streamed=True)),
+    "tar-1MB": ("tar", 200, partial(tar, rows_each=256)),
+    "tar-100KB": ("tar", 50, partial(tar, rows_each=25)),
+    "tar-4KB": ("tar", 20, tar),
     "jsonl": ("jsonl", 8, jsonl),
     "numpy": ("npy", 1000, np.save),
     "images": ("jpg", 10_000, image),
@@ -119,28 +90,22 @@ def prepare_epoch(job: Job) -> None:
     columns = {"tokens": f"ndarray:int32:{WIDTH}"}
     with MDSWriter(out=job.folder / "mds", columns=columns, size_limit=4 * PER_SHARD * WIDTH) as writer:
         writer.write_batch({"tokens": tokens})
-    for name, (ending, _, write) in READ.items():
+    for name, write in READ.items():
         (job.folder / name).mkdir()
-        rows = PER_SHARD if name in ("tar", "chunks") else 4 * PER_SHARD
+        rows = PER_SHARD if name == "tar" else 4 * PER_SHARD
         for number, first in enumerate(range(0, len(tokens), rows)):
-            write(job.folder / name / f"{number:03}.{ending}", tokens[first : first + rows])
-    index_litdata(job.folder / "chunks", PER_SHARD)
+            write(job.folder / name / f"{number:03}.{name}", tokens[first : first + rows])
 
 
 def prepare_open(job: Job) -> None:
     tokens = _tokens(job.sizes.file_rows)
     for name, (ending, usual, write) in OPEN.items():
-        folder = job.folder / _folder(name)
+        folder = job.folder / name
         folder.mkdir()
         first = folder / f"00000.{ending}"
         write(first, tokens)
         for number in range(1, max(2, usual * job.sizes.files_percent // 100)):
             (folder / f"{number:05}.{ending}").hardlink_to(first)
-    index_litdata(job.folder / _folder("chunks"), len(tokens))
-
-
-def _folder(name: str) -> str:
-    return "open_" + name.replace(" ", "").replace(",", "_")
 
 
 def epoch(name: str, job: Job) -> Result:
@@ -148,37 +113,38 @@ def epoch(name: str, job: Job) -> Result:
 
     clock = Clock()
     dataset = StreamingDataset(str(job.folder / name), local=job.scratch / "cache", shuffle=True)
-    loader, column = StreamingDataLoader(dataset, BATCH), READ[name][1] if name in READ else "tokens"
-    first = clock.stop(sum(len(batch[column]) for batch in loader))
+    loader = StreamingDataLoader(dataset, BATCH)
+    first = loaders.read(loader, clock=clock)
+    return {**first, "again": loaders.read(loader)["per_cpu_s"]}
+
+
+def epoch_litdata(read: Callable[[Job], Result], job: Job) -> Result:
+    """An epoch of LitData's chunks of the same rows, in LitData's Python."""
+    loaders.write_litdata(job, "mds", chunk_size=PER_SHARD)
+    return read(job)
+
+
+def litdata_itself(job: Job) -> Result:
     clock = Clock()
-    again = clock.stop(sum(len(batch[column]) for batch in loader))
-    return {**first, "again": again["per_cpu_s"]}
-
-
-def epoch_litdata(job: Job) -> Result:
-    import litdata
-
-    clock = Clock()
-    dataset = litdata.StreamingDataset(str(job.folder / "chunks"), str(job.scratch), shuffle=True, drop_last=False)
-    loader = litdata.StreamingDataLoader(dataset, batch_size=BATCH)
-    return clock.stop(sum(len(batch["tokens"]) for batch in loader))
+    return loaders.read(loaders.litdata(job, "mds", BATCH), clock=clock)
 
 
 def opened(name: str, job: Job) -> Result:
     from lightning_stream import StreamingDataset
 
-    remote = f"{loaders.BUCKET}/{_folder(name)}"
+    remote = f"{loaders.BUCKET}/{name}"
     clock = Clock()
     result = clock.stop(StreamingDataset(remote, local=job.scratch / "cache").size)
     clock = Clock()
     assert StreamingDataset(remote, local=job.scratch / "cache").size == result["samples"]
-    stored = sum(path.stat().st_size for path in (job.folder / _folder(name)).iterdir())
+    stored = sum(path.stat().st_size for path in (job.folder / name).iterdir())
     return {**result, "ready_s": result["wall_s"], "again_s": clock.wall_s, "stored MB": stored / 1e6}
 
 
 if __name__ == "__main__":
     epochs: dict[str, Callable[[Job], Result]] = {f"ours, {name}": partial(epoch, name) for name in ("mds", *READ)}
-    epochs["litdata, chunks"] = epoch_litdata
+    epochs["litdata, read by this package"] = partial(epoch_litdata, partial(epoch, "mds_litdata"))
+    epochs["litdata, itself"] = partial(epoch_litdata, litdata_itself)
     opening = {f"ours, {name}": partial(opened, name) for name in OPEN}
     groups = [
         Group("an epoch from an empty cache", epochs, prepare_epoch),

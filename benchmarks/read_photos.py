@@ -1,6 +1,6 @@
 """Photo rows (JPEG, class) from local shards: decoded to pixels, and as random parts of 224 x 224.
 
-python benchmarks/read_photos.py [--group 500x375]      photos from $LIGHTNING_STREAM_SHARED/data or ../shared/data
+python benchmarks/read_photos.py [--only 500x375]      photos from $LIGHTNING_STREAM_SHARED/data or ../shared/data
 
 The first table is of photos as they are. The others are of photos of one size, made of these: up to 640 x 480 one of
 them, beyond that several side by side, so that they are as detailed as photos of cameras (1.5 to 2 bits a pixel).
@@ -12,56 +12,51 @@ from __future__ import annotations
 
 import io
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import loaders
 import numpy as np
 from frame import Clock, Group, Job, Result, main
-from photos import COLUMNS, photos
+from loaders import PHOTO, photos
 
 TILE = (640, 480)
 SIZES = {(320, 240): 600, (500, 375): 400, (1024, 768): 150, (4000, 3000): 18}  # the photos of an epoch
 
 
-def write(job: Job, name: str, images: Iterable[bytes]) -> None:
+def write(job: Job, images: Iterable[bytes]) -> None:
     from lightning_stream import MDSWriter
 
-    with MDSWriter(out=job.folder / name, columns=COLUMNS, size_limit="16mb") as writer:
+    with MDSWriter(out=job.folder / "photos", columns=PHOTO, size_limit="16mb") as writer:
         for label, image in enumerate(images):
             writer.write({"image": image, "label": label})
 
 
 def prepare(job: Job) -> None:
-    write(job, "photos", (path.read_bytes() for path in photos(job, job.sizes.photos)))
+    write(job, (path.read_bytes() for path in photos(job, job.sizes.photos)))
 
 
 def prepare_size(job: Job, size: tuple[int, int]) -> None:
-    from PIL import Image, ImageOps
-
     files = photos(job, job.sizes.photos)
     shuffled = itertools.cycle(np.random.default_rng(1).permutation(len(files)).tolist())
+    chosen = (files[number] for number in shuffled)
+    write(job, (photo_of(size, chosen) for _ in range(min(SIZES[size], job.sizes.photos))))
+
+
+def photo_of(size: tuple[int, int], files: Iterator[Path]) -> bytes:
+    from PIL import Image, ImageOps
+
+    image = Image.new("RGB", size)
     tile = (min(size[0], TILE[0]), min(size[1], TILE[1]))
-    made = []
-    for _ in range(count(job, size)):
-        image = Image.new("RGB", size)
-        for x in range(0, size[0], tile[0]):
-            for y in range(0, size[1], tile[1]):
-                photo = Image.open(files[next(shuffled)]).convert("RGB")
-                image.paste(ImageOps.fit(photo, tile, Image.Resampling.BICUBIC), (x, y))
-        file = io.BytesIO()
-        image.save(file, "JPEG", quality=90)
-        made.append(file.getvalue())
-    write(job, _name(size), made)
-
-
-def count(job: Job, size: tuple[int, int]) -> int:
-    return min(SIZES[size], job.sizes.photos)
-
-
-def _name(size: tuple[int, int]) -> str:
-    return f"{size[0]}x{size[1]}"
+    for x in range(0, size[0], tile[0]):
+        for y in range(0, size[1], tile[1]):
+            photo = Image.open(next(files)).convert("RGB")
+            image.paste(ImageOps.fit(photo, tile, Image.Resampling.BICUBIC), (x, y))
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=90)
+    return file.getvalue()
 
 
 def decoded(job: Job, **options: Any) -> Result:
@@ -98,14 +93,14 @@ def litdata(job: Job) -> Result:
     return clock.stop(sum(np.asarray(image).ndim // 3 for image in images))
 
 
-def parts(job: Job, size: tuple[int, int], decoder: str = "auto") -> Result:
+def parts(job: Job, batch: int, decoder: str = "auto") -> Result:
     from lightning_stream import DecodeRandomCrop
 
     change = DecodeRandomCrop(224, decoder=decoder)
-    return _epoch(loaders.ours(job, _name(size), _batch(job, size), transform=change))
+    return epoch(loaders.ours(job, "photos", batch, transform=change))
 
 
-def parts_mosaic(job: Job, size: tuple[int, int], as_tensors: bool = False) -> Result:
+def parts_mosaic(job: Job, batch: int, as_tensors: bool = False) -> Result:
     from streaming import StreamingDataset
     from torch.utils.data import DataLoader
     from torchvision.transforms import v2
@@ -118,16 +113,11 @@ def parts_mosaic(job: Job, size: tuple[int, int], as_tensors: bool = False) -> R
             sample = super().__getitem__(at)
             return {"image": change(sample["image"].convert("RGB")), "label": sample["label"]}
 
-    batch = _batch(job, size)
-    dataset = Photos(local=str(job.folder / _name(size)), shuffle=True, batch_size=batch, shuffle_algo="py1e")
-    return _epoch(DataLoader(dataset, batch))
+    dataset = Photos(local=str(job.folder / "photos"), shuffle=True, batch_size=batch, shuffle_algo="py1e")
+    return epoch(DataLoader(dataset, batch))
 
 
-def _batch(job: Job, size: tuple[int, int]) -> int:
-    return max(1, min(64, count(job, size) // 6))
-
-
-def _epoch(loader: Any) -> Result:
+def epoch(loader: Any) -> Result:
     batches = iter(loader)
     assert next(batches)["image"].shape[1:] == (3, 224, 224)  # imports and first pages are not measured
     return loaders.read(batches)
@@ -136,19 +126,21 @@ def _epoch(loader: Any) -> Result:
 if __name__ == "__main__":
     whole = {
         "ours": decoded,
-        "ours, two threads": partial(decoded, workers=2, kind="threads"),
+        "ours, two threads": partial(decoded, workers=2, loading={"workers": "threads"}),
         "ours, two workers": partial(decoded, workers=2),
         "bare decoder": bare_decoder,
         "mosaic": mosaic,
         "litdata": litdata,
     }
     groups = [Group("decoded to pixels", whole, prepare)]
-    for size in SIZES:
+    for size, count in SIZES.items():
+        batch = min(64, count // 6)
         cases = {
-            "ours": partial(parts, size=size),
-            "ours, Pillow": partial(parts, size=size, decoder="pillow"),
-            "mosaic, images": partial(parts_mosaic, size=size),
-            "mosaic, tensors": partial(parts_mosaic, size=size, as_tensors=True),
+            "ours": partial(parts, batch=batch),
+            "ours, Pillow": partial(parts, batch=batch, decoder="pillow"),
+            "mosaic, images": partial(parts_mosaic, batch=batch),
+            "mosaic, tensors": partial(parts_mosaic, batch=batch, as_tensors=True),
         }
-        groups.append(Group(f"parts of 224 x 224 of photos of {_name(size)}", cases, partial(prepare_size, size=size)))
-    main(__doc__, groups, photos=(1000, 12))
+        title = f"parts of 224 x 224 of photos of {size[0]}x{size[1]}"
+        groups.append(Group(title, cases, partial(prepare_size, size=size)))
+    main(__doc__, groups, photos=(1000, 66))

@@ -42,8 +42,10 @@ def write_text(job: Job) -> None:
             writer.write({"id": number, "meta": {"source": f"web-{number % 7}", "score": number / 7}, "text": text})
 
 
-def read(loader: loaders.Loader, job: Job, batch: int = BATCH, epochs: int = EPOCHS, **options: Any) -> Result:
-    batches = loader(job, "tokens", batch, **options)
+def read(
+    loader: loaders.Loader, job: Job, name: str = "tokens", batch: int = BATCH, epochs: int = EPOCHS, **options: Any
+) -> Result:
+    batches = loader(job, name, batch, **options)
     began = time.process_time()
     result = loaders.read(batches, epochs)
     return {**result, "trainer_ms": 1000 * (time.process_time() - began) * batch / result["samples"]}
@@ -72,25 +74,24 @@ def _gathered(job: Job, gather: Any) -> Result:
     return clock.stop(EPOCHS * len(order))
 
 
-def read_text(loader: loaders.Loader, job: Job, **options: Any) -> Result:
-    return loaders.read(loader(job, "text", BATCH, **options))
-
-
 if __name__ == "__main__":
     ours = partial(read, loaders.ours)
+    workers = partial(ours, workers=2, loading={"persistent_workers": True})
+    threads = partial(ours, workers=2, loading={"persistent_workers": True, "workers": "threads"})
     mosaic = partial(read, loaders.mosaic, epochs=1)
     tokens = {
         "ours": ours,
         "ours, read_batch": read_batch,
-        "ours, two workers": partial(ours, workers=2, persistent=True),
-        "ours, two threads": partial(ours, workers=2, kind="threads", persistent=True),
-        "ours, two workers, 64 MB": partial(ours, workers=2, persistent=True, batch=64 * BATCH),
-        "ours, two threads, 64 MB": partial(ours, workers=2, kind="threads", persistent=True, batch=64 * BATCH),
+        "ours, two workers": workers,
+        "ours, two threads": threads,
+        "ours, two workers, 64 MB": partial(workers, batch=64 * BATCH),
+        "ours, two threads, 64 MB": partial(threads, batch=64 * BATCH),
         "bare numpy": bare_numpy,
         "mosaic": mosaic,
         "mosaic, two workers": partial(mosaic, workers=2),
         "litdata": partial(read, loaders.litdata),
     }
+    read_text = partial(read, name="text", epochs=1)
     text = {
         "ours": partial(read_text, loaders.ours),
         "mosaic": partial(read_text, loaders.mosaic, collate_fn=list),

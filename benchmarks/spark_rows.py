@@ -1,6 +1,6 @@
 """DataFrames to MDS, beside mosaicml-streaming's dataframe_to_mds.
 
-python benchmarks/spark_rows.py [--group tokens]      with pyspark and Java
+python benchmarks/spark_rows.py [--only tokens]      with pyspark and Java
 
 The table comes from Parquet files, so that reading them is part of every time; a first conversion warms the workers up.
 "bare Spark" reads the rows, hands them to Python and drops them there: no converter can be faster. Ours writes with its
@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 from frame import Clock, Group, Job, Result, main
@@ -34,16 +35,8 @@ def session() -> Any:
     return spark
 
 
-def ours() -> Convert:
-    from lightning_stream import dataframe_to_mds
-
-    return dataframe_to_mds
-
-
-def theirs() -> Convert:
-    from streaming.base.converters import dataframe_to_mds
-
-    return dataframe_to_mds
+def imported(module: str) -> Convert:
+    return import_module(module).dataframe_to_mds
 
 
 def bare_spark() -> Convert:
@@ -72,8 +65,9 @@ def convert(find: Callable[[], Convert], name: str, job: Job) -> Result:
 
 
 if __name__ == "__main__":
+    ours, mosaic = partial(imported, "lightning_stream"), partial(imported, "streaming.base.converters")
     groups = []
     for name in TABLES:
-        makers = {"ours": ours, "bare Spark": bare_spark, "mosaic": theirs}
+        makers = {"ours": ours, "bare Spark": bare_spark, "mosaic": mosaic}
         groups.append(Group(name, {maker: partial(convert, find, name) for maker, find in makers.items()}))
     main(__doc__, groups, rows=(1_000_000, 2000))

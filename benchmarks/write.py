@@ -1,9 +1,6 @@
-"""Writing to a local folder: token rows (int32 x 1,024), from memory and from Parquet; and JPEG photos.
+"""Writing to a local folder: token rows (int32 x 1,024) and JPEG photos.
 
-python benchmarks/write.py [--group photos]      photos from $LIGHTNING_STREAM_SHARED/data or ../shared/data
-
-From Parquet: `convert` with xxh3_64, and the peer's writer in a loop over rows, as its users write it, without digests;
-its Python needs pyarrow too. Reading is part of both times.
+python benchmarks/write.py [--only photos]      photos from $LIGHTNING_STREAM_SHARED/data or ../shared/data
 """
 
 from __future__ import annotations
@@ -11,11 +8,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import numpy as np
 from frame import Clock, Group, Job, Result, main
-from photos import COLUMNS, photos
+from loaders import PHOTO, photos
 
 WIDTH, LIMIT, SHA1 = 1024, 1 << 26, ("sha1",)
 
@@ -24,49 +22,10 @@ def prepare(job: Job) -> None:
     np.save(job.folder / "rows.npy", np.random.default_rng(0).integers(0, 50_000, (job.sizes.rows, WIDTH), np.int32))
 
 
-def prepare_parquet(job: Job) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    prepare(job)
-    flat = pa.array(np.load(job.folder / "rows.npy").reshape(-1))
-    table = pa.table({"tokens": pa.FixedSizeListArray.from_arrays(flat, WIDTH)})
-    path = job.folder / "parquet" / "rows.parquet"
-    path.parent.mkdir()
-    pq.write_table(table, path, row_group_size=4096, compression="none", use_dictionary=False)
-
-
-def converted(job: Job, processes: int) -> Result:
-    from lightning_stream.convert import convert
-
-    options = {"compression": None, "size_limit": LIMIT, "num_workers": processes}
-    clock = Clock()
-    return clock.stop(convert(job.folder / "parquet", job.scratch / "out", **options).total)
-
-
-def converted_by_mosaic(job: Job) -> Result:
-    import pyarrow.parquet as pq
-    from streaming import MDSWriter
-
-    columns = {"tokens": f"ndarray:int32:{WIDTH}"}
-    clock = Clock()
-    with MDSWriter(out=str(job.scratch / "out"), columns=columns, size_limit=LIMIT) as writer:
-        for batch in pq.ParquetFile(job.folder / "parquet" / "rows.parquet").iter_batches(8192):
-            for row in batch.column(0).flatten().to_numpy().reshape(-1, WIDTH):
-                writer.write({"tokens": row})
-    return clock.stop(job.sizes.rows)
-
-
-def writer_of(library: str) -> Any:
-    from importlib import import_module
-
-    return import_module(library).MDSWriter
-
-
 def tokens(library: str, job: Job, batch: int = 1) -> Result:
     rows = np.load(job.folder / "rows.npy")
     options = {"columns": {"tokens": f"ndarray:int32:{WIDTH}"}, "size_limit": LIMIT}
-    kind = writer_of(library)
+    kind = import_module(library).MDSWriter
     clock = Clock()
     with kind(out=str(job.scratch / "out"), **options) as writer:
         if batch > 1:
@@ -114,9 +73,9 @@ def _one_file(job: Job, parts: list[Callable[[], Any]], samples: int) -> Result:
 def write_photos(library: str, job: Job, opened: bool = False, hashes: tuple[str, ...] = SHA1) -> Result:
     from PIL import Image
 
-    paths, kind = photos(job, job.sizes.photos), writer_of(library)
+    paths, kind = photos(job, job.sizes.photos), import_module(library).MDSWriter
     clock = Clock()
-    with kind(out=str(job.scratch / "out"), columns=COLUMNS, hashes=list(hashes)) as writer:
+    with kind(out=str(job.scratch / "out"), columns=PHOTO, hashes=list(hashes)) as writer:
         for label, path in enumerate(paths):
             image = Image.open(path) if opened else path.read_bytes()
             writer.write({"image": image, "label": label})
@@ -132,12 +91,7 @@ if __name__ == "__main__":
         "mosaic": partial(tokens, mosaic),
         "litdata": tokens_litdata,
     }
-    parquet = {
-        "ours": partial(converted, processes=1),
-        "ours, two processes": partial(converted, processes=2),
-        "mosaic": converted_by_mosaic,
-    }
-    groups = [Group("token rows", rows, prepare), Group("token rows from Parquet", parquet, prepare_parquet)]
+    groups = [Group("token rows", rows, prepare)]
     kinds: dict[str, dict[str, Any]] = {
         "photos, bytes with sha1": {},
         "photos, bytes without a digest": {"hashes": ()},

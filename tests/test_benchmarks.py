@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "\n    main(__doc__" in path.read_text())
-SHORTER = {"resume_peers": ["--group", "Lightning: stopped in the middle of an epoch"]}  # of many groups of runs
+SHORTER = {"resume_peers": ["--only", "in the middle of an epoch"]}  # of many groups of runs
 NEEDS = {"spark_rows": ("pyspark", "spark"), "resume_peers": ("lightning",) * 2, "trainer_overhead": ("lightning",) * 2}
 
 
@@ -37,7 +37,7 @@ def test_a_benchmark_runs_with_tiny_data(program: str) -> None:
 
 def test_cases_run_in_turn_and_beside_another_checkout(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    arguments = ["--rounds", "2", "--rows", "256", "--group", "token rows", "--only", "ours, in batches"]
+    arguments = ["--rounds", "2", "--rows", "256", "--only", "token rows: ours, in batches"]
     table = run("write", *arguments, "--against", str(ROOT), "--json", str(report))
     assert "ours, in batches (against)" in table
     measured = json.loads(report.read_text())["token rows"]
