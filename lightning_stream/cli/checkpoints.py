@@ -110,5 +110,7 @@ def _recorded_streams(path: Path) -> list[str]:
 
 
 def _stream(recorded: Mapping[str, Any]) -> str:
+    place = recorded.get("remote") or recorded["local"]
+    split = [f"/{recorded['split']}"] if recorded.get("split") else []
     weights = [f"={name}:{recorded[name]}" for name in _WEIGHTS if recorded.get(name) is not None]
-    return "".join([recorded.get("remote") or recorded["local"], *weights])
+    return "".join([place.rstrip("/"), *split, *weights])
