@@ -114,8 +114,8 @@ class Output:
 
 
 def _label(name: str) -> str:
-    name = name.removesuffix("_bytes").replace("_per_s", "/s")
-    return name.removesuffix("_s").replace("_", " ")
+    name = f"{name[:-6]}/s" if name.endswith("_per_s") else name.removesuffix("_bytes").removesuffix("_s")
+    return name.replace("_", " ")
 
 
 def _cell(name: str, value: Any) -> str:

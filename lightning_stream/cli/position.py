@@ -243,7 +243,9 @@ def _compare(pair: Sequence[Checkpoint], out: Output) -> int:
     differences = {PUBLIC_NAMES.get(name, name): [first.get(name), second.get(name)] for name in names}
     out.line(f"DIFFERENT: {', '.join(differences)}" if names else "EQUAL: the order of both runs is the same")
     for checkpoint, position in zip(pair, positions, strict=True):
-        out.add("runs", {"checkpoint": checkpoint.name, "epoch": position.epoch, "position": position.position})
+        out.add(
+            "runs", {"checkpoint": checkpoint.name, "epoch": position.epoch, "samples_trained_on": position.position}
+        )
     out.show({"differences": differences} if names else {})
     out.data["differences"] = differences
     return ExitCode.NO if names else ExitCode.OK
