@@ -12,6 +12,7 @@ from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, N
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -120,17 +121,18 @@ def whole_number(text: str, least: int = 1) -> int:
     raise ArgumentTypeError(f"takes a whole number, {least} or more; found {text!r}")
 
 
-def _index(text: str) -> int:
-    return whole_number(text, least=0)
-
-
 def _page(text: str) -> str:
     if text.endswith(".html"):
         return text
     raise ArgumentTypeError(f"takes the name of a file that ends with .html; found {text!r}")
 
 
-_TYPES: dict[str, Callable[[str], Any]] = {"N": whole_number, "I": _index, "F": number, "FILE.html": _page}
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "N": whole_number,
+    "I": partial(whole_number, least=0),
+    "F": number,
+    "FILE.html": _page,
+}
 
 
 def add_flags(parser: Any, texts: Mapping[str, str], **types: Callable[[str], Any]) -> None:

@@ -144,15 +144,11 @@ def test_the_streams_that_a_run_recorded_need_not_be_passed(shards: Path, tmp_pa
     streams = [Stream(str(shards / name), **weight) for name, weight in parts.items()]
     ids = trained(StreamingDataset(streams=streams, shuffle=True), run / "checkpoints" / "last.ckpt")
     assert "pass --stream" in answer("position", str(run), "--next", "1")[1]["error"]
-    recorded = [{"remote": str(shards / name), "local": None, **weight} for name, weight in parts.items()]
-    lines = [
-        "cut {",
-        json.dumps({"streams": [{"remote": "/old"}]}),
-        json.dumps({"streams": recorded}),
-        "[1]",
-        '{"a": 1}',
-    ]
-    (run / "data_log.jsonl").write_text("\n".join(lines))
+    loader = StreamingDataLoader(StreamingDataset(streams=streams, shuffle=True), global_batch_size=8)
+    with RunReport(run, loader):
+        next(iter(loader))
+    with (run / "data_log.jsonl").open("a") as log:
+        log.write('{"kind": "cut')
     for checkpoint in (run, run / "checkpoints" / "last.ckpt"):
         code, about = answer("position", str(checkpoint), "--next", "1")
         assert (code, about["batches"][0]["ids"]) == (0, ids)
