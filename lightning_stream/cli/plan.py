@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }, **{"N,...": _counts})  # fmt: skip
     known = parser.add_argument_group("what is known of the store and of each node; what is omitted limits nothing")
     rates = "latency=20ms, and rates a second: connection=60mb,node=10gbit,bucket=50gb"
-    prices = f"list prices of 2026: {', '.join(_PRICES)}; or gb=0.09,requests=0.0004: dollars for a GB and 1,000"
+    prices = f"list prices of 2026: {', '.join(_PRICES)}; or gb=0.09,requests=0.0004, in dollars (of 1,000)"
     add_flags(known, {
         "--link NAME=VALUE,...": f"{rates}; `doctor URL --read` measures them",
         "--disk RATE": "what a node writes to its cache, e.g. 1gb a second",
@@ -217,9 +217,9 @@ def _print(plans: Sequence[Plan], options: argparse.Namespace, out: Output) -> N
     if plan.warning is not None:
         out.show({"warning": _in_flags(plan.warning)})
     rates = {bound.resource: bound.samples_per_s for bound in plan.bounds}
-    allowed = {name: rate for name, rate in rates.items() if rate}
     why = {bound.resource: _in_flags(bound.why) for bound in plan.bounds}
-    out.show({"at most": {name: f"{rate:>12,.0f} samples/s  {why[name]}" for name, rate in allowed.items()}})
+    allowed = {name: f"{rate:>12,.0f} samples/s  {why[name]}" for name, rate in rates.items() if rate}
+    out.show({"at most": allowed} if allowed else {})
     others = [f"{name} ({why[name].removeprefix('not given: ')})" for name, rate in rates.items() if rate is None]
     out.show({"not given": "; ".join(others)} if others else {})
     out.show(_needs(plan, options))
