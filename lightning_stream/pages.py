@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,13 +20,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.formats.encodings.images import pillow, rgb
+from lightning_stream.formats.encodings.jpeg import FORMATS
+from lightning_stream.formats.encodings.media import Media, measured
 from lightning_stream.loading.meter import PARTS
 from lightning_stream.loading.stats import INPUT_BOUND, PAUSE_LABELS, LoaderStats, percent
 from lightning_stream.order.chain import readable
 from lightning_stream.run_log import LaunchStart, Place, Row, Run, page_of, read_run
-from lightning_stream.shared_files import Modes, publish_bytes
+from lightning_stream.shared_files import Modes, make_folder, publish_bytes
 
 _MODES = Modes(0o644, 0o755)  # a page is for others to look at
+_IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"RIFF")
+_SOUNDS = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg", b"RIFF": "wav"}
+_MOST_SOUND_BYTES = 4 << 20
+_THUMB = (320, 320)  # pixels
+_CHARACTERS_ON_PAGE = 600
 _MOST_POINTS, _LEAST_POINT_S = 240, 0.2
 _SMALL = 0.01  # of the time: kinds of waiting with less are shown together
 _LEAST_SHARE = 0.0005  # of the time: less is shown as 0.0%
@@ -493,3 +503,74 @@ def _settings(start: LaunchStart) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
     text = escape(f"{start.settings}\n\n{versions}")
     return f"<details><summary>Settings</summary><pre>{text}</pre></details>"
+
+
+# Samples
+
+
+def write_sample_page(
+    path: Path, title: str, about: str, samples: Mapping[int, Mapping[str, Any]], as_text: Callable[[Any], str]
+) -> None:
+    """Write samples by their ids as a page, with their images, sounds and texts; a former one is replaced as a whole.
+
+    Args:
+        path: Where to.
+        title, about: The heading of the page, and the line below it.
+        samples: The samples.
+        as_text: Says what a value is that is no text.
+    """
+    cards = "\n".join(_card(number, sample, as_text) for number, sample in samples.items())
+    width = 220 if "<img" in cards else 420
+    text = page(title, about, f'<div class="cards" style="--card: {width}px">\n{cards}\n</div>')
+    make_folder(path.absolute().parent, _MODES)
+    publish_bytes(text.encode(), path.absolute(), _MODES, durable=False)
+
+
+def _card(number: int, sample: Mapping[str, Any], as_text: Callable[[Any], str]) -> str:
+    media, rows = "", ""
+    for name, value in sample.items():
+        label = escape(name)
+        text = value[:_CHARACTERS_ON_PAGE] if isinstance(value, str) else as_text(value)
+        try:
+            for image in _images_in(value):
+                media += f'<img loading="lazy" alt="{label} of sample {number}" src="{_thumbnail(image)}">'
+        except Exception as error:  # noqa: BLE001 - Pillow raises anything for a damaged file
+            text += f" (cannot be decoded: {' '.join(str(error).split())})"
+        if sound := _sound(value):
+            media += f'<audio controls preload="none" src="{sound}" aria-label="{label}"></audio>'
+        rows += f"<dt>{label}</dt><dd>{escape(text)}</dd>"
+    return f"<article><h2>sample {number:,}</h2>{media}<dl>{rows}</dl></article>"
+
+
+def _images_in(value: Any) -> Iterator[Any]:
+    """The images of Pillow that a value is or holds: an image, the bytes of one, pixels, or a list of these."""
+    if hasattr(value, "getbands"):
+        yield value
+    elif isinstance(value, list):
+        for part in value:
+            yield from _images_in(part)
+    elif isinstance(value, bytes) and value.startswith(_IMAGES):
+        with suppress(OSError):  # of other bytes that begin so
+            yield pillow().open(io.BytesIO(value), formats=FORMATS)
+    elif isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape[2:] in ((1,), (3,)):
+        yield pillow().fromarray(value.squeeze())
+
+
+def _thumbnail(image: Any) -> str:
+    image = rgb(image)
+    image.thumbnail(_THUMB)
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=85)
+    return _embedded("image/jpeg", data.getvalue())
+
+
+def _embedded(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def _sound(value: Any) -> str:
+    """Sound of a kind that browsers play, as the source of an element; empty for anything else."""
+    data = value.data if isinstance(value, Media) else value
+    if not isinstance(data, bytes) or len(data) > _MOST_SOUND_BYTES or "sample_rate" not in measured(value):
+        return ""
+    return next((_embedded(f"audio/{kind}", data) for start, kind in _SOUNDS.items() if data.startswith(start)), "")

@@ -21,7 +21,7 @@ from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import RunOrder
 from lightning_stream.order.balance import imbalance
-from lightning_stream.order.chain import readable
+from lightning_stream.order.chain import duration, readable
 from lightning_stream.order.downloads import estimate_downloads, plan_downloads
 from lightning_stream.order.quality import Quality
 from lightning_stream.reading.fetches import hurried_threads
@@ -40,7 +40,7 @@ _REMEDIES = {
     "disk": "Put the cache (local) on a faster disk.",
     "workers": "Raise num_workers, or make the transform cheaper.",
     "cores": "Take nodes with more cores, make the transform cheaper, or write shards without compression.",
-    "training process": "Everything else that was given is faster: nothing to change.",
+    "training process": "All other rates that were given allow more: nothing to change.",
 }
 
 
@@ -163,7 +163,9 @@ class Plan:
         """What limits the run and what to change, in a sentence or two."""
         limit = self.limit
         if limit is None:
-            return "No rate was given, so nothing is known about time."
+            return (
+                "No rate was given, so the speed is unknown: `lightning-stream doctor URL --read` measures the rates."
+            )
         if not limit.samples_per_s:
             return f"The loader would not start: {self.refusal}"
         epoch = duration(self.num_samples / limit.samples_per_s)
@@ -354,14 +356,6 @@ class _Need:
         index_s = _INDEX_REQUESTS * rates.latency_s + self.index_bytes / rates.connection_bytes_per_s
         unpack_s = raw.max() / _MB * rates.unpack_s_per_mb if part.max() == 1.0 else 0.0
         return float(index_s + rates.latency_s + transfer_s + unpack_s + len(ids) * rates.sample_s)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as text with a fitting unit."""
-    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172_800, "hours", 3600)):
-        if seconds < limit:
-            return f"{seconds / divisor:.3g} {unit}"
-    return f"{seconds / 86400:,.1f} days"
 
 
 def _lowest(bounds: tuple[Bound, ...]) -> Bound | None:

@@ -45,7 +45,7 @@ def loader(server: WebServer, folder: Path, part: str, workers: int, **options: 
 
 def needed(server: WebServer, folder: Path, part: str, workers: int) -> int:
     """What a refusal says that it takes."""
-    with pytest.raises(ValueError, match=r"cache_limit is 0\.002 MB, .* active shards take .* read ahead") as caught:
+    with pytest.raises(ValueError, match=r"active shards take .* read ahead .*, but cache_limit is 2\.0 kB") as caught:
         next(iter(loader(server, folder, part, workers, cache_limit=2000)))
     found = re.search(r"cache_limit=(\d+)", str(caught.value))
     assert found is not None

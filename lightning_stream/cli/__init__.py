@@ -49,7 +49,7 @@ _OLD = {  # what commands of former releases are now
     "simulate": "plan PATH --global-batch-size N",
     "bench": "doctor PATH --read",
     "cache verify": "cache check",
-    "cache path": "cache ls",
+    "cache path": "cache list",
 }
 _ELSEWHERE = {
     "checkpoint convert": "a position is moved in Python: start_at(read_position(RUN), data) serves any trainer",

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+import math
 import re
 import sys
-from argparse import Action, ArgumentError, ArgumentParser, Namespace
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -60,6 +63,12 @@ class FoundDataset:
         """The stream that reads it, with a folder for what is downloaded."""
         return Stream(self.remote, local=None if self.is_local else folder, options=options, **self.how, **settings)
 
+    def reader(self, folder: str | None, options: Options) -> SampleReader:
+        """A reader of it, with the index that was read to find it."""
+        reader = reader_over([self.stream(folder, options)])
+        reader.indexes = (self.index,)
+        return reader
+
 
 def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -> SampleReader:
     """A reader of these streams."""
@@ -97,15 +106,45 @@ class _Bounds(Pairs):
         return tuple(int(limit) if limit else None for limit in text.split(":"))
 
 
-def add_flags(parser: Any, texts: Mapping[str, str]) -> None:
-    """Let a command take flags, with their help: ``--samples N``, ``--page FILE``, ``--set KEY=VALUE``, ``--stats``.
+def number(text: str) -> float:
+    """A number above 0; ArgumentTypeError for other text."""
+    with suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise ArgumentTypeError(f"takes a number above 0; found {text!r}")
 
-    N is a whole number and F a number; what has ``=`` in it is collected in a dict.
+
+def whole_number(text: str, least: int = 1) -> int:
+    """A whole number; ArgumentTypeError for other text."""
+    if text.isdecimal() and int(text) >= least:
+        return int(text)
+    raise ArgumentTypeError(f"takes a whole number, {least} or more; found {text!r}")
+
+
+def _page(text: str) -> str:
+    if text.endswith(".html"):
+        return text
+    raise ArgumentTypeError(f"takes the name of a file that ends with .html; found {text!r}")
+
+
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "N": whole_number,
+    "I": partial(whole_number, least=0),
+    "F": number,
+    "FILE.html": _page,
+}
+
+
+def add_flags(parser: Any, texts: Mapping[str, str], **types: Callable[[str], Any]) -> None:
+    """Let a command take flags, with their help: ``--samples N``, ``--page FILE.html``, ``--stats``.
+
+    N is a whole number from 1 on, I one from 0 on, and F a number above 0; `types` has others by their metavar.
+    What has ``=`` in it is collected in a dict.
     """
     for flag, text in texts.items():
         name, _, metavar = flag.partition(" ")
-        settings: dict[str, Any] = {"metavar": metavar, "type": {"N": int, "F": float}.get(metavar, str)}
-        if "=" in metavar:
+        settings: dict[str, Any] = {"metavar": metavar, "type": (_TYPES | types).get(metavar, str)}
+        if "=" in metavar and metavar not in types:
             settings = {"metavar": metavar, "action": _Bounds if ":" in metavar else Pairs}
         parser.add_argument(name, help=text, **(settings if metavar else {"action": "store_true"}))
 
@@ -146,15 +185,15 @@ def add_dataset(parser: ArgumentParser, **kwargs: Any) -> None:
     parser.add_argument("remote", metavar="PATH|URL", help=help_text, **kwargs)
 
 
-def add_reading(parser: ArgumentParser) -> Any:
-    """Let a command take how a dataset is read, as `Stream` takes it; return the group of these flags."""
+def add_reading(parser: ArgumentParser) -> None:
+    """Let a command take how a dataset is read, as `Stream` takes it."""
     reading = parser.add_argument_group("how the data is read, as in StreamingDataset")
     add_flags(reading, {
         "--format NAME": "format of files without an index.json: parquet, arrow, jsonl, ...",
         "--columns NAME[=ENCODING]": "column to read, and its encoding in such files; may be repeated (default: all)",
         "--version VERSION": "version of a dataset: a number, or digits of its digest; of a Delta table: its number",
     })  # fmt: skip
-    return reading
+    add_store_options(reading)
 
 
 def reading_of(options: Namespace) -> Reading:
@@ -177,17 +216,14 @@ def add_store_options(parser: Any) -> None:
 def add_source(parser: ArgumentParser, **kwargs: Any) -> None:
     """Let a command take a dataset, how it is read, and the options of its store."""
     add_dataset(parser, **kwargs)
-    add_store_options(add_reading(parser))
+    add_reading(parser)
 
 
-def add_streams(parser: ArgumentParser) -> None:
-    """Let a command take the datasets of a mixture."""
+def add_mixture(parser: ArgumentParser) -> None:
+    """Let a command take the datasets of a mixture, how they are read, and what chooses among their samples."""
     text = "a dataset, in a mixture with its weight: 0.3 (proportion), repeat:2 or choose:1000; once for each stream"
     parser.add_argument("--stream", action="append", default=[], metavar="URL[=WEIGHT]", help=text)
-
-
-def add_rules(parser: ArgumentParser) -> None:
-    """Let a command take what chooses among the samples, as `StreamingDataset` takes it."""
+    add_reading(parser)
     rules = parser.add_argument_group("samples that are kept, as in StreamingDataset")
     add_flags(rules, {
         "--filter-lengths NAME=LEAST:GREATEST": "lengths to keep, e.g. tokens=64:4096, tokens=64: or tokens=:4096",
@@ -198,12 +234,15 @@ def add_rules(parser: ArgumentParser) -> None:
 
 def require_answer(remote: str, options: Options) -> None:
     """Raise UnavailableError within seconds where a store does not answer; later requests are tried for longer."""
+    logging.disable(logging.WARNING)  # the error says all
     try:
         open_store(remote, {**_FIRST_REQUEST, **(options or {})}).open(INDEX_NAME, 0, 1).close()
     except UnavailableError:
         raise
     except (StoreError, OSError, ValueError):  # which the command meets, too
         return
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def datasets_at(remote: str, options: Options, how: Reading | None = None) -> list[FoundDataset]:
@@ -285,17 +324,16 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
     if "version" in how and len(streams) > 1:
         raise ValueError(f"--version is that of one dataset; found {len(streams)} streams. Omit it, or pass one stream")
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    first, *others = [datasets_at(url, options.store_options, how) for url in urls]
-    rest = [only_dataset(found, rule) for found in others]
+    found = [datasets_at(url, options.store_options, how) for url in urls]
+    mixtures = [[dataset] for dataset in found[0]] if len(found) == 1 else [[only_dataset(one, rule) for one in found]]
     readers: list[SampleReader] = []
-    for dataset in [only_dataset(first, rule)] if rest else first:
-        datasets = [dataset, *rest]
+    for datasets in mixtures:
         places = [f"{folder}/{len(readers)}/{number}" for number in range(len(datasets))]
         reader = reader_over([
-            found.stream(place, options.store_options, **weight)
-            for found, place, weight in zip(datasets, places, weights, strict=True)
+            dataset.stream(place, options.store_options, **weight)
+            for dataset, place, weight in zip(datasets, places, weights, strict=True)
         ])  # fmt: skip
-        reader.indexes = tuple(found.index for found in datasets)  # which were read to find the datasets
+        reader.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
         readers.append(Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader))
     return readers
 
@@ -312,8 +350,8 @@ def _weighted(text: str) -> tuple[str, dict[str, Any]]:
 def imported(text: str, flag: str) -> Callable[[Any], Any]:
     """The function that ``MODULE:FUNCTION`` names. ValueError if there is none."""
     sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
+    module, _, name = text.partition(":")
     try:
-        module, name = text.split(":")
         found: Callable[[Any], Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{flag} takes MODULE:FUNCTION; {text} cannot be imported from here: {error}") from error

@@ -42,7 +42,7 @@ class _Cache:
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``cache``."""
-    parser.add_argument("action", choices=("list", "ls", "check", "prune"), help="what to do")
+    parser.add_argument("action", choices=("list", "check", "prune"), nargs="?", default="list", help="default: list")
     text = "only the cache of this URL, or in this folder"
     parser.add_argument("dataset", metavar="URL|FOLDER", nargs="?", help=text)
     add_flags(parser, {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,13 +12,13 @@ import lightning_stream
 from lightning_stream.cli.arguments import Options, require_answer
 from lightning_stream.errors import NotFoundError, StateError
 from lightning_stream.order import Position, is_mosaic_state
+from lightning_stream.run_log import read_run
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.stores import LocalStore, Store, open_store
 
 _LATEST = ("last.ckpt", "last.pt", "latest-rank0.pt", "trainer_state.json")
 _OF_A_RUN = tuple(f"{folder}{name}" for folder in ("", "checkpoints/", "torch/", "composer/") for name in _LATEST)
 _SHARDED = ("meta.pt", ".metadata")
-_LOG = "data_log.jsonl"  # what a training run writes beside its report
 _WEIGHTS = ("proportion", "repeat", "choose")
 
 
@@ -101,14 +100,14 @@ def _downloaded(store: Store, checkpoint: str, options: Options, folder: Path) -
 
 def _recorded_streams(path: Path) -> list[str]:
     """The streams of the newest launch in a training run's log, as ``--stream`` takes them; empty without a log."""
-    log = next((folder / _LOG for folder in path.parents[:3] if (folder / _LOG).is_file()), None)
-    streams: list[str] = []
-    for line in log.read_text(errors="replace").splitlines() if log else ():
-        with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that was cut, or of another version
-            streams = list(map(_stream, json.loads(line)["streams"]))
-    return streams
+    for folder in path.parents[:3]:
+        with suppress(OSError, ValueError):  # there is none, or it is that of another version
+            return list(map(_stream, read_run(folder).launches[-1].start.streams))
+    return []
 
 
 def _stream(recorded: Mapping[str, Any]) -> str:
+    place = recorded.get("remote") or recorded["local"]
+    split = [f"/{recorded['split']}"] if recorded.get("split") else []
     weights = [f"={name}:{recorded[name]}" for name in _WEIGHTS if recorded.get(name) is not None]
-    return "".join([recorded.get("remote") or recorded["local"], *weights])
+    return "".join([place.rstrip("/"), *split, *weights])

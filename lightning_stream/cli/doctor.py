@@ -56,7 +56,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     add_flags(parser, {
         "--read": "measure how fast a loader reads the dataset, what limits it, and the rates that `plan` takes",
         "--batch-size N": "of --read (default: 64)",
-        "--num-workers N": "of --read (default: num_workers='auto')",
+        "--num-workers I": "of --read (default: num_workers='auto')",
         "--transform MODULE:FUNCTION": "of --read: the transform of the training run",
         "--seconds F": "of --read: at most so long, and one epoch of a store (default: 10)",
     })  # fmt: skip
@@ -146,7 +146,7 @@ def _of_datasets(options: Namespace, datasets: list[FoundDataset]) -> Iterator[F
         yield Finding("dataset", redact(options.remote), str(error), is_wrong=True)
     took_s = time.perf_counter() - begin
     for dataset in datasets:
-        shards = f"index of {dataset.index.num_shards:,} shards"
+        shards = f"{dataset.index.num_samples:,} samples"
         yield Finding("dataset", f"{dataset.store.url}: {shards}, found in {took_s:.2f} s")
 
 

@@ -68,8 +68,7 @@ class Output:
                 self.line(f"{indent}{label}")
                 self.show(value, indent * 2)
             else:
-                is_count = type(value) is int and not is_inner and not name.endswith("_bytes")
-                text = f"{value:,}" if is_count else as_text(name, value)
+                text = as_text(name, value) if is_inner else _cell(name, value)
                 self.line(f"{indent + label:<{_WIDTH}} {text}")
 
     def add(self, group: str, about: Mapping[str, Any]) -> None:
@@ -83,7 +82,7 @@ class Output:
         """Add rows that have the same names, and print them in columns."""
         self.data[name] = rows
         texts = [list(map(_label, rows[0]))] if rows else []
-        texts += [[as_text(inner, value) for inner, value in row.items()] for row in rows]
+        texts += [[_cell(inner, value) for inner, value in row.items()] for row in rows]
         widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
         for cells in texts:
             self.line("  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
@@ -115,7 +114,12 @@ class Output:
 
 
 def _label(name: str) -> str:
-    return name.removesuffix("_bytes").replace("_", " ")
+    name = f"{name[:-6]}/s" if name.endswith("_per_s") else name.removesuffix("_bytes").removesuffix("_s")
+    return name.replace("_", " ")
+
+
+def _cell(name: str, value: Any) -> str:
+    return f"{value:,}" if type(value) is int and not name.endswith("_bytes") else as_text(name, value)
 
 
 def as_text(name: str, value: Any) -> str:
@@ -125,12 +129,15 @@ def as_text(name: str, value: Any) -> str:
     if isinstance(value, list):
         more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
         return ", ".join([as_text(name, part) for part in value[:_SHOWN]] + more) or "none"
-    if isinstance(value, int) and name.endswith("_bytes"):
-        from lightning_stream.order.chain import readable  # not before Ctrl-C is handled
+    if isinstance(value, (int, float)) and name.endswith(("_bytes", "_s")):
+        from lightning_stream.order.chain import duration, readable  # not before Ctrl-C is handled
 
-        return readable(value)
+        if not name.endswith("_per_s"):
+            return readable(value) if name.endswith("_bytes") else duration(value)
+    if isinstance(value, float) and name.endswith(("_share", "_hit")):
+        return f"{value:.1%}"
     if isinstance(value, float):
-        return f"{value:.0f}" if 1e4 <= abs(value) < _MOST_DIGITS else f"{value:.4g}"
+        return f"{value:,.0f}" if 1e3 <= abs(value) < _MOST_DIGITS else f"{value:.4g}"
     return "none" if value is None else str(value).replace("\n", "\\n").replace("\r", "\\r")
 
 

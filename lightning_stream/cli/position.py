@@ -9,14 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import (
-    add_flags,
-    add_reading,
-    add_rules,
-    add_store_options,
-    add_streams,
-    readers_of,
-)
+from lightning_stream.cli.arguments import add_flags, add_mixture, readers_of
 from lightning_stream.cli.checkpoints import Checkpoint, read_checkpoint
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import write_page
@@ -67,12 +60,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("checkpoints", metavar="RUN|CHECKPOINT", nargs="+", help=text)
     add_flags(parser, {
         "--next N": "show the samples of the next N global batches",
-        "--step N": "show the samples of a step of its epoch, from 0",
-        "--page FILE": "write these samples as one page of HTML",
+        "--step I": "show the samples of a step of its epoch, from 0",
+        "--page FILE.html": "write these samples as one page of HTML",
     })  # fmt: skip
-    add_streams(parser)
-    add_store_options(add_reading(parser))
-    add_rules(parser)
+    add_mixture(parser)
 
 
 def run(options: Namespace, out: Output) -> int:
@@ -82,6 +73,10 @@ def run(options: Namespace, out: Output) -> int:
         raise ValueError("--page shows samples: pass --step N or --next N")
     if len(options.checkpoints) > 2:
         raise ValueError(f"position takes one checkpoint, or two to compare; found {len(options.checkpoints)}")
+    if len(options.checkpoints) > 1 and (wants_samples or options.stream):
+        raise ValueError(
+            "two runs are compared by their checkpoints alone: omit --next, --step and --stream, or one run"
+        )
     first, *others = [read_checkpoint(text, options.store_options) for text in options.checkpoints]
     if others:
         return _compare([first, *others], out)
@@ -115,7 +110,8 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
         out.show({key: value for key, value in about.items() if key not in ("global_batch_size", "tail")})
         out.lines(str(chain))
         for batch in batches:
-            out.show({f"global_batch_{batch['global_batch']}": batch})
+            named = {name: value for name, value in batch.items() if name != "global_batch"}
+            out.show({f"global_batch_{batch['global_batch']}": named})
         if options.page and reader is not None:
             ids = [number for batch in batches for number in batch["ids"]]
             samples = {number: reader.sample(number) for number in ids}
@@ -247,7 +243,9 @@ def _compare(pair: Sequence[Checkpoint], out: Output) -> int:
     differences = {PUBLIC_NAMES.get(name, name): [first.get(name), second.get(name)] for name in names}
     out.line(f"DIFFERENT: {', '.join(differences)}" if names else "EQUAL: the order of both runs is the same")
     for checkpoint, position in zip(pair, positions, strict=True):
-        out.add("runs", {"checkpoint": checkpoint.name, "epoch": position.epoch, "position": position.position})
+        out.add(
+            "runs", {"checkpoint": checkpoint.name, "epoch": position.epoch, "samples_trained_on": position.position}
+        )
     out.show({"differences": differences} if names else {})
     out.data["differences"] = differences
     return ExitCode.NO if names else ExitCode.OK

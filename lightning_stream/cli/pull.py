@@ -31,10 +31,12 @@ def run(options: Namespace, out: Output) -> int:
     workers = num_processes(options.num_workers or _THREADS)
     for dataset in datasets_of(options):
         if dataset.is_local:
-            raise ValueError(f"pull downloads from a store; {dataset.remote} is a folder of this machine")
+            raise ValueError(
+                f"pull downloads from a store; {dataset.remote} is a folder of this machine, which is read where it is"
+            )
         split = dataset.remote.rstrip("/")[len(options.remote.rstrip("/")) :].strip("/")
         local = None if options.local is None else str(Path(options.local, split))
-        reader = reader_over([dataset.stream(local, options.store_options)])
+        reader = reader_over([dataset.stream(local, options.store_options)])  # which stores the index, too
         (cache,), (index,) = reader.caches, reader.indexes
         entries = [index.entry(number) for number in range(index.num_shards)]
         num_new = sum(not cache.present(entry) for entry in entries)

@@ -1,45 +1,20 @@
-"""The samples that commands read: through which reader, how they are printed, and as a page of HTML."""
+"""The samples that commands read: how their values are printed, summarised, and written as a page of HTML."""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, Options, reader_over
 from lightning_stream.cli.output import as_text
-from lightning_stream.formats.encodings.images import pillow, rgb
-from lightning_stream.formats.encodings.jpeg import FORMATS
 from lightning_stream.formats.encodings.media import Media, measured
-from lightning_stream.pages import page
-from lightning_stream.reading.reader import SampleReader
-from lightning_stream.shared_files import Modes, make_folder, publish_bytes, scratch_folder
 
-_SHOWN_NUMBERS, _SHOWN_CHARACTERS, _CHARACTERS_ON_PAGE = 16, 90, 600
-_IMAGES = (b"\xff\xd8", b"\x89PNG", b"GIF8", b"RIFF")
-_SOUNDS = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg", b"RIFF": "wav"}
-_MOST_SOUND_BYTES = 4 << 20
-_MODES = Modes(0o644, 0o755)  # a page is for others to look at
-_THUMB = (320, 320)  # pixels
-
-
-@contextmanager
-def reader_of(dataset: FoundDataset, options: Options) -> Iterator[SampleReader]:
-    """A reader of one dataset; what it downloads is deleted at the end."""
-    with scratch_folder() as folder:
-        reader = reader_over([dataset.stream(folder, options)])
-        reader.indexes = (dataset.index,)  # which was read to find the dataset
-        try:
-            yield reader
-        finally:
-            reader.close()
+_SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90
+_MOST_DISTINCT, _MOST_COMMON, _LONGEST = 1000, 8, 100
 
 
 def is_image(value: Any) -> bool:
@@ -78,66 +53,11 @@ def _media_texts(facts: Mapping[str, float]) -> Iterator[str]:
         yield f"{facts['channels']} channel{'s' * (facts['channels'] != 1)}"
 
 
-def write_page(name: str, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
-    """Write samples by their ids as a page; a former one is replaced as a whole. ValueError unless it ends in .html."""
-    path = Path(name).absolute()
-    if path.suffix != ".html":
-        raise ValueError(f"--page takes the name of a file that ends with .html; found {name}")
-    cards = "\n".join(_card(number, sample) for number, sample in samples.items())
-    width = 220 if "<img" in cards else 420
-    text = page(title, about, f'<div class="cards" style="--card: {width}px">\n{cards}\n</div>')
-    make_folder(path.parent, _MODES)
-    publish_bytes(text.encode(), path, _MODES, durable=False)
+def write_page(file: str, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
+    """Write samples by their ids as a page; a former one is replaced as a whole."""
+    from lightning_stream.pages import write_sample_page
 
-
-def _card(number: int, sample: Mapping[str, Any]) -> str:
-    media, rows = "", ""
-    for name, value in sample.items():
-        label = html.escape(name)
-        text = value[:_CHARACTERS_ON_PAGE] if isinstance(value, str) else as_text("", plain(value))
-        try:
-            for image in _images_in(value):
-                media += f'<img loading="lazy" alt="{label} of sample {number}" src="{_thumbnail(image)}">'
-        except Exception as error:  # noqa: BLE001 - Pillow raises anything for a damaged file
-            text += f" (cannot be decoded: {' '.join(str(error).split())})"
-        if sound := _sound(value):
-            media += f'<audio controls preload="none" src="{sound}" aria-label="{label}"></audio>'
-        rows += f"<dt>{label}</dt><dd>{html.escape(text)}</dd>"
-    return f"<article><h2>sample {number:,}</h2>{media}<dl>{rows}</dl></article>"
-
-
-def _images_in(value: Any) -> Iterator[Any]:
-    """The images of Pillow that a value is or holds: an image, the bytes of one, pixels, or a list of these."""
-    if is_image(value):
-        yield value
-    elif isinstance(value, list):
-        for part in value:
-            yield from _images_in(part)
-    elif isinstance(value, bytes) and value.startswith(_IMAGES):
-        with suppress(OSError):  # of other bytes that begin so
-            yield pillow().open(io.BytesIO(value), formats=FORMATS)
-    elif isinstance(value, np.ndarray) and value.dtype == np.uint8 and value.shape[2:] in ((1,), (3,)):
-        yield pillow().fromarray(value.squeeze())
-
-
-def _thumbnail(image: Any) -> str:
-    image = rgb(image)
-    image.thumbnail(_THUMB)
-    data = io.BytesIO()
-    image.save(data, "JPEG", quality=85)
-    return _embedded("image/jpeg", data.getvalue())
-
-
-def _embedded(kind: str, data: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def _sound(value: Any) -> str:
-    """Sound of a kind that browsers play, as the source of an element; empty for anything else."""
-    data = value.data if isinstance(value, Media) else value
-    if not isinstance(data, bytes) or len(data) > _MOST_SOUND_BYTES or "sample_rate" not in measured(value):
-        return ""
-    return next((_embedded(f"audio/{kind}", data) for start, kind in _SOUNDS.items() if data.startswith(start)), "")
+    write_sample_page(Path(file), title, about, samples, lambda value: as_text("", plain(value)))
 
 
 def class_name(value: Any, names: Sequence[str] | None) -> Any:
@@ -149,3 +69,67 @@ def class_name(value: Any, names: Sequence[str] | None) -> Any:
 def with_class_names(sample: Mapping[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     """A sample with the names of its classes in place of their numbers."""
     return {name: class_name(value, classes.get(name)) for name, value in sample.items()}
+
+
+class ColumnStats:
+    """Running statistics of one column's values."""
+
+    def __init__(self) -> None:
+        # The least, the greatest and the sum of numbers, and how many are finite and are not.
+        self._ranges: dict[str, tuple[float, float, float, int, int]] = {}
+        self._values: Counter[Any] = Counter()
+        self._kinds: Counter[str] = Counter()
+
+    def add(self, values: Any) -> None:
+        """Add the values of some samples: an array with a row for each, or a list."""
+        for value in values:
+            kind, numbers, counted = _facts(value)
+            self._kinds[kind] += 1
+            for name, some in numbers.items():
+                self._add_numbers(name, np.asarray(some, np.float64))
+            if counted is not None and len(self._values) <= _MOST_DISTINCT:
+                self._values[counted] += 1
+
+    def _add_numbers(self, name: str, numbers: Any) -> None:
+        finite = numbers[np.isfinite(numbers)]
+        least, greatest, total, num_finite, num_odd = self._ranges.get(name, (np.inf, -np.inf, 0.0, 0, 0))
+        self._ranges[name] = (
+            float(finite.min(initial=least)),
+            float(finite.max(initial=greatest)),
+            total + float(finite.sum()),
+            num_finite + finite.size,
+            num_odd + numbers.size - finite.size,
+        )
+
+    def summary(self, classes: Sequence[str] | None) -> dict[str, Any]:
+        """The statistics by their names; values are counted if at most 1,000 differ."""
+        about: dict[str, Any] = {"kinds": dict(self._kinds.most_common())}
+        for name, (least, greatest, total, num_finite, num_odd) in self._ranges.items():
+            about[name] = {"min": least, "mean": total / max(1, num_finite), "max": greatest}
+            about[name] |= {"not_finite": num_odd} if num_odd else {}
+        if 0 < len(self._values) <= _MOST_DISTINCT:
+            about["distinct"] = len(self._values)
+            most = [item for item in self._values.most_common(_MOST_COMMON) if item[1] > 1]
+            named = {str(class_name(value, classes))[:40]: count for value, count in most}
+            about |= {"most_common": named} if named else {}
+        return about
+
+
+def _facts(value: Any) -> tuple[str, dict[str, Any], Any]:
+    """The kind of a value, its numbers by name, and what is counted; None if it is not counted."""
+    if value is None:
+        return "missing", {}, None
+    if is_image(value):
+        return value.format or value.mode, {"width": value.width, "height": value.height}, None
+    if facts := measured(value):
+        return "video" if "width" in facts else "sound", facts, None
+    if isinstance(value, str):
+        return "text", {"characters": len(value)}, value[:_LONGEST]
+    if isinstance(value, (bytes, Media)):
+        return "bytes", {"bytes": len(value)}, None
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return str(value.dtype), {"items": value.size, "elements": value}, None
+    if isinstance(value, (int, float, np.number)):
+        is_whole = isinstance(value, (int, np.integer))
+        return type(value).__name__, {"values": value}, int(value) if is_whole else None
+    return "json", {}, json.dumps(value, default=str, sort_keys=True)[:_LONGEST]

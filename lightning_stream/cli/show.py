@@ -5,18 +5,18 @@ from __future__ import annotations
 import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 import numpy as np
 
 from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, datasets_of, only_dataset
-from lightning_stream.cli.column_stats import ColumnStats
 from lightning_stream.cli.output import ExitCode, Output, as_text
-from lightning_stream.cli.samples import plain_sample, reader_of, with_class_names, write_page
+from lightning_stream.cli.samples import ColumnStats, plain_sample, with_class_names, write_page
 from lightning_stream.errors import StoreError
 from lightning_stream.reading.lengths import summary
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.shared_files import scratch_folder
 
 EXAMPLES = """examples:
   lightning-stream show s3://bucket/train
@@ -34,7 +34,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--samples N": "print the first N samples",
         "--ids IDS": "print the samples with these ids, e.g. 1337 or 0:10,500",
         "--stats": "summarise each column: range, mean, missing values, counts; of all samples, or of these",
-        "--page FILE": f"write one page of HTML with the first {_ON_PAGE} samples, or with these",
+        "--page FILE.html": f"write one page of HTML with the first {_ON_PAGE} samples, or with these",
     })  # fmt: skip
 
 
@@ -44,12 +44,12 @@ def run(options: Namespace, out: Output) -> int:
     if options.page is not None:
         only_dataset(found, "a page shows one dataset")
     for dataset in found:
-        with reader_of(dataset, options.store_options) as reader:
+        with scratch_folder() as folder, closing(dataset.reader(folder, options.store_options)) as reader:
             about = _sizes(dataset)
+            chosen = _chosen_ids(options, reader.snapshot.num_samples)
             if dataset.index.lengths:
                 about["lengths"] = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
             out.add("datasets", about)
-            chosen = _chosen_ids(options, reader.snapshot.num_samples)
             about |= _of_samples(reader, chosen, options, about, out)
     return ExitCode.OK
 
@@ -140,5 +140,6 @@ def _stats(reader: SampleReader, ids: Sequence[int], classes: dict[str, Any], ou
     out.line(f"  statistics of {len(ids):,} samples")
     found = {name: column.summary(classes.get(name)) for name, column in columns.items()}
     for name, facts in found.items():
-        out.show({name: facts})
+        out.line(f"  {name}")
+        out.show(facts, "    ")
     return found

@@ -11,6 +11,7 @@ import numpy as np
 from lightning_stream.order import BatchPlan, RunOrder, Tail
 from lightning_stream.order.balance import can_balance
 from lightning_stream.order.cache_need import CacheNeed, ReadAhead, need_of_node
+from lightning_stream.order.chain import readable
 from lightning_stream.order.downloads import estimate_factor, warning_about
 from lightning_stream.order.quality import Quality, measure
 from lightning_stream.reading.reader import SampleReader
@@ -124,9 +125,9 @@ def refusal_of_limit(
         remedies += [f"window={windows[-1]} (it is {run.config.window}), which shuffles less"] if windows else []
     if len(remedies) == 1:
         remedies.append("fewer workers, a smaller num_canonical_nodes, or smaller shards")
+    entering = f" and {need.entering_shards} read ahead {readable(need.entering_bytes)}" if need.entering_shards else ""
     return (
-        "a cache must hold the shards that the order keeps active and those read ahead, or each is fetched again and "
-        f"again: cache_limit is {limit_bytes / 1e6:.3f} MB, and on each node {need.active_shards} active shards take "
-        f"{need.active_bytes / 1e6:.3f} MB and {need.entering_shards} that each rank's {ahead.workers} workers read "
-        f"ahead {need.entering_bytes / 1e6:.3f} MB: together {need.num_bytes:,} bytes. Pass {', or '.join(remedies)}"
+        "a cache must hold the active shards and those read ahead, or each is fetched again and again: on each node, "
+        f"{need.active_shards} active shards take {readable(need.active_bytes)}{entering}, but cache_limit is "
+        f"{readable(limit_bytes)}. Pass {', or '.join(remedies)}"
     )

@@ -247,6 +247,16 @@ def readable(num_bytes: float) -> str:
     return f"{num_bytes:.{min(number, 1)}f} {_UNITS[number]}"
 
 
+def duration(seconds: float) -> str:
+    """Seconds as text with a fitting unit, e.g. ``"26 min"``."""
+    if seconds < 1:
+        return f"{max(1, round(1000 * seconds))} ms"
+    for limit, unit, divisor in ((120, "s", 1), (7200, "min", 60), (172_800, "hours", 3600)):
+        if seconds < limit:
+            return f"{seconds / divisor:.3g} {unit}"
+    return f"{seconds / 86400:,.1f} days"
+
+
 def _block(texts: Sequence[str], digest: str | None) -> list[str]:
     """Texts in as few lines as keep each whole, if it is no longer than a line; the digest ends the first line."""
     lines: list[str] = []

@@ -277,8 +277,11 @@ class RunReport:
 
 
 def _described(stream: Any) -> dict[str, Any]:
-    """Where a stream is, and its weight."""
+    """Where a stream is, for a reader in any folder, and its weight."""
     values = {name: getattr(stream, name, None) for name in _STREAM}
+    for name in ("remote", "local"):
+        if (place := values[name]) and ":/" not in str(place):
+            values[name] = Path(place).absolute()
     return {
         name: value if isinstance(value, (int, float)) else clean(str(value))
         for name, value in values.items()

@@ -22,6 +22,7 @@ torch = pytest.importorskip("torch", reason="checkpoints need torch: uv sync")
 from lightning_stream import (  # noqa: E402
     MDSWriter,
     Packing,
+    RunReport,
     Stream,
     StreamingDataLoader,
     StreamingDataset,
@@ -143,19 +144,30 @@ def test_the_streams_that_a_run_recorded_need_not_be_passed(shards: Path, tmp_pa
     streams = [Stream(str(shards / name), **weight) for name, weight in parts.items()]
     ids = trained(StreamingDataset(streams=streams, shuffle=True), run / "checkpoints" / "last.ckpt")
     assert "pass --stream" in answer("position", str(run), "--next", "1")[1]["error"]
-    recorded = [{"remote": str(shards / name), "local": None, **weight} for name, weight in parts.items()]
-    lines = [
-        "cut {",
-        json.dumps({"streams": [{"remote": "/old"}]}),
-        json.dumps({"streams": recorded}),
-        "[1]",
-        '{"a": 1}',
-    ]
-    (run / "data_log.jsonl").write_text("\n".join(lines))
+    loader = StreamingDataLoader(StreamingDataset(streams=streams, shuffle=True), global_batch_size=8)
+    with RunReport(run, loader):
+        next(iter(loader))
+    with (run / "data_log.jsonl").open("a") as log:
+        log.write('{"kind": "cut')
     for checkpoint in (run, run / "checkpoints" / "last.ckpt"):
         code, about = answer("position", str(checkpoint), "--next", "1")
         assert (code, about["batches"][0]["ids"]) == (0, ids)
     assert "batches" in answer("position", str(run))[1]
+
+
+@pytest.mark.parametrize("place", ["remote", "local"])
+def test_a_run_recorded_its_split_and_folder_for_a_reader_elsewhere(
+    shards: Path, tmp_path: Path, answer: Answer, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.chdir(shards.parent)
+    dataset = StreamingDataset(**{place: shards.name}, split="train", shuffle=True)
+    ids = trained(dataset, tmp_path / "run" / "last.ckpt")
+    loader = StreamingDataLoader(dataset, global_batch_size=8)
+    with RunReport(tmp_path / "run", loader):
+        next(iter(loader))
+    monkeypatch.chdir(tmp_path)
+    code, about = answer("position", "run", "--next", "1")
+    assert (code, about["batches"][0]["ids"]) == (0, ids)
 
 
 def test_position_knows_mixtures(shards: Path, tmp_path: Path, answer: Answer) -> None:
@@ -347,7 +359,7 @@ def test_runs_that_stopped_at_other_steps_have_the_same_order(
     assert main(["position", one, other]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "EQUAL: the order of both runs is the same"
-    assert [line.split()[-1] for line in lines if "position  " in line] == ["16", "40"]
+    assert [line.split()[-1] for line in lines if "samples trained on" in line] == ["16", "40"]
 
 
 @pytest.mark.parametrize(

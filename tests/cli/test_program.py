@@ -183,7 +183,7 @@ def test_a_program_without_an_output_succeeds(shards: Path, monkeypatch: pytest.
 
 
 def test_large_numbers_have_no_exponent() -> None:
-    assert as_text("mean", [27896.4, 1234567.0, 0.000012, 1e300]) == "27896, 1234567, 1.2e-05, 1e+300"
+    assert as_text("mean", [27896.4, 1234567.0, 0.000012, 1e300]) == "27,896, 1,234,567, 1.2e-05, 1e+300"
 
 
 def test_a_store_that_does_not_answer_is_named_within_seconds(answer: Callable[..., tuple[int, Any]]) -> None:

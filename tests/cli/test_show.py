@@ -92,7 +92,7 @@ def test_show_prints_the_first_samples_or_those_asked_for(photos: Path, answer: 
     [
         (["--ids", "3,60"], "--ids takes numbers and ranges of the 60 samples, e.g. 0:10,500; found '60'"),
         (["--ids", "x"], "found 'x'"),
-        (["--samples", "two"], "--samples: invalid int value"),
+        (["--samples", "two"], "--samples: takes a whole number, 1 or more"),
     ],
 )
 def test_wrong_ids_are_refused_by_their_rule(photos: Path, answer: Answer, given: list[str], rule: str) -> None:
