@@ -87,8 +87,8 @@ section, details {
 .xs span { position: absolute; top: .15rem; transform: translateX(-50%); white-space: nowrap; }
 .xs .last { transform: translateX(-100%); }
 .box .label {
-  border-left: 1px dashed var(--faint); color: var(--faint); font-size: .75rem; height: 100%; padding: 0 .2rem;
-  pointer-events: none; position: absolute; top: 0;
+  border-left: 1px dashed var(--ink); color: var(--ink); font-size: .75rem; height: 100%; padding: 0 .2rem;
+  pointer-events: none; position: absolute; text-shadow: 0 0 3px var(--paper), 0 0 3px var(--paper); top: 0;
 }
 .scrolls { max-height: 24rem; overflow: auto; }
 table { border-collapse: collapse; font-size: .85rem; min-width: 100%; }
@@ -399,8 +399,8 @@ def _tables(run: Run) -> Iterator[str]:
             }
         )
         for message in launch.messages:
-            after = _seconds(message.at_s)
-            messages.append({"launch": number, "after": after, "step": message.step, "message": message.text})
+            row = {"launch": number, "after": _seconds(message.at_s), "step": message.step, "message": message.text}
+            messages += [row] if launch.end is None or message.text != launch.end.verdict else []  # shown above
         bad += [sample.values for sample in launch.bad]
     yield _table("Launches", launches if len(launches) > 1 else [])
     yield _table("Messages", messages)

@@ -126,7 +126,7 @@ class DataMonitor:
             stats = self.stats()
             rest = stats - self._gathered
             self._add_row(rest)
-            self._report.end(error, self._over_ranks(self._totals) + rest, verdict_of(stats), is_whole=self._is_alone)
+            self._report.end(error, rest + self._over_ranks(self._totals), verdict_of(stats), is_whole=self._is_alone)
         self.detach()
         self._report = None
 
@@ -176,7 +176,7 @@ class DataMonitor:
         recent, self._in_rows = self._totals - self._in_rows, self._totals
         drawn = self._added(recent)[len(_NUMBERS) :].tolist()
         if self._report is not None:
-            self._report.add(self._over_ranks(recent) + rest, dict(zip(self._streams, drawn, strict=False)))
+            self._report.add(rest + self._over_ranks(recent), dict(zip(self._streams, drawn, strict=False)))
 
     # What the user sees
 

@@ -93,8 +93,10 @@ def test_a_position_never_falls_at_the_end_of_an_epoch(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_is_one_page_that_marks_its_launches(tmp_path: Path) -> None:
-    second = MadeLaunch(WAITS, first=20, ranks=2, verdict="Input-bound 10%: late.")
+    late = "Input-bound 10%: late."
+    second = MadeLaunch(WAITS, first=20, ranks=2, verdict=late, message=late)
     html = drawn(MadeLaunch(how="KeyboardInterrupt"), second, folder=tmp_path)
+    assert "<h2>Messages</h2>" not in html  # the verdict is shown already
     assert "Latest launch: Input-bound 10%: late." in html
     assert "<b>5%</b>" in html
     assert "<td>0.0%</td>" in html

@@ -151,6 +151,7 @@ def test_rows_grow_with_the_run_and_lose_no_count(data: Path, monkeypatch: pytes
     assert of_rows(launch).num_samples == NUM_SAMPLES
     ends = [row.at_s for row in launch.rows[:-1]]
     assert all(after - before >= 0.9 * after / 4 for before, after in pairwise(ends))
+    assert 0 < launch.rows[0].epochs < 1
 
 
 def test_a_run_that_fails_names_the_error_and_a_resumed_one_continues_its_log(data: Path) -> None:
