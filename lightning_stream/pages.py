@@ -85,7 +85,7 @@ section, details {
 .ys span { position: absolute; right: .5rem; transform: translateY(50%); white-space: nowrap; }
 .xs { grid-column: 2; height: 1.3rem; }
 .xs span { position: absolute; top: .15rem; transform: translateX(-50%); white-space: nowrap; }
-.xs .last { transform: translateX(-100%); }
+.xs :last-child { transform: translateX(-100%); }
 .box .label {
   border-left: 1px dashed var(--ink); color: var(--ink); font-size: .75rem; height: 100%; padding: 0 .2rem;
   pointer-events: none; position: absolute; text-shadow: 0 0 3px var(--paper), 0 0 3px var(--paper); top: 0;
@@ -314,6 +314,7 @@ def _plot(
         tip = f"{_seconds(point.end_s)} · epoch {point.last.epochs:.2f} · step {point.last.step:,}"
         tip += "".join(f"\n{name} {text(value)}" for name, value in zip(series, column, strict=True))
         hovers += f'<rect x="{begin:.1f}" width="{end - begin:.1f}" height="100"><title>{escape(tip)}</title></rect>'
+    xs = "".join(f'<span style="left:{100 * at}%">{_seconds(at * run.seconds)}</span>' for at in (0, 0.5, 1))
     grid, ys, resumes = "", "", ""
     for tick in ticks:
         grid += f"M0 {100 - 100 * tick / ticks[-1]:.1f}H1000"
@@ -325,26 +326,15 @@ def _plot(
         f'<div class="frame"><div class="ys">{ys}</div><div class="box">'
         f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" aria-label="{title}">'
         f'<path class="grid" d="{grid}"/>{paths}{hovers}</svg>{resumes}</div>'
-        f'<div class="xs">{_xs(run.seconds)}</div></div></section>'
+        f'<div class="xs">{xs}</div></div></section>'
     )
 
 
-def _xs(seconds: float) -> str:
-    """The labels of the time axis."""
-    unit, name = _unit(seconds)
-    spans = ""
-    for tick in _ticks(seconds / unit):
-        place = 100 * tick * unit / seconds
-        kind = ' class="last"' if place > 96 else ""
-        spans += f'<span{kind} style="left:{place:.2f}%">{_amount(tick)} {name}</span>' if place <= 100 else ""
-    return spans
-
-
 def _ticks(top: float) -> list[float]:
-    """Up to five round values, from 0 to at least `top`."""
-    power = 10.0 ** math.floor(math.log10(top / 4))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if 4 * power * factor >= top * (1 - 1e-9))
-    return [step * number for number in range(math.ceil(top / step * (1 - 1e-9)) + 1)]
+    """Zero, a round value that is at least `top`, and the value between."""
+    unit = 10.0 ** math.floor(math.log10(top)) / 2
+    highest = unit * math.ceil(top / unit * (1 - 1e-9))
+    return [0.0, highest / 2, highest]
 
 
 # Texts and tables
@@ -362,13 +352,9 @@ def _share(value: float) -> str:
     return f"{100 * value:.3g}%"
 
 
-def _unit(seconds: float) -> tuple[int, str]:
-    units = ((86400, "d"), (3600, "h"), (60, "min"))
-    return next(((unit, name) for unit, name in units if seconds >= 2 * unit), (1, "s"))
-
-
 def _seconds(seconds: float) -> str:
-    unit, name = _unit(seconds)
+    units = ((86400, "d"), (3600, "h"), (60, "min"))
+    unit, name = next((unit for unit in units if seconds >= 2 * unit[0]), (1, "s"))
     return f"{_amount(round(seconds / unit, 1))} {name}"
 
 

@@ -226,11 +226,8 @@ def open_log(folder: Path, *, continues: bool, say: Callable[[str], object]) -> 
     path.rename(other)
     if page_of(path).is_file():
         page_of(path).rename(page_of(other))
-    say(
-        f"This run cannot continue the log {path}, which is now {other}."
-        if continues
-        else f"The former log is {other}."
-    )
+    former_log = "A log that this run cannot continue" if continues else "The log of the former run"
+    say(f"{former_log} is now {other}.")
     return open_log(folder, continues=False, say=say)
 
 

@@ -197,7 +197,10 @@ class DataMonitor:
         recent, self._logged = ranks - self._logged, ranks
         self._follow_late_rank(recent, step)
         if perf_counter() - self._checked_at >= _CHECKED_S:
-            self._tell(ranks - self._checked)
+            verdict, waited_s = self._verdict(ranks - self._checked), self._over_ranks(ranks - self._checked).wait_s
+            if verdict.is_input_bound and waited_s >= _WORTH_S and verdict.cause not in self._said:
+                self._said.add(verdict.cause)
+                self.say(str(verdict))
             self._checked, self._checked_at = ranks, perf_counter()
         return self._over_ranks(recent).metrics()
 
@@ -266,13 +269,6 @@ class DataMonitor:
         since = self._late_since if self._late == rank else 0
         others = f" The other ranks have waited for it since about step {since:,}." if since else ""
         return replace(verdict, finding=f"Rank {rank}: {verdict.finding}", remedy=f"{verdict.remedy}{others}".strip())
-
-    def _tell(self, ranks: Numbers) -> None:
-        """Tell the verdict while training runs, if it is worth it, and the same cause once."""
-        verdict = self._verdict(ranks)
-        if verdict.is_input_bound and ranks[_slowest(ranks), _WAITED] >= _WORTH_S and verdict.cause not in self._said:
-            self._said.add(verdict.cause)
-            self.say(str(verdict))
 
 
 def _wait_shares(ranks: Numbers) -> Numbers:
