@@ -1,6 +1,6 @@
 """Pages of HTML that need no other file and no network: the page of a run, and the frame of other pages.
 
-Plots are drawn here, as SVG: the script only shows the values below the pointer. Every text of the data is escaped.
+Plots are drawn here, as SVG without a script. Every text of the data is escaped.
 """
 
 from __future__ import annotations
@@ -8,17 +8,17 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
-import json
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from html import escape
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings.images import pillow, rgb
 from lightning_stream.formats.encodings.jpeg import FORMATS
@@ -26,7 +26,7 @@ from lightning_stream.formats.encodings.media import Media, measured
 from lightning_stream.loading.meter import PARTS
 from lightning_stream.loading.stats import INPUT_BOUND, PAUSE_LABELS, LoaderStats, percent
 from lightning_stream.order.chain import readable
-from lightning_stream.run_log import LaunchStart, Place, Row, Run, page_of, read_run
+from lightning_stream.run_log import Place, Row, Run, page_of, read_run
 from lightning_stream.shared_files import Modes, make_folder, publish_bytes
 
 _MODES = Modes(0o644, 0o755)  # a page is for others to look at
@@ -38,33 +38,26 @@ _CHARACTERS_ON_PAGE = 600
 _MOST_POINTS, _LEAST_POINT_S = 240, 0.2
 _SMALL = 0.01  # of the time: kinds of waiting with less are shown together
 _LEAST_SHARE = 0.0005  # of the time: less is shown as 0.0%
-_TIMES = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _FIRST, _OTHER = "first batches", "other stages"
-_KINDS = ("training", _FIRST, *PARTS, _OTHER, *PAUSE_LABELS)
-_COLORS = {name: f"var(--c{number})" for number, name in enumerate(_KINDS)}
-_SERIES = [f"var(--c{number})" for number in (0, 4, 3, 5, 2, 6, 7, 8, 11, 9, 10)]
-_TROUBLES = {
-    "retries": "requests sent again", "bad_samples": "bad samples", "evictions": "shards evicted",
-    "shards_fetched_again": "shards fetched again",
-}  # fmt: skip
-Numbers = NDArray[np.float64]
+_COLORS = {name: f"var(--c{number})" for number, name in enumerate(("training", _FIRST, *PARTS, _OTHER, *PAUSE_LABELS))}
+_TROUBLES = ("retries", "bad_samples", "evictions", "shards_fetched_again")
+_Plot = tuple[str, Mapping[str, Sequence[float]], Callable[[float], str], bool]  # title, values, their text, stacked
 _STYLE = """
 :root {
   color-scheme: light dark; --back: #f6f7f9; --paper: #fff; --ink: #16202e; --faint: #667085; --line: #e3e7ee;
-  --c0: #2f6fed; --c1: #94a3b8; --c2: #7c5cd6; --c3: #0e9f9a; --c4: #e08a00; --c5: #d6457f; --c6: #5b9b2b;
-  --c7: #c2410c; --c8: #a16207; --c9: #64748b; --c10: #b91c1c; --c11: #166534;
+  --c0: #2f6fed; --c1: #e08a00; --c2: #0e9f9a; --c3: #d6457f; --c4: #7c5cd6; --c5: #5b9b2b; --c6: #c2410c;
+  --c7: #a16207; --c8: #b91c1c; --c9: #94a3b8; --c10: #166534; --c11: #64748b; --c12: #475569;
   --good: #16a34a; --fair: #e08a00; --bad: #dc2626;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --back: #0f141b; --paper: #171e28; --ink: #e6eaf0; --faint: #95a1b2; --line: #2a3442;
-    --c0: #6b9bff; --c1: #7d8a9c; --c2: #a68cf2; --c3: #2cc4be; --c4: #f5b041; --c5: #f178a8; --c6: #8fcf5a;
-    --c7: #f08a5d; --c8: #d6a84b; --c9: #a3acb9; --c10: #ff9d9d; --c11: #7fd6a0;
+    --c0: #6b9bff; --c1: #f5b041; --c2: #2cc4be; --c3: #f178a8; --c4: #a68cf2; --c5: #8fcf5a; --c6: #f08a5d;
+    --c7: #d6a84b; --c8: #ff9d9d; --c9: #7d8a9c; --c10: #7fd6a0; --c11: #a3acb9; --c12: #5b687b;
     --good: #34c468; --fair: #f5b041; --bad: #f26d6d;
   }
 }
 * { box-sizing: border-box; }
-[hidden] { display: none !important; }
 body {
   background: var(--back); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif;
   margin: 0 auto; max-width: 1280px; padding: 1.2rem 1rem 3rem;
@@ -83,35 +76,30 @@ section, details {
 .end.bad { border-left-color: var(--bad); }
 .tiles { display: grid; gap: 1rem 1.5rem; grid-template-columns: repeat(auto-fit, minmax(145px, 1fr)); }
 .tiles b { display: block; font-size: 1.5rem; font-weight: 650; letter-spacing: -.01em; line-height: 1.25; }
-.tiles span, .legend, .xs, .ys, .tip, .note { color: var(--faint); font-size: .82rem; }
+.tiles span, .legend, .xs, .ys, .note { color: var(--faint); font-size: .82rem; }
 .bar { border-radius: 6px; display: flex; gap: 1px; height: 22px; margin-bottom: .6rem; overflow: hidden; }
 .bar i { min-width: 2px; }
 .legend { display: flex; flex-wrap: wrap; gap: .1rem 1rem; margin-bottom: .4rem; }
 .legend span { overflow-wrap: anywhere; }
-.legend i, .tip i { border-radius: 3px; display: inline-block; height: .7em; margin-right: .4em; width: .7em; }
+.legend i { border-radius: 3px; display: inline-block; height: .7em; margin-right: .4em; width: .7em; }
 .plots > section { display: flex; flex: 1 1 max(320px, 40%); flex-direction: column; }
 .frame { display: grid; margin-top: auto; grid-template-columns: 4.2rem minmax(0, 1fr); padding-right: .4rem; }
-.box { cursor: crosshair; height: 170px; position: relative; touch-action: pan-y; }
+.box { height: 170px; position: relative; }
 .box svg { display: block; height: 100%; overflow: visible; width: 100%; }
 .box path { fill: none; stroke-width: 1.8; vector-effect: non-scaling-stroke; }
-.box .area { fill-opacity: .85; stroke: none; }
+.box .area { stroke: none; }
 .box .grid { stroke: var(--line); stroke-width: 1; }
-.box .mark { stroke: var(--faint); stroke-dasharray: 4 4; stroke-width: 1; }
+.box rect { fill: var(--ink); opacity: 0; }
+.box rect:hover { opacity: .12; }
 .ys, .xs { font-variant-numeric: tabular-nums; position: relative; }
 .ys span { position: absolute; right: .5rem; transform: translateY(50%); white-space: nowrap; }
 .xs { grid-column: 2; height: 1.3rem; }
 .xs span { position: absolute; top: .15rem; transform: translateX(-50%); white-space: nowrap; }
-.xs .last { transform: translateX(-100%); }
+.xs :last-child { transform: translateX(-100%); }
 .box .label {
-  background: var(--paper); color: var(--faint); font-size: .75rem; padding: 0 .2rem; position: absolute; top: 0;
+  border-left: 1px dashed var(--ink); color: var(--ink); font-size: .75rem; height: 100%; padding: 0 .2rem;
+  pointer-events: none; position: absolute; text-shadow: 0 0 3px var(--paper), 0 0 3px var(--paper); top: 0;
 }
-.cursor { border-left: 1px solid var(--faint); height: 100%; pointer-events: none; position: absolute; top: 0; }
-.tip {
-  background: var(--paper); border: 1px solid var(--line); border-radius: 8px; box-shadow: 0 4px 14px #0003;
-  color: var(--ink); max-width: 100%; padding: .4rem .6rem; pointer-events: none; position: absolute; top: 0;
-  width: max-content; z-index: 1;
-}
-.tip b { font-weight: 600; }
 .scrolls { max-height: 24rem; overflow: auto; }
 table { border-collapse: collapse; font-size: .85rem; min-width: 100%; }
 th, td { border-bottom: 1px solid var(--line); padding: .3rem 1rem .3rem 0; text-align: left; vertical-align: top; }
@@ -128,34 +116,6 @@ img { background: var(--line); border-radius: 5px; display: block; height: auto;
 audio { width: 100%; }
 dl { display: grid; gap: .1rem .6rem; grid-template-columns: max-content minmax(0, 1fr); margin: 0; }
 dd { margin: 0; overflow-wrap: anywhere; white-space: pre-wrap; }
-"""
-_SCRIPT = """"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const node = (tag, ...children) => {
-  const made = document.createElement(tag);
-  made.append(...children);
-  return made;
-};
-document.querySelectorAll(".box").forEach((box, number) => {
-  const cursor = box.querySelector(".cursor"), tip = box.querySelector(".tip");
-  const show = (event) => {
-    const frame = box.getBoundingClientRect(), at = (event.clientX - frame.left) / frame.width;
-    const found = data.at.findIndex((end) => end >= at), i = found < 0 ? data.at.length - 1 : found;
-    const lines = data.plots[number].filter(({values}) => values[i]).map(({name, color, values}) => {
-      const mark = node("i");
-      mark.style.background = color;
-      return node("div", mark, `${name} `, node("b", values[i]));
-    });
-    tip.replaceChildren(node("div", data.heads[i]), ...lines);
-    cursor.hidden = tip.hidden = false;
-    const x = data.at[i] * frame.width, left = at > 0.5 ? x - tip.offsetWidth - 8 : x + 8;
-    cursor.style.left = `${x}px`;
-    tip.style.left = `${Math.max(0, Math.min(left, frame.width - tip.offsetWidth))}px`;
-  };
-  box.addEventListener("pointermove", show);
-  box.addEventListener("pointerdown", show);
-  box.addEventListener("pointerleave", () => { cursor.hidden = tip.hidden = true; });
-});
 """
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -191,12 +151,10 @@ def run_page(run: Run) -> str:
     first, last = run.launches[0].start, run.launches[-1].start
     world = f"{_number(last.ranks, 'rank')} on {_number(last.nodes, 'node')}"
     about = f"Began {first.began} · {world} · {_seconds(run.seconds)} · drawn from {run.path.name}"
-    plots = _Plots(run)
-    sections = [_end(run), _tiles(run), _time(run.stats), plots.html(), _launches(run), _messages(run), _bad(run)]
-    sections.append(_settings(last))
-    data = json.dumps(plots.data).replace("<", "\\u003c")  # which would end the element where a name has "</script>"
-    tail = f'<script type="application/json" id="data">{data}</script><script>{_SCRIPT}</script>'
-    return page(f"{run.name}: data of a training run", about, f"<main>{''.join(sections)}</main>{tail}", _SCRIPT)
+    versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
+    settings = f"<details><summary>Settings</summary><pre>{escape(last.settings)}\n\n{escape(versions)}</pre></details>"
+    sections = [_end(run), _tiles(run), _time(run.stats), _plots(run), *_tables(run), settings]
+    return page(f"{run.name}: data of a training run", about, f"<main>{''.join(sections)}</main>")
 
 
 # What a reader sees first
@@ -206,32 +164,34 @@ def _end(run: Run) -> str:
     launch = run.launches[-1]
     end, start = launch.end, launch.start
     kind = "fair" if run.stats.wait_share >= INPUT_BOUND else "good"
-    if end is None:
-        kind, title = "fair", "Still training, or killed"
-        lines = [f"The log has no end. Its last record was written {_seconds(launch.seconds)} after the launch began."]
-    elif end.how == "finished":
-        title, lines = "Training has finished", []
-    else:
-        kind, title, lines = "bad", "Training stopped", [end.how]
+    title = "Training has finished"
+    lines = [_delivered(run)]
     if start.measured_ranks < start.ranks:
         lines.append(f"Measured in the first of {start.ranks} processes.")
-    lines.append(_delivered(run))
-    if end is not None:
-        latest = "Latest launch: " if end.verdict and len(run.launches) > 1 else ""
-        lines += [end.ledger, latest + end.verdict]
+    if end is None:
+        kind, title = "fair", "Still training, or killed"
+        lines.append(
+            f"The log has no end. Its last record was written {_seconds(launch.latest.at_s)} after the launch began."
+        )
+    else:
+        lines += [end.ledger, "Latest launch: " * (len(run.launches) > 1 and end.verdict != "") + end.verdict]
         lines.append("" if end.is_whole else "What the other ranks measured last is missing.")
+        if end.how != "finished":
+            kind, title = "bad", "Training stopped"
+            lines.insert(0, end.how)
     text = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
     return f'<section class="end {kind}"><h2>{title}</h2>{text}</section>'
 
 
 def _delivered(run: Run) -> str:
-    (epoch, position), (end, end_position) = run.launches[0].start.place, run.launches[-1].place
-    if run.num_lost is None or (epoch, position) == (end, end_position):
+    begin, end = run.launches[0].start.place, run.launches[-1].latest.place
+    if run.lost is None or begin == end:
         return ""
-    counts = f"{run.num_lost:,} lost, {run.num_repeated:,} repeated."
-    if position == end_position == 0:
-        return f"Trained on {f'epochs {epoch}-{end - 1}' if end > epoch + 1 else f'epoch {epoch}'}: {counts}"
-    return f"Trained from {_place((epoch, position))}, to {_place((end, end_position))}: {counts}"
+    counts = f"{run.lost:,} lost, {run.repeated:,} repeated."
+    if begin[1] or end[1]:
+        return f"Trained from {_place(begin)}, to {_place(end)}: {counts}"
+    epochs = f"epochs {begin[0]}-{end[0] - 1}" if end[0] > begin[0] + 1 else f"epoch {begin[0]}"
+    return f"Trained on {epochs}: {counts}"
 
 
 def _tiles(run: Run) -> str:
@@ -251,24 +211,25 @@ def _tiles(run: Run) -> str:
     return f'<section class="tiles">{"".join(tiles)}</section>'
 
 
-def _waits(stats: LoaderStats) -> dict[str, float]:
-    """The seconds of each kind of waiting, of which small ones are added up; together they are `LoaderStats.wait_s`."""
-    shown = {name: seconds for name, seconds in stats.waits.items() if seconds >= _SMALL * stats.elapsed_s}
-    waits = {_FIRST: stats.first_wait_s, **shown}
-    return {**waits, _OTHER: stats.wait_s - sum(waits.values())}
+def _waits(stats: LoaderStats, whole: LoaderStats) -> dict[str, float]:
+    """The seconds of each kind of waiting, of which those are added up that are small in the whole run."""
+    waits = {_FIRST: stats.first_wait_s}
+    waits |= {name: stats.waits[name] for name in PARTS if whole.waits[name] >= _SMALL * whole.elapsed_s}
+    return {**waits, _OTHER: max(0.0, stats.wait_s - sum(waits.values()))}
 
 
 def _time(stats: LoaderStats) -> str:
     """All the time as one bar."""
-    pauses = {name: stats.pauses[name] for name in PAUSE_LABELS}
-    parts = {"training": stats.training_s, **_waits(stats), **pauses}
-    shares = {name: seconds / max(1e-9, stats.elapsed_s) for name, seconds in parts.items()}
-    shares = {name: share for name, share in shares.items() if share >= _LEAST_SHARE}
-    bar = "".join(f'<i style="flex:{share:.6f};background:{_COLORS[name]}"></i>' for name, share in shares.items())
-    labels = {**{name: f"waiting: {name}" for name in (_FIRST, *PARTS, _OTHER)}, **PAUSE_LABELS}
-    legend = _legend({f"{labels.get(name, name)} {percent(share)}": _COLORS[name] for name, share in shares.items()})
+    parts = {"training": stats.training_s, **_waits(stats, stats), **stats.pauses}
+    bar, legend = "", {}
+    for name, seconds in parts.items():
+        share, color = seconds / max(1e-9, stats.elapsed_s), _COLORS[name]
+        label = name if name == "training" else PAUSE_LABELS.get(name, f"waiting: {name}")
+        if share >= _LEAST_SHARE:
+            bar += f'<i style="flex:{share:.6f};background:{color}"></i>'
+            legend[f"{label} {percent(share)}"] = color
     besides = f"<p class=note>Validation took {_seconds(stats.validation_s)} besides.</p>" if stats.validation_s else ""
-    return f'<section><h2>Where the time went</h2><div class="bar">{bar}</div>{legend}{besides}</section>'
+    return f'<section><h2>Where the time went</h2><div class="bar">{bar}</div>{_legend(legend)}{besides}</section>'
 
 
 def _legend(colors: Mapping[str, str]) -> str:
@@ -279,154 +240,111 @@ def _legend(colors: Mapping[str, str]) -> str:
 # Plots
 
 
-class _Plots:
-    """All plots of a run that have something to show, over one time axis.
+class _Point(NamedTuple):
+    """Rows that share a pixel, added up."""
 
-    Rows that would share a pixel are added up; the time between two launches is left out.
-
-    Attributes:
-        data: What the script shows below the pointer.
-    """
-
-    def __init__(self, run: Run) -> None:
-        self._run, self._seconds = run, max(run.seconds, 1e-9)
-        self._rows: list[Row] = []
-        self._resumes: list[float] = []
-        ends_s: list[float] = []
-        begin_s = 0.0
-        for launch in run.launches:
-            if begin_s:
-                self._resumes.append(begin_s / self._seconds)
-            self._rows += launch.rows
-            ends_s += [begin_s + row.at_s for row in launch.rows]
-            begin_s += launch.seconds
-        pixels = np.array(ends_s) // max(_LEAST_POINT_S, self._seconds / _MOST_POINTS)
-        firsts = np.flatnonzero(np.diff(pixels, prepend=-1.0)).tolist()
-        # Row of each point. One without a batch, as after the last one, has no rate.
-        self._first = np.array([row for row in firsts if not row or "num_batches" in self._rows[row].stats], np.int64)
-        last = [*(self._first[1:] - 1).tolist(), len(self._rows) - 1][: len(self._first)]
-        self._places = [0.0, *(ends_s[number] / self._seconds for number in last)]  # where points end, from 0 to 1
-        latest = [self._rows[number] for number in last]
-        self._epochs = np.array([row.epochs for row in latest])
-        wheres = [f"epoch {row.epochs:.2f} · step {row.step:,}" for row in latest]
-        heads = [f"{_seconds(ends_s[number])} · {where}" for number, where in zip(last, wheres, strict=True)]
-        self.data: dict[str, Any] = {"at": [round(place, 5) for place in self._places[1:]], "heads": heads, "plots": []}
-
-    def html(self) -> str:
-        """The plots."""
-        if len(self._first) < 2:
-            return ""
-        return f'<div class="plots">{"".join(self._drawn())}</div>'
-
-    def _drawn(self) -> Iterator[str]:
-        whole, elapsed_s = self._run.stats, self._sum("wait_s", "compute_s")
-        yield self._plot("Samples per second", {"samples": _ratio(self._sum("num_samples"), elapsed_s)}, _amount)
-        shown = [name for name, seconds in _waits(whole).items() if seconds >= _LEAST_SHARE * whole.elapsed_s]
-        waits = {_FIRST: self._sum(*(f"first_waits.{part}" for part in PARTS))}
-        waits |= {part: self._sum(f"waits.{part}") for part in PARTS if part in shown}
-        waits[_OTHER] = np.maximum(0.0, self._sum("wait_s") - sum(waits.values()))
-        shares = {name: _ratio(seconds, elapsed_s) for name, seconds in waits.items() if name in shown}
-        if shares:
-            yield self._plot("Share of the time spent waiting for data", shares, _share, is_stacked=True)
-        if names := dict.fromkeys(name for row in self._rows for name in row.drawn):
-            drawn = {name: self._add([row.drawn.get(name, 0.0) for row in self._rows]) for name in names}
-            drawn = dict(sorted(drawn.items(), key=lambda item: -item[1].sum()))
-            same = os.path.commonprefix([name.rstrip("/") for name in names]).rfind("/") + 1  # noqa: RUF071
-            all_drawn = np.sum(list(drawn.values()), axis=0)
-            mixture = {name[same:]: _ratio(counts, all_drawn) for name, counts in drawn.items()}
-            yield self._plot("Mixture of the streams", mixture, _share, is_stacked=True)
-        if self._epochs.any():
-            yield self._plot("Epochs trained on", {"epochs": self._epochs}, _amount)
-        fetched = self._sum("counters.fetched_bytes")
-        if np.count_nonzero(fetched) > 2:  # else there is nothing to see but the beginning
-            speed = _ratio(fetched, np.diff(self._places) * self._seconds)
-            yield self._plot("Downloads", {"downloads": speed}, _speed)
-        counts = {label: self._sum(f"counters.{name}") for name, label in _TROUBLES.items()}
-        if troubles := {label: values for label, values in counts.items() if values.any()}:
-            yield self._plot("Failures and evictions", troubles, _amount)
-
-    def _sum(self, *names: str) -> Numbers:
-        """What was measured under these names, by point."""
-        return self._add([sum(row.stats.get(name, 0.0) for name in names) for row in self._rows])
-
-    def _add(self, values: Sequence[float]) -> Numbers:
-        return np.add.reduceat(np.array(values, np.float64), self._first)
-
-    def _plot(
-        self,
-        title: str,
-        series: Mapping[str, Numbers],
-        text: Callable[[float], str],
-        *,
-        is_stacked: bool = False,
-    ) -> str:
-        """A plot: values hold from the point before to their own."""
-        colors = {name: _COLORS.get(name, _SERIES[number % len(_SERIES)]) for number, name in enumerate(series)}
-        values = np.nan_to_num(list(series.values()))
-        edges = np.concatenate([np.zeros((1, len(self._first))), np.cumsum(values, axis=0)])
-        ticks = _ticks(float(edges[-1].max() if is_stacked else values.max()), 4)
-        paths = ""
-        for number, (name, line) in enumerate(series.items()):
-            if is_stacked:
-                path = self._steps(edges[number + 1], ticks[-1]) + self._steps(edges[number], ticks[-1], back=True)
-                paths += f'<path class="area" style="fill:{colors[name]}" d="{path}Z"/>'
-            else:
-                paths += f'<path style="stroke:{colors[name]}" d="{self._steps(line, ticks[-1])}"/>'
-        texts = {name: [None if math.isnan(value) else text(value) for value in line] for name, line in series.items()}
-        self.data["plots"].append([{"name": name, "color": colors[name], "values": texts[name]} for name in series])
-        grid = "".join(f"M0 {_y(tick, ticks[-1])}H1000" for tick in ticks)
-        marks = "".join(f"M{1000 * place:.1f} 0V100" for place in self._resumes)
-        ys = "".join(f'<span style="bottom:{100 * tick / ticks[-1]:.1f}%">{text(tick)}</span>' for tick in ticks)
-        labels = "".join(f'<span class="label" style="left:{100 * at:.2f}%">resumed</span>' for at in self._resumes)
-        return (
-            f"<section><h2>{title}</h2>{_legend(colors) if len(series) > 1 else ''}"
-            f'<div class="frame"><div class="ys">{ys}</div><div class="box">'
-            f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" aria-label="{title}">'
-            f'<path class="grid" d="{grid}"/>{paths}<path class="mark" d="{marks}"/></svg>{labels}'
-            f'<div class="cursor" hidden></div><div class="tip" hidden></div></div><div class="xs">{self._xs()}</div>'
-            "</div></section>"
-        )
-
-    def _xs(self) -> str:
-        unit, name = _unit(self._seconds)
-        ticks = [tick for tick in _ticks(self._seconds / unit, 4) if tick * unit <= self._seconds]
-        spans = ""
-        for tick in ticks:
-            place = 100 * tick * unit / self._seconds
-            kind = ' class="last"' if place > 96 else ""
-            spans += f'<span{kind} style="left:{place:.2f}%">{f"{_amount(tick)} {name}" if tick else 0}</span>'
-        return spans
-
-    def _steps(self, values: Numbers, top: float, *, back: bool = False) -> str:
-        """A line that keeps each value up to its point's end; with `back`, from the last to the first, for areas."""
-        path = ""
-        ends = [f"{1000 * place:.1f}" for place in self._places]
-        steps = list(zip(values.tolist(), ends[:-1], ends[1:], strict=True))
-        for value, begin, end in reversed(steps) if back else steps:
-            if math.isnan(value):
-                continue
-            start = f"V{_y(value, top)}" if path or back else f"M{begin} {_y(value, top)}"
-            path += f"{start}H{begin if back else end}"
-        return path
+    end_s: float
+    last: Row
+    stats: LoaderStats
+    drawn: Counter[str]
 
 
-def _ratio(amounts: Numbers, by: Numbers) -> Numbers:
-    """The quotients; NaN where there is nothing to divide by."""
-    quotients: Numbers = np.divide(amounts, by, out=np.full(len(amounts), np.nan), where=by > 0)
-    return quotients
+def _points(run: Run) -> list[_Point]:
+    """What the plots show, over one time axis: the time between two launches is left out."""
+    rows: list[tuple[float, Row]] = []
+    for begin_s, launch in zip(_begins_s(run), run.launches, strict=False):
+        rows += [(begin_s + row.at_s, row) for row in launch.rows if "num_batches" in row.stats]  # else it has no rate
+    points: list[_Point] = []
+    pixel_s = max(_LEAST_POINT_S, run.seconds / _MOST_POINTS)
+    for _, group in groupby(rows, lambda timed: timed[0] // pixel_s):
+        together = list(group)
+        numbers, drawn = Counter[str](), Counter[str]()
+        for _, row in together:
+            numbers.update(row.stats)
+            drawn.update(row.drawn)
+        points.append(_Point(*together[-1], LoaderStats.of_numbers(numbers), drawn))
+    return points
 
 
-def _y(value: float, top: float) -> str:
-    return f"{100 - 100 * value / top:.2f}"
+def _begins_s(run: Run) -> list[float]:
+    """When each launch began on the time axis, and the end."""
+    return list(accumulate((launch.latest.at_s for launch in run.launches), initial=0.0))
 
 
-def _ticks(top: float, most: int) -> list[float]:
-    """Round values from 0 to at least `top`."""
-    if top <= 0:
-        return [0.0, 1.0]
-    power = 10.0 ** math.floor(math.log10(top / most))
-    step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor * most >= top * (1 - 1e-9))
-    return [step * number for number in range(math.ceil(top / step * (1 - 1e-9)) + 1)]
+def _plots(run: Run) -> str:
+    """All plots that have something to show."""
+    points = _points(run)
+    if len(points) < 2:
+        return ""
+    drawn = [_plot(run, points, *plot) for plot in _series(run.stats, points) if any(map(any, plot[1].values()))]
+    return f'<div class="plots">{"".join(drawn)}</div>'
+
+
+def _series(whole: LoaderStats, points: Sequence[_Point]) -> Iterator[_Plot]:
+    parts = [point.stats for point in points]
+    yield "Samples per second", {"samples": [part.samples_per_s for part in parts]}, _amount, False
+    shares: dict[str, list[float]] = {}
+    for name, seconds in _waits(whole, whole).items():
+        if seconds >= _LEAST_SHARE * whole.elapsed_s:
+            shares[name] = [_waits(part, whole)[name] / part.elapsed_s for part in parts]
+    yield "Share of the time spent waiting for data", shares, _share, True
+    names = [name for name, _ in sum((point.drawn for point in points), Counter()).most_common()]
+    same = os.path.commonprefix([name.rstrip("/") for name in names]).rfind("/") + 1  # noqa: RUF071
+    mixture = {name[same:]: [point.drawn[name] / max(1, point.drawn.total()) for point in points] for name in names}
+    yield "Mixture of the streams", mixture, _share, True
+    yield "Epochs trained on", {"epochs": [point.last.epochs for point in points]}, _amount, False
+    yield "Downloads", {"downloads": [1e6 * part.download_mb_s for part in parts]}, _speed, False
+    troubles = {
+        name.replace("_", " "): [part.counters[name] for part in parts] for name in _TROUBLES if whole.counters[name]
+    }
+    yield "Failures and evictions", troubles, _amount, False
+
+
+def _plot(
+    run: Run,
+    points: Sequence[_Point],
+    title: str,
+    series: Mapping[str, Sequence[float]],
+    text: Callable[[float], str],
+    is_stacked: bool,
+) -> str:
+    """A plot of lines, or of areas on each other: values hold from the point before to their own."""
+    colors = {name: _COLORS.get(name, f"var(--c{number % len(_COLORS)})") for number, name in enumerate(series)}
+    edges = [0.0, *(1000 * point.end_s / run.seconds for point in points)]
+    values = np.array(list(series.values()))
+    lines = np.cumsum(values, axis=0) if is_stacked else values
+    ticks = _ticks(float(lines.max()))
+    heights = 100 - 100 * lines / ticks[-1]
+    paths, hovers = "", ""
+    for color, line in reversed(list(zip(colors.values(), heights, strict=True))):  # an area covers those above it
+        steps = "".join(f"V{height:.2f}H{edge:.1f}" for height, edge in zip(line, edges[1:], strict=True))
+        kind = f'class="area" style="fill:{color}"' if is_stacked else f'style="stroke:{color}"'
+        paths += f'<path {kind} d="M0 {100 if is_stacked else line[0]:.2f}{steps}{"V100Z" if is_stacked else ""}"/>'
+    for begin, end, point, column in zip(edges, edges[1:], points, values.T, strict=False):
+        tip = f"{_seconds(point.end_s)} · epoch {point.last.epochs:.2f} · step {point.last.step:,}"
+        tip += "".join(f"\n{name} {text(value)}" for name, value in zip(series, column, strict=True))
+        hovers += f'<rect x="{begin:.1f}" width="{end - begin:.1f}" height="100"><title>{escape(tip)}</title></rect>'
+    xs = "".join(f'<span style="left:{100 * at}%">{_seconds(at * run.seconds)}</span>' for at in (0, 0.5, 1))
+    grid, ys, resumes = "", "", ""
+    for tick in ticks:
+        grid += f"M0 {100 - 100 * tick / ticks[-1]:.1f}H1000"
+        ys += f'<span style="bottom:{100 * tick / ticks[-1]:.1f}%">{text(tick)}</span>'
+    for at_s in _begins_s(run)[1:-1]:
+        resumes += f'<span class="label" style="left:{100 * at_s / run.seconds:.2f}%">resumed</span>'
+    return (
+        f"<section><h2>{title}</h2>{_legend(colors) if len(series) > 1 else ''}"
+        f'<div class="frame"><div class="ys">{ys}</div><div class="box">'
+        f'<svg viewBox="0 0 1000 100" preserveAspectRatio="none" role="img" aria-label="{title}">'
+        f'<path class="grid" d="{grid}"/>{paths}{hovers}</svg>{resumes}</div>'
+        f'<div class="xs">{xs}</div></div></section>'
+    )
+
+
+def _ticks(top: float) -> list[float]:
+    """Zero, a round value that is at least `top`, and the value between."""
+    unit = 10.0 ** math.floor(math.log10(top)) / 2
+    highest = unit * math.ceil(top / unit * (1 - 1e-9))
+    return [0.0, highest / 2, highest]
 
 
 # Texts and tables
@@ -444,12 +362,9 @@ def _share(value: float) -> str:
     return f"{100 * value:.3g}%"
 
 
-def _unit(seconds: float) -> tuple[int, str]:
-    return next(((unit, name) for unit, name in _TIMES if seconds >= 2 * unit), _TIMES[-1])
-
-
 def _seconds(seconds: float) -> str:
-    unit, name = _unit(seconds)
+    units = ((86400, "d"), (3600, "h"), (60, "min"))
+    unit, name = next((unit for unit in units if seconds >= 2 * unit[0]), (1, "s"))
     return f"{_amount(round(seconds / unit, 1))} {name}"
 
 
@@ -461,48 +376,41 @@ def _place(place: Place) -> str:
     return f"epoch {place[0]}, sample {place[1]:,}"
 
 
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+def _tables(run: Run) -> Iterator[str]:
+    launches, messages, bad = [], [], []
+    for number, launch in enumerate(run.launches, 1):
+        start, latest = launch.start, launch.latest
+        launches.append(
+            {
+                "began": start.began,
+                "took": _seconds(latest.at_s),
+                "from": _place(start.place),
+                "to": _place(latest.place),
+                "ranks": start.ranks,
+                "nodes": start.nodes,
+                "waited": percent(launch.stats.wait_share),
+                "lost": latest.lost,
+                "repeated": latest.repeated,
+                "ended": launch.how,
+            }
+        )
+        for message in launch.messages:
+            row = {"launch": number, "after": _seconds(message.at_s), "step": message.step, "message": message.text}
+            messages += [row] if launch.end is None or message.text != launch.end.verdict else []  # shown above
+        bad += [sample.values for sample in launch.bad]
+    yield _table("Launches", launches if len(launches) > 1 else [])
+    yield _table("Messages", messages)
+    yield _table(f"Bad samples: {len(bad):,} of about {run.stats.counters['bad_samples']:,.0f}", bad)
+
+
+def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
     if not rows:
         return ""
-    body = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = "".join(f"<th>{escape(name)}</th>" for name in rows[0])
     for row in rows:
-        cells = "".join(f"<td>{escape('-' if cell is None else str(cell))}</td>" for cell in row)
+        cells = "".join(f"<td>{escape('-' if row.get(name) is None else str(row[name]))}</td>" for name in rows[0])
         body += f"</tr><tr>{cells}"
     return f'<section><h2>{title}</h2><div class="scrolls"><table><tr>{body}</tr></table></div></section>'
-
-
-def _launches(run: Run) -> str:
-    head = ("began", "took", "from", "to", "ranks", "nodes", "waited", "lost", "repeated", "ended")
-    rows = []
-    for launch in run.launches:
-        start, waited = launch.start, percent(launch.stats.wait_share)
-        row = [start.began, _seconds(launch.seconds), _place(start.place), _place(launch.place), start.ranks]
-        rows.append([*row, start.nodes, waited, launch.counted("lost"), launch.counted("repeated"), launch.how])
-    return _table("Launches", head, rows if len(rows) > 1 else [])
-
-
-def _messages(run: Run) -> str:
-    known = [launch.end.verdict for launch in run.launches if launch.end is not None]  # shown above
-    rows = [
-        [number, _seconds(message.at_s), f"{message.step:,}", message.text]
-        for number, launch in enumerate(run.launches, 1)
-        for message in launch.messages
-        if message.text not in known
-    ]
-    return _table("Messages", ("launch", "after", "step", "message"), rows)
-
-
-def _bad(run: Run) -> str:
-    head = ("sample", "stream", "shard", "epoch", "position", "delivered", "reason")
-    rows = [[sample.values.get(name) for name in head] for launch in run.launches for sample in launch.bad]
-    number = max(len(rows), int(run.stats.counters["bad_samples"]))
-    return _table(f"Bad samples: {len(rows):,} of about {number:,}", head, rows)
-
-
-def _settings(start: LaunchStart) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in start.versions.items())
-    text = escape(f"{start.settings}\n\n{versions}")
-    return f"<details><summary>Settings</summary><pre>{text}</pre></details>"
 
 
 # Samples

@@ -1,97 +1,100 @@
 """The log of a training run: one file of JSON lines, which is only ever appended to, and from which its page is drawn.
 
-`RunLog` writes it and `read_run` reads it. All numbers of a run follow from its `LoaderStats`: those of its rows while
-it trains, and those of its end once it has ended.
+`RunReport` writes it and `read_run` reads it. All numbers of a run follow from its `LoaderStats`: those of its rows
+while it trains, and those of its end once it has ended.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from msgspec import Struct
 
-from lightning_stream.errors import redact
+from lightning_stream.errors import CacheError, redact
 from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.shared_files import LOCK_FDS, try_flock
 
 LOG_NAME = "data_log.jsonl"
 PAGE_NAME = "data_report.html"
 FORMAT = 1
+_FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT
 Place = tuple[int, int]  # an epoch, and the samples of it that were trained on
 
 
-class LaunchStart(Struct, tag_field="kind", tag="launch"):
+class Record(Struct, tag_field="kind", kw_only=True, omit_defaults=True):
+    """A line of the log: when it was written, and where the run stood."""
+
+    at_s: float = 0.0  # since the launch began
+    place: Place = (0, 0)
+    step: int = 0
+    lost: int | None = None  # samples, in this launch until now; None where that is not checked
+    repeated: int | None = None
+
+
+class LaunchStart(Record, tag="launch", omit_defaults=False):
     """The first record of a launch: a run has one for its beginning, and one for each resume."""
 
     began: str
-    place: Place
     ranks: int
     nodes: int
     measured_ranks: int
-    checks: bool  # whether samples that are lost or repeated would be counted
     settings: str
     streams: list[dict[str, Any]]
     versions: dict[str, str]
     format: int = FORMAT
 
 
-class Row(Struct, tag_field="kind", tag="row", omit_defaults=True):
-    """What all ranks measured since the row before, and where the run stands."""
+class Row(Record, tag="row"):
+    """What all ranks measured since the row before."""
 
-    at_s: float  # since the launch began
-    step: int
-    place: Place
     epochs: float
     stats: dict[str, float]  # see `LoaderStats.numbers`
     drawn: dict[str, float] = {}  # samples by stream
-    lost: int = 0
-    repeated: int = 0
 
 
-class Message(Struct, tag_field="kind", tag="message"):
+class Message(Record, tag="message"):
     """A sentence that the user was shown."""
 
-    at_s: float
-    step: int
     text: str
 
 
-class BadSample(Struct, tag_field="kind", tag="bad"):
+class BadSample(Record, tag="bad"):
     """A sample that could not be read, as the quarantine lists it."""
 
     values: dict[str, Any]
 
 
-class LaunchEnd(Struct, tag_field="kind", tag="end", omit_defaults=True):
+class LaunchEnd(Record, tag="end"):
     """How a launch ended, and what was measured in all of it."""
 
-    at_s: float
     how: str  # "finished", or what stopped it
-    place: Place
     stats: dict[str, float]
     verdict: str = ""
     ledger: str = ""
-    lost: int = 0
-    repeated: int = 0
     is_whole: bool = True  # whether it has all that the other ranks measured
 
 
-Record = LaunchStart | Row | Message | BadSample | LaunchEnd
-_ENCODER = msgspec.json.Encoder()
-_DECODER = msgspec.json.Decoder(Record)
+_DECODER = msgspec.json.Decoder(LaunchStart | Row | Message | BadSample | LaunchEnd)
 
 
-def clean(text: str) -> str:
-    """A text without credentials, and without halves of characters, which file names may hold and JSON may not."""
-    return redact(text).encode(errors="replace").decode()
+def line_of(record: Record) -> bytes:
+    """The line of a record."""
+    return msgspec.json.encode(_cleaned(msgspec.to_builtins(record))) + b"\n"
+
+
+def _cleaned(value: Any) -> Any:
+    """A value without credentials, and without halves of characters, which file names may hold and JSON may not."""
+    if isinstance(value, str):
+        return redact(value).encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_cleaned(name): _cleaned(part) for name, part in value.items()}
+    return [_cleaned(part) for part in value] if isinstance(value, (list, tuple)) else value
 
 
 def numbers_of(stats: LoaderStats) -> dict[str, float]:
@@ -104,64 +107,30 @@ def page_of(log: Path) -> Path:
     return log.with_name(f"{log.stem.replace('log', 'report')}.html")
 
 
-# Reading
-
-
-@dataclass
 class Launch:
-    """One launch of a run: its records."""
+    """One launch of a run: its records.
 
-    start: LaunchStart
-    rows: list[Row] = field(default_factory=list)
-    messages: list[Message] = field(default_factory=list)
-    bad: list[BadSample] = field(default_factory=list)
-    end: LaunchEnd | None = None
+    Attributes:
+        start, rows, messages, bad: Its records by kind.
+        latest: The record that says where the launch stands.
+        end: The last record; None while it trains, or where it was killed.
+        how: How it ended.
+        stats: What was measured: over all ranks, with the times of the rank that waited longest.
+    """
 
-    def add(self, record: Record) -> None:
-        """Take up the next record."""
-        if isinstance(record, Row):
-            self.rows.append(record)
-            self.end = None  # the trainer was started once more
-        elif isinstance(record, Message):
-            self.messages.append(record)
-        elif isinstance(record, BadSample):
-            self.bad.append(record)
-        elif isinstance(record, LaunchEnd):
-            self.end = record
-
-    @property
-    def latest(self) -> Row | LaunchEnd | None:
-        """The record that says where the launch stands."""
-        return self.end or (self.rows[-1] if self.rows else None)
-
-    @property
-    def seconds(self) -> float:
-        """How long it took, as far as is known."""
-        return 0.0 if self.latest is None else self.latest.at_s
-
-    @property
-    def place(self) -> Place:
-        """Where it came to."""
-        return self.start.place if self.latest is None else self.latest.place
-
-    @property
-    def how(self) -> str:
-        """How it ended."""
-        return "no end was written" if self.end is None else self.end.how
-
-    def counted(self, what: Literal["lost", "repeated"]) -> int | None:
-        """Samples that were lost or repeated; None where that was not checked."""
-        return getattr(self.latest, what, 0) if self.start.checks else None
-
-    @cached_property
-    def stats(self) -> LoaderStats:
-        """What was measured: over all ranks, with the times of the rank that waited longest."""
-        if self.end is not None:
-            return LoaderStats.of_numbers(self.end.stats)
-        return sum((LoaderStats.of_numbers(row.stats) for row in self.rows), LoaderStats())
+    def __init__(self, start: LaunchStart, records: list[Record]) -> None:
+        self.start = start
+        self.rows = [record for record in records if isinstance(record, Row)]
+        self.messages = [record for record in records if isinstance(record, Message)]
+        self.bad = [record for record in records if isinstance(record, BadSample)]
+        standing = [start, *(record for record in records if isinstance(record, (Row, LaunchEnd)))]
+        self.latest = standing[-1]  # rows follow an end where the trainer was started once more
+        self.end = self.latest if isinstance(self.latest, LaunchEnd) else None
+        self.how = "no end was written" if self.end is None else self.end.how
+        measured = self.rows if self.end is None else [self.end]
+        self.stats = sum((LoaderStats.of_numbers(record.stats) for record in measured), LoaderStats())
 
 
-@dataclass(frozen=True)
 class Run:
     """A run, from its log.
 
@@ -169,63 +138,40 @@ class Run:
         path: The log.
         launches: At least one.
         num_bytes: The bytes of the whole lines: a killed run may leave a part of another one.
+        name: That of the run's folder.
+        seconds: How long all launches took.
+        stats: What was measured in all launches.
+        lost, repeated: Samples; None where a launch did not check that.
     """
 
-    path: Path
-    launches: list[Launch]
-    num_bytes: int
-
-    @property
-    def name(self) -> str:
-        """The name of the run's folder."""
-        return self.path.resolve().parent.name
-
-    @property
-    def seconds(self) -> float:
-        """How long all launches took."""
-        return sum(launch.seconds for launch in self.launches)
-
-    @cached_property
-    def stats(self) -> LoaderStats:
-        """What was measured in all launches."""
-        return sum((launch.stats for launch in self.launches), LoaderStats())
-
-    @property
-    def num_lost(self) -> int | None:
-        """Samples that were lost; None where that was not checked."""
-        return _added([launch.counted("lost") for launch in self.launches])
-
-    @property
-    def num_repeated(self) -> int | None:
-        """Samples that were repeated; None where that was not checked."""
-        return _added([launch.counted("repeated") for launch in self.launches])
+    def __init__(self, path: Path, launches: list[Launch], num_bytes: int) -> None:
+        self.path, self.launches, self.num_bytes = path, launches, num_bytes
+        self.name = path.resolve().parent.name
+        self.seconds = sum(launch.latest.at_s for launch in launches)
+        self.stats = sum((launch.stats for launch in launches), LoaderStats())
+        self.lost = _added([launch.latest.lost for launch in launches])
+        self.repeated = _added([launch.latest.repeated for launch in launches])
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the run, as its page shows them."""
         stats, last = self.stats, self.launches[-1]
+        counted = {name: int(stats.counters[name]) for name in ("fetched_bytes", "retries", "bad_samples")}
+        names = ("samples_per_s", "elapsed_s", "wait_s", "first_wait_s", "wait_share", "cache_hit")
         return {
             "ended": last.how,
             "verdict": "" if last.end is None else last.end.verdict,
             "launches": len(self.launches),
             "samples": stats.num_samples,
-            "samples_per_s": stats.samples_per_s,
             "tokens": stats.num_tokens,
-            "trained_s": stats.elapsed_s,
-            "wait_s": stats.wait_s,
-            "first_wait_s": stats.first_wait_s,
-            "wait_share": stats.wait_share,
-            "downloaded_bytes": int(stats.counters["fetched_bytes"]),
-            "cache_hit": stats.cache_hit,
-            "retries": int(stats.counters["retries"]),
-            "bad_samples": int(stats.counters["bad_samples"]),
-            "lost": self.num_lost,
-            "repeated": self.num_repeated,
+            **{name: getattr(stats, name) for name in names},
+            **counted,
+            "lost": self.lost,
+            "repeated": self.repeated,
         }
 
 
 def _added(counts: list[int | None]) -> int | None:
-    known = [count for count in counts if count is not None]
-    return sum(known) if len(known) == len(counts) else None
+    return None if None in counts else sum(number or 0 for number in counts)
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -239,128 +185,63 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     log = log / LOG_NAME if log.is_dir() else log
     content = log.read_bytes()
     num_bytes = content.rfind(b"\n") + 1
-    launches: list[Launch] = []
+    launches: list[tuple[LaunchStart, list[Record]]] = []
     for number, line in enumerate(content[:num_bytes].splitlines(), 1):
         try:
             record = _DECODER.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{log} is no log of a run: line {number}: {error}") from error
         if isinstance(record, LaunchStart):
-            launches.append(Launch(record))
+            launches.append((record, []))
         elif launches:
-            launches[-1].add(record)
-    if not launches or launches[-1].start.format != FORMAT:
+            launches[-1][1].append(record)
+    if not launches or launches[-1][0].format != FORMAT:
         raise ValueError(f"{log} is no log of a run: it has no launch of format {FORMAT}")
-    return Run(log, launches, num_bytes)
+    return Run(log, [Launch(start, records) for start, records in launches], num_bytes)
 
 
-# Writing
+def open_log(folder: Path, *, continues: bool, say: Callable[[str], object]) -> tuple[Path, int, float]:
+    """Open the log of a folder for a launch that continues its run, or starts over.
 
+    A log that cannot be continued is renamed, with its page. Where another run writes it, this one gets another name.
 
-class RunLog:
-    """Appends the records of one launch; a failure is shown once, and never stops the run.
-
-    Args:
-        folder: The folder of the run.
-        say: Shows the user a sentence.
-
-    Attributes:
-        path: Where the log is: under another name where another run writes that one.
+    Returns:
+        The path, the file's descriptor in `LOCK_FDS`, and the seconds that the launches before took.
     """
+    path = folder / LOG_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    is_new, other = not path.exists(), _free_name(path)
+    fd = None if path.is_dir() else _locked(path)
+    if fd is None:
+        say(f"Another run writes {path}: the log of this one is {other}.")
+        return other, LOCK_FDS.open(other, _FLAGS, 0o644), 0.0
+    if is_new:
+        return path, fd, 0.0
+    with suppress(ValueError):
+        former = read_run(path)
+        if continues:
+            os.truncate(fd, former.num_bytes)
+            return path, fd, former.seconds
+    LOCK_FDS.close(fd)
+    path.rename(other)
+    if page_of(path).is_file():
+        page_of(path).rename(page_of(other))
+    former_log = "A log that this run cannot continue" if continues else "The log of the former run"
+    say(f"{former_log} is now {other}.")
+    return open_log(folder, continues=False, say=say)
 
-    def __init__(self, folder: Path, say: Callable[[str], object]) -> None:
-        self.path = folder.absolute() / LOG_NAME  # a run may change its folder
-        self._say = say
-        self._start = self._unwritten = b""
-        self._stamp: tuple[int, int] | None = None  # of the file, as this launch left it
-        self._has_failed = False
-        self._lock = threading.RLock()  # the watch of a loader writes messages, too
 
-    def begin(self, start: LaunchStart, *, continues: bool) -> float:
-        """Write the first record behind those of the run that this launch continues; another run's log is renamed.
-
-        Returns:
-            The seconds that the launches before it took.
-        """
-        self._start = self._unwritten = _ENCODER.encode(start) + b"\n"
-        before_s = 0.0
-        try:
-            before_s = self._join(continues)
-            self._write(b"")
-        except OSError as error:
-            self._failed(error)
-        return before_s
-
-    def append(self, record: Record) -> None:
-        """Write a record."""
-        line = _ENCODER.encode(record) + b"\n"
-        with self._lock:
-            try:
-                self._write(line)
-            except OSError as error:
-                self._failed(error)
-
-    def _join(self, continues: bool) -> float:
-        if not self.path.is_file():
-            return 0.0
-        problem = ""
-        try:
-            run = read_run(self.path)
-        except ValueError as error:
-            problem = str(error)
-        else:
-            if continues:
-                os.truncate(self.path, run.num_bytes)
-                self._stamp = _stamp(self.path)
-                return run.seconds
-        other = _free_name(self.path)
-        self.path.rename(other)
-        if page_of(self.path).is_file():
-            page_of(self.path).rename(page_of(other))
-        if problem:
-            self._say(f"{problem}. It is now {other}.")
-        return 0.0
-
-    def _write(self, line: bytes) -> None:
-        if _stamp(self.path) != self._stamp:
-            self._step_aside()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            file.write(self._unwritten + line)
-        self._unwritten = b""
-        self._stamp = _stamp(self.path)
-
-    def _step_aside(self) -> None:
-        """Leave the file to the run that has taken its name; or begin another one where it was deleted."""
-        former, found = self.path, _stamp(self.path)
-        renamed = [path for path in former.parent.glob(f"{former.stem}-*") if _stamp(path) == self._stamp]
-        if renamed:
-            self.path = renamed[0]
-        else:
-            self._unwritten, self._stamp = self._start, None
-            self.path = former if found is None else _free_name(former)
-        if found is not None:
-            self._say(f"Another run writes {former}: the log of this one is {self.path}.")
-
-    def _failed(self, error: OSError) -> None:
-        if self._stamp is not None:
-            with suppress(OSError):
-                os.truncate(self.path, self._stamp[1])  # no part of a line
-        if not self._has_failed:
-            self._say(f"The log {self.path} cannot be written now, and training continues: {error}")
-        self._has_failed = True
+def _locked(path: Path) -> int | None:
+    """Open a log for this process alone; None where another one writes it."""
+    fd = LOCK_FDS.open(path, _FLAGS, 0o644)
+    with suppress(CacheError):  # the file system has no locks
+        if not try_flock(fd, path):
+            LOCK_FDS.close(fd)
+            return None
+    return fd
 
 
 def _free_name(path: Path) -> Path:
     """The first of ``name-1``, ``name-2``, ... that neither a log nor its page has."""
     names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
     return next(other for other in names if not other.exists() and not page_of(other).exists())
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """The inode and the size of a file; None where there is none."""
-    try:
-        found = path.stat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_ino, found.st_size

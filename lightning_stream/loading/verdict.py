@@ -94,7 +94,7 @@ def _pause(stats: LoaderStats) -> tuple[str, str] | None:
 
 def _of_waiting(stats: LoaderStats) -> Verdict:
     steady_s = stats.wait_s - stats.first_wait_s
-    if stats.num_batches < 2 or stats.wait_share < INPUT_BOUND:
+    if stats.wait_share < INPUT_BOUND:
         faster = f", which could keep up with {stats.headroom:.1f} times this speed" if stats.headroom > 1 else ""
         waited = f"training waited {percent(stats.wait_share)} of the time for data{faster}."
         return Verdict("none", f"Not input-bound: {waited}")

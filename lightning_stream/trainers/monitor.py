@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from time import perf_counter
@@ -12,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.dataset import source_of
-from lightning_stream.errors import redact
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.meter import Mark
 from lightning_stream.loading.stats import INPUT_BOUND, LoaderStats
@@ -30,52 +28,13 @@ _WORTH_S = 5.0  # of waiting in that time
 _WORTH_AT_END_S = 1.0
 _LONG_RUN_S = 60.0  # from here on, the end of training has a verdict also where all is well
 _MOST_STREAMS = 20
-_COUNTED_TOGETHER = 1 << 15  # samples
-_NAMES = tuple(LoaderStats().numbers())
+_NUMBERS = tuple(LoaderStats().numbers())
+_NAMES = (*_NUMBERS, *(f"drawn.{number}" for number in range(_MOST_STREAMS)))
 _WAITED, _COMPUTED, _OTHERS = map(_NAMES.index, ("wait_s", "compute_s", "pauses.other_ranks"))
 _PAUSED = np.array([name.startswith("pauses.") for name in _NAMES])
-_SAMPLES = np.array([name in ("num_samples", "num_tokens") for name in _NAMES])
+_SAMPLES = np.array([name.startswith(("num_samples", "num_tokens", "drawn.")) for name in _NAMES])
 _ADDED = _SAMPLES | np.array([name.startswith("counters.") and not name.endswith("_s") for name in _NAMES])
 Numbers = NDArray[np.float64]
-
-
-class StreamCounts:
-    """Counts the samples that are drawn from each stream of a mixture; nothing where there is only one stream."""
-
-    def __init__(self, loader: StreamingDataLoader) -> None:
-        self._snapshot = source_of(loader.streaming).snapshot
-        names = self._snapshot.stream_names
-        sizes = np.diff(self._snapshot.shard_offsets[self._snapshot.stream_offsets])
-        largest = np.argsort(-sizes, kind="stable")
-        self._shown = np.zeros(len(names), np.int64)  # by stream, which of `names` it counts for
-        self._shown[largest] = np.minimum(np.arange(len(names)), _MOST_STREAMS - 1)
-        self.names = [redact(names[stream]) for stream in largest[:_MOST_STREAMS].tolist()] if len(names) > 1 else []
-        if len(names) > _MOST_STREAMS:
-            self.names[-1] = "other streams"
-        self._ids: list[NDArray[np.int64]] = []
-        self._num_ids = 0
-        self._counts: Numbers = np.zeros(len(self.names))
-
-    def add(self, batch: MicroBatch) -> None:
-        """Count a batch, in a moment or later: many at once cost less."""
-        if self.names and batch.num_samples:
-            ids = batch.without_padding().sample_ids
-            self._ids.append(ids)
-            self._num_ids += len(ids)
-            if self._num_ids >= _COUNTED_TOGETHER:
-                self._count()
-
-    def take(self) -> Numbers:
-        """The counts since this was asked last, float64[len(names)]."""
-        if self._ids:
-            self._count()
-        counts, self._counts = self._counts, np.zeros(len(self.names))
-        return counts
-
-    def _count(self) -> None:
-        streams = self._snapshot.streams_of(np.concatenate(self._ids))
-        self._counts += np.bincount(self._shown[streams], minlength=len(self.names))
-        self._ids, self._num_ids = [], 0
 
 
 class DataMonitor:
@@ -105,20 +64,22 @@ class DataMonitor:
             raise ValueError(f"watch_after_s= is positive, or None for no watch; found {watch_after_s}")
         self._show, self.is_on, self._watch_after_s, self._is_alone = say, bool(monitor), watch_after_s, is_alone
         self._report: RunReport | None = None
-        self._row_due = math.inf  # when this process writes a row by itself: its numbers are those of the run
         self._loader: StreamingDataLoader | None = None
-        self._streams: StreamCounts | None = None
         self._watch: Watch | None = None
         self._past = self._base = LoaderStats()  # of loaders before this one; of this one, when it was attached
-        self._logged = self._in_rows = self._shown = LoaderStats()  # when each was done last
-        self._totals = self._checked = np.zeros((1, len(_NAMES)))  # of each rank; when they were checked last
-        self._checked_at = self._shown_at = perf_counter()
-        self._validating: Mark | None = None  # when the validation in progress began
+        self._streams: list[str] = []  # the largest of a mixture, and the rest; empty where there is only one
+        self._stream_numbers = np.zeros(1, np.int64)  # by stream of the loader, its number in that list
+        self._drawn = np.zeros(_MOST_STREAMS)  # samples by stream
         self._others_s = 0.0  # that this rank waited for other ranks
-        self._late: tuple[int, int] | None = None  # the rank that all others wait for, and since which step
-        self._last_step = 0
+        self._validating: Mark | None = None  # when the validation in progress began
+        # What was measured when the ranks were gathered last: in this process, and by rank in the order of _NAMES.
+        self._gathered, self._totals = LoaderStats(), np.zeros((1, len(_NAMES)))
+        self._in_rows = self._logged = self._checked = self._totals  # when each was done last
+        self._checked_at = self._shown_at = perf_counter()
+        self._shown, self._text = LoaderStats(), "0%"
+        self._late: int | None = None  # the rank that all others wait for, since this step
+        self._late_since = self._last_step = 0
         self._said: set[str] = set()
-        self._text = "0%"
 
     def say(self, sentence: str) -> None:
         """Show the user a sentence."""
@@ -128,9 +89,9 @@ class DataMonitor:
 
     def begin_report(self, report: RunReport) -> None:
         """Write the log of the run from now on; on all ranks."""
-        self._report, self._in_rows = report, self.stats()
+        self._is_alone = self._is_alone or report.loader.detect_world().num_ranks == 1
+        self._report = report
         report.begin(is_alone=self._is_alone)
-        self._row_due = report.row_due
 
     # The loader
 
@@ -141,7 +102,7 @@ class DataMonitor:
         self.detach()
         self._loader, self._base = loader, loader.stats()
         if self.is_on:
-            self._streams = StreamCounts(loader)
+            self._streams, self._stream_numbers = _largest_streams(loader)
             loader.meter.noted = self._note
             if self._watch_after_s is not None:
                 self._watch = loader.watch(self._watch_after_s, self.say)
@@ -160,10 +121,12 @@ class DataMonitor:
     def stop(self, error: BaseException | str | None) -> None:
         """Release the loader at the end of training, or when an error stops this rank."""
         if self._report is not None and not self._report.has_ended:
+            if self._is_alone:
+                self._gather()
             stats = self.stats()
-            measured = self._over_ranks(self._totals) + (stats - self._logged)
-            self._add_own_row()
-            self._report.end(error, measured, verdict_of(stats), is_whole=self._writes_rows)
+            rest = stats - self._gathered
+            self._add_row(rest)
+            self._report.end(error, rest + self._over_ranks(self._totals), verdict_of(stats), is_whole=self._is_alone)
         self.detach()
         self._report = None
 
@@ -201,24 +164,19 @@ class DataMonitor:
 
     def _note(self, now: float, batch: MicroBatch | None) -> None:
         """Count a batch that is about to be handed out."""
-        if batch is not None and self._streams is not None:
-            self._streams.add(batch)
-        if now >= self._row_due:
-            self._add_own_row()
+        if batch is not None and batch.num_samples and self._streams and self._loader is not None:
+            snapshot = source_of(self._loader.streaming).snapshot
+            numbers = self._stream_numbers[snapshot.streams_of(batch.without_padding().sample_ids)]
+            self._drawn += np.bincount(numbers, minlength=_MOST_STREAMS)
+        if self._is_alone and self._report is not None and self._report.is_due(now):
+            self._gather()
 
-    def _add_own_row(self) -> None:
-        """Add to the log what this process has measured since its last row."""
-        stats = self.stats()
-        self._add_row(stats - self._in_rows, self._take_counts())
-        self._in_rows = stats
-
-    def _add_row(self, recent: LoaderStats, drawn: Numbers) -> None:
-        if self._report is not None and self._streams is not None:
-            self._report.add(recent, dict(zip(self._streams.names, drawn.tolist(), strict=True)))
-            self._row_due = self._report.row_due
-
-    def _take_counts(self) -> Numbers:
-        return np.zeros(0) if self._streams is None else self._streams.take()
+    def _add_row(self, rest: LoaderStats) -> None:
+        """Add to the log what was measured since its last row, and what this rank alone knows."""
+        recent, self._in_rows = self._totals - self._in_rows, self._totals
+        drawn = self._added(recent)[len(_NUMBERS) :].tolist()
+        if self._report is not None:
+            self._report.add(rest + self._over_ranks(recent), dict(zip(self._streams, drawn, strict=False)))
 
     # What the user sees
 
@@ -236,73 +194,71 @@ class DataMonitor:
         Samples and what was fetched are added up; the others are those of the rank that waited longest.
         """
         ranks = self._gather()
-        self._follow_late_rank(ranks)
-        self._last_step = step
-        now = perf_counter()
-        if now - self._checked_at >= _CHECKED_S:
-            recent, self._checked, self._checked_at = self._totals - self._checked, self._totals, now
-            self._tell(recent)
-        return self._over_ranks(ranks).metrics()
+        recent, self._logged = ranks - self._logged, ranks
+        self._follow_late_rank(recent, step)
+        if perf_counter() - self._checked_at >= _CHECKED_S:
+            verdict, waited_s = self._verdict(ranks - self._checked), self._over_ranks(ranks - self._checked).wait_s
+            if verdict.is_input_bound and waited_s >= _WORTH_S and verdict.cause not in self._said:
+                self._said.add(verdict.cause)
+                self.say(str(verdict))
+            self._checked, self._checked_at = ranks, perf_counter()
+        return self._over_ranks(recent).metrics()
 
     def end(self) -> None:
         """Tell the user how much of the time training waited for data, and what to change. Collective."""
-        self._gather()
-        measured, verdict = self._over_ranks(self._totals), self._verdict(self._totals)
+        ranks = self._gather()
+        measured, verdict = self._over_ranks(ranks), self._verdict(ranks)
         is_worth_it = verdict.is_input_bound and measured.wait_s >= _WORTH_AT_END_S
         if is_worth_it or measured.elapsed_s >= _LONG_RUN_S:
             self.say(str(verdict))
         if self._report is not None:
-            if self._writes_rows:
-                self._add_own_row()
+            self._add_row(LoaderStats())
             self._report.end(None, measured, verdict)
 
-    @property
-    def _writes_rows(self) -> bool:
-        """Whether what this process measures is all that the run measures."""
-        return self._row_due < math.inf
-
     def _gather(self) -> Numbers:
-        """What each rank has measured since this was asked last, float64[ranks, len(_NAMES)]; in the log, too."""
+        """What each rank has measured, float64[ranks, len(_NAMES)]; the log has it, too. Collective unless alone."""
         stats = self.stats()
-        recent = stats - self._logged
-        counts = np.zeros(0)
-        if self._streams is not None:
-            counts = np.zeros(len(self._streams.names)) if self._writes_rows else self._streams.take()
-        numbers = np.concatenate([list(recent.numbers().values()), counts])
-        ranks, drawn = np.split(numbers[np.newaxis] if self._is_alone else gathered_numbers(numbers), [len(_NAMES)], 1)
-        training = ranks[:, _COMPUTED] - ranks[:, _PAUSED].sum(axis=1)
-        ranks[:, _OTHERS] = training - training.min()
-        self._others_s += max(0.0, recent.training_s - float(training.min()))
-        self._logged = replace(stats, pauses={**stats.pauses, "other_ranks": self._others_s})
-        self._totals = self._totals + ranks
-        if not self._writes_rows:
-            self._in_rows = self._logged
-            self._add_row(self._over_ranks(ranks), drawn.sum(axis=0) / self._replication)
-        return ranks
+        numbers = np.array([*stats.numbers().values(), *self._drawn])
+        ranks = numbers[np.newaxis] if self._is_alone else gathered_numbers(numbers)
+        recent = ranks - self._totals
+        training = recent[:, _COMPUTED] - recent[:, _PAUSED].sum(axis=1)
+        recent[:, _OTHERS] = training - training.min()
+        self._others_s += max(0.0, (stats - self._gathered).training_s - float(training.min()))
+        self._gathered = replace(stats, pauses={**stats.pauses, "other_ranks": self._others_s})
+        self._totals = self._totals + recent
+        row = self._totals - self._in_rows
+        # A trainer logs between two batches, too, and the first batch comes before any training: neither has a rate.
+        has_rate = row[:, _NAMES.index("num_batches")].any() and row[:, _COMPUTED].any()
+        if self._report is not None and has_rate and self._report.is_due(perf_counter()):
+            self._add_row(LoaderStats())
+        return self._totals
 
-    @property
-    def _replication(self) -> int:
-        """How many ranks get the same samples."""
-        return 1 if self._loader is None else self._loader.detect_world().replication
+    def _added(self, ranks: Numbers) -> Numbers:
+        """The sum over ranks, of which some may get the same samples."""
+        replication = 1 if self._loader is None or self._is_alone else self._loader.detect_world().replication
+        added: Numbers = ranks.sum(axis=0) / np.where(_SAMPLES, replication if len(ranks) > 1 else 1, 1)
+        return added
 
     def _over_ranks(self, ranks: Numbers) -> LoaderStats:
         """What all ranks measured: counts are added up, and the others are of the rank that waited longest."""
-        added = ranks.sum(axis=0) / np.where(_SAMPLES, self._replication if len(ranks) > 1 else 1, 1)
-        return self._stats_of(np.where(_ADDED, added, ranks[_slowest(ranks)]))
+        return self._stats_of(np.where(_ADDED, self._added(ranks), ranks[_slowest(ranks)]))
 
     def _stats_of(self, numbers: Numbers) -> LoaderStats:
-        here = self._logged
-        stats = LoaderStats.of_numbers(dict(zip(_NAMES, numbers.tolist(), strict=True)))
-        settings, positions, fraction = here.settings, here.epoch_positions, here.epoch_fraction
-        return replace(stats, settings=settings, epoch_positions=positions, epoch_fraction=fraction)
+        here = self._gathered
+        return replace(
+            LoaderStats.of_numbers(dict(zip(_NAMES, numbers.tolist(), strict=True))),
+            settings=here.settings,
+            epoch_positions=here.epoch_positions,
+            epoch_fraction=here.epoch_fraction,
+        )
 
-    def _follow_late_rank(self, ranks: Numbers) -> None:
+    def _follow_late_rank(self, recent: Numbers, step: int) -> None:
         """Note since when all other ranks have waited for the same one, which waits for its data."""
-        shares, rank = _wait_shares(ranks), _slowest(ranks)
-        if shares.max() - shares.min() < INPUT_BOUND:
-            self._late = None
-        elif self._late is None or self._late[0] != rank:
-            self._late = rank, self._last_step
+        shares = _wait_shares(recent)
+        late = _slowest(recent) if np.ptp(shares) >= INPUT_BOUND else None
+        if late != self._late:
+            self._late, self._late_since = late, self._last_step
+        self._last_step = step
 
     def _verdict(self, ranks: Numbers) -> Verdict:
         """The verdict about the rank that waited longest, which it names if there are several."""
@@ -310,16 +266,9 @@ class DataMonitor:
         verdict = verdict_of(self._stats_of(ranks[rank]))
         if len(ranks) == 1 or not verdict.is_input_bound:
             return verdict
-        late = self._late[1] if self._late is not None and self._late[0] == rank else 0
-        others = f" The other ranks have waited for it since about step {late:,}." if late else ""
+        since = self._late_since if self._late == rank else 0
+        others = f" The other ranks have waited for it since about step {since:,}." if since else ""
         return replace(verdict, finding=f"Rank {rank}: {verdict.finding}", remedy=f"{verdict.remedy}{others}".strip())
-
-    def _tell(self, ranks: Numbers) -> None:
-        """Tell the verdict while training runs, if it is worth it, and the same cause once."""
-        verdict = self._verdict(ranks)
-        if verdict.is_input_bound and ranks[_slowest(ranks), _WAITED] >= _WORTH_S and verdict.cause not in self._said:
-            self._said.add(verdict.cause)
-            self.say(str(verdict))
 
 
 def _wait_shares(ranks: Numbers) -> Numbers:
@@ -328,3 +277,14 @@ def _wait_shares(ranks: Numbers) -> Numbers:
 
 def _slowest(ranks: Numbers) -> int:
     return int(_wait_shares(ranks).argmax())
+
+
+def _largest_streams(loader: StreamingDataLoader) -> tuple[list[str], NDArray[np.int64]]:
+    """The names of the largest streams, the last of which may be "other streams"; and the number of each stream's."""
+    snapshot = source_of(loader.streaming).snapshot
+    names = snapshot.stream_names
+    sizes = np.diff(snapshot.shard_offsets[snapshot.stream_offsets])
+    largest = np.argsort(-sizes, kind="stable")
+    numbers = np.minimum(np.argsort(largest), _MOST_STREAMS - 1)
+    shown = [names[stream] for stream in largest[:_MOST_STREAMS].tolist()] if len(names) > 1 else []
+    return [*shown[:-1], "other streams"] if len(names) > _MOST_STREAMS else shown, numbers

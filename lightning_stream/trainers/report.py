@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import platform
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +19,19 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.verdict import Verdict
 from lightning_stream.pages import write_run_page
-from lightning_stream.run_log import BadSample, LaunchEnd, LaunchStart, Message, Row, RunLog, clean, numbers_of
+from lightning_stream.run_log import (
+    LOG_NAME,
+    BadSample,
+    LaunchEnd,
+    LaunchStart,
+    Message,
+    Record,
+    Row,
+    line_of,
+    numbers_of,
+    open_log,
+)
+from lightning_stream.shared_files import LOCK_FDS
 from lightning_stream.trainers.audit import verify_delivery
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
@@ -28,7 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SHORTEST_ROW_S, _ROWS = 0.2, 400  # a row takes at least this long, and this part of the run so far
-_MOST_MESSAGES, _MOST_BAD = 500, 200
+_MOST_BAD = 200
 _MOST_VERIFIED = 5_000_000  # samples of a recorded run that are planned once more at its end, in a second or two
 _PACKAGES = ("lightning_stream", "torch", "lightning", "pytorch_lightning", "composer", "transformers", "numpy")
 _STREAM = ("remote", "local", "split", "proportion", "repeat", "choose", "version", "format")
@@ -85,25 +97,20 @@ class RunReport:
         loader: StreamingDataLoader,
         tracker: PositionTracker | None = None,
         *,
-        step: Callable[[], int] | None = None,
+        step: Callable[[], int] = lambda: 0,
         say: Callable[[str], object] = print,
     ) -> None:
-        self._log = RunLog(_checked(folder), say)
+        self._folder = _checked(folder).absolute()  # a run may change its folder
+        self.path = self._folder / LOG_NAME
         self._say, self._step, self._tracker, self.loader = say, step, tracker, loader
-        self.row_due = math.inf  # when the only process that measures is to add a row
         self.has_ended = False
-        self._is_first = self._has_failed = False
-        self._began = self._row_began = 0.0
+        self._is_first = self._continues = self._has_failed = False
+        self._fd: int | None = None
+        self._unwritten = b""
+        self._lock = threading.RLock()  # the watch of a loader writes messages, too
+        self._began = self._row_began = perf_counter()
         self._before_s = 0.0  # that the launches before this one took
-        self._row, self._drawn = LoaderStats(), dict[str, float]()  # of the next row
-        self._num_samples = self._num_messages = 0
-        self._bad: set[tuple[Any, Any]] = set()
-        self._bad_from: tuple[Path, int] | None = None
-
-    @property
-    def path(self) -> Path:
-        """The log."""
-        return self._log.path
+        self._num_former = 0  # bytes of the list of bad samples, before this launch
 
     # A plain loop
 
@@ -127,70 +134,38 @@ class RunReport:
         world, here = self.loader.detect_world(), self.loader.position
         self._is_first = world.rank == 0
         self._began = self._row_began = perf_counter()
-        if not self._is_first:
-            return
-        source = source_of(self.loader.streaming)
+        self._num_former = len(self._listed_bad())
         loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
         versions = {module.__name__: str(module.__version__) for module in loaded}
-        start = LaunchStart(
+        self._continues = bool(here.epoch or here.position)
+        self._append(
+            LaunchStart,
             began=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %z"),
-            place=(here.epoch, here.position),
             ranks=world.num_ranks,
             nodes=world.num_nodes,
             measured_ranks=1 if is_alone else world.num_ranks,
-            checks=self._tracker is not None and self._tracker.check_delivery,
-            settings=clean(f"{self.loader!r}\n\n{self.loader.describe(count_rows=False)}"),
-            streams=[_described(stream) for stream in source.reader.streams],
+            settings=f"{self.loader!r}\n\n{self.loader.describe(count_rows=False)}",
+            streams=[_described(stream) for stream in source_of(self.loader.streaming).reader.streams],
             versions={"python": platform.python_version(), **versions},
         )
-        self._before_s = self._log.begin(start, continues=bool(here.epoch or here.position))
-        if is_alone or world.num_ranks == 1:
-            self.row_due = 0.0
-        if source.bad_data.policy.substitutes:
-            path = source.bad_data.path_of(source.reader)
-            self._bad_from = (path, path.stat().st_size if path.exists() else 0)
+
+    def is_due(self, now: float) -> bool:
+        """Whether enough time has passed for another row."""
+        return now - self._row_began >= max(_SHORTEST_ROW_S, (self._before_s + now - self._began) / _ROWS)
 
     def add(self, recent: LoaderStats, drawn: Mapping[str, float]) -> None:
-        """Add what was measured, and samples by stream; a row is written when enough time has passed."""
-        if not self._is_first:
+        """Write a row of what was measured since the last one, and of samples by stream."""
+        if not any(recent.numbers().values()):
             return
-        self.has_ended = False
-        self._row = self._row + recent
-        for name, number in drawn.items():
-            self._drawn[name] = self._drawn.get(name, 0) + number
-        now = perf_counter()
-        interval_s = max(_SHORTEST_ROW_S, (self._before_s + now - self._began) / _ROWS)
-        # A trainer logs between two batches, too, and the first batch comes before any training: neither has a rate.
-        if self._row.num_batches and self._row.compute_s and now - self._row_began >= interval_s:
-            self._write_row()
-        if self.row_due < math.inf:
-            self.row_due = now + interval_s
-
-    def _write_row(self) -> None:
-        here, stats = self.loader.position, self._row
-        self._num_samples += stats.num_samples
-        done = min(1.0, here.position / stats.epoch_positions) if stats.epoch_positions else 0.0
-        drawn = {clean(name): number for name, number in self._drawn.items() if number}
-        self._log.append(
-            Row(
-                at_s=self._now_s(),
-                step=self._steps(),
-                place=(here.epoch, here.position),
-                epochs=round(here.epoch + done, 6),
-                stats=numbers_of(stats),
-                drawn=drawn,
-                **self._counts(),
-            )
-        )
-        self._row, self._drawn, self._row_began = LoaderStats(), {}, perf_counter()
-        if stats.counters["bad_samples"]:
-            self._list_bad()
+        self.has_ended, self._row_began = False, perf_counter()
+        here = self.loader.position
+        done = min(1.0, here.position / recent.epoch_positions) if recent.epoch_positions else 0.0
+        drawn = {name: number for name, number in drawn.items() if number}
+        self._append(Row, epochs=round(here.epoch + done, 6), stats=numbers_of(recent), drawn=drawn)
 
     def note_message(self, sentence: str) -> None:
         """Keep a sentence that the user was shown."""
-        self._num_messages += 1
-        if self._is_first and self._num_messages <= _MOST_MESSAGES:
-            self._log.append(Message(self._now_s(), self._steps(), clean(sentence)))
+        self._append(Message, text=sentence)
 
     def end(
         self, error: BaseException | str | None, measured: LoaderStats, verdict: Verdict, *, is_whole: bool = True
@@ -203,91 +178,85 @@ class RunReport:
             verdict: Why training waited.
             is_whole: Whether this has all that the other ranks measured.
         """
-        if not self._is_first or self.has_ended:
-            return
-        if any(self._row.numbers().values()):
-            self._write_row()
-        self._list_bad()
-        here = self.loader.position
-        self._log.append(
-            LaunchEnd(
-                at_s=self._now_s(),
-                how="finished" if error is None else clean(_reason(error))[:2000],
-                place=(here.epoch, here.position),
-                stats=numbers_of(measured),
-                verdict=clean(str(verdict)) if measured.num_batches else "",
-                ledger="" if error is not None else clean(self._ledger()),
-                is_whole=is_whole,
-                **self._counts(),
-            )
-        )
         self.has_ended = True
+        if not self._is_first:
+            return
+        self._add_bad()
+        reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}".removesuffix(": ")
+        self._append(
+            LaunchEnd,
+            how="finished" if error is None else reason[:2000],
+            stats=numbers_of(measured),
+            verdict=str(verdict) if measured.num_batches else "",
+            ledger="" if error is not None else self._ledger(measured.num_samples),
+            is_whole=is_whole,
+        )
+        if self._fd is not None:
+            LOCK_FDS.close(self._fd)
+            self._fd = None
         try:
             write_run_page(self.path)
         except Exception as failure:  # noqa: BLE001 - a page that cannot be drawn must not fail the run
             self._say(f"The page of the run cannot be drawn, and its log is {self.path}: {redact(str(failure))}")
 
-    def _now_s(self) -> float:
-        return round(perf_counter() - self._began, 6)
+    def _append(self, kind: type[Record], **values: Any) -> None:
+        """Write a record, and those that could not be written before; a failure is shown once."""
+        if not self._is_first:
+            return
+        here, tracker = self.loader.position, self._tracker
+        is_checked = tracker is not None and tracker.check_delivery
+        counts = {"lost": tracker.num_lost, "repeated": tracker.num_repeated} if tracker and is_checked else {}
+        at_s = 0.0 if kind is LaunchStart else round(perf_counter() - self._began, 6)
+        record = kind(at_s=at_s, place=(here.epoch, here.position), step=self._step(), **counts, **values)
+        with self._lock:
+            self._unwritten += line_of(record)
+            try:
+                if self._fd is None:
+                    self.path, self._fd, self._before_s = open_log(
+                        self._folder, continues=self._continues, say=self._say
+                    )
+                    self._continues = True
+                self._unwritten = self._unwritten[os.write(self._fd, self._unwritten) :]
+            except OSError as error:
+                if not self._has_failed:
+                    self._say(f"The log {self.path} cannot be written now, and training continues: {error}")
+                self._has_failed = True
 
-    def _steps(self) -> int:
-        return 0 if self._step is None else self._step()
-
-    def _counts(self) -> dict[str, int]:
-        """The samples that were lost and repeated."""
-        tracker = self._tracker
-        return {} if tracker is None else {"lost": tracker.num_lost, "repeated": tracker.num_repeated}
-
-    def _ledger(self) -> str:
+    def _ledger(self, num_samples: int) -> str:
         """What the record of the run proves, where it keeps one."""
         folder = None if self._tracker is None else self._tracker.record_delivery
         if folder is None:
             return ""
-        if self._num_samples > _MOST_VERIFIED:
+        if num_samples > _MOST_VERIFIED:
             return f"Not verified yet, because that plans the run once more: verify_delivery({str(folder)!r}, dataset)"
         try:
             return verify_delivery(folder, self.loader.streaming).sentence
         except (LightningStreamError, ValueError, OSError) as error:
             return f"Not verified: {error}"
 
-    def _list_bad(self) -> None:
-        """Add the samples that the quarantine lists since this was asked last."""
-        if self._bad_from is None or not self._bad_from[0].exists():
-            return
-        path, begin = self._bad_from
+    def _listed_bad(self) -> bytes:
+        """The list of bad samples that this run and others have written."""
+        source = source_of(self.loader.streaming)
+        path = source.bad_data.path_of(source.reader) if source.bad_data.policy.substitutes else None
+        return path.read_bytes() if path is not None and path.exists() else b""
+
+    def _add_bad(self) -> None:
+        """Add the bad samples of this launch, each once."""
         try:
-            with path.open("rb") as file:
-                file.seek(begin)
-                lines = file.read(1 << 20)
-            lines = lines[: lines.rfind(b"\n") + 1]
-            self._bad_from = (path, begin + len(lines))
-            for line in lines.splitlines():
-                self._add_bad(json.loads(line))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # others have written into it
-            self._bad_from = None
+            samples = [json.loads(line) for line in self._listed_bad()[self._num_former :].splitlines()]
+            listed = {(sample["stream"], sample["sample"]): sample for sample in samples}
+        except (OSError, ValueError, LookupError, TypeError) as error:  # others have written into it
             self.note_message(f"The list of bad samples is incomplete here, since its file cannot be read: {error}")
-
-    def _add_bad(self, sample: dict[str, Any]) -> None:
-        key = (sample["stream"], sample["sample"])
-        if key in self._bad or len(self._bad) >= _MOST_BAD:
             return
-        self._bad.add(key)
-        values = {name: clean(value) if isinstance(value, str) else value for name, value in sample.items()}
-        self._log.append(BadSample(values))
+        for sample in list(listed.values())[:_MOST_BAD]:
+            self._append(BadSample, values=sample)
 
 
-def _described(stream: Any) -> dict[str, Any]:
+def _described(stream: Any) -> dict[str, str]:
     """Where a stream is, for a reader in any folder, and its weight."""
     values = {name: getattr(stream, name, None) for name in _STREAM}
     for name in ("remote", "local"):
-        if (place := values[name]) and ":/" not in str(place):
+        place = values[name]
+        if place and ":/" not in str(place):
             values[name] = Path(place).absolute()
-    return {
-        name: value if isinstance(value, (int, float)) else clean(str(value))
-        for name, value in values.items()
-        if value not in (None, "")
-    }
-
-
-def _reason(error: BaseException | str) -> str:
-    return error if isinstance(error, str) else f"{type(error).__name__}: {error}".removesuffix(": ")
+    return {name: str(value) for name, value in values.items() if value not in (None, "")}

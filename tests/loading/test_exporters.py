@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import numpy as np
 import pytest
 from support.metered_loading import BATCH, loader_over, served, spend, write_metered
 
@@ -99,7 +99,7 @@ def test_two_loaders_are_exported_together(data: Path, tmp_path: Path, loader: S
 def test_counters_only_rise(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prometheus takes a value that falls for a restart, and counts all of it once more."""
     prometheus: Any = pytest.importorskip("prometheus_client", reason="pip install prometheus-client")
-    monkeypatch.setattr(trainers_monitor, "gathered", lambda own: [own, replace(own, training_s=0.0)])  # another rank
+    monkeypatch.setattr(trainers_monitor, "gathered_numbers", lambda own: np.stack([own, 0 * own]))  # another rank
     registry, monitor = prometheus.CollectorRegistry(), DataMonitor(print, watch_after_s=None)
     loader = StreamingDataLoader(StreamingDataset(local=data), BATCH)
     monitor.attach(loader)

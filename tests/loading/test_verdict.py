@@ -197,9 +197,11 @@ def test_a_proposed_number_of_workers_is_not_taken_back_by_the_next_verdict(queu
             loop = replace(loop, settings=replace(loop.settings, num_workers=int(str(verdict.value))))
 
 
-def test_nothing_is_said_of_a_run_of_one_batch() -> None:
+def test_a_run_of_one_batch_that_was_late_is_not_called_well() -> None:
     assert verdict_of(LoaderStats()).cause == "none"
-    assert verdict_of(measured(Loop(startup=9.0, steps=1), 0)).cause == "none"
+    late = verdict_of(measured(Loop(startup=9.0, steps=1), 0))
+    assert late.cause == "cold_start"
+    assert "100% of the time" in late.finding
 
 
 def test_a_verdict_is_a_finding_and_a_remedy() -> None:

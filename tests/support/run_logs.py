@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lightning_stream.loading.stats import LoaderStats
-from lightning_stream.run_log import LaunchEnd, LaunchStart, Message, Row, RunLog, numbers_of
+from lightning_stream.run_log import LOG_NAME, LaunchEnd, LaunchStart, Message, Record, Row, line_of, numbers_of
 
 
 @dataclass
@@ -28,26 +29,28 @@ class MadeLaunch:
     settings: str = "settings"
 
     def write(self, folder: Path) -> Path:
-        log = RunLog(folder, print)
         start = LaunchStart(
             began="2026-11-25 12:00:00 +0000", place=divmod(self.first, 10), ranks=self.ranks, nodes=1,
-            measured_ranks=self.ranks, checks=True, settings=self.settings, streams=[], versions={"torch": "2"},
+            measured_ranks=self.ranks, settings=self.settings, streams=[], versions={"torch": "2"}, lost=0, repeated=0,
         )  # fmt: skip
-        log.begin(start, continues=self.first > 0)
+        records: list[Record] = [start]
         if self.message:
-            log.append(Message(1.0, 1, self.message))
-        whole = LoaderStats()
+            records.append(Message(at_s=1.0, step=1, text=self.message))
+        whole, done = LoaderStats(), self.first
+        standing: dict[str, Any] = {"lost": 0, "repeated": 0, "place": start.place, "at_s": 0.0}
         for number in range(self.rows):
             stats = LoaderStats.of_numbers({"num_samples": 10, "num_batches": 1, "compute_s": 0.9, **self._of(number)})
             whole = whole + stats
-            done = self.first + number + 1
-            place = (done // 10, 10 * (done % 10))
-            log.append(Row(number + 1.0, done, place, done / 10, numbers_of(stats), dict(self.drawn)))
+            done += 1
+            standing |= {"place": (done // 10, 10 * (done % 10)), "step": done, "at_s": number + 1.0}
+            records.append(Row(epochs=done / 10, stats=numbers_of(stats), drawn=dict(self.drawn), **standing))
         if self.how is not None:
-            done = self.first + self.rows
-            place = (done // 10, 10 * (done % 10))
-            log.append(LaunchEnd(float(self.rows), self.how, place, numbers_of(whole), verdict=self.verdict))
-        return log.path
+            records.append(LaunchEnd(how=self.how, stats=numbers_of(whole), verdict=self.verdict, **standing))
+        folder.mkdir(parents=True, exist_ok=True)
+        log = folder / LOG_NAME
+        with log.open("ab" if self.first else "wb") as file:
+            file.writelines(map(line_of, records))
+        return log
 
     def _of(self, number: int) -> dict[str, float]:
         return {

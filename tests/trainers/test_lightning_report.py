@@ -73,8 +73,8 @@ def test_a_run_leaves_its_log_and_its_page_in_its_folder(shards: Path, tmp_path:
     Run(shards, tmp_path)
     (launch,) = read_run(tmp_path).launches
     assert (launch.rows[-1].step, launch.rows[-1].epochs) == (EPOCHS * STEPS_PER_EPOCH, EPOCHS)
-    assert (launch.how, launch.place) == ("finished", (EPOCHS, 0))
-    assert (launch.counted("lost"), launch.counted("repeated")) == (0, 0)
+    assert (launch.how, launch.latest.place) == ("finished", (EPOCHS, 0))
+    assert (launch.latest.lost, launch.latest.repeated) == (0, 0)
     assert pages_in(tmp_path) == [tmp_path / PAGE_NAME]
 
 

@@ -119,7 +119,7 @@ def test_what_is_logged_is_about_the_time_since_it_was_logged_last(data: Path) -
     for _ in range(3):
         next(batches)
     monitor.metrics(3)
+    before = monitor.stats()
     next(batches)
-    before = monitor._logged
-    monitor.metrics(4)
-    assert (monitor._logged - before).num_batches == 1
+    waited_s = monitor.stats().wait_s - before.wait_s
+    assert monitor.metrics(4)["data/wait_ms"] == pytest.approx(1000 * waited_s)  # of one batch
