@@ -1,1 +1,1 @@
-"""The position in each trainer's checkpoints, and what a trainer shows and logs; `tracker` is what all of them share."""
+"""The position in each trainer's checkpoints, and what a trainer shows and logs; `tracker` is common to them all."""
