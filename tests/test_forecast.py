@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from servers.web import WebServer  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.loading.checks import cache_need  # noqa: E402
 from lightning_stream.order.cache_need import ReadAhead  # noqa: E402
 from lightning_stream.order.snapshot import max_active  # noqa: E402
@@ -32,6 +32,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
         with MDSWriter(out=folder / part, columns={"id": "int", "x": "ndarray:float32:8"}, **options) as writer:
             for number in range(NUM_SAMPLES):
                 writer.write({"id": number, "x": np.full(8, number, np.float32)})
+    lengths = np.minimum(np.random.default_rng(0).lognormal(3, 1, NUM_SAMPLES), 200).astype(int)
+    columns = {"id": "int", "tokens": "ndarray:int32"}
+    with MDSWriter(out=folder / "texts", columns=columns, size_limit=1000, lengths={"tokens": len}) as writer:
+        for number, length in enumerate(lengths):
+            writer.write({"id": number, "tokens": np.ones(length + 1, np.int32)})
     with WebServer() as server:
         for path in folder.rglob("*.*"):
             server.objects[f"/{path.relative_to(folder).as_posix()}"] = path.read_bytes()
@@ -63,6 +68,37 @@ def test_with_the_limit_that_the_error_names_each_shard_is_fetched_once_by_all_w
     server.asked.clear()
     seen = [number for batch in reading for number in batch["id"].tolist()]
     assert sorted(seen) == list(range(NUM_SAMPLES))
+    gets = Counter(path for method, path in server.asked if method == "GET" and "shard" in path)
+    assert (len(gets), set(gets.values())) == (len(sizes), {1})
+
+
+WINDOWS = {
+    "batches of one size": ({"bucket_by": "tokens", "bucket_window": 40}, 4),
+    "batches of a budget": ({"batch_tokens": 600, "bucket_window": 150, "batch_multiple": 2}, None),
+    "packed rows": ({"pack": Packing("tokens", row_length=300, window=20)}, 4),
+}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_the_limit_that_the_error_names_holds_the_shards_of_windows_of_documents(
+    server: WebServer, tmp_path: Path, name: str, workers: int
+) -> None:
+    options, size = WINDOWS[name]
+
+    def load(limit: int) -> StreamingDataLoader:
+        dataset = StreamingDataset(f"{server.url}/texts", local=tmp_path, cache_limit=limit, **OPTIONS, **options)
+        return StreamingDataLoader(dataset, size, num_workers=workers, collate_fn=len)
+
+    with pytest.raises(ValueError, match="cache_limit is") as caught:
+        next(iter(load(3000)))
+    found = re.search(r"cache_limit=(\d+)", str(caught.value))
+    assert found is not None
+    reading = load(int(found[1]))
+    sizes = reading.dataset.reader.indexes[0].raw_bytes
+    assert int(found[1]) < 0.7 * sizes.sum()
+    server.asked.clear()
+    assert sum(1 for _ in reading) > 20
     gets = Counter(path for method, path in server.asked if method == "GET" and "shard" in path)
     assert (len(gets), set(gets.values())) == (len(sizes), {1})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import lightning_stream
-from lightning_stream.errors import MissingExtraError
+from lightning_stream.errors import MissingExtraError, needs
 
 PUBLIC = {
     "CSVWriter",
@@ -88,3 +88,13 @@ def test_a_public_name_is_there_or_says_which_extra_brings_it(name: str) -> None
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'Streamer'"):
         _ = lightning_stream.Streamer
+
+
+def test_an_import_that_fails_for_another_reason_names_no_missing_package() -> None:
+    others = (ImportError("cannot import name 'x'"), ModuleNotFoundError("No module named 'rows'", name="rows"))
+    for error in others:
+        with pytest.raises(ImportError) as caught, needs("pyarrow", "parquet", "reading Parquet"):
+            raise error
+        assert caught.value is error
+    with pytest.raises(MissingExtraError), needs("pyarrow", "parquet", "reading Parquet"):
+        raise ModuleNotFoundError("No module named 'pyarrow.parquet'", name="pyarrow.parquet")

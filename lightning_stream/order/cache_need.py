@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.plan import RunOrder
+from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.snapshot import max_active
 from lightning_stream.order.world import World
 
@@ -58,7 +59,10 @@ def need_of_node(
     """
     nodes, active = world.num_nodes, run.active_shards()
     sizes = np.sort(raw_bytes)[::-1]
-    span = ahead.span * device_batch_size * world.num_replicas * run.epoch(0).samples_per_position
+    order = run.epoch(0)
+    span = order.samples_in(ahead.span * device_batch_size * world.num_replicas)
+    if order.arranged_together > 1:  # the shards of a window stay in use until its last batch
+        span = (ceil_div(span, order.arranged_together) + 1) * order.arranged_together
     entering = min(_entering(run, span), len(sizes) - active)
     return CacheNeed(
         -(-active // nodes),

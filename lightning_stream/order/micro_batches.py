@@ -152,7 +152,7 @@ class MicroBatches:
 
         Worker w of n delivers those from w on in steps of n, as torch expects.
         """
-        size = self.plan.batch_size * self.plan.order.samples_per_position
+        size = self.plan.order.samples_in(self.plan.batch_size)
         together = max(1, _PLANNED_SAMPLES // (size * step))
         own = self._own(first, step)
         while some := list(islice(own, together)):

@@ -1,1 +1,1 @@
-"""One file per trainer: each speaks the run's `Position` in that trainer's dialect."""
+"""The position in each trainer's checkpoints, and what a trainer shows and logs; `tracker` is common to them all."""

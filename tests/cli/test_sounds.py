@@ -1,4 +1,4 @@
-"""``head``, ``stats`` and ``preview`` of sounds and videos: their lengths, from the headers."""
+"""``show`` of sounds and videos: their lengths, from the headers."""
 
 from __future__ import annotations
 

@@ -114,6 +114,13 @@ def test_a_loader_counts_the_batches_of_each_epoch(folder):
         assert sum(1 for _ in loader) == loader.num_batches(epoch)
 
 
+def test_the_part_of_an_epoch_that_is_done_counts_samples(folder):
+    (loader,) = loaders_of(folder, **BUDGET, bucket_window=64)
+    for _ in zip(loader, range(loader.num_batches(0) // 2), strict=False):
+        done = loader.last_batch.end / loader.num_samples
+        assert loader.stats().epoch_fraction == done
+
+
 def test_a_mixture_keeps_its_shares_and_a_budget_has_tails_and_evaluations(folder):
     streams = [{"local": str(folder / "a"), "proportion": 0.75}, {"local": str(folder / "b"), "proportion": 0.25}]
     made = [Stream(**one) for one in streams]

@@ -259,7 +259,8 @@ class EpochOrder(ABC):
     can_switch: ClassVar[bool] = False  # whether a run may switch versions of its data
     can_be_balanced: ClassVar[bool] = True  # whether costs may decide which replica gets which sample
     plan_type: ClassVar[type[BatchPlan]] = BatchPlan  # how the epoch is cut into global batches
-    samples_per_position: int = 1  # about so many, where samples are packed into rows or batches differ in size
+    samples_per_position: int = 1  # about so many, where samples are packed into rows
+    arranged_together: int = 1  # samples of `drawn` whose places depend on each other
 
     @classmethod
     def stretch_length_of(cls, config: OrderConfig) -> int:  # noqa: ARG003
@@ -278,6 +279,10 @@ class EpochOrder(ABC):
     def drawn(self) -> EpochOrder:
         """The order below, where samples are packed or rearranged in windows; else this one."""
         return self.documents
+
+    def samples_in(self, num_positions: int) -> int:
+        """About how many samples global batches have that count as so many positions."""
+        return num_positions * self.samples_per_position
 
     @classmethod
     def shard_groups(cls, snapshot: Snapshot) -> Sequence[NDArray[np.int64]]:

@@ -147,6 +147,7 @@ class BucketOrder(EpochOrder):
         self._key = (run.config.seed, samples.epoch) if run.config.shuffle else None
         self._windows: dict[int, _Window] = {}
         self.num_windows = ceil_div(self.num_samples, buckets.window)
+        self.arranged_together = buckets.window
 
     def ids(self, begin: int, end: int) -> NDArray[np.int64]:
         return np.concatenate([np.empty(0, dtype=np.int64), *(one.ids[at] for one, at in self._parts(begin, end))])
@@ -293,11 +294,10 @@ class BudgetOrder(BucketOrder):
         assert tokens is not None
         return max(1, tokens // max(longest, 1) // multiple) * multiple
 
-    @property
-    def samples_per_position(self) -> int:  # type: ignore[override]
-        """Batches have about so many times ``batch_size`` samples."""
+    def samples_in(self, num_positions: int) -> int:
+        """A batch counts as ``batch_size``, the least that it has; here as the mean of the first window."""
         ends = self.ends(0)
-        return max(1, ends[-1] // len(ends) // self._buckets.batch_size) if ends else 1
+        return ceil_div(num_positions * ends[-1], len(ends) * self._buckets.batch_size) if ends else num_positions
 
     def window_of(self, position: int) -> int:
         """The window of a position; behind the last one, the number of all windows."""

@@ -219,6 +219,7 @@ class PackedOrder(EpochOrder):
         self._sequences = [
             PackedSequence(one, lengths, packing, key and (*key, number)) for number, one in enumerate(sequences)
         ]
+        self.arranged_together = packing.window * len(sequences)
         mean = int(sampled(lengths).mean()) if len(lengths) else 1
         self.samples_per_position = max(1, packing.row_length // max(1, mean))
         self._turns = [_Turn(0, 0, tuple(number for number, one in enumerate(sequences) if one.num_samples))]
