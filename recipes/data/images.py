@@ -7,10 +7,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_stream import DecodeCenterCrop, DecodeRandomCrop
+from lightning_stream.convert import read_manifest
 from lightning_stream.errors import NotFoundError
 from recipes.data.base import SYNTHETIC, ConvertedData, fetch
 from recipes.data.synthetic import write_flowers
@@ -30,10 +30,9 @@ class ImageData(ConvertedData):
     ) -> None:  # fmt: skip
         source = photos or source
         settings = {"synthetic_count": synthetic_count} if source == SYNTHETIC else {}
-        transforms = (
-            augmentation(image_size, crop_scale_min, color_jitter),
-            ImageTransform(DecodeCenterCrop(image_size)),
-        )
+        crop = DecodeRandomCrop(image_size, scale=(crop_scale_min, 1.0))
+        colors = v2.ColorJitter(color_jitter, color_jitter, color_jitter)
+        transforms = (v2.Compose([crop, colors]), DecodeCenterCrop(image_size))
         super().__init__(source=source, settings=settings, transforms=transforms, **shared)
         self.synthetic_count, self.downloads = synthetic_count, Path(downloads)
 
@@ -62,26 +61,7 @@ class ImageData(ConvertedData):
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; a label is an index into them."""
-        return tuple(self.manifest.classes["label"])
-
-
-class ImageTransform:
-    """A sample's image as a decoded and changed tensor, uint8[3, h, w], with its label."""
-
-    def __init__(
-        self, decode: Callable[[dict[str, Any]], dict[str, Any]], change: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.decode, self.change = decode, change
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        image = self.decode(sample)["image"]
-        return {"image": image if self.change is None else self.change(image), "label": sample["label"]}
-
-
-def augmentation(size: int, crop_scale_min: float, jitter: float) -> ImageTransform:
-    """Random crop, mirror and colors."""
-    crop = DecodeRandomCrop(size, scale=(crop_scale_min, 1.0))
-    return ImageTransform(crop, v2.ColorJitter(jitter, jitter, jitter))
+        return tuple(read_manifest(self.uri).classes["label"])
 
 
 def extract(archive: Path, folder: Path) -> None:
