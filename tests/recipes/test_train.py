@@ -224,6 +224,8 @@ def test_a_bucket_holds_shards_and_the_checkpoint_to_resume_from(
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "TESTKEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "TESTSECRET")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with processes.moto(tmp_path) as endpoint:
         client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
         client.create_bucket(Bucket="runs")
@@ -233,6 +235,7 @@ def test_a_bucket_holds_shards_and_the_checkpoint_to_resume_from(
         assert sum(each["Key"].endswith("/index.json") for each in listed) == 2
         client.upload_file(str(tmp_path / "bucket/checkpoints/last.ckpt"), "runs", "run/last.ckpt")
         assert run("from-s3", *TABLE, *store, "ckpt_path=s3://runs/run/last.ckpt", "trainer.max_epochs=2") is not None
+    assert not list((tmp_path / "tmp").glob("checkpoint-*"))  # what was downloaded
 
 
 @pytest.mark.slow
