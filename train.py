@@ -104,8 +104,8 @@ def main(config: DictConfig) -> float | None:
 
 def run(config: DictConfig) -> float | None:
     """Build the parts, then train, evaluate or prepare."""
-    if not config.data or not config.model:
-        raise MisconfigurationException("no data or no model selected. Add +data=NAME; --help lists them, and your own")
+    if not all("_target_" in (config[group] or ()) for group in ("data", "model")):
+        raise MisconfigurationException("data and model each need a _target_. Add +data=NAME; --help lists them")
     OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data, _convert_="all")

@@ -33,12 +33,14 @@ class ComposerTrainer(ModelTrainer, Callback):
         if self.world_size > 1:
             dist.initialize_dist(self.options["device"], timeout=86400.0)
         self.join(model, datamodule)
-        workers: Any = {"num_workers": datamodule.num_workers}
-        size, eval_size = datamodule.global_batch_size, datamodule.eval_batch_size
         train = data_spec(
-            datamodule.datasets["train"], global_batch_size=size, seed_steps=self.seed, report=self.root, **workers
-        )
-        val = data_spec(datamodule.datasets["val"], batch_size=eval_size, evaluation=True, **workers)
+            datamodule.datasets["train"], global_batch_size=datamodule.global_batch_size, seed_steps=self.seed,
+            num_workers=datamodule.num_workers, report=self.path.parents[1],
+        )  # fmt: skip
+        val = data_spec(
+            datamodule.datasets["val"], batch_size=datamodule.eval_batch_size, evaluation=True,
+            num_workers=datamodule.num_workers,
+        )  # fmt: skip
         self.plan(train.dataloader)
         made = optimization(model)
         trainer = Trainer(

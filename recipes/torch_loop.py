@@ -46,8 +46,7 @@ class ModelTrainer:
         self, *, default_root_dir: str, max_epochs: int = 10, max_steps: int = -1, processes: Sequence[int] = (1, 1),
         seed: int = 1,
     ) -> None:  # fmt: skip
-        self.root = Path(default_root_dir)
-        self.path = self.root / "checkpoints" / "last.ckpt"
+        self.path = Path(default_root_dir) / "checkpoints" / "last.ckpt"
         self.max_epochs, self.max_steps, self.seed = max_epochs, max_steps, seed
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         if list(processes) != [1, 1] and "WORLD_SIZE" not in os.environ:
@@ -119,8 +118,8 @@ class TorchTrainer(ModelTrainer):
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write weights, optimizer and the data's position, which are the same on every rank; the first one writes."""
-        content = {"step": self.step, "data": self.tracker.state()}
-        content |= {name: part.state_dict() for name, part in self.parts.items()}
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        content = {"step": self.step, "data": self.tracker.state(), **states}
         if self.rank == 0:
             draft = Path(path).with_suffix(".draft")
             draft.parent.mkdir(parents=True, exist_ok=True)

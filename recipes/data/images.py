@@ -1,10 +1,10 @@
 """Images with labels: class folders, archives of them, and synthetic flowers."""
 
 import os
-import tarfile
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
+from shutil import unpack_archive
 from typing import Any
 
 from torchvision.transforms import v2
@@ -51,7 +51,7 @@ class ImageData(ConvertedData):
         path = fetch(source, self.downloads) if "://" in source else Path(source)
         if path.is_file():
             extracted = f"{path.name.partition('.')[0]}-{path.stat().st_size}-{path.stat().st_mtime_ns}"
-            path = _written_once(self.downloads / extracted, partial(extract, path))
+            path = _written_once(self.downloads / extracted, partial(unpack_archive, path, filter="data"))
             folders = [entry for entry in path.iterdir() if entry.is_dir()]
             path = folders[0] if len(folders) == 1 else path
         if not path.is_dir():
@@ -62,11 +62,6 @@ class ImageData(ConvertedData):
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; a label is an index into them."""
         return tuple(read_manifest(self.uri).classes["label"])
-
-
-def extract(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
 
 
 def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:

@@ -43,7 +43,7 @@ class ImageClassifier(Task):
         return self.network(images.float() / 127.5 - 1)
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
-        logits, labels = self(batch["image"]), batch["label"]
+        logits, labels = self(batch["image"]), batch["label"].long()
         smoothing = self.label_smoothing if self.training else 0.0
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         return {"loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}

@@ -10,7 +10,6 @@
 
 import argparse
 import json
-import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -71,7 +70,7 @@ def train(by: str, data: str, epochs: int, arch: str, folder: str) -> dict[str, 
         trainer = Trainer(max_epochs=epochs, accelerator=accelerator, strategy="ddp", **quiet, **processes)
     trainer.fit(model, datamodule=images, ckpt_path=str(last) if by == "composer" and last.exists() else None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-    return {"processes": int(os.environ["WORLD_SIZE"]), **metrics}
+    return {"processes": trainer.world_size, **metrics}
 
 
 def main() -> None:

@@ -142,7 +142,8 @@ def test_ctrl_c_saves_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), ("no data", "+data=NAME")),
+        ((), ("data and model", "+data=NAME")),
+        (("+data.size=1", "+model._target_=builtins.dict"), ("_target_",)),
         (("data=flowers",), ("use +data=flowers",)),
         (("+data=flower",), ("flowers", "imagefolder")),
         (("+data=table", "model.widht=3"), ("Key 'widht' is not in struct",)),
