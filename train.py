@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import count
+from itertools import count, filterfalse
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -104,34 +104,36 @@ def main(config: DictConfig) -> float | None:
 
 def run(config: DictConfig) -> float | None:
     """Build the parts, then train, evaluate or prepare."""
-    if not config.data or not config.model:
-        raise MisconfigurationException("no data or no model selected. Add +data=NAME; --help lists them, and your own")
+    if not all("_target_" in (config[group] or ()) for group in ("data", "model")):
+        raise MisconfigurationException("data and model each need a _target_. Add +data=NAME; --help lists them")
     OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     seed_everything(config.seed, workers=True, verbose=False)
     data = instantiate(config.data, _convert_="all")
     if config.mode is Mode.prepare:
         data.prepare_data()
         return None
-    ckpt_path = find_checkpoint(config)
     model = instantiate(config.model, _convert_="all")
-    callbacks, loggers = (build_all(config[group]) for group in ("callbacks", "logger"))
-    trainer = instantiate(config.trainer, callbacks=callbacks, logger=loggers or False, _convert_="all")
-    if config.mode is Mode.train:
-        begin_folder(config, ckpt_path)
-        trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
-        trainer.save_checkpoint(last_checkpoint(config))
-        summarize(config, trainer, data)
-    elif ckpt_path is None:
-        raise MisconfigurationException(f"mode={config.mode.value} needs weights: add ckpt_path=last, or a path or URL")
-    else:
-        getattr(trainer, config.mode.value)(model, datamodule=data, ckpt_path=ckpt_path)
+    built = {group: parts for group in ("callbacks", "logger") if (parts := build_all(config[group]))}
+    trainer = instantiate(config.trainer, **built, _convert_="all")
+    with checkpoint(config) as ckpt_path:
+        if config.mode is Mode.train:
+            begin_folder(config, ckpt_path)
+            trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+            trainer.save_checkpoint(last_checkpoint(config))
+            summarize(config, trainer, data)
+        elif ckpt_path is None or not hasattr(trainer, config.mode.value):
+            raise MisconfigurationException(
+                f"mode={config.mode.value} needs trainer=lightning, and weights: add ckpt_path=last, or a path or URL"
+            )
+        else:
+            getattr(trainer, config.mode.value)(model, datamodule=data, ckpt_path=ckpt_path)
     metric = trainer.callback_metrics.get(config.optimized_metric)
     return None if metric is None else float(metric)
 
 
 def build_all(group: DictConfig | None) -> list[Any]:
-    """The parts of a group, each with a `_target_` of its own."""
-    return [instantiate(part, _convert_="all") for part in (group or {}).values() if part]
+    """The parts of a group that have a `_target_`; others are settings of parts that were not chosen."""
+    return [instantiate(part, _convert_="all") for part in (group or {}).values() if part and "_target_" in part]
 
 
 def last_checkpoint(config: DictConfig) -> Path:
@@ -139,17 +141,17 @@ def last_checkpoint(config: DictConfig) -> Path:
     return Path(config.paths.output) / "checkpoints" / "last.ckpt"
 
 
-def find_checkpoint(config: DictConfig) -> str | None:
-    """The checkpoint to begin with, as a local file; one in a store is downloaded into a temporary folder."""
-    wanted = config.ckpt_path
-    if wanted is None:
-        return None
-    if "://" in wanted:
-        return str(fetch(wanted, Path(tempfile.mkdtemp(prefix="checkpoint-"))))
+@contextmanager
+def checkpoint(config: DictConfig) -> Iterator[str | None]:
+    """The checkpoint to begin with, as a local file; one in a store is there as long as it is used."""
+    wanted = config.ckpt_path or ""
     path = last_checkpoint(config) if wanted == "last" else Path(wanted).expanduser()
-    if not path.exists():
-        raise FileNotFoundError(f"ckpt_path={wanted}: {path} does not exist. Omit it to start, or set task_name=")
-    return str(path)
+    with tempfile.TemporaryDirectory(prefix="checkpoint-") as folder:
+        if "://" in wanted:
+            path = fetch(wanted, Path(folder))
+        if not path.exists():
+            raise FileNotFoundError(f"ckpt_path={wanted}: {path} does not exist. Omit it to start, or set task_name=")
+        yield str(path) if wanted else None
 
 
 @rank_zero_only
@@ -159,7 +161,7 @@ def begin_folder(config: DictConfig, ckpt_path: str | None) -> None:
     resumes = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
-        aside = folder.rename(next(name for name in names if not name.exists()))
+        aside = folder.rename(next(filterfalse(Path.exists, names)))
         print(f"Starting over; the earlier checkpoints are now in {aside}. ckpt_path=last resumes instead.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder.parent / "config.yaml").write_text(OmegaConf.to_yaml(without_secrets(OmegaConf.to_container(config))))
@@ -202,6 +204,7 @@ def environment(config: DictConfig) -> Iterator[None]:
         stack.enter_context(patch.dict(os.environ, variables))
         if HydraConfig.initialized() and HydraConfig.get().mode is RunMode.MULTIRUN:
             running: Any = HydraConfig.get()
+            (Path(running.sweep.dir) / "multirun.yaml").unlink(missing_ok=True)  # it may hold secrets
             with read_write(running):
                 running.run.dir = running.runtime.output_dir  # Lightning passes it on
             paths = [source.path for source in running.runtime.config_sources if source.provider == "command-line"]

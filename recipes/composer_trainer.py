@@ -11,51 +11,42 @@ from torch import Tensor
 
 from lightning_stream import data_spec
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
-from recipes.torch_loop import Logged, optimization
+from recipes.torch_loop import ModelTrainer, optimization
 
 _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "amp_bf16", "16-mixed": "amp_fp16"}
 
 
-class ComposerTrainer(Callback):
-    """Trains under Composer; ``configs/trainer/composer.yaml`` describes the settings.
-
-    Attributes:
-        callback_metrics: The last evaluation, by name.
-    """
+class ComposerTrainer(ModelTrainer, Callback):
+    """Trains under Composer; ``configs/trainer/composer.yaml`` describes the settings, see `ModelTrainer` for most."""
 
     def __init__(
-        self, *, default_root_dir: str, max_epochs: int = 10, max_steps: int = -1, accelerator: str = "auto",
-        precision: str = "32-true", save_interval: str = "20ba", seed: int = 1,
-        options: Mapping[str, Any] | None = None, callbacks: Any = None, logger: Any = None,  # noqa: ARG002
+        self, *, accelerator: str = "auto", precision: str = "32-true", save_interval: str = "20ba",
+        options: Mapping[str, Any] | None = None, **run: Any,
     ) -> None:  # fmt: skip
-        self.folder = Path(default_root_dir) / "checkpoints"
-        self.max_epochs, self.max_steps, self.save_interval, self.seed = max_epochs, max_steps, save_interval, seed
+        super().__init__(**run)
+        self.save_interval = save_interval
         device = {"auto": None, "cuda": "gpu"}.get(accelerator, accelerator)
         self.options = {"device": device, "precision": _PRECISIONS.get(precision, precision), **(options or {})}
-        self.callback_metrics: dict[str, float] = {}
-        self.world_size = dist.get_world_size()
 
     def fit(self, model: Any, datamodule: StreamingDataModule, ckpt_path: str | None = None) -> None:
-        """Train, and evaluate after each epoch. The first process converts the data while the others wait."""
+        """Train, and evaluate after each epoch."""
         if self.world_size > 1:
             dist.initialize_dist(self.options["device"], timeout=86400.0)
-        if dist.get_global_rank() == 0:
-            datamodule.prepare_data()
-        dist.barrier()
-        self.datamodule, self.logged = datamodule, Logged(model)
-        model.trainer = self
-        model.configure_model()
-        workers: Any = {"num_workers": datamodule.num_workers}
-        size, eval_size = datamodule.global_batch_size, datamodule.eval_batch_size
-        train = data_spec(datamodule.datasets["train"], global_batch_size=size, seed_steps=self.seed, **workers)
-        val = data_spec(datamodule.datasets["val"], batch_size=eval_size, evaluation=True, **workers)
-        steps = sum(map(train.dataloader.num_batches, range(self.max_epochs)))
-        self.estimated_stepping_batches = steps if self.max_steps < 0 else min(steps, self.max_steps)
+        self.join(model, datamodule)
+        train = data_spec(
+            datamodule.datasets["train"], global_batch_size=datamodule.global_batch_size, seed_steps=self.seed,
+            num_workers=datamodule.num_workers, report=self.path.parents[1],
+        )  # fmt: skip
+        val = data_spec(
+            datamodule.datasets["val"], batch_size=datamodule.eval_batch_size, evaluation=True,
+            num_workers=datamodule.num_workers,
+        )  # fmt: skip
+        self.plan(train.dataloader)
         made = optimization(model)
         trainer = Trainer(
             model=_ComposerModel(model), train_dataloader=train, eval_dataloader=val, optimizers=made["optimizer"],
             schedulers=made.get("schedule"), step_schedulers_every_batch=True, load_path=ckpt_path,
-            max_duration=f"{self.estimated_stepping_batches}ba", save_folder=str(self.folder),
+            max_duration=f"{self.estimated_stepping_batches}ba", save_folder=str(self.path.parent),
             save_latest_filename="last.ckpt", save_interval=self.save_interval, save_overwrite=True,
             save_num_checkpoints_to_keep=2, seed=self.seed, callbacks=[self], **self.options,
         )  # fmt: skip

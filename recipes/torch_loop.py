@@ -5,64 +5,121 @@ sample of a step counted once on any number of devices.
 """
 
 import os
+import signal
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import MisconfigurationException  # type: ignore[attr-defined]
 from torch import distributed as dist
 
 from lightning_stream import PositionTracker
 from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
+from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 
 _CONVERSION_LIMIT = timedelta(days=30)  # others wait so long for the first process; torch's default is 10 or 30 minutes
 
 
-class TorchTrainer:
-    """Trains a LightningModule that optimizes automatically; ``configs/trainer/torch.yaml`` describes the settings.
+class ModelTrainer:
+    """What a trainer other than Lightning's needs to train a LightningModule that optimizes automatically.
+
+    Of its hooks it calls `configure_model`, `configure_optimizers`, `training_step` and `validation_step`.
+
+    Args:
+        default_root_dir: The run's folder; checkpoints are in ``checkpoints`` below it.
+        max_epochs, max_steps: The earlier ends the run; -1 steps are as many as the epochs have.
+        processes: Devices of a node, and nodes: a launcher starts these processes.
+        seed: Of dropout.
 
     Attributes:
         callback_metrics: What the model logged last, by name.
     """
 
     def __init__(
-        self, *, default_root_dir: str, max_epochs: int = 10, max_steps: int = -1, accelerator: str = "auto",
-        save_every_n_steps: int = 20, seed: int = 1, callbacks: Any = None, logger: Any = None,
+        self, *, default_root_dir: str, max_epochs: int = 10, max_steps: int = -1, processes: Sequence[int] = (1, 1),
+        seed: int = 1,
     ) -> None:  # fmt: skip
-        del callbacks, logger  # these are Lightning's
         self.path = Path(default_root_dir) / "checkpoints" / "last.ckpt"
-        self.max_epochs, self.max_steps, self.save_every_n_steps = max_epochs, max_steps, save_every_n_steps
-        self.seed = seed
-        on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
-        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+        self.max_epochs, self.max_steps, self.seed = max_epochs, max_steps, seed
         self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        if list(processes) != [1, 1] and "WORLD_SIZE" not in os.environ:
+            raise MisconfigurationException("hardware asks for several processes: start them by torchrun or composer.")
         self.callback_metrics: dict[str, float] = {}
-        self.step = self.estimated_stepping_batches = 0
 
-    def fit(self, model: LightningModule, datamodule: StreamingDataModule, ckpt_path: str | None = None) -> None:
-        """Train, and validate after each epoch. After Ctrl-C a run resumes exactly from its last checkpoint."""
-        self._join(model, datamodule)
-        loader = datamodule.train_dataloader()
+    def join(self, model: Any, datamodule: Any) -> None:
+        """Bring a model and its data together; the first process converts the data while the others wait."""
+        if not isinstance(datamodule, StreamingDataModule):
+            raise MisconfigurationException("data must be a StreamingDataModule; trainer=lightning takes any other.")
+        if self.rank == 0:
+            datamodule.prepare_data()
+        if dist.is_initialized():
+            dist.barrier()
+        self.model, self.datamodule = model, datamodule
+        self.logged = Logged(model)
+        model.trainer = self
+        model.configure_model()
+
+    def plan(self, loader: Any) -> None:
+        """Count the optimizer steps of the run."""
         steps = sum(map(loader.num_batches, range(self.max_epochs)))
         self.estimated_stepping_batches = steps if self.max_steps < 0 else min(steps, self.max_steps)
+
+
+class TorchTrainer(ModelTrainer):
+    """A plain loop; ``configs/trainer/torch.yaml`` describes the settings, see `ModelTrainer` for most."""
+
+    def __init__(
+        self, *, accelerator: str = "auto", precision: str = "32-true", save_every_n_steps: int = 20, **run: Any
+    ) -> None:
+        super().__init__(**run)
+        if precision not in ("32-true", "bf16-mixed"):
+            raise ValueError(f"hardware.precision is 32-true or bf16-mixed for this trainer; found {precision}.")
+        self.precision, self.save_every_n_steps = precision, save_every_n_steps
+        has_gpu = torch.cuda.is_available()
+        on_gpu = has_gpu if accelerator == "auto" else accelerator != "cpu"
+        if on_gpu and not has_gpu:
+            raise MisconfigurationException("this machine has no GPU for PyTorch; hardware=cpu trains without one.")
+        self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
+        self.step = self.signum = 0
+        self.signalled_at = 0.0
+
+    def fit(self, model: LightningModule, datamodule: StreamingDataModule, ckpt_path: str | None = None) -> None:
+        """Train, and validate after each epoch. Ctrl-C and SIGTERM save a checkpoint at the end of the step."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if self.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=_CONVERSION_LIMIT)
+        self.join(model, datamodule)
+        model.to(self.device)
+        loader = datamodule.train_dataloader()
+        self.plan(loader)
         self.parts = {"state_dict": model, **optimization(model)}
         self.tracker = PositionTracker(loader, seed_steps=self.seed)
         if ckpt_path is not None:
             self._load(ckpt_path)
-        while self.step < self.estimated_stepping_batches:
-            self._train_epoch()
-            self._validate(datamodule.val_dataloader())
+        before = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            while self.step < self.estimated_stepping_batches:
+                self._train_epoch()
+                self._validate(datamodule.val_dataloader())
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
         self.tracker.end_run()
         self.tracker.detach()
         datamodule.close()
 
     def save_checkpoint(self, path: str | Path) -> None:
         """Write weights, optimizer and the data's position, which are the same on every rank; the first one writes."""
-        content = {"step": self.step, "data": self.tracker.state()}
-        content |= {name: part.state_dict() for name, part in self.parts.items()}
+        states = {name: part.state_dict() for name, part in self.parts.items()}
+        content = {"step": self.step, "data": self.tracker.state(), **states}
         if self.rank == 0:
             draft = Path(path).with_suffix(".draft")
             draft.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +140,8 @@ class TorchTrainer:
         self.model.train()
         for number, batch in enumerate(self.tracker):
             current: Any = self.tracker.current
-            loss: Any = self.model.training_step(self._moved(batch), number)
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16-mixed"):
+                loss: Any = self.model.training_step(move_data_to_device(batch, self.device), number)
             # The mean over this process's samples, weighed by their share of the step's samples.
             (loss * current.num_samples / (current.end - current.begin)).backward()
             gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
@@ -96,8 +154,10 @@ class TorchTrainer:
             self.step += 1
             self.tracker.stepped()
             self.callback_metrics.update(self.logged.means())
-            if self.step % self.save_every_n_steps == 0:
+            if self.signum or self.step % self.save_every_n_steps == 0:
                 self.save_checkpoint(self.path)
+            if self.signum:
+                raise TrainingInterrupted(self.signum, self.path)
             if self.step >= self.estimated_stepping_batches:
                 break
 
@@ -105,27 +165,15 @@ class TorchTrainer:
     def _validate(self, batches: Any) -> None:
         self.model.eval()
         for number, batch in enumerate(batches):
-            self.model.validation_step(self._moved(batch), number)
+            self.model.validation_step(move_data_to_device(batch, self.device), number)
         self.callback_metrics.update(self.logged.means())
 
-    def _join(self, model: LightningModule, datamodule: Any) -> None:
-        """Join the processes of the run; the first one converts the data while the others wait."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if self.world_size > 1 and not dist.is_initialized():
-            dist.init_process_group("nccl" if self.device.type == "cuda" else "gloo", timeout=_CONVERSION_LIMIT)
-        if self.rank == 0:
-            datamodule.prepare_data()
-        if dist.is_initialized():
-            dist.barrier()
-        self.model, self.datamodule = model, datamodule
-        self.logged = Logged(model)
-        model.trainer = self  # type: ignore[assignment]
-        model.configure_model()
-        model.to(self.device)
-
-    def _moved(self, batch: Any) -> Any:
-        return {name: value.to(self.device) for name, value in batch.items()}
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        """Ask the loop to stop. A launcher may repeat a signal at once; a second one, later, ends the run now."""
+        now = monotonic()
+        if self.signum and now - self.signalled_at > 1:
+            raise KeyboardInterrupt
+        self.signum, self.signalled_at = signum, now
 
 
 class Logged:
@@ -156,7 +204,9 @@ class Logged:
 
 def optimization(model: LightningModule) -> dict[str, Any]:
     """The optimizer of a model that has one, and its schedule of steps if there is one."""
-    made: Any = model.configure_optimizers()
-    if not isinstance(made, dict):
-        return {"optimizer": made}
-    return {"optimizer": made["optimizer"], "schedule": made["lr_scheduler"]["scheduler"]}
+    match model.configure_optimizers():
+        case torch.optim.Optimizer() as optimizer:
+            return {"optimizer": optimizer}
+        case {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}:
+            return {"optimizer": optimizer, "schedule": schedule}
+    raise MisconfigurationException("configure_optimizers returns one optimizer, with a schedule of interval=step.")

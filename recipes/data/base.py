@@ -5,11 +5,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.convert import ConversionResult, convert, read_manifest
+from lightning_stream.convert import convert
 from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
@@ -21,8 +20,8 @@ Transform = Callable[[dict[str, Any]], Any]
 class ConvertedData(StreamingDataModule):
     """A `StreamingDataModule` of the datasets ``train`` and ``val`` below `uri`; the latter is the test data, too.
 
-    A subclass defines `convert_source`; see `recipes.data.table` for a short one. ``configs/data/base.yaml`` describes
-    the arguments.
+    A subclass defines `convert_source`; see `recipes.data.table` for a short one. ``configs/converted_data.yaml``
+    describes the arguments.
 
     Args:
         name: Of the data, in what is printed.
@@ -86,11 +85,6 @@ class ConvertedData(StreamingDataModule):
         options: dict[str, Any] = {**self.writer, **self.running, "progress_bar": sys.stderr.isatty()}
         options["val_fraction"] = None if split else self.val_fraction
         convert(source, out, **{**options, **settings})
-
-    @cached_property
-    def manifest(self) -> ConversionResult:
-        """What the conversion wrote beside the shards: their columns, counts and classes."""
-        return read_manifest(self.uri)
 
 
 def absolute(uri: str) -> str:

@@ -1,16 +1,16 @@
 """Images with labels: class folders, archives of them, and synthetic flowers."""
 
 import os
-import tarfile
 from collections.abc import Callable
 from functools import cached_property, partial
 from pathlib import Path
+from shutil import unpack_archive
 from typing import Any
 
-from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_stream import DecodeCenterCrop, DecodeRandomCrop
+from lightning_stream.convert import read_manifest
 from lightning_stream.errors import NotFoundError
 from recipes.data.base import SYNTHETIC, ConvertedData, fetch
 from recipes.data.synthetic import write_flowers
@@ -30,10 +30,9 @@ class ImageData(ConvertedData):
     ) -> None:  # fmt: skip
         source = photos or source
         settings = {"synthetic_count": synthetic_count} if source == SYNTHETIC else {}
-        transforms = (
-            augmentation(image_size, crop_scale_min, color_jitter),
-            ImageTransform(DecodeCenterCrop(image_size)),
-        )
+        crop = DecodeRandomCrop(image_size, scale=(crop_scale_min, 1.0))
+        colors = v2.ColorJitter(color_jitter, color_jitter, color_jitter)
+        transforms = (v2.Compose([crop, colors]), DecodeCenterCrop(image_size))
         super().__init__(source=source, settings=settings, transforms=transforms, **shared)
         self.synthetic_count, self.downloads = synthetic_count, Path(downloads)
 
@@ -52,7 +51,7 @@ class ImageData(ConvertedData):
         path = fetch(source, self.downloads) if "://" in source else Path(source)
         if path.is_file():
             extracted = f"{path.name.partition('.')[0]}-{path.stat().st_size}-{path.stat().st_mtime_ns}"
-            path = _written_once(self.downloads / extracted, partial(extract, path))
+            path = _written_once(self.downloads / extracted, partial(unpack_archive, path, filter="data"))
             folders = [entry for entry in path.iterdir() if entry.is_dir()]
             path = folders[0] if len(folders) == 1 else path
         if not path.is_dir():
@@ -62,31 +61,7 @@ class ImageData(ConvertedData):
     @cached_property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes; a label is an index into them."""
-        return tuple(self.manifest.classes["label"])
-
-
-class ImageTransform:
-    """A sample's image as a decoded and changed tensor, uint8[3, h, w], with its label."""
-
-    def __init__(
-        self, decode: Callable[[dict[str, Any]], dict[str, Any]], change: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.decode, self.change = decode, change
-
-    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
-        image = self.decode(sample)["image"]
-        return {"image": image if self.change is None else self.change(image), "label": sample["label"]}
-
-
-def augmentation(size: int, crop_scale_min: float, jitter: float) -> ImageTransform:
-    """Random crop, mirror and colors."""
-    crop = DecodeRandomCrop(size, scale=(crop_scale_min, 1.0))
-    return ImageTransform(crop, v2.ColorJitter(jitter, jitter, jitter))
-
-
-def extract(archive: Path, folder: Path) -> None:
-    with tarfile.open(archive) as tar:
-        tar.extractall(folder, filter="data")
+        return tuple(read_manifest(self.uri).classes["label"])
 
 
 def _written_once(folder: Path, write: Callable[[Path], None]) -> Path:

@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFilter
 
-_SIZE = 96  # pixels of a drawn flower; it is drawn twice as large, then reduced: that smooths the edges
-Color = tuple[int, int, int]
-
 
 class _Kind(NamedTuple):
     """How a kind of flower looks; hue, saturation and value from 0 to 1, lengths in radii."""
@@ -50,7 +47,9 @@ def write_flowers(folder: Path, count: int) -> None:
 
 def draw_flower(kind: str, seed: int) -> Image.Image:
     """Draw a flower of a kind, an RGB image of 96 x 96 pixels."""
-    rng, look, side = Random(f"{kind} {seed}"), FLOWERS[kind], 2 * _SIZE
+    rng = Random(f"{kind} {seed}")
+    look = FLOWERS[kind]
+    side = 192  # reduced by two in the end: that smooths the edges
     image = Image.new("RGB", (side, side), _color(rng.random(), rng.uniform(0.1, 0.7), rng.uniform(0.1, 0.9)))
     draw = ImageDraw.Draw(image)
     center = side * complex(rng.uniform(0.4, 0.6), rng.uniform(0.34, 0.55))
@@ -78,7 +77,7 @@ def _xy(point: complex) -> tuple[float, float]:
     return point.real, point.imag
 
 
-def _color(hue: float, saturation: float, value: float) -> Color:
+def _color(hue: float, saturation: float, value: float) -> tuple[int, int, int]:
     red, green, blue = colorsys.hsv_to_rgb(hue % 1, saturation, value)
     return round(255 * red), round(255 * green), round(255 * blue)
 

@@ -136,8 +136,8 @@ class TextMixture(TextData):
         """The streams of a split, in proportions for training."""
         if split != "train":
             return {"streams": [Stream(**part.place(split)) for part in self.parts.values()]}
-        weights = self.proportions
-        streams = [Stream(**part.place(split), proportion=weights[name]) for name, part in self.parts.items()]
+        parts = self.parts.items()
+        streams = [Stream(**part.place(split), proportion=self.proportions[name]) for name, part in parts]
         return {"streams": streams, **self.order}
 
     def prepare_data(self) -> None:

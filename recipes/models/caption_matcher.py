@@ -12,13 +12,11 @@ class CaptionMatcher(Task):
 
     Args:
         width: Of both encoders, and of the space in which images and captions are compared.
-        learning_rate, weight_decay, warmup: See `Task`.
+        optimizer: Arguments of `Task`.
     """
 
-    def __init__(
-        self, width: int = 64, learning_rate: float = 0.003, weight_decay: float = 0.01, warmup: float = 0.1
-    ) -> None:
-        super().__init__(learning_rate, weight_decay, warmup)
+    def __init__(self, width: int = 64, **optimizer: float) -> None:
+        super().__init__(**optimizer)
         layers: list[nn.Module] = []
         for channels in (3, width, width):
             layers += [nn.Conv2d(channels, width, 3, stride=2, padding=1), nn.GELU()]

@@ -49,14 +49,14 @@ class LanguageModel(Task):
         seq_len: Tokens of a row.
         vocab_size: None: that of the datamodule's `tokenizer`.
         d_model, n_layers, n_heads: Of the transformer.
-        learning_rate, weight_decay, warmup: See `Task`.
+        optimizer: Arguments of `Task`.
     """
 
     def __init__(
         self, seq_len: int = 128, vocab_size: int | None = None, d_model: int = 128, n_layers: int = 4,
-        n_heads: int = 4, learning_rate: float = 0.002, weight_decay: float = 0.1, warmup: float = 0.05,
+        n_heads: int = 4, **optimizer: float,
     ) -> None:  # fmt: skip
-        super().__init__(learning_rate, weight_decay, warmup)
+        super().__init__(**optimizer)
         self.vocab_size, self.sizes = vocab_size, (seq_len, d_model, n_layers, n_heads)
         self.network: Any = None
 

@@ -18,15 +18,14 @@ class ImageClassifier(Task):
         num_classes: None: as many as the datamodule has `classes`.
         model_kwargs: More arguments of the network.
         label_smoothing: Of the training loss.
-        learning_rate, weight_decay, warmup: See `Task`.
+        optimizer: Arguments of `Task`.
     """
 
     def __init__(
         self, arch: str = "mobilenet_v2", num_classes: int | None = None, model_kwargs: Mapping[str, Any] | None = None,
-        label_smoothing: float = 0.05, learning_rate: float = 0.002,
-        weight_decay: float = 0.02, warmup: float = 0.1,
+        label_smoothing: float = 0.05, **optimizer: float,
     ) -> None:  # fmt: skip
-        super().__init__(learning_rate, weight_decay, warmup)
+        super().__init__(**optimizer)
         self.arch, self.num_classes, self.model_kwargs = arch, num_classes, dict(model_kwargs or {})
         self.label_smoothing = label_smoothing
         self.network: Any = None
@@ -44,7 +43,7 @@ class ImageClassifier(Task):
         return self.network(images.float() / 127.5 - 1)
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
-        logits, labels = self(batch["image"]), batch["label"]
+        logits, labels = self(batch["image"]), batch["label"].long()
         smoothing = self.label_smoothing if self.training else 0.0
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         return {"loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}

@@ -18,17 +18,14 @@ class Regressor(Task):
 
     Args:
         widths: Of the hidden layers.
-        learning_rate, weight_decay, warmup: See `Task`.
+        optimizer: Arguments of `Task`.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(
-        self, widths: Sequence[int] = (64, 64), learning_rate: float = 0.003, weight_decay: float = 0.01,
-        warmup: float = 0.1,
-    ) -> None:  # fmt: skip
-        super().__init__(learning_rate, weight_decay, warmup)
+    def __init__(self, widths: Sequence[int] = (64, 64), **optimizer: float) -> None:
+        super().__init__(**optimizer)
         self.widths = widths
         self.network: Any = None
 

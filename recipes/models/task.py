@@ -20,7 +20,7 @@ class Task(LightningModule):
         warmup: Share of the run in which the learning rate rises; then it falls as a cosine does.
     """
 
-    def __init__(self, learning_rate: float, weight_decay: float, warmup: float) -> None:
+    def __init__(self, learning_rate: float = 0.003, weight_decay: float = 0.01, warmup: float = 0.1) -> None:
         super().__init__()
         self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
 

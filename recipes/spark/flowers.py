@@ -10,7 +10,6 @@
 
 import argparse
 import json
-import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -60,19 +59,18 @@ def train(by: str, data: str, epochs: int, arch: str, folder: str) -> dict[str, 
     images = ImageData(remote=data, local=cache, global_batch_size=16)
     accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     trainer: Any
-    last: Path | None = None
+    last = Path(folder) / "checkpoints" / "last.ckpt"
     if by == "composer":
         from recipes.composer_trainer import ComposerTrainer
 
-        last = Path(folder) / "checkpoints" / "last.ckpt"
         trainer = ComposerTrainer(default_root_dir=folder, max_epochs=epochs, accelerator=accelerator)
     else:
         quiet: Any = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
         processes: Any = lightning_trainer_kwargs()
         trainer = Trainer(max_epochs=epochs, accelerator=accelerator, strategy="ddp", **quiet, **processes)
-    trainer.fit(model, datamodule=images, ckpt_path=str(last) if last and last.exists() else None)
+    trainer.fit(model, datamodule=images, ckpt_path=str(last) if by == "composer" and last.exists() else None)
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-    return {"processes": int(os.environ["WORLD_SIZE"]), **metrics}
+    return {"processes": trainer.world_size, **metrics}
 
 
 def main() -> None:

@@ -65,8 +65,8 @@ def main() -> None:
     torch.manual_seed(1)
     model = regression(len(features))
     learn(model, DataLoader(train, 64, shuffle=True, drop_last=True), epochs=5)
-    results = {"rows": len(train), "val rows": len(val)}
-    print(json.dumps({**results, "mean error": mean_error(model, val.batches(256))}))
+    error = mean_error(model, val.batches(256))
+    print(json.dumps({"rows": len(train), "val rows": len(val), "mean error": error}))
     session.stop()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 
 import train
 from lightning_stream import StreamingDataset, verify_delivery
@@ -28,7 +30,7 @@ GROUPS = [
     if group.is_dir() and group.name not in ("data", "hparams_search")
     for file in sorted(group.glob("*.yaml"))
 ]
-DATA = sorted(file.stem for file in (ROOT / "configs/data").glob("*.yaml") if file.stem != "base")
+DATA = sorted(file.stem for file in (ROOT / "configs/data").glob("*.yaml"))
 STRANGER = """
 import lightning as L
 import torch
@@ -80,7 +82,8 @@ def test_every_data_choice_brings_its_model_under_every_trainer(data: str, train
 @pytest.mark.parametrize("choice", GROUPS)
 def test_every_choice_composes(choice: str, compose: Run) -> None:
     data = () if choice.startswith("experiment") else ("+data=flowers",)
-    assert compose(*data, choice, "paths.output=run")
+    config = compose(*data, choice, "paths.output=run")
+    OmegaConf.resolve(config.logger)
 
 
 @pytest.mark.distributed
@@ -114,7 +117,7 @@ def test_a_plain_loop_trains_as_lightning_does_and_resumes_exactly(
     def interrupted(self: Any, batch: Any) -> Any:
         measured.append(batch)
         if len(measured) == 8:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return measure(self, batch)
 
     expected = run("lightning", *TABLE)
@@ -123,11 +126,11 @@ def test_a_plain_loop_trains_as_lightning_does_and_resumes_exactly(
     assert run("whole", *plain) == pytest.approx(expected, rel=1e-4)
     with monkeypatch.context() as patched:
         patched.setattr(Regressor, "measure", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(TrainingInterrupted):
             run("stopped", *plain)
     capsys.readouterr()
     assert run("stopped", *plain, "ckpt_path=last") == pytest.approx(expected, rel=1e-4)
-    assert "Resumed at epoch 0, step 6" in capsys.readouterr().out
+    assert "Resumed at epoch 0, step 8" in capsys.readouterr().out
 
 
 def test_ctrl_c_saves_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -139,7 +142,8 @@ def test_ctrl_c_saves_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((), ("no data", "+data=NAME")),
+        ((), ("data and model", "+data=NAME")),
+        (("+data.size=1", "+model._target_=builtins.dict"), ("_target_",)),
         (("data=flowers",), ("use +data=flowers",)),
         (("+data=flower",), ("flowers", "imagefolder")),
         (("+data=table", "model.widht=3"), ("Key 'widht' is not in struct",)),
@@ -151,6 +155,15 @@ def test_ctrl_c_saves_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch, 
         (("+data=table", "data.source=none.csv"), ("none.csv",)),
         (("+data=table", "store=s3"), ("store.bucket",)),
         (("+data._target_=mine.Nothing", "+model._target_=mine.Net"), ("mine",)),
+        (("+data=table", "trainer=torch", "logger=csv"), ("trainer: ", "'logger'")),
+        (("+data=table", "trainer=torch", "+trainer.gradient_clip_val=1"), ("trainer: ", "'gradient_clip_val'")),
+        (("+data=table", "trainer=torch", "hardware.devices=2"), ("torchrun",)),
+        (("+data=table", "trainer=torch", "hardware.precision=16-mixed"), ("32-true or bf16-mixed",)),
+        (("+data=table", "trainer=torch", "mode=test", "ckpt_path=."), ("trainer=lightning",)),
+        (
+            ("+data._target_=builtins.dict", "+model._target_=builtins.dict", "trainer=torch"),
+            ("Streaming",),
+        ),
     ],
 )
 def test_a_mistake_is_one_error_that_names_it(arguments: tuple[str, ...], words: tuple[str, ...], run: Run) -> None:
@@ -212,6 +225,8 @@ def test_a_bucket_holds_shards_and_the_checkpoint_to_resume_from(
 
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "TESTKEY")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "TESTSECRET")
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with processes.moto(tmp_path) as endpoint:
         client = boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
         client.create_bucket(Bucket="runs")
@@ -221,6 +236,7 @@ def test_a_bucket_holds_shards_and_the_checkpoint_to_resume_from(
         assert sum(each["Key"].endswith("/index.json") for each in listed) == 2
         client.upload_file(str(tmp_path / "bucket/checkpoints/last.ckpt"), "runs", "run/last.ckpt")
         assert run("from-s3", *TABLE, *store, "ckpt_path=s3://runs/run/last.ckpt", "trainer.max_epochs=2") is not None
+    assert not list((tmp_path / "tmp").glob("checkpoint-*"))  # what was downloaded
 
 
 @pytest.mark.slow
@@ -230,3 +246,4 @@ def test_a_sweep_trains_each_job_in_its_own_folder_and_on_two_devices(train_py: 
     assert done.returncode == 0, done.stderr[-3000:]
     folders = sorted(path.parent.parent.name for path in tmp_path.glob("runs/table/*/checkpoints/last.ckpt"))
     assert ["seed-1" in folders[0], "seed-2" in folders[1]] == [True, True]
+    assert not list(tmp_path.glob("runs/table/multirun.yaml"))  # it repeats all overrides
