@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ settings.load_profile("ci")
 # A shell starts background jobs with Ctrl-C ignored, and a program that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Composer's CheckpointSaver leaves a temporary folder to the garbage collector, which warns in any later test."""
+    if find_spec("composer") is not None:
+        config.addinivalue_line("filterwarnings", "ignore:Implicitly cleaning up:ResourceWarning")
+
 
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
