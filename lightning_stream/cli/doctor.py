@@ -146,8 +146,8 @@ def _of_datasets(options: Namespace, datasets: list[FoundDataset]) -> Iterator[F
         yield Finding("dataset", redact(options.remote), str(error), is_wrong=True)
     took_s = time.perf_counter() - begin
     for dataset in datasets:
-        shards = f"{dataset.index.num_samples:,} samples"
-        yield Finding("dataset", f"{dataset.store.url}: {shards}, found in {took_s:.2f} s")
+        size = f"{dataset.index.num_samples:,} samples"
+        yield Finding("dataset", f"{dataset.store.url}: {size}, found in {took_s:.2f} s")
 
 
 def _loaded(sample: Any) -> Any:
