@@ -238,7 +238,7 @@ def test_a_state_of_mosaicml_streaming_needs_the_algorithm_it_does_not_record(da
 
 def test_a_cache_too_small_for_the_order_is_refused_before_training(shards: Path, tmp_path: Path) -> None:
     dataset = StreamingDataset(remote=shards, local=tmp_path / "cache", shuffle=True, cache_limit=4000)
-    with pytest.raises(ValueError, match=r"cache_limit is 0\.004 MB.*Pass cache_limit=\d+"):
+    with pytest.raises(ValueError, match=r"cache_limit is 4\.0 kB.*Pass cache_limit=\d+"):
         next(iter(StreamingDataLoader(dataset, 16)))
 
 

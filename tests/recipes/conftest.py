@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,17 @@ def compose() -> Callable[..., Any]:
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Callable[..., Any]:
+def _logging_as_before() -> Iterator[None]:
+    """`train.py` sets what its process logs, and later tests are in this process, too."""
+    ours = ("lightning_stream", "lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric")
+    before = {name: logging.getLogger(name).level for name in ours}
+    yield
+    for name, level in before.items():
+        logging.getLogger(name).setLevel(level)
+
+
+@pytest.fixture
+def run(tmp_path: Path, _logging_as_before: None) -> Callable[..., Any]:
     """Trains in this process, by overrides, in the folder of a name; gives what `train.py` gives a sweep."""
     import train
 

@@ -347,7 +347,7 @@ def test_the_command_line_knows_other_formats(kind: str, tmp_path: Path, capsys:
     assert f"format                 {kind}" in shown
     assert "tokens" in shown
     assert main(["plan", uri, "--batch-size", "8"]) == 0
-    assert "13 of 8 samples" in capsys.readouterr().out
+    assert "13 global batches of 8 samples" in capsys.readouterr().out
     assert main(["check", uri]) == 0
     assert "reading all rows" in capsys.readouterr().out
     broken(Path(uri), kind)
