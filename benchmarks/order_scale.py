@@ -2,7 +2,7 @@
 
 python benchmarks/order_scale.py [--shards 1000000] [--samples 1000]
 
-Aims: planning under 0.2 s and 150 MB, a seek to anywhere under 50 ms, at least 10 million ids per second, and at most
+Aims: planning under 0.2 s, a seek to anywhere under 50 ms, at least 10 million ids per second, and at most
 1 ms to find where a sample is. Times are of the processor; "worst seek ms" is of 22, "where ms" the median of 200.
 """
 
