@@ -65,7 +65,8 @@ class ShardWriter(ABC):
 
     Use it as a context, or call `finish`. Until then readers see the dataset as it was, also after a crash. If several
     writers write to one place at once, one wins and the others get an error. At most ``max_workers`` + 1 shards are in
-    memory, and the batch of a `write_batch`. The arguments are those of `MDSWriter`.
+    memory; a `write_batch` encodes its whole batch first, which is there beside them. The arguments are those of
+    `MDSWriter`.
 
     Attributes:
         num_samples: The number of samples written so far.
@@ -179,7 +180,7 @@ class ShardWriter(ABC):
         """
         encoder = self._encoder or self._open(sample, None)
         parts = encoder.encode(sample)
-        if len(sample) != self._num_columns:
+        if len(sample) != self._num_columns and not self._has_reported_extra:
             self._report_extra_columns(encoder, sample)
         lengths = measure_sample(self._length_functions, sample, encoder.schema.names) if self._lengths else {}
         try:

@@ -91,7 +91,7 @@ def _converted(**how: Any) -> Callable[[Path], None]:
     def write(out: Path) -> None:
         rows = out.with_name(f"{out.name}.jsonl")
         rows.write_text("".join(json.dumps({"text": "é" * (k % 5), "x": k}) + "\n" for k in range(300)))
-        options = {"num_workers": 1, "compression": None, "size_limit": 700, "partition_bytes": 1500}
+        options: dict[str, Any] = {"num_workers": 1, "compression": None, "size_limit": 700, "partition_bytes": 1500}
         if "val_fraction" not in how:
             convert(rows, out, **options)
         convert(rows, out, **options, overwrite=True, **how)
@@ -106,6 +106,18 @@ def _with_lengths(out: Path) -> None:
     _put(out, 0, append=True, lengths=lengths)
     add_lengths(out, {"x": _of_x}, num_workers=1)
     add_lengths(out, {"name": len}, num_workers=1, overwrite=True)
+
+
+def _replaced(out: Path) -> None:
+    _put(out, 5, overwrite=True)
+
+
+def _one_after_another(*writes: Callable[[Path], None]) -> Callable[[Path], None]:
+    def write(out: Path) -> None:
+        for each in writes:
+            each(out)
+
+    return write
 
 
 def _of_both(sample: dict[str, Any]) -> int:
@@ -132,7 +144,7 @@ PLACES: dict[str, Callable[[Path], None]] = {
     "append with a key": _again({"append": True, "key": "k-1", "compression": "zstd"}),
     "exist_ok": _again({"exist_ok": True, "kind": "json"}),
     "lengths over none": _again({"overwrite": True, "lengths": {"name": len}}),
-    "none over lengths": lambda out: (_with_lengths(out), _put(out, 3, overwrite=True))[1],
+    "none over lengths": _one_after_another(_with_lengths, _replaced),
     "lengths": _with_lengths,
     "pair": _pair({}),
     "pair, kept": _pair({"keep_local": True}),
@@ -147,7 +159,7 @@ PLACES: dict[str, Callable[[Path], None]] = {
     "converted": _converted(),
     "converted with a split": _converted(val_fraction=0.25, shuffle=True),
     "converted with lengths": _converted(lengths={"text": len}),
-    "converted, then written": lambda out: (_converted()(out), _put(out, 5, overwrite=True))[1],
+    "converted, then written": _one_after_another(_converted(), _replaced),
 }  # fmt: skip
 
 
