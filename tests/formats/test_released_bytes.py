@@ -38,8 +38,10 @@ def _encoded(row: int) -> dict[str, tuple[str, Any]]:
         "str_decimal": ("str_decimal", Decimal(row) / 8), "json": ("json", {"a": [None, row, "ü"]}),
         "pkl": ("pkl", (row, "x")), "array": ("ndarray", np.arange(row * 2, dtype=np.int16).reshape(row, 2)),
         "wide": ("ndarray", np.zeros((300, 1), np.uint8)), "typed": ("ndarray:float32", floats[: row + 1]),
-        "fixed": ("ndarray:float32:2,3", floats.reshape(2, 3)), "big": ("ndarray:int32", np.arange(row + 1, dtype=">i4")),
-        "tensors": ("tensors", {"b": floats, "a": np.array(row)}), "video": ("video", b"\0\0\0\x14ftypmp42" + bytes(row)),
+        "fixed": ("ndarray:float32:2,3", floats.reshape(2, 3)),
+        "big": ("ndarray:int32", np.arange(row + 1, dtype=">i4")),
+        "tensors": ("tensors", {"b": floats, "a": np.array(row)}),
+        "video": ("video", b"\0\0\0\x14ftypmp42" + bytes(row)),
         "audio": ("audio", b"RIFF\0\0\0\0WAVE" + bytes(row)), "pil": ("pil", image), "jpeg": ("jpeg", _PHOTO),
         "png": ("png", _PNG), "photos": ("jpeg_array", [_PHOTO] * row), "photos2": ("jpegarray", [_PHOTO] * row),
         "pils": ("list[pil]", [image] * row), "jpegs": ("list[jpeg]", [_PHOTO] * row), "pngs": ("list[png]", [_PNG]),
@@ -103,15 +105,15 @@ def test_every_encoding_is_read() -> None:
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_every_codec_is_read(codec: str) -> None:
-    samples = list(LocalDataset(RELEASED / codec.replace(":", "_")))
-    assert samples == [{"n": k, "t": f"text {k % 7}"} for k in range(50)]
+    data = LocalDataset(RELEASED / codec.replace(":", "_"))
+    assert [data[k] for k in range(len(data))] == [{"n": k, "t": f"text {k % 7}"} for k in range(50)]
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_values_of_rows_are_the_same_to_the_bit_and_of_plain_types(name: str) -> None:
     data = LocalDataset(RELEASED / name)
-    for row, sample in enumerate(data):
-        wanted = _row(row)
+    for row in range(len(data)):
+        sample, wanted = data[row], _row(row)
         assert list(sample) == sorted(wanted)
         assert all(_same(sample[column], value) for column, value in wanted.items()), (row, sample)
 
