@@ -88,7 +88,8 @@ def _same(value: Any, wanted: Any) -> bool:
     if isinstance(wanted, bytes) and not isinstance(value, bytes):  # images and media; both photos are of one pixel
         return bytes(value) == wanted if hasattr(value, "data") else value.size == (1, 1)
     if isinstance(wanted, (np.ndarray, Image.Image)):
-        return np.asarray(value).dtype == np.asarray(wanted).dtype.newbyteorder("=") and np.array_equal(value, wanted)
+        found, wanted = np.asarray(value), np.asarray(wanted)
+        return found.dtype == wanted.dtype.newbyteorder("=") and np.array_equal(found, wanted)
     return type(value) is type(wanted) and repr(value) == repr(wanted)
 
 
