@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-import random
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, get_context
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import worker
 
+from lightning_stream.loading.randomness import seed_globals
 from lightning_stream.processes import job_signals_wait, start_resource_tracker
 
 
@@ -49,10 +48,8 @@ def iteration_key(info: worker.WorkerInfo) -> int:
 
 
 def become_worker(index: int, count: int, seed: int, dataset: Any) -> None:
-    """Let this process be a worker as torch's are: by its random generators, threads, and ``get_worker_info()``."""
-    random.seed(seed + index)
-    torch.manual_seed(seed + index)
-    np.random.seed(worker._generate_state(seed, index))  # noqa: SLF001 - the state that torch's workers have
+    """Let this process be a worker as torch's are: by its seed, threads, and ``get_worker_info()``."""
+    seed_globals(seed + index)  # and torch.initial_seed() is that of the worker's info
     torch.set_num_threads(1)
     info = worker.WorkerInfo(id=index, num_workers=count, seed=seed + index, dataset=dataset)
     worker._worker_info = info  # noqa: SLF001

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
-import random
 from multiprocessing import forkserver
 from typing import Any
 
-import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,18 +18,18 @@ from lightning_stream.loading import torch_private  # noqa: E402
 
 class Seeds(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        yield drawn()
+        yield seen()
 
 
-def drawn() -> tuple[Any, ...]:
+def seen() -> tuple[Any, ...]:
     info = get_worker_info()
-    torchs, numpys = torch.randint(1 << 40, (2,)).tolist(), np.random.randint(1 << 30, size=2).tolist()
-    return random.random(), torchs, numpys, info.id, info.num_workers, info.seed, torch.get_num_threads()
+    drawn = torch.randint(1 << 40, (2,)).tolist()
+    return drawn, info.id, info.num_workers, info.seed, torch.initial_seed(), torch.get_num_threads()
 
 
-def draw_as_worker(index: int, seed: int, results: Any) -> None:
+def be_worker(index: int, seed: int, results: Any) -> None:
     torch_private.become_worker(index, 2, seed, "the dataset")
-    results.put((drawn(), get_worker_info().dataset))
+    results.put((seen(), get_worker_info().dataset))
 
 
 def as_it_is(value: Any) -> Any:
@@ -42,10 +40,10 @@ def test_a_worker_is_as_those_of_torch() -> None:
     generator = torch.Generator().manual_seed(3)
     loader = DataLoader(Seeds(), batch_size=None, num_workers=2, collate_fn=as_it_is, generator=generator)
     torchs = list(loader)
-    context, seed = multiprocessing.get_context("fork"), torchs[0][5]
+    context, seed = multiprocessing.get_context("fork"), torchs[0][3]
     results = context.SimpleQueue()
     for index in range(2):
-        process = context.Process(target=draw_as_worker, args=(index, seed, results))
+        process = context.Process(target=be_worker, args=(index, seed, results))
         process.start()
         assert results.get() == (torchs[index], "the dataset")
         process.join()
