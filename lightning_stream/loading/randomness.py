@@ -40,6 +40,7 @@ def sample_seed(seed: int, epoch: int, position: int) -> int:
 
 
 def seed_globals(mixed: int) -> None:
+    """Seed the global generators of `random`, numpy and torch."""
     random.seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)
     # torch.manual_seed would also reach for the GPUs, which a worker must not touch.
