@@ -22,6 +22,7 @@ def test_a_receipt_with_lengths_of_a_former_release_gives_the_same_index() -> No
         "num_samples": 3,
         "nulls": {},
         "partition": 0,
+        "begins": "",
         "rows": [3],
         "shards": [shard],
     }
