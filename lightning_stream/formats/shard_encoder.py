@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings.base import Bytes2d
-from lightning_stream.formats.index.schema import Schema
+from lightning_stream.formats.model import Schema
 
 EncodedColumn: TypeAlias = "Bytes2d | Sequence[Any]"
 """The values of a column as bytes: uint8[rows, width], or one bytes-like value per row."""
