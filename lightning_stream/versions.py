@@ -39,7 +39,7 @@ from lightning_stream.writer.base import finalize_shard
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.lengths import put_lengths
 from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import DatasetPlace
+from lightning_stream.writer.place import Transaction
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
 _NAMING_HASH = "xxh3_128"  # of files of deleted samples
@@ -283,7 +283,7 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
 
 
 def _written_again(
-    place: DatasetPlace, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
+    place: Transaction, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
 ) -> ShardEntry:
     """Put a shard of some samples of others that are joined, with the bytes that they have there; return its entry."""
     schema, shards = entries[0].schema, list[MdsShard]()
@@ -325,8 +325,8 @@ def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_uns
         return reader.original_ids(np.flatnonzero(mask))
 
 
-def _place(out: str | os.PathLike[str], store_options: Mapping[str, Any] | None) -> DatasetPlace:
-    place = DatasetPlace(os.fspath(out), store_options=store_options)
+def _place(out: str | os.PathLike[str], store_options: Mapping[str, Any] | None) -> Transaction:
+    place = Transaction(os.fspath(out), store_options=store_options)
     if not place.store.exists(INDEX_NAME):
         raise NotFoundError(f"there is no dataset: {place.store.url} has no {INDEX_NAME}. Check the path.")
     return place
@@ -343,7 +343,7 @@ def _refuse_compacted(base: Index, now: Index, store: Store) -> None:
 
 
 def _put_column(
-    place: DatasetPlace, encoder: MdsEncoder, reader: SampleReader, values: Any, shards: list[bytes]
+    place: Transaction, encoder: MdsEncoder, reader: SampleReader, values: Any, shards: list[bytes]
 ) -> int:
     """Put a shard with a further column for each shard of a version from ``len(shards)`` on, and list them there.
 

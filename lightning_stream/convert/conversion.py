@@ -27,7 +27,7 @@ from lightning_stream.stores import Store
 from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable
-from lightning_stream.writer.place import DatasetPlace, digest_of
+from lightning_stream.writer.place import Transaction, digest_of
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 4
@@ -167,7 +167,7 @@ class Conversion:
             return done_now
 
     def _stores(self, out: Any) -> list[Store]:
-        return DatasetPlace(out, self.keep_local, self.store_options).stores
+        return [side.store for side in Transaction(out, self.keep_local, self.store_options).sides]
 
     def _held(self) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that exist, whole, from this source and these settings."""

@@ -27,7 +27,7 @@ from lightning_stream.writer.lengths import (
     measure_batch,
     put_lengths,
 )
-from lightning_stream.writer.place import DatasetPlace, Place
+from lightning_stream.writer.place import Place, Transaction
 
 _PARTITION_BYTES = 64 << 20  # the shards of a partition are fetched at the same time
 _FETCH_THREADS = 4
@@ -73,7 +73,7 @@ def add_lengths(
     """
     refuse_in_worker("add_lengths()")
     functions = check_functions(lengths)
-    place = DatasetPlace(os.fspath(out), store_options=store_options)
+    place = Transaction(os.fspath(out), store_options=store_options)
     if not place.store.exists(INDEX_NAME):
         raise NotFoundError(f"lengths are added to a dataset; {place.store.url} has no {INDEX_NAME}. Check the path.")
     place.begin("edit")

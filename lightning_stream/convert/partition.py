@@ -25,7 +25,7 @@ from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.lengths import Lengths
-from lightning_stream.writer.place import DatasetPlace, digest_of
+from lightning_stream.writer.place import Transaction, digest_of
 
 CONTROL = "_conversion"
 RECEIPT = ".json.zst"
@@ -97,9 +97,9 @@ class OutputSpec:
         return str(self.out[-1] if isinstance(self.out, (tuple, list)) else self.out)
 
     @cached_property
-    def place(self) -> DatasetPlace:
+    def place(self) -> Transaction:
         """The folders or stores of the files."""
-        return DatasetPlace(self.out, self.keep_local, self.store_options)
+        return Transaction(self.out, self.keep_local, self.store_options)
 
     @property
     def store(self) -> Store:
@@ -158,7 +158,7 @@ class PartitionWriter(MDSWriter):
         return Receipt(self.number, begins, self.num_samples, tuple(self.shards), nulls, **about)  # type: ignore[arg-type]
 
 
-class _PartitionPlace(DatasetPlace):
+class _PartitionPlace(Transaction):
     """A folder for the shards of a partition. The conversion itself puts the index."""
 
     def __init__(self, spec: OutputSpec, number: int) -> None:

@@ -17,7 +17,7 @@ from lightning_stream.formats.model import to_text, with_keys, with_lengths
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.stores.local import sweep_drafts
-from lightning_stream.writer.place import LENGTHS, OURS, DatasetPlace, digest_of, is_remote
+from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of, is_remote
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 
 _FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json|{LENGTHS}"
@@ -38,7 +38,7 @@ class Publication:
     """
 
     spec: OutputSpec
-    place: DatasetPlace
+    place: Transaction
     done: frozenset[int]
 
     @classmethod
@@ -48,9 +48,9 @@ class Publication:
         Without `overwrite`, raise FileExistsError if there are files that are not the remains of this very conversion;
         `remedy` says how a user asks for `overwrite`.
         """
-        place = DatasetPlace(spec.out, spec.keep_local, spec.store_options)
+        place = Transaction(spec.out, spec.keep_local, spec.store_options)
         place.begin("overwrite", (MANIFEST,))
-        store, names = place.store, place.listing()[0]
+        store, names = place.store, place.sides[0].look()
         controls = {name.split("/")[1] for name in names if name.startswith(f"{CONTROL}/")}
         strange = [name for name in names if not _PARTS.fullmatch(name)]
         if not overwrite and (strange or (names and controls != {spec.fingerprint})):
@@ -68,9 +68,11 @@ class Publication:
 
     def cancel(self) -> None:
         """Remove what was written and will not be published. A dataset that is there stays whole."""
-        before = self.place.listing()
-        if not any(name.startswith("part-") and name.endswith(INDEX_NAME) for name in before[0]):
-            self.place.sweep(before, _PARTS, (), former=False)
+        sides = self.place.sides
+        if not any(name.startswith("part-") and name.endswith(INDEX_NAME) for name in sides[0].look()):
+            for side in sides:
+                side.look()
+                side.sweep(_PARTS, side.former)
 
     def publish(
         self, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any], source_digest: str = ""
@@ -89,9 +91,8 @@ class Publication:
             former = {"digest": Index.from_bytes(index, place.store.url).digest, "source": source_digest}
             index = with_keys(index, {"converted_from": to_text(former)})
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
-        before = place.listing()
-        for store, seen in zip(place.stores, before, strict=True):
-            check_seen(store, seen, wanted)
+        for side in place.sides:
+            check_seen(side.store, side.look(), wanted)
         about = {
             "version": 1,
             "fingerprint": self.spec.fingerprint,
@@ -111,15 +112,15 @@ class Publication:
         else:
             parts = [(self.spec.folder_of(one.partition), one) for one in receipts if one.shards]
             indexes = {f"{folder}/{INDEX_NAME}": index_bytes([one], folder) for folder, one in parts}
-            for store in place.stores:
+            for side in place.sides:
                 for name, data in indexes.items():
-                    store.put(name, data)
-                store.delete(INDEX_NAME)
+                    side.store.put(name, data)
+                side.store.delete(INDEX_NAME)
             wanted |= dict.fromkeys(indexes, 0)
-        for store in place.stores:
-            if isinstance(store, LocalStore):  # a killed worker may have left the draft of a receipt
-                sweep_drafts(store.folder / CONTROL / self.spec.fingerprint)
-        place.sweep(before, _ALL, wanted)
+        for side in place.sides:
+            if isinstance(side.store, LocalStore):  # a killed worker may have left the draft of a receipt
+                sweep_drafts(side.store.folder / CONTROL / self.spec.fingerprint)
+            side.sweep(_ALL, wanted)
 
 
 def check_seen(store: Store, seen: Mapping[str, int], wanted: Mapping[str, int]) -> None:

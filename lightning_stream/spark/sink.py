@@ -36,7 +36,7 @@ from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.version_log import read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
 from lightning_stream.writer.lengths import check_measurable
-from lightning_stream.writer.place import DatasetPlace, digest_of, listed_files
+from lightning_stream.writer.place import Transaction, digest_of, listed_files
 
 _LOG = logging.getLogger(__name__)
 _JOB = re.compile(r"job-[0-9a-f]{16}-[0-9a-f]{8}/.*")
@@ -77,7 +77,7 @@ class SinkJob(SparkJob):
             ValueError: Columns that cannot be written, or that the dataset does not have.
             FileExistsError: There is a dataset that must not be, or there are other files.
         """
-        place = DatasetPlace(settings.out, False, settings.store_options)
+        place = Transaction(settings.out, False, settings.store_options)
         newest = _newest(place.store)
         if newest is not None and not overwrite and if_exists == "error":
             raise _exists(place.store)
@@ -138,7 +138,7 @@ class SinkJob(SparkJob):
         """
         if self.skip:
             return
-        place = DatasetPlace(self.out, False, self.store_options)
+        place = Transaction(self.out, False, self.store_options)
         place.put_names = [name for receipt in receipts for name in receipt.files()]
         try:
             if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
@@ -156,14 +156,14 @@ class SinkJob(SparkJob):
     def abort(self, messages: Sequence[SinkMessage | None]) -> None:
         """Delete what a failed write left. If `commit` had begun, it may have succeeded: then files stay."""
         if any(message is None or not message.receipt.is_good for message in messages):
-            _clean(DatasetPlace(self.out, False, self.store_options).store, self.job)
+            _clean(Transaction(self.out, False, self.store_options).store, self.job)
 
     def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
         with suppress(AccessError):  # a store that refuses to list
             seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
             check_seen(store, seen, {name: size for one in receipts for name, size in one.files().items()})
 
-    def _change(self, place: DatasetPlace, receipts: Sequence[Receipt]) -> bool:
+    def _change(self, place: Transaction, receipts: Sequence[Receipt]) -> bool:
         """Put the index or a change; return whether the rows are in the dataset by this write."""
         entries = [to_text(entry) for receipt in receipts for entry in receipt.shards]
         lengths = joined_lengths(receipt.lengths for receipt in receipts)
@@ -191,7 +191,7 @@ class SinkJob(SparkJob):
             raise _exists(place.store)
         if self.if_exists == "ignore":
             return False
-        place.note(self.message, self.key)
+        place.message, place.key = self.message, self.key
         place.begin("append")
         assert place.base is not None
         check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)

@@ -32,7 +32,7 @@ from lightning_stream.writer.lengths import (
     put_lengths,
 )
 from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import DatasetPlace, Mode, Out
+from lightning_stream.writer.place import Mode, Out, Transaction
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class ShardWriter(ABC):
     def __init__(
         self,
         *,
-        out: Out | DatasetPlace,
+        out: Out | Transaction,
         columns: Mapping[str, str] | None = None,
         keep_local: bool = False,
         compression: str | None = None,
@@ -102,11 +102,12 @@ class ShardWriter(ABC):
             raise ValueError("append=True adds to the dataset, overwrite=True replaces it; found both. Pass one.")
         if (message or key) and not append:
             raise ValueError("message and key describe an append in the log of versions; pass append=True with them.")
-        if not isinstance(out, DatasetPlace):
+        if not isinstance(out, Transaction):
             retries = {} if retry is None else {"retries": retry}
-            out = DatasetPlace(out, keep_local, {**retries, **(store_options or {})})
+            out = Transaction(out, keep_local, {**retries, **(store_options or {})})
         self._place = place = out
-        place.note(message, key)
+        if append:
+            place.message, place.key = message, key or ""
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
         self._columns = None if columns is None else dict(columns)
         self._num_columns = 0
@@ -356,7 +357,7 @@ class ShardWriter(ABC):
 
 
 def finalize_shard(
-    name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
+    name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: Transaction, after: Future[Any] | None = None
 ) -> ShardEntry:
     """Pack, hash, compress, hash and put one shard; return its index entry. This runs in a thread.
 
@@ -372,7 +373,7 @@ def finalize_shard(
 
 
 def _put_file(
-    name: str, parts: list[Any], schema: Schema, place: DatasetPlace, after: Future[Any] | None
+    name: str, parts: list[Any], schema: Schema, place: Transaction, after: Future[Any] | None
 ) -> tuple[FileEntry, FileEntry | None]:
     codec = schema.compression
     stored = parts if codec is None else [compress(codec, b"".join(parts))]

@@ -14,7 +14,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn, describe
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.formats.model import length_file_stem
-from lightning_stream.writer.place import DatasetPlace
+from lightning_stream.writer.place import Transaction
 
 LengthFunctions: TypeAlias = "Mapping[str, Callable[[Any], int]]"
 Lengths: TypeAlias = "dict[str, NDArray[np.uint32]]"  # of some samples, by name
@@ -66,7 +66,7 @@ def measure_batch(
 
 
 def put_lengths(
-    place: DatasetPlace, lengths: Lengths, hashes: Sequence[str], held: Mapping[str, tuple[FileEntry, ...]]
+    place: Transaction, lengths: Lengths, hashes: Sequence[str], held: Mapping[str, tuple[FileEntry, ...]]
 ) -> dict[str, tuple[FileEntry, ...]]:
     """Put a file for each length of new samples, and return all files of each: after those that it has, ``held``.
 

@@ -1,8 +1,8 @@
 """Writing one local file, whole or not at all, from parts that are never joined in memory.
 
-A large file goes to the disk past the page cache, which would copy each page once more (a writer of token rows takes 1.4
-to 1.9 times the CPU through it) and push other files out of memory. Its bytes must be on the disk before it gets its
-name, so this costs no further wait.
+A large file goes to the disk past the page cache, which would copy each page once more (a writer of token rows takes
+1.4 to 1.9 times the CPU through it) and push other files out of memory. Its bytes must be on the disk before it gets
+its name, so this costs no further wait.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.model import with_lengths
 from lightning_stream.version_log import read_index
-from lightning_stream.writer.place import DatasetPlace, Out
+from lightning_stream.writer.place import Out, Transaction
 
 _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
 
@@ -67,7 +67,7 @@ def merge_index(
         keep_local = out
     elif root is None or isinstance(root, bool) or (not listed and out is not None):
         raise ValueError("merge_index takes a root, or a list of indexes and a root.")
-    place = DatasetPlace(root, keep_local, {"timeout_s": download_timeout, **(store_options or {})})
+    place = Transaction(root, keep_local, {"timeout_s": download_timeout, **(store_options or {})})
     place.begin("merge")
     store = place.store
     if listed:

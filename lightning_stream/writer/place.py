@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from lightning_stream import errors
 from lightning_stream.formats.hashing import digest_parts
@@ -29,6 +29,7 @@ from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
 from lightning_stream.writer.local_file import write_file
 
+T = TypeVar("T")
 Place: TypeAlias = "str | os.PathLike[str]"
 Out: TypeAlias = "Place | tuple[Place, Place]"
 Mode: TypeAlias = Literal["new", "append", "edit", "overwrite", "merge"]
@@ -59,16 +60,117 @@ class Seen:
         return cls()
 
 
-class DatasetPlace:
-    """A local folder, a remote store, or both: `begin`, `put_shard` and `commit` change the dataset there as a whole.
+class Side:
+    """One store of a transaction, and what was there when the writer began.
 
-    It can be pickled before `begin`. Threads may put shards at the same time. The arguments are those of `MDSWriter`;
-    the local folder of a pair is only written with ``keep_local``.
+    Attributes:
+        store: The store.
+        seen: The objects that will be swapped, by name.
+        former: The files of all versions of the dataset that was there.
+        names: Bytes by name of all files, as `look` found them.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.seen: dict[str, Seen] = {}
+        self.former: set[str] = set()
+        self.names: dict[str, int] = {}
+        self._mode: Mode = "overwrite"
+
+    def begin(self, mode: Mode, names: Iterable[str]) -> None:
+        """Read the objects that will be swapped; FileExistsError if a new dataset finds files."""
+        store = self.store
+        if isinstance(store, LocalStore):
+            for folder in (store.folder, *store.folder.glob("versions/*")):
+                sweep_drafts(folder)
+        first = next(self._entries(), None) if mode == "new" else None
+        if first is not None:
+            raise FileExistsError(
+                f"{store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass overwrite=True "
+                "to replace the dataset there, or append=True to add shards to it."
+            )
+        self._mode = mode
+        self.seen = {name: Seen() if mode == "new" else Seen.of(store, name) for name in names}
+        self.former = _former_files(store) if mode == "overwrite" else set()
+
+    def look(self) -> dict[str, int]:
+        """List all files; if the store refuses to list, the index and the files that it lists."""
+        self.names = {entry.name: entry.num_bytes for entry in self._entries()}
+        return self.names
+
+    def _entries(self) -> Iterator[ObjectEntry]:
+        try:
+            yield from self.store.list("")
+        except (errors.UnavailableError, errors.NotFoundError):
+            raise
+        except errors.StoreError:  # no right to list, or a web server
+            index = Seen.of(self.store, INDEX_NAME).data
+            if index is not None:
+                yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
+
+    def put(self, name: str, parts: Sequence[Any]) -> None:
+        """Put a file, unless there is one of that name: then AlreadyExistsError if the dataset is new."""
+        store = self.store
+        try:
+            if isinstance(store, LocalStore):
+                with store.translate_errors(name):
+                    write_file(store.folder / name, parts)
+            else:
+                store.put(name, b"".join(parts), if_absent=True)
+        except errors.AlreadyExistsError:
+            if self._mode == "new":
+                raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
+
+    def swap(self, name: str, data: bytes) -> None:
+        """Put an object if the one there is still what `begin` found; else AlreadyExistsError or ConflictError."""
+        seen = self.seen[name]
+        try:
+            self.store.put(name, data, if_absent=seen.data is None, if_version=seen.version)
+        except (errors.AlreadyExistsError, errors.ConflictError) as error:
+            if self._mode != "merge" or Seen.of(self.store, name).data != data:  # else another rank merged the same
+                raise type(error)(f"{self.store.url}/{name} changed since this writer began") from error
+
+    def withdraw(self, names: Iterable[str]) -> None:
+        """Delete the files of a writer whose commit failed, except those that the dataset now lists."""
+        listed: set[str] = set()
+        with contextlib.suppress(errors.NotFoundError, errors.FormatError):
+            listed = listed_files(read_newest(self.store).index.data)
+        for name in names:
+            if name not in listed:
+                self.store.delete(name)
+
+    def sweep(self, ours: re.Pattern[str], keep: Collection[str]) -> None:
+        """Delete the files of `look` that match `ours` or are of former versions, except those to keep.
+
+        Folders with an index of their own are other datasets, and stay. A file that cannot be deleted is logged.
+        """
+        store, names = self.store, self.names
+        indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
+        others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
+        gone = [name for name in names if name not in keep and (name in self.former or ours.fullmatch(name))]
+        gone = [name for name in gone if not name.startswith(others)]
+        gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
+        try:
+            for name in gone:
+                store.delete(name)
+        except errors.StoreError as error:
+            _LOG.warning("%s is written; up to %d old files could not be deleted: %s", store.url, len(gone), error)
+        if isinstance(store, LocalStore):
+            _sweep_folders(store, gone)
+
+
+class Transaction:
+    """One change of a dataset as a whole, in a local folder, a remote store, or both: `begin`, put files, `commit`.
+
+    It can be pickled before `begin`. Threads may put files at the same time. The arguments are those of `MDSWriter`;
+    the local folder of a pair is only written with ``keep_local``. Files are put into the remote store of a pair first,
+    which keeps the dataset.
 
     Attributes:
         local, remote: The local folder and the URL of `out`; None where it has none.
         mode, base: The mode given to `begin`; the index of the dataset that is appended to, None in the other modes.
-        put_names: The names of the shard files that were put.
+        message, key: What the log gets with an append: a note, and a name that no other append has, or "".
+        put_names: The names of the files that were put.
     """
 
     def __init__(self, out: Any, keep_local: bool = False, store_options: Mapping[str, Any] | None = None) -> None:
@@ -86,11 +188,9 @@ class DatasetPlace:
         self._options = store_options
         self.mode: Mode = "new"
         self.base: Index | None = None
+        self.message = self.key = ""
         self.put_names: list[str] = []
         self._version: Version | None = None
-        self._message = self._key = ""
-        self._begun_with: dict[str, list[Seen]] = {}
-        self._former: list[set[str]] = []
 
     @property
     def is_local(self) -> bool:
@@ -98,14 +198,17 @@ class DatasetPlace:
         return not any(map(is_remote, self._urls))
 
     @cached_property
-    def stores(self) -> list[Store]:
+    def sides(self) -> list[Side]:
         """The stores that files are put into. The first one keeps the dataset: the remote one of a pair."""
-        return [open_store(url, self._options if is_remote(url) else None) for url in self._urls]
+        return [Side(self._open(url)) for url in self._urls]
+
+    def _open(self, url: str) -> Store:
+        return open_store(url, self._options if is_remote(url) else None)
 
     @property
     def store(self) -> Store:
         """The first store."""
-        return self.stores[0]
+        return self.sides[0].store
 
     def begin(self, mode: Mode, also: Iterable[str] = ()) -> None:
         """Read the index that is there, and the objects `also`, which will be swapped too, before anything is written.
@@ -115,33 +218,20 @@ class DatasetPlace:
         ``"overwrite"``: `commit` replaces the dataset. ``"merge"``: only the index is put.
         """
         self.mode = mode
-        for store in self.stores:
-            if isinstance(store, LocalStore):
-                for folder in (store.folder, *store.folder.glob("versions/*")):
-                    sweep_drafts(folder)
-            first = next(_listed(store), None) if mode == "new" else None
-            if first is not None:
-                raise FileExistsError(
-                    f"{store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass overwrite=True "
-                    "to replace the dataset there, or append=True to add shards to it."
-                )
-        for name in (INDEX_NAME, *also):
-            self._begun_with[name] = [Seen() if mode == "new" else Seen.of(store, name) for store in self.stores]
-        self._former = [_former_files(store) for store in self.stores] if mode == "overwrite" else []
+        for side in self.sides:
+            side.begin(mode, (INDEX_NAME, *also))
         if mode not in ("append", "edit"):
             return
-        base, *others = (seen.data for seen in self._begun_with[INDEX_NAME])
-        if base is None:
+        if self.sides[0].seen[INDEX_NAME].data is None:
             raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
         self._version = read_newest(self.store)
-        self.base = self._version.index
-        if any(text is None for text in others) or any(
-            read_newest(store).index.data != self.base.data for store in self.stores[1:]
-        ):
-            raise ValueError(
-                "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy it "
-                f"from {self.store.url} to {self.stores[1].url}."
-            )
+        self.base = base = self._version.index
+        for side in self.sides[1:]:
+            if side.seen[INDEX_NAME].data is None or read_newest(side.store).index.data != base.data:
+                raise ValueError(
+                    "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy "
+                    f"it from {self.store.url} to {side.store.url}."
+                )
 
     @property
     def files_begun_with(self) -> set[str]:
@@ -152,11 +242,7 @@ class DatasetPlace:
 
     def partition(self, folder: str) -> Store:
         """Return the store of a folder below."""
-        return open_store(f"{self._urls[0].rstrip('/')}/{folder}", self._options if is_remote(self._urls[0]) else None)
-
-    def note(self, message: str, key: str | None) -> None:
-        """Set what `commit` writes into the log with an append: a message, and the append's key."""
-        self._message, self._key = message, key or ""
+        return self._open(f"{self._urls[0].rstrip('/')}/{folder}")
 
     @cached_property
     def next_shard(self) -> int:
@@ -181,26 +267,18 @@ class DatasetPlace:
     @cached_property
     def _name_salt(self) -> bytes:
         if self.mode == "append":
-            return self._key.encode() or secrets.token_bytes(16)
+            return self.key.encode() or secrets.token_bytes(16)
         if self._version is not None:
             return f"{self._version.root} {self._version.number}".encode()
-        return digest_of(self._begun_with[INDEX_NAME][0].data or b"").encode()
+        return digest_of(self.sides[0].seen[INDEX_NAME].data or b"").encode()
 
     def put_shard(self, name: str, parts: Sequence[Any]) -> None:
         """Put one file of a shard, or of lengths, under a name by `name_of`.
 
         FileExistsError if another writer has put that name.
         """
-        for store in self.stores:
-            try:
-                if isinstance(store, LocalStore):
-                    with store.translate_errors(name):
-                        write_file(store.folder / name, parts)
-                else:
-                    store.put(name, b"".join(parts), if_absent=True)
-            except errors.AlreadyExistsError:  # noqa: PERF203 (a pair has two stores)
-                if self.mode == "new":
-                    raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
+        for side in self.sides:
+            side.put(name, parts)
         self.put_names.append(name)
 
     def commit(self, entries: Sequence[bytes], lengths: Mapping[str, Sequence[FileEntry]]) -> bool:
@@ -215,13 +293,12 @@ class DatasetPlace:
         """
         base = self.base
         if base is None:
-            index = index_text(entries)
-            self.commit_index(with_lengths(index, lengths))
+            self.commit_index(with_lengths(index_text(entries), lengths))
             return True
-        if not entries and not self._key:
+        if not entries and not self.key:
             return True
         added = {name: files[len(base.lengths.get(name, ())) :] for name, files in lengths.items()}
-        change = Edit("append", entries, added, self._message, self._key)
+        change = Edit("append", entries, added, self.message, self.key)
 
         def edit(version: Version) -> Edit:
             now = version.index
@@ -229,115 +306,63 @@ class DatasetPlace:
                 raise errors.ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
             return change
 
-        return self._commit(edit)
+        return self.commit_edit(edit)
 
-    def commit_edit(self, edit: Edit | Callable[[Version], Edit]) -> None:
-        """Put a change of the version at `begin`, else ConflictError; in append mode, a function's of the newest."""
-        self._commit(edit if callable(edit) else lambda _: edit)
+    def commit_edit(self, edit: Edit | Callable[[Version], Edit]) -> bool:
+        """Put a change of the version at `begin`, else ConflictError; in append mode, a function's of the newest.
 
-    def _commit(self, edit: Callable[[Version], Edit]) -> bool:
-        """Put a change in the log of each store. In a pair, both places must have the same shards: one writer wins."""
+        False if the log has a change of this key. In a pair, both places must have the same shards: one writer wins.
+        """
         assert self._version is not None
-        is_new = True
-        retries = self.mode == "append" and len(self.stores) == 1
-        for number, store in enumerate(self.stores):
+        base, change = self._version, edit if callable(edit) else lambda _: edit
+        retries = self.mode == "append" and len(self.sides) == 1
+
+        def commit_at(side: Side) -> bool:
+            is_new = True
             try:
-                new = commit(store, self._version, edit, retries=retries)
+                version = commit(side.store, base, change, retries=retries)
             except errors.AlreadyExistsError:  # an append of this key is there
                 is_new = False
-                self._withdraw(store)
-                new = read_newest(store)  # its writer may have been killed before it was published
-            except errors.ConflictError as error:
-                self._refused(number, str(error), error)
-            publish(store, new, always=False)
-        return is_new
+                side.withdraw(self.put_names)
+                version = read_newest(side.store)  # its writer may have been killed before it was published
+            publish(side.store, version, always=False)
+            return is_new
+
+        return all(self._at_each(commit_at))
 
     def commit_index(self, index: bytes) -> None:
         """Swap the index. In overwrite mode, then delete the former dataset, and what killed writers left."""
-        if self.mode != "overwrite":
-            self.swap(INDEX_NAME, index)
-            return
-        before = self.listing()
-        for store, names in zip(self.stores, before, strict=True):
-            if MANIFEST in names and not _is_manifest(Seen.of(store, MANIFEST).data, names):
+        replaces = self.mode == "overwrite"
+        for side in self.sides if replaces else ():
+            names = side.look()
+            if MANIFEST in names and not _is_manifest(Seen.of(side.store, MANIFEST).data, names):
                 del names[MANIFEST]  # another program's file: it stays
         self.swap(INDEX_NAME, index)
-        self.sweep(before, _OURS_AND_MANIFEST, listed_files(index))
-
-    def listing(self) -> list[dict[str, int]]:
-        """Bytes by name of all files, one dict per store; of a store that refuses to list, those of its dataset."""
-        return [{entry.name: entry.num_bytes for entry in _listed(store)} for store in self.stores]
+        for side in self.sides if replaces else ():
+            side.sweep(_OURS_AND_MANIFEST, listed_files(index))
 
     def swap(self, name: str, data: bytes) -> None:
         """Put an object if the one there is still what `begin` found; else FileExistsError or ConflictError."""
-        for number, (store, seen) in enumerate(zip(self.stores, self._begun_with[name], strict=True)):
+        self._at_each(lambda side: side.swap(name, data))
+
+    def _at_each(self, change: Callable[[Side], T]) -> list[T]:
+        """Change each store. One that refuses, and those after it, lose the files of this writer; then it is raised."""
+        done = list[T]()
+        for side in self.sides:
             try:
-                if seen.data is None:
-                    store.put(name, data, if_absent=True)
-                else:
-                    store.put(name, data, if_version=seen.version)
+                done.append(change(side))
             except (errors.AlreadyExistsError, errors.ConflictError) as error:  # noqa: PERF203 (a pair has two stores)
-                if self.mode == "merge" and Seen.of(store, name).data == data:  # another rank merged the same
-                    continue
-                self._refused(number, f"{store.url}/{name} changed since this writer began", error)
-
-    def _refused(self, number: int, found: str, error: errors.StoreError) -> NoReturn:
-        """Delete the files of this writer in the stores that refused it, those from a number on, and raise."""
-        for loser in self.stores[number:]:
-            self._withdraw(loser)
-        text = _another(found)
-        if number:
-            text += f" {self.store.url} was changed before, and holds the dataset of this writer. Decide which "
-            text += f"of the two datasets to keep, and copy it to the other place: {self}."
-        raise type(error)(text) from error
-
-    def _withdraw(self, store: Store) -> None:
-        """Delete the files of this writer, whose commit failed, except those that the dataset now lists."""
-        listed: set[str] = set()
-        with contextlib.suppress(errors.NotFoundError, errors.FormatError):
-            listed = listed_files(read_newest(store).index.data)
-        for name in self.put_names:
-            if name not in listed:
-                store.delete(name)
-
-    def sweep(
-        self, before: Sequence[Collection[str]], ours: re.Pattern[str], keep: Collection[str], *, former: bool = True
-    ) -> None:
-        """Delete files after a swap: those that match `ours`, and those of all versions that were there at `begin`.
-
-        `before` has the names before the swap, one collection per store. The names in `keep` stay, and the versions
-        that were there at `begin` if `former` is False. Folders with an index of their own are other datasets, and
-        stay. A file that cannot be deleted is logged.
-        """
-        for store, names, listed in zip(self.stores, before, self._former, strict=True):
-            kept = keep if former else listed.union(keep)
-            indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
-            others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
-            gone = [name for name in names if name not in kept and (name in listed or ours.fullmatch(name))]
-            gone = [name for name in gone if not name.startswith(others)]
-            gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
-            try:
-                for name in gone:
-                    store.delete(name)
-            except errors.StoreError as error:
-                _LOG.warning("%s is written; up to %d old files could not be deleted: %s", self, len(gone), error)
-            if isinstance(store, LocalStore):
-                _sweep_folders(store, gone)
+                for loser in self.sides[len(done) :]:
+                    loser.withdraw(self.put_names)
+                text = _another(str(error))
+                if done:
+                    text += f" {self.store.url} was changed before, and holds the dataset of this writer. Decide which "
+                    text += f"of the two datasets to keep, and copy it to the other place: {self}."
+                raise type(error)(text) from error
+        return done
 
     def __str__(self) -> str:
-        return " and ".join(store.url for store in self.stores)
-
-
-def _listed(store: Store) -> Iterator[ObjectEntry]:
-    """List all files; if the store refuses to list, the index and the files that it lists."""
-    try:
-        yield from store.list("")
-    except (errors.UnavailableError, errors.NotFoundError):
-        raise
-    except errors.StoreError:  # no right to list, or a web server
-        index = Seen.of(store, INDEX_NAME).data
-        if index is not None:
-            yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
+        return " and ".join(side.store.url for side in self.sides)
 
 
 def _former_files(store: Store) -> set[str]:

@@ -15,7 +15,7 @@ from lightning_stream.errors import StoreError
 from lightning_stream.shared_files import file_system
 from lightning_stream.writer import local_file
 from lightning_stream.writer.local_file import write_file
-from lightning_stream.writer.place import DatasetPlace
+from lightning_stream.writer.place import Transaction
 
 BLOCK, STAGE = local_file._BLOCK_BYTES, local_file._STAGE_BYTES
 _BYTES = np.random.default_rng(0).bytes(3 * STAGE + 2 * BLOCK)
@@ -91,7 +91,7 @@ def test_a_write_that_fails_leaves_no_file(direct: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "writev", full)
     with pytest.raises(StoreError, match=r"shard\.00000\.mds: No space left.*Free some space"):
-        DatasetPlace(direct).put_shard("shard.00000.mds", [_BYTES])
+        Transaction(direct).put_shard("shard.00000.mds", [_BYTES])
     assert list(direct.iterdir()) == []
 
 
