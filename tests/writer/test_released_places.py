@@ -1,4 +1,4 @@
-"""What is left at a place by each writer and each way to write, is as commit 9621097 left it: names and bytes."""
+"""What is left at a place by each writer and each way to write is as commit 9621097 left it: names and bytes."""
 
 from __future__ import annotations
 
