@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import describe
-from lightning_stream.formats.index.schema import ROW_TYPES, Schema, ShardEntry, schema_object
 from lightning_stream.formats.memory import MappedFile, sample_offsets
+from lightning_stream.formats.model import ROW_TYPES, Schema, ShardEntry, to_text
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, corrupt_error
 from lightning_stream.formats.shard_encoder import EncodedBatch, column_error, offset_table
 
@@ -49,7 +49,7 @@ class RowEncoder:
         if wrong:
             raise ValueError(f"row formats have columns of {', '.join(ROW_TYPES)}; got {wrong}. Write MDS for others.")
         self.schema = schema
-        self._config = json.dumps(schema_object(schema), sort_keys=True).encode()
+        self._config = to_text(schema)
         self._casts = [(name, kind, _CASTS[kind]) for name, kind in schema.columns.items()]
         self._newline = schema.newline or "\n"
         self._separator = schema.separator or ","

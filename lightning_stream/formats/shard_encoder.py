@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings.base import Bytes2d
-from lightning_stream.formats.index.schema import Schema
+from lightning_stream.formats.model import Schema
 
 _JOIN_BYTES = 1 << 16  # small parts are joined to about so many bytes before they are copied
 _CHUNK_BYTES = 1 << 18  # it stays in a core's cache between the copy, the hash and the write

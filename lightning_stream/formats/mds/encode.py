@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding, plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn, Bytes2d
-from lightning_stream.formats.index.schema import MAX_FILE_BYTES, Schema, schema_object
+from lightning_stream.formats.model import MAX_FILE_BYTES, Schema, to_text
 from lightning_stream.formats.shard_encoder import EncodedBatch, check_columns, column_error, named_error, offset_table
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class MdsEncoder:
         self._encodings = [get_encoding(encoding) for encoding in encodings]
         sizes = tuple(encoding.size for encoding in self._encodings)
         self.schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
-        self._config = json.dumps(schema_object(self.schema), sort_keys=True).encode()
+        self._config = to_text(self.schema)
         self.header_bytes = 8 + len(self._config)
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
             (name, encoding, _kept(one), one.encode, one.size)
