@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Bools, Ints
 from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
@@ -46,11 +46,11 @@ class Forgotten:
     """
 
     snapshot: Snapshot
-    ids: NDArray[np.int64]
-    _skipped: NDArray[np.int64] = field(init=False, repr=False)
+    ids: Ints
+    _skipped: Ints = field(init=False, repr=False)
 
     @classmethod
-    def of(cls, snapshot: Snapshot, ids: Iterable[int] | NDArray[np.int64]) -> Forgotten:
+    def of(cls, snapshot: Snapshot, ids: Iterable[int] | Ints) -> Forgotten:
         """These samples, in any order."""
         return cls(snapshot, np.unique(as_ids(ids, "forgotten samples")).astype(np.int64))
 
@@ -75,13 +75,13 @@ class Forgotten:
         """16 hexadecimal digits that differ for any other samples."""
         return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()[:16]
 
-    def among(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def among(self, ids: Ints) -> Bools:
         """bool[n]: which of these ids are forgotten. O(n log forgotten)."""
         at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        found: NDArray[np.bool_] = self.ids[at] == ids
-        return found
+        are_forgotten: Bools = self.ids[at] == ids
+        return are_forgotten
 
-    def replaced(self, ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+    def replaced(self, ids: Ints, seed: int, epoch: int) -> Ints:
         """These ids, with others in the place of the forgotten ones: the same ones in all of an epoch."""
         forgotten = self.among(ids)
         if not forgotten.any():
@@ -90,7 +90,7 @@ class Forgotten:
         ids[forgotten] = self.substitutes(ids[forgotten], seed, epoch)
         return ids
 
-    def substitutes(self, ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+    def substitutes(self, ids: Ints, seed: int, epoch: int) -> Ints:
         """For each forgotten id, a sample of its stream that is kept."""
         snapshot = self.snapshot
         stream = snapshot.streams_of(ids)
@@ -128,7 +128,7 @@ class Replay:
     forgotten: Forgotten
 
 
-def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoints: Sequence[Position]) -> Replay:
+def plan_replay(run: RunOrder, ids: Iterable[int] | Ints, checkpoints: Sequence[Position]) -> Replay:
     """Which checkpoint a run must continue from, so that it has never seen some samples.
 
     ``run`` is the order that the checkpoints were written under; continue with :func:`forgetting` of it.

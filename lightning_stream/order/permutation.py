@@ -11,6 +11,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
+
 _WORTH_PACKING = 512
 MIX_STEP = np.uint64(0x9E3779B97F4A7C15)  # between numbers for `mix64`, as in splitmix64
 
@@ -40,7 +42,7 @@ def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint6
     return np.random.PCG64(np.random.SeedSequence(words)).random_raw(size)
 
 
-def permutation(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.int64]:
+def permutation(purpose: RngStream, *numbers: int, size: int) -> Ints:
     """The permutation of ``range(size)`` with this key: the stable argsort of :func:`random_u64`."""
     keys = random_u64(purpose, *numbers, size=size)
     order = _argsort_scattered(keys) if size >= _WORTH_PACKING else None
@@ -54,7 +56,7 @@ def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: in
     return int(np.count_nonzero(keys < own)) + int(np.count_nonzero(keys[:index] == own))
 
 
-def _argsort_scattered(keys: NDArray[np.uint64]) -> NDArray[np.int64] | None:
+def _argsort_scattered(keys: NDArray[np.uint64]) -> Ints | None:
     """The stable argsort of random numbers, at twice the speed; None where the high bits of two are equal.
 
     Each number's lowest bits are replaced by its index, so that one sort, which is faster than an argsort, moves both.
@@ -69,7 +71,7 @@ def _argsort_scattered(keys: NDArray[np.uint64]) -> NDArray[np.int64] | None:
     return None if np.count_nonzero(packed[1:] == packed[:-1]) else order
 
 
-def stable_argsort(keys: NDArray[np.uint64] | NDArray[np.int64]) -> NDArray[np.int64]:
+def stable_argsort(keys: NDArray[np.uint64] | Ints) -> Ints:
     """Stable argsort of each row, several times faster where no two keys are equal: then every sort agrees."""
     order = keys.argsort(axis=-1)
     ordered = np.take_along_axis(keys, order, axis=-1) if keys.ndim > 1 else keys[order]
