@@ -14,7 +14,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
@@ -72,25 +72,23 @@ class Mixture:
         shares = [schedule.shares(weights) for _, weights in schedule.points]
         tree = plan_tree(tuple(_normal(_products(weights, rates)) for weights in shares))
         starts = [at for at, _ in schedule.points]
-        sections = [
-            Section(Fraction(end - begin), first, then if schedule.interpolation == "linear" else first)
-            for (begin, end), (first, then) in zip(pairwise(starts), pairwise(shares), strict=True)
-        ]
-        sections.append(Section(None, shares[-1], shares[-1]))
-        self._eras = [_Era(0, np.zeros(len(sizes), dtype=np.int64), tree, rates, limits, sections)]
+        lengths = [Fraction(end - begin) for begin, end in pairwise(starts)]
+        ends = shares[1:] if schedule.interpolation == "linear" else shares[:-1]
+        sections = [*map(Section, lengths, shares, ends), Section(None, shares[-1], shares[-1])]
+        make = partial(_Era, tree, rates, limits)
+        self._eras = [make(0, np.zeros(len(sizes), dtype=np.int64), sections)]
         for change in schedule.changes:
             if change.weights is not None:
                 weights = schedule.shares(change.weights)
                 at = change.at // stretch_length
                 start = at if self.end is None else min(at, self.end)
-                era = _Era(start, self._counts(start), tree, rates, limits, [Section(None, weights, weights)])
+                era = make(start, self._counts(start), [Section(None, weights, weights)])
                 self._eras = [*(earlier for earlier in self._eras if earlier.start < start), era]
 
     def counts(self, at: Ints) -> Ints:
         """int64[n, streams]: how many of the first ``at`` stretches of the run are of each stream; ``at`` rises."""
-        edges = np.searchsorted(at, [era.start for era in self._eras[1:]])
-        parts = zip(self._eras, np.split(at, edges), strict=True)
-        return np.concatenate([era.counts(part) for era, part in parts])
+        parts = np.split(at, np.searchsorted(at, [era.start for era in self._eras[1:]]))
+        return np.concatenate([era.counts(part) for era, part in zip(self._eras, parts, strict=True)])
 
     def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
         """For stretches [begin, end) of the run: the stream of each, and its number in that stream's own sequence."""
@@ -111,10 +109,9 @@ class Mixture:
     def find(self, stream: int, number: int, begin: int, end: int) -> int | None:
         """The stretch of the run that has this number of a stream: one of [begin, end), or None if it is skipped."""
         for which, first, skipped in self._skips:
-            if which == stream and number >= first:
-                number -= skipped
-                if number < first:
-                    return None
+            if which == stream and first <= number < first + skipped:
+                return None
+            number -= skipped * (which == stream and number >= first)
         while end - begin > 1:
             at = np.unique(np.linspace(begin, end, _SEARCHED_AT_ONCE).astype(np.int64))
             after = int(np.searchsorted(self.counts(at)[:, stream], number, side="right"))
@@ -159,11 +156,11 @@ class _Era:
 
     def __init__(
         self,
-        start: int,
-        before: Ints,
         tree: Tree,
         rates: Shares,
         limits: Sequence[int | None],
+        start: int,
+        before: Ints,
         sections: Sequence[Section],
     ) -> None:
         self.start = start
@@ -172,8 +169,7 @@ class _Era:
         self._before = before  # what each stream gave before the start
         self._tree = tree
         self._rates = rates
-        pairs = zip(limits, before.tolist(), strict=True)
-        self._left = [None if limit is None else limit - given for limit, given in pairs]
+        self._left = [limit and limit - given for limit, given in zip(limits, before.tolist(), strict=True)]
         self._alive = [left is None or left > 0 for left in self._left]
         self._base = [Fraction(0)] * len(rates)
         self._rows = [np.zeros((1, len(rates)), dtype=np.int64)]
@@ -218,8 +214,8 @@ class _Era:
         if not any((*begin, *end)):
             return None  # no stream of this section is left: the next one begins at once
         section = Section(section.length, begin or end, end or begin)
-        places = {stream: self._place_of_end(section, stream) for stream, alive in enumerate(self._alive) if alive}
-        ends = {stream: place for stream, place in places.items() if place is not None}
+        living = [stream for stream, alive in enumerate(self._alive) if alive]
+        ends = {stream: place for stream in living if (place := self._place_of_end(section, stream)) is not None}
         length = min(ends.values(), default=section.length)
         if length is None:
             self._last = section
@@ -246,12 +242,12 @@ class _Era:
         needed = left - self._base[stream]
         begin = section.begin[stream] * rate
         slope = section.end[stream] * rate - begin
-        if not slope:
-            place = needed / begin if begin else None
-            return place if place is not None and (length is None or place <= length) else None
-        assert length is not None
+        if length is None:
+            return needed / begin if begin else None
         if (begin + slope / 2) * length < needed:
             return None
+        if not slope:
+            return needed / begin if begin else None
 
         def given(step: int) -> Fraction:
             place = length * Fraction(step, 2**48)

@@ -39,8 +39,8 @@ def chosen(
     """
     sizes = snapshot.stream_samples
     if epoch_size is not None or any(one.proportion is not None for one in weights):
-        parts = np.array([one.proportion for one in weights], dtype=np.float64)
-        parts = sizes.astype(np.float64) if np.isnan(parts).any() else parts
+        pairs = zip(weights, sizes.tolist(), strict=True)
+        parts = np.array([have if one.proportion is None else one.proportion for one, have in pairs], dtype=np.float64)
         total = int(sizes.sum()) if epoch_size is None else epoch_size
         proportion = parts / max(parts.sum(), np.finfo(np.float64).tiny)
         choose = (total * proportion).astype(np.int64)
@@ -55,20 +55,6 @@ def chosen(
             "as streams without any; raise the weights, or omit those streams"
         )
     return choose.tolist(), proportion.tolist()
-
-
-def draw(snapshot: Snapshot, streams: Sequence[int], choose: Sequence[int], config: OrderConfig, epoch: int) -> Drawn:
-    """Draw from some streams. One generator serves the call, so a call for all streams differs from one for each."""
-    balanced = config.sampling_method == "balanced"
-    rng = default_rng(config.seed + epoch * balanced)
-    parts = []
-    for stream in streams:
-        sizes = snapshot.shard_sizes[stream]
-        use_epoch = config.shuffle and balanced
-        per_shard = sampling(sizes, choose[stream], config.sampling_granularity, config.seed, epoch, use_epoch)
-        first = snapshot.stream_offsets[stream]
-        parts.append(_drawn(snapshot.shard_offsets[first : first + len(sizes)], sizes, per_shard, rng))
-    return Drawn(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _drawn(begins: Ints, sizes: Ints, per_shard: Ints, rng: np.random.Generator) -> Drawn:
@@ -142,10 +128,22 @@ class EpochInputs:
         """Samples of a shuffle block of one stream alone: its proportion of the whole."""
         return int(self.block_size * self.proportions[stream])
 
-    def mixing(self) -> np.random.Generator:
-        """The generator that mixes the batches of streams over time."""
-        config = self.config
-        return default_rng(config.seed + self.epoch * (config.shuffle and config.sampling_method == "balanced"))
+    @property
+    def sampling_epoch(self) -> int:
+        """What the seed of samplings and of mixed batches moves by."""
+        return self.epoch * (self.config.shuffle and self.config.sampling_method == "balanced")
+
+    def draw(self, streams: Sequence[int]) -> Drawn:
+        """Draw from some streams. One generator serves them, so all together draw other samples than each alone."""
+        config, snapshot = self.config, self.snapshot
+        rng = default_rng(config.seed + self.epoch * (config.sampling_method == "balanced"))
+        parts = []
+        for stream in streams:
+            sizes = snapshot.shard_sizes[stream]
+            settings = config.sampling_granularity, config.seed, self.sampling_epoch, True
+            begins = snapshot.shard_offsets[snapshot.stream_offsets[stream] :][: len(sizes)]
+            parts.append(_drawn(begins, sizes, sampling(sizes, self.choose[stream], *settings), rng))
+        return Drawn(*map(np.concatenate, zip(*parts, strict=True)))
 
     def order(self, drawn: Drawn, block_size: int) -> Ints:
         """The sample id at each position of the drawn samples."""
@@ -191,10 +189,10 @@ def epoch_batches(
     streams = range(snapshot.num_streams)
     method = _METHODS.get(config.batching_method)
     if method is None:  # "random": one generator draws the samples of all streams
-        drawn = draw(snapshot, streams, choose, config, epoch)
+        drawn = inputs.draw(streams)
         ids = inputs.order(drawn, inputs.block_size)
         return _take(ids, inputs.positions(len(ids), inputs.nodes, inputs.batch_size, used)), drawn.ids
-    draws = [draw(snapshot, [stream], choose, config, epoch) for stream in streams]
+    draws = [inputs.draw([stream]) for stream in streams]
     batches = method(inputs, draws)[used // inputs.global_batch :]
     return batches, np.concatenate([drawn.ids for drawn in draws])
 
@@ -214,7 +212,7 @@ def _per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
         full = batches[(batches != PADDING).all(axis=1)]
         inputs.require_batches(stream, len(full), inputs.global_batch)
         pools.append(_take(ids, full))
-    return _mixed(pools, inputs.mixing())
+    return _mixed(pools, default_rng(inputs.config.seed + inputs.sampling_epoch))
 
 
 def _device_per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
@@ -237,7 +235,7 @@ def _device_per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
         count = of_node.shape[1] // size
         inputs.require_batches(stream, count, size)
         pools.append(_take(ids, of_node[:, : count * size].reshape(nodes, count, size)))
-    rng = inputs.mixing()
+    rng = default_rng(inputs.config.seed + inputs.sampling_epoch)
     mixed = np.stack([_mixed([pool[node] for pool in pools], rng) for node in range(nodes)], axis=1)
     num_ranks = nodes * inputs.ranks
     padding = np.full((num_ranks - len(mixed) % num_ranks, nodes, size), PADDING, dtype=np.int64)
