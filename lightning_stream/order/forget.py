@@ -13,7 +13,8 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,7 +48,6 @@ class Forgotten:
 
     snapshot: Snapshot
     ids: Ints
-    _skipped: Ints = field(init=False, repr=False)
 
     @classmethod
     def of(cls, snapshot: Snapshot, ids: Iterable[int] | Ints) -> Forgotten:
@@ -62,13 +62,18 @@ class Forgotten:
                 f"{len(ids)} ids{f' from {ids[0]} to {ids[-1]}' if len(ids) else ''}."
             )
         forgotten = np.bincount(snapshot.streams_of(ids), minlength=snapshot.num_streams)
-        if (whole := (forgotten == snapshot.stream_samples) & (forgotten > 0)).any():
-            names = [snapshot.stream_names[number] for number in np.flatnonzero(whole).tolist()]
+        emptied = np.flatnonzero((forgotten == snapshot.stream_samples) & (forgotten > 0)).tolist()
+        if emptied:
+            names = ", ".join(snapshot.stream_names[stream] for stream in emptied)
             raise ValueError(
-                f"Other samples of a stream take the places of the forgotten ones, but all of {', '.join(names)} are "
-                "forgotten. Keep one, or remove the stream."
+                f"Other samples of a stream take the places of the forgotten ones, but all of {names} are forgotten. "
+                "Keep one, or remove the stream."
             )
-        object.__setattr__(self, "_skipped", ids - np.arange(len(ids)))  # samples kept before each forgotten one
+
+    @cached_property
+    def _remaining_before(self) -> Ints:
+        """int64[n]: how many samples with smaller ids than each forgotten one are not forgotten."""
+        return self.ids - np.arange(len(self.ids))
 
     @property
     def digest(self) -> str:
@@ -99,7 +104,7 @@ class Forgotten:
         kept = (count - (behind - before)).astype(np.uint64)
         salt = random_u64(RngStream.FORGOTTEN, seed, epoch, size=1)
         number = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % kept).astype(np.int64) + first - before
-        return number + np.searchsorted(self._skipped, number, side="right")
+        return number + np.searchsorted(self._remaining_before, number, side="right")
 
     def delivered_as(self, sample_id: int, seed: int, epoch: int) -> list[int]:
         """The drawn ids for which this sample is delivered: its own, and those whose place it takes."""

@@ -92,14 +92,14 @@ class Mixture:
 
     def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
         """For stretches [begin, end) of the run: the stream of each, and its number in that stream's own sequence."""
-        stream, count = np.empty((2, end - begin), dtype=np.int64)
         step = max(1, _MOST_COUNTS // self._eras[0].num_streams)  # memory does not grow with the number of streams
-        for first in range(begin, end, step):
+        parts = []
+        for first in range(begin, max(end, begin + 1), step):
             counts = self.counts(np.arange(first, min(first + step, end) + 1, dtype=np.int64))
-            here = slice(first - begin, first - begin + len(counts) - 1)
-            stream[here] = np.diff(counts, axis=0).argmax(axis=1)
-            count[here] = np.take_along_axis(counts[:-1], stream[here, None], axis=1)[:, 0]
-        return stream, self._numbers(stream, count)
+            stream = np.diff(counts, axis=0).argmax(axis=1)
+            parts.append((stream, counts[np.arange(len(stream)), stream]))
+        streams, numbers = map(np.concatenate, zip(*parts, strict=True))
+        return streams, self._numbers(streams, numbers)
 
     def ends(self, at: int) -> Ints:
         """int64[streams]: the number that follows the last one of each stream in the first ``at`` stretches."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -214,10 +213,10 @@ class Schedule:
         return [*problems, names] if unknown else problems
 
 
-def _whole(number: float) -> int:
+def _whole(number: Any) -> Any:
     """A whole number that may be written as a float (20e9); others stay, for the message."""
-    number = number.item() if isinstance(number, np.generic) else number
-    return int(number) if isinstance(number, float) and math.isfinite(number) and number == int(number) else number  # type: ignore[return-value]
+    is_whole = isinstance(number, float | np.number) and number == number // 1
+    return int(number) if is_whole else number
 
 
 def _pairs(values: Any) -> Any:

@@ -144,10 +144,9 @@ def max_active(shards: Ints, ahead: int = 0) -> int:
     """
     _, first = np.unique(shards, return_index=True)
     _, behind = np.unique(shards[::-1], return_index=True)
-    change = np.zeros(len(shards) + 1, dtype=np.int64)
-    np.add.at(change, np.maximum(0, first - ahead), 1)
-    np.add.at(change, len(shards) - behind, -1)
-    return int(np.cumsum(change).max())
+    begins = np.bincount(np.maximum(0, first - ahead), minlength=len(shards) + 1)
+    ends = np.bincount(len(shards) - behind, minlength=len(shards) + 1)
+    return int(np.cumsum(begins - ends).max())
 
 
 def _digest_of_shards(shard_sizes: Sequence[Ints], stream_digests: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from lightning_stream.order.arrays import Ints, ranges, starts_of
-from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
+from lightning_stream.order.permutation import RngStream, permutation, random_u64
 
 
 def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> Ints:
@@ -18,8 +18,8 @@ def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> Ints:
     """
     num_groups = -(-num_shards // canonical_nodes)
     group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
-    turns = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
-    node = (_far_apart(canonical_nodes)[inside] + turns[group]) % canonical_nodes
+    shifts = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
+    node = (_far_apart(canonical_nodes)[inside] + shifts[group]) % canonical_nodes
     absent = np.ones(canonical_nodes, dtype=np.int64)  # nodes to which the last, incomplete group gives nothing
     absent[node[canonical_nodes * (num_groups - 1) :]] = 0
     places: Ints = node * num_groups + group - starts_of(absent)[node]
@@ -48,8 +48,7 @@ def spread_parts(
     seed, epoch, stream, node = key
     num_strata = min(canonical_nodes * window, max(num_groups, 1))
     stratum = group * num_strata // max(num_groups, 1)
-    turn = _turns(seed, epoch, stream, num_strata)[stratum]
-    row, column = turn % canonical_nodes, turn // canonical_nodes
+    column, row = np.divmod(_stratum_ranks(seed, epoch, stream, num_strata)[stratum], canonical_nodes)
     rounds = _ranks_within(key, stratum)
     num_rounds = int(rounds.max(initial=0)) + 1
     sweep = (row - node - rounds) % canonical_nodes
@@ -57,23 +56,16 @@ def spread_parts(
 
 
 @lru_cache(maxsize=8)
-def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> Ints:
+def _stratum_ranks(seed: int, epoch: int, stream: int, num_strata: int) -> Ints:
     """The random order of an epoch's strata, the same for all its nodes."""
     return permutation(RngStream.STRATA, seed, epoch, stream, size=num_strata)
 
 
 def _ranks_within(key: tuple[int, int, int, int], stratum: Ints) -> Ints:
     """A random rank of each part among those of its stratum."""
-    if not len(stratum):
-        return stratum
     order = np.argsort(stratum, kind="stable")
-    ordered = stratum[order]
+    keys = random_u64(RngStream.PARTS, *key, size=len(stratum)) >> np.uint64(1)
     sizes = np.bincount(stratum)
-    inside = ranges(np.zeros_like(sizes), sizes)
-    table = np.full((len(sizes), int(sizes.max())), 2**64 - 1, dtype=np.uint64)
-    table[ordered, inside] = random_u64(RngStream.PARTS, *key, size=len(ordered)) >> np.uint64(1)
-    ranks = np.empty(table.shape, dtype=np.int64)
-    np.put_along_axis(ranks, stable_argsort(table), np.arange(table.shape[1])[None, :], axis=1)
-    within = np.empty_like(order)
-    within[order] = ranks[ordered, inside]
-    return within
+    ranks = np.empty_like(stratum)
+    ranks[order[np.lexsort((keys, stratum[order]))]] = ranges(np.zeros_like(sizes), sizes)
+    return ranks
