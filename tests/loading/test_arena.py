@@ -8,8 +8,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +18,16 @@ torch = pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.formats.shard import Ragged  # noqa: E402
-from lightning_stream.loading import transport  # noqa: E402
-from lightning_stream.loading.transport import SharedSlots, shared_slots  # noqa: E402
-
-pytestmark = pytest.mark.skipif(
-    shared_slots(1, 1) is None, reason="the system has no memfd_create (Linux has): batches go torch's own way there"
-)
+from lightning_stream.loading import arena as arenas  # noqa: E402
+from lightning_stream.loading.arena import Arena  # noqa: E402
 
 
-def slots_of(num_workers: int, num_slots: int) -> SharedSlots:
-    slots = shared_slots(num_workers, num_slots)
-    assert slots is not None
-    return slots
+def is_in_slot(message: bytes) -> bool:
+    return message[:1] == arenas._IN_SLOT
 
 
-def put(slots: SharedSlots, worker: int, batch: Any) -> Any:
-    slots.begin(worker)
-    return slots.put(batch)
-
-
-def sent(handle: Any) -> Any:
-    """As torch's queues send what a worker gives them."""
-    return pickle.loads(ForkingPickler.dumps(handle))
-
-
-def is_handle(value: Any) -> bool:
-    return type(value).__module__ == transport.__name__
+def sent(arena: Arena, batch: Any) -> Any:
+    return arena.open(arena.seal(batch))
 
 
 def a_batch() -> dict[str, Any]:
@@ -97,13 +79,12 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own
 def test_whatever_is_in_a_batch_arrives_as_it_was() -> None:
-    slots = slots_of(2, 1)
-    for worker in (0, 1, 1, 0):
+    arena = Arena(1)
+    for _ in range(3):
         batch = a_batch()
-        handle = put(slots, worker, batch)
-        assert is_handle(handle)
-        assert len(ForkingPickler.dumps(handle)) < 1000
-        arrived = sent(handle)
+        message = arena.seal(batch)
+        assert is_in_slot(message)
+        arrived = arena.open(message)
         assert_same(batch, arrived)
         assert arrived["again"] is arrived["tokens"]
         arrived["tokens"][0, 5] = -1  # what shared memory before, does so now
@@ -121,96 +102,103 @@ def assert_full(batch: dict[str, Any], value: int) -> None:
 
 
 def test_batches_that_are_kept_never_change_and_never_fill_the_slots() -> None:
-    slots = slots_of(2, 2)
-    kept = [sent(put(slots, number % 2, full(number, 5000 + number * 100_000 % 300_000))) for number in range(40)]
+    arena = Arena(2)
+    kept = [sent(arena, full(number, 5000 + number * 100_000 % 300_000)) for number in range(40)]
     for number, batch in enumerate(kept):
         assert_full(batch, number)
 
 
 def test_a_view_of_a_part_of_a_batch_keeps_its_slot() -> None:
-    slots = slots_of(1, 1)
+    arena = Arena(1)
     views = [
-        sent(put(slots, 0, full(0)))["x"][7:9].view(2, 1),
-        torch.from_numpy(sent(put(slots, 0, full(1)))["x"].numpy()[::2]),
-        torch.from_dlpack(sent(put(slots, 0, full(2)))["x"]),
-        sent(put(slots, 0, full(3)))["y"][None, ::-1],
-        sent(put(slots, 0, full(4)))["x"].share_memory_(),
+        sent(arena, full(0))["x"][7:9].view(2, 1),
+        torch.from_numpy(sent(arena, full(1))["x"].numpy()[::2]),
+        torch.from_dlpack(sent(arena, full(2))["x"]),
+        sent(arena, full(3))["y"][None, ::-1],
+        sent(arena, full(4))["x"].share_memory_(),
     ]
     for number in range(5, 15):
-        assert_full(sent(put(slots, 0, full(number))), number)
+        assert_full(sent(arena, full(number)), number)
     assert [set(view.ravel().tolist()) for view in views] == [{number} for number in range(5)]
 
 
 def test_a_slot_is_used_again_when_its_batch_is_gone() -> None:
-    slots = slots_of(1, 1)
-    places = {sent(put(slots, 0, full(number)))["x"].data_ptr() for number in range(10)}
+    arena = Arena(1)
+    places = {sent(arena, full(number))["x"].data_ptr() for number in range(10)}
     assert len(places) == 1
-    held = [sent(put(slots, 0, full(number))) for number in range(6)]
+    held = [sent(arena, full(number)) for number in range(6)]
     copies = [batch["x"].data_ptr() for batch in held]
     del held
-    assert sent(put(slots, 0, full(7)))["x"].data_ptr() in places
+    assert sent(arena, full(7))["x"].data_ptr() in places
     assert len(set(copies)) == 6
 
 
-def test_without_a_free_slot_a_batch_goes_as_it_is() -> None:
-    slots = slots_of(2, 2)
-    batches = [full(number) for number in range(6)]
-    handles = [put(slots, 0, batch) for batch in batches]
-    assert [is_handle(one) for one in handles] == [True] * 5 + [False]
-    assert handles[5] is batches[5]
-    assert is_handle(put(slots, 1, batches[0]))  # another worker has slots of its own
-    for number in (1, 0, 4, 2, 3):
-        assert_full(sent(handles[number]), number)
-    assert is_handle(put(slots, 0, batches[5]))
+def test_without_a_free_slot_all_of_a_batch_is_in_its_message() -> None:
+    arena = Arena(2)
+    arena._states[2:] = arenas._SENT
+    batches = [full(number) for number in range(3)]
+    messages = [arena.seal(batch) for batch in batches]
+    assert [is_in_slot(message) for message in messages] == [True, True, False]
+    for number in (1, 2, 0):
+        assert_full(arena.open(messages[number]), number)
+    assert_same(a_batch(), sent(arena, a_batch()))
+    assert is_in_slot(arena.seal(batches[0]))
+
+
+def test_without_a_free_slot_whatever_is_in_a_batch_arrives_too() -> None:
+    arena = Arena(1)
+    arena._states[:] = arenas._SENT
+    assert arena.empty(8) is None
+    batch, arrived = a_batch(), sent(arena, a_batch())
+    assert_same(batch, arrived)
+    arrived["tokens"][0, 5] = -1
+    assert arrived["shifted"][0, 4] == -1
+
+
+def test_a_batch_that_is_not_opened_frees_its_slot() -> None:
+    arena = Arena(1)
+    for number in range(30):
+        message = arena.seal(full(number))
+        assert is_in_slot(message)
+        arena.discard(message)
+    arena.discard(arena.seal({"x": 1}))
 
 
 def test_arrays_that_are_made_in_a_slot_are_not_copied() -> None:
-    slots = slots_of(1, 1)
-    for _ in range(2):  # the second batch finds memory of the right size
-        slots.begin(0)
-        made = [np.frombuffer(slots.empty(size) or bytearray(size), np.int64) for size in (8, 8 << 20, 80)]
+    arena = Arena(1)
+    for _ in range(2):
+        made = [np.frombuffer(arena.empty(size) or bytearray(size), np.int64) for size in (1 << 17, 8 << 20, 1 << 15)]
         for number, array in enumerate(made):
             array[:] = number
         batch = {"made": [torch.from_numpy(array) for array in made], "other": torch.full((3,), 3)}
         places = [array.__array_interface__["data"][0] for array in made]
-        handle = slots.put(batch)
-        arrived = sent(handle)
+        arrived = sent(arena, batch)
         assert [set(one.tolist()) for one in arrived["made"]] == [{0}, {1}, {2}]
         assert arrived["other"].tolist() == [3] * 3
-        del batch
-    assert len({one.data_ptr() - place for one, place in zip(arrived["made"], places, strict=True)}) == 1
+        assert [one.data_ptr() for one in arrived["made"]] == places  # both sides are this process
+        del batch, made
 
 
-def test_a_batch_that_finds_no_memory_goes_as_it_is_and_keeps_its_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> int:
-        raise OSError(24, "Too many open files")
+def test_where_few_addresses_may_be_mapped_slots_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    mapped = arenas.mmap.mmap
 
-    slots = slots_of(1, 1)
-    slots.begin(0)
-    made = np.frombuffer(slots.empty(800) or b"", np.int64)
-    made[:] = 1
-    batch = {"made": made, "other": np.zeros(1 << 20)}
-    with monkeypatch.context() as patch:
-        patch.setattr(transport, "memory_file", refuse)
-        assert slots.put(batch) is batch
-        assert slots.empty(8) is None
-    for number in range(2, 9):
-        assert_full(sent(put(slots, 0, full(number))), number)
-    assert set(made.tolist()) == {1}
+    def refuse_many(fd: int, num_bytes: int, **options: Any) -> Any:
+        if num_bytes > 1 << 32:
+            raise OSError(12, "Cannot allocate memory")
+        return mapped(fd, num_bytes, **options)
 
-
-def test_an_iteration_that_ends_inside_a_batch_leaves_nothing_in_the_next_one() -> None:
-    slots = slots_of(1, 1)
-    slots.begin(0)
-    lost = np.frombuffer(slots.empty(800), np.int64)
-    slots.begin(0)
-    assert_full(sent(slots.put(full(1))), 1)
-    del lost
+    monkeypatch.setattr(arenas.mmap, "mmap", refuse_many)
+    arena = Arena(1)
+    assert arena._slot_bytes == 128 << 20
+    large = {"x": torch.ones(40 << 20)}  # 160 MB
+    assert torch.equal(sent(arena, large)["x"], large["x"])
+    assert arena.empty(160 << 20) is None
+    assert_full(sent(arena, full(1)), 1)
 
 
 def test_a_forked_process_reads_what_its_parent_had_at_the_fork() -> None:
-    slots = slots_of(1, 1)
-    held = [sent(put(slots, 0, full(1)))]
+    arena = Arena(1)
+    held = [sent(arena, full(1))]
     go, done = multiprocessing.Pipe(), multiprocessing.Pipe()
 
     def read() -> None:
@@ -221,41 +209,41 @@ def test_a_forked_process_reads_what_its_parent_had_at_the_fork() -> None:
     child.start()
     held.clear()
     for number in range(2, 9):
-        assert_full(sent(put(slots, 0, full(number))), number)
-    kept = sent(put(slots, 0, full(9)))
+        assert_full(sent(arena, full(number)), number)
+    kept = sent(arena, full(9))
     go[0].send(None)
     assert done[1].recv() == ({1}, {1})
     child.join(60)
     assert child.exitcode == 0
     for number in range(10, 15):
-        assert_full(sent(put(slots, 0, full(number))), number)
+        assert_full(sent(arena, full(number)), number)
     assert_full(kept, 9)
 
 
 def test_a_forked_process_that_drops_a_batch_does_not_free_its_slot() -> None:
-    slots = slots_of(1, 1)
-    held = [sent(put(slots, 0, full(1)))]
+    arena = Arena(1)
+    held = [sent(arena, full(1))]
     child = multiprocessing.get_context("fork").Process(target=held.clear)
     child.start()
     child.join(60)
     assert child.exitcode == 0
     for number in range(2, 9):
-        assert_full(sent(put(slots, 0, full(number))), number)
+        assert_full(sent(arena, full(number)), number)
     assert_full(held[0], 1)
 
 
 def test_a_batch_that_cannot_be_sent_raises_and_leaves_the_slot_free() -> None:
-    slots = slots_of(1, 1)
+    arena = Arena(1)
     for _ in range(2):
         with pytest.raises((pickle.PicklingError, AttributeError)):
-            put(slots, 0, {"x": lambda: 1})
-    assert is_handle(put(slots, 0, {"x": 1}))
+            arena.seal({"x": lambda: 1, "y": np.zeros(1 << 20)})
+    assert is_in_slot(arena.seal(full(1)))
 
 
 def test_memory_that_was_shared_before_stays_shared() -> None:
-    slots = slots_of(1, 1)
+    arena = Arena(1)
     shared = torch.zeros(2000).share_memory_()
-    arrived = sent(put(slots, 0, {"x": shared}))["x"]
+    arrived = sent(arena, {"x": shared})["x"]
     shared[7] = 1
     assert arrived[7] == 1
 
@@ -296,16 +284,12 @@ def test_an_iteration_leaves_no_descriptor_behind(tmp_path: Path) -> None:
     dataset = StreamingDataset(local=write(tmp_path / "set"), shuffle=True)
 
     def after_one(stop: int) -> int:
-        for number, _ in enumerate(StreamingDataLoader(dataset, 16, num_workers=2)):
+        for number, _batch in enumerate(StreamingDataLoader(dataset, 16, num_workers=2)):
             if number == stop:
                 break
+        del _batch  # its memory has one
         gc.collect()
-        # Under load, torch's workers and the threads of its queues may end later than the iteration.
-        for process in multiprocessing.active_children():
-            process.join(60)
-        for thread in threading.enumerate():
-            if thread.name == "QueueFeederThread":
-                thread.join(60)
+        assert not multiprocessing.active_children()
         return len(list(Path("/proc/self/fd").iterdir()))
 
     dataset[0]
