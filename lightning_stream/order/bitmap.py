@@ -31,8 +31,8 @@ class Bitmap:
 
     Example::
 
-        kept = Bitmap.of_mask(lengths >= 64)
-        len(kept), kept[0], kept.select(np.arange(10))
+        long_enough = Bitmap.of_mask(lengths >= 64)
+        len(long_enough), long_enough[0], long_enough.select(np.arange(10))
     """
 
     size: int
@@ -47,16 +47,16 @@ class Bitmap:
     @classmethod
     def of_ids(cls, ids: ArrayLike, size: int) -> Bitmap:
         """A bitmap of these ids. Raises ValueError for one that is repeated, or not in [0, size)."""
-        given = np.asarray(ids, dtype=np.int64)
-        low, high = (given.min(), given.max()) if given.size else (0, -1)
+        members = np.asarray(ids, dtype=np.int64)
+        low, high = (members.min(), members.max()) if members.size else (0, -1)
         mask = np.zeros(size, dtype=np.bool_)
         if low >= 0 and high < size:
-            mask[given] = True
-            if mask.sum() == given.size:
+            mask[members] = True
+            if mask.sum() == members.size:
                 return cls.of_mask(mask)
         raise ValueError(
-            f"A subset takes each sample at most once, of ids 0 to {size - 1}, but {given.size} ids were given, "
-            f"{len(np.unique(given))} of them different, from {low} to {high}."
+            f"A subset takes each sample at most once, of ids 0 to {size - 1}, but {members.size} ids were given, "
+            f"{len(np.unique(members))} of them different, from {low} to {high}."
         )
 
     @property

@@ -140,14 +140,14 @@ def choose_per_stream(
 
 def weights_digest(weights: Sequence[StreamWeights]) -> str:
     """A digest that differs for any other weights."""
-    words = ";".join(f"{one.proportion!r},{one.repeat!r},{one.choose!r}" for one in weights)
+    words = ";".join(f"{weight.proportion!r},{weight.repeat!r},{weight.choose!r}" for weight in weights)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def _shared(parts: list[float], total: int, seed: int) -> list[int]:
     """Split ``total`` by ``parts``, rounded down; the seed picks the streams that get one more each."""
-    whole = sum(parts)
-    chosen = [int(total * part / whole) for part in parts]
+    all_parts = sum(parts)
+    chosen = [int(total * part / all_parts) for part in parts]
     takers = [i for i in permutation(RngStream.SHORTFALL, seed, size=len(parts)).tolist() if parts[i] > 0]
     for i in range(total - sum(chosen)):
         chosen[takers[i % len(takers)]] += 1

@@ -96,15 +96,15 @@ class Forgotten:
         return ids
 
     def substitutes(self, ids: Ints, seed: int, epoch: int) -> Ints:
-        """For each forgotten id, a sample of its stream that is kept."""
+        """For each forgotten id, a sample of its stream that is not forgotten."""
         snapshot = self.snapshot
         stream = snapshot.streams_of(ids)
         first, count = snapshot.shard_offsets[snapshot.stream_offsets[stream]], snapshot.stream_samples[stream]
         before, behind = np.searchsorted(self.ids, first), np.searchsorted(self.ids, first + count)
-        kept = (count - (behind - before)).astype(np.uint64)
+        remaining = (count - (behind - before)).astype(np.uint64)
         salt = random_u64(RngStream.FORGOTTEN, seed, epoch, size=1)
-        number = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % kept).astype(np.int64) + first - before
-        return number + np.searchsorted(self._remaining_before, number, side="right")
+        rank = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % remaining).astype(np.int64) + first - before
+        return rank + np.searchsorted(self._remaining_before, rank, side="right")
 
     def delivered_as(self, sample_id: int, seed: int, epoch: int) -> list[int]:
         """The drawn ids for which this sample is delivered: its own, and those whose place it takes."""
@@ -149,16 +149,16 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | Ints, checkpoints: Sequence[
     """
     if not checkpoints:
         raise ValueError("A replay needs the states of the run's checkpoints; found none. Pass at least the newest.")
-    reached = [(one.epoch, one.position) for one in checkpoints]
+    reached = [(checkpoint.epoch, checkpoint.position) for checkpoint in checkpoints]
     newest = max(reached)
     forgotten = Forgotten.of(run.snapshot, ids)
     if run.forgotten is not None:
         forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
     first = first_seen(run, forgotten, newest)
     # A state with other forgotten samples does not tell what its run has not seen.
-    known = [number for number, one in enumerate(checkpoints) if one.order.forgotten in (None, forgotten.digest)]
-    clean = [number for number in known if first is None or reached[number] <= first]
-    index = max(clean, key=lambda number: reached[number], default=None)
+    known = [i for i, checkpoint in enumerate(checkpoints) if checkpoint.order.forgotten in (None, forgotten.digest)]
+    clean = [i for i in known if first is None or reached[i] <= first]
+    index = max(clean, key=lambda i: reached[i], default=None)
     here = (0, 0) if index is None else reached[index]
     between = sum(run.epoch(epoch).num_samples for epoch in range(here[0], newest[0]))
     epoch, position = first or (None, None)
@@ -175,9 +175,9 @@ def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tup
     for epoch in range(end[0] + 1):
         order = run.epoch(epoch)
         last = end[1] if epoch == end[0] else order.num_samples
-        found = _first_drawn(order.drawn, forgotten, order.settled(last))
-        if found is not None:
-            return epoch, bisect_right(range(last), found, key=lambda at: order.settled(at + 1))
+        first = _first_drawn(order.drawn, forgotten, order.settled(last))
+        if first is not None:
+            return epoch, bisect_right(range(last), first, key=lambda at: order.settled(at + 1))
     return None
 
 
@@ -187,8 +187,8 @@ def _first_drawn(order: EpochOrder, forgotten: Forgotten, end: int) -> int | Non
     Few samples are searched for one by one; with many of them, the order is read, since the first one comes soon.
     """
     if len(forgotten.ids) * _WORTH_A_SCAN < end:
-        found = [at for one in forgotten.ids.tolist() for at in order.positions(one)[:1] if at < end]
-        return min(found, default=None)
+        firsts = [at for sample_id in forgotten.ids.tolist() for at in order.positions(sample_id)[:1] if at < end]
+        return min(firsts, default=None)
     for begin in range(0, end, _CHUNK):
         hits = forgotten.among(order.ids(begin, min(begin + _CHUNK, end)))
         if hits.any():

@@ -392,11 +392,12 @@ def _halves(chosen: int, *, even: bool) -> Iterator[int]:
 
 def _huffman_tree(shares: tuple[Shares, ...]) -> Tree:
     """The two lightest nodes get a parent until one is left. Equal ones queue, so that weights of 0 make no chain."""
-    nodes: list[tuple[Fraction, int, Tree]] = []
-    for stream, over_time in enumerate(zip(*shares, strict=True)):
-        nodes.append((sum(over_time, Fraction(0)), stream, stream))
+    nodes: list[tuple[Fraction, int, Tree]] = [
+        (sum(over_time, Fraction(0)), stream, stream) for stream, over_time in enumerate(zip(*shares, strict=True))
+    ]
     heapify(nodes)
-    for number in range(len(nodes), 2 * len(nodes) - 1):
-        (light, _, left), (heavy, _, right) = heappop(nodes), heappop(nodes)
-        heappush(nodes, (light + heavy, number, (left, right)))
+    for created in range(len(nodes), 2 * len(nodes) - 1):
+        light, _, left = heappop(nodes)
+        heavy, _, right = heappop(nodes)
+        heappush(nodes, (light + heavy, created, (left, right)))
     return nodes[0][2]

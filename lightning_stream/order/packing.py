@@ -63,16 +63,16 @@ class RowPacking:
         if problems := broken(vars(self), _RULES):
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
 
-    def kept(self, lengths: NDArray[np.integer]) -> Ints:
+    def packed_tokens(self, lengths: NDArray[np.integer]) -> Ints:
         """How many tokens of each document are packed, int64[n]."""
-        found = lengths.astype(np.int64)
+        tokens = lengths.astype(np.int64)
         if self.long_documents == "split":
-            return found
-        return np.where(found > self.row_length, self.row_length if self.long_documents == "truncate" else 0, found)
+            return tokens
+        return np.where(tokens > self.row_length, self.row_length if self.long_documents == "truncate" else 0, tokens)
 
     def usual_window(self, lengths: NDArray[np.integer]) -> int:
         """The documents that fill about 700 rows, from 4,096 to 65,536, by the lengths of all samples."""
-        tokens = self.kept(sampled(lengths))
+        tokens = self.packed_tokens(sampled(lengths))
         documents = _ROWS * self.row_length * len(tokens) // max(1, int(tokens.sum()))
         return min(max(documents, _LEAST_DOCUMENTS), _MOST_DOCUMENTS)
 
@@ -180,7 +180,7 @@ def _cut(lengths: NDArray[np.integer], packing: RowPacking) -> tuple[Ints, Ints,
             f"Lengths must be a 1-d array of integers of at least 0; found {lengths.dtype}{list(lengths.shape)} with a "
             f"minimum of {lengths.min(initial=0)}."
         )
-    tokens = packing.kept(lengths)
+    tokens = packing.packed_tokens(lengths)
     pieces = -(-tokens // packing.row_length)
     document = np.repeat(np.arange(len(tokens)), pieces)
     first = ranges(np.zeros_like(pieces), pieces) * packing.row_length

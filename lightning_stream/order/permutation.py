@@ -52,8 +52,8 @@ def permutation(purpose: RngStream, *numbers: int, size: int) -> Ints:
 def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: int) -> int:
     """Where the permutation with this key has ``index``, without sorting: its rank among the random numbers."""
     keys = random_u64(purpose, *numbers, size=size)
-    own = keys[index]
-    return int(np.count_nonzero(keys < own)) + int(np.count_nonzero(keys[:index] == own))
+    key = keys[index]
+    return int(np.count_nonzero(keys < key)) + int(np.count_nonzero(keys[:index] == key))
 
 
 def _argsort_scattered(keys: NDArray[np.uint64]) -> Ints | None:

@@ -215,7 +215,7 @@ class Schedule:
 
 def _whole(number: Any) -> Any:
     """A whole number that may be written as a float (20e9); others stay, for the message."""
-    is_whole = isinstance(number, float | np.number) and number == number // 1
+    is_whole = isinstance(number, float | np.integer | np.floating) and float(number).is_integer()
     return int(number) if is_whole else number
 
 

@@ -29,7 +29,7 @@ class Snapshot:
     _part_of: tuple[Snapshot, Bitmap] | None = field(default=None, repr=False)  # all the data, and what was chosen
 
     def __post_init__(self) -> None:
-        wrong = [one for one in self.shard_sizes if one.ndim != 1 or one.dtype != np.int64 or (one < 0).any()]
+        wrong = [sizes for sizes in self.shard_sizes if sizes.ndim != 1 or sizes.dtype != np.int64 or (sizes < 0).any()]
         if wrong or not 0 < len(self.shard_sizes) == len(self.stream_names):
             raise ValueError("A snapshot needs streams, each with a name and a 1-d int64 array of counts >= 0.")
 
@@ -46,7 +46,7 @@ class Snapshot:
 
         Example: ``Snapshot.of([[1000, 1000, 400], [500]])`` has 2900 samples in two streams.
         """
-        sizes = tuple(np.ascontiguousarray(one, dtype=np.int64) for one in shard_sizes)
+        sizes = tuple(np.ascontiguousarray(of_stream, dtype=np.int64) for of_stream in shard_sizes)
         names = [f"stream {i}" for i in range(len(sizes))] if names is None else names
         digest = _digest_of_shards(sizes, [""] * len(sizes) if stream_digests is None else stream_digests)
         return cls(
@@ -109,7 +109,7 @@ class Snapshot:
             return ""
         begins = [version[:_DIGITS] for version in versions]
         triples = zip(begins, self.stream_digests, self.source_digests, strict=True)
-        digests = [own if own.startswith(begin) else source for begin, own, source in triples]
+        digests = [stream if stream.startswith(begin) else source for begin, stream, source in triples]
         return _digest_of_shards(self.shard_sizes, digests) if all(map(str.startswith, digests, begins)) else ""
 
     def shards_of(self, ids: Ints) -> Ints:

@@ -29,7 +29,7 @@ def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> Ints:
 def _far_apart(count: int) -> Ints:
     """A permutation of ``range(count)`` whose neighbouring values lie at indices far apart (van der Corput's order)."""
     bits = max(1, (count - 1).bit_length())
-    return np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)])
+    return np.argsort([int(f"{value:0{bits}b}"[::-1], 2) for value in range(count)])
 
 
 def spread_parts(

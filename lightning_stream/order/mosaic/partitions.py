@@ -54,8 +54,8 @@ def partition(
     return _batches(rows, world * batch_size // began)
 
 
-def _divides(one: int, other: int) -> bool:
-    return one % other == 0 or other % one == 0
+def _divides(canonical: int, nodes: int) -> bool:
+    return canonical % nodes == 0 or nodes % canonical == 0
 
 
 def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int, drop_first: int) -> Ints:

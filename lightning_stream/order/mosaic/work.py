@@ -38,15 +38,19 @@ def chosen(
     Raises ValueError where the epoch would be empty, or a stream without samples would have to give some.
     """
     sizes = snapshot.stream_samples
-    if epoch_size is not None or any(one.proportion is not None for one in weights):
+    if epoch_size is not None or any(weight.proportion is not None for weight in weights):
         pairs = zip(weights, sizes.tolist(), strict=True)
-        parts = np.array([have if one.proportion is None else one.proportion for one, have in pairs], dtype=np.float64)
+        parts = np.array(
+            [have if weight.proportion is None else weight.proportion for weight, have in pairs], dtype=float
+        )
         total = int(sizes.sum()) if epoch_size is None else epoch_size
         proportion = parts / max(parts.sum(), np.finfo(np.float64).tiny)
         choose = (total * proportion).astype(np.int64)
         choose[default_rng(seed).choice(len(sizes), total - int(choose.sum()), replace=False)] += 1
     else:
-        choose = np.array([one.absolute(have) for one, have in zip(weights, sizes.tolist(), strict=True)], np.int64)
+        choose = np.array(
+            [weight.absolute(have) for weight, have in zip(weights, sizes.tolist(), strict=True)], np.int64
+        )
         proportion = choose / max(int(choose.sum()), 1)
     bad = np.flatnonzero((sizes == 0) & (choose > 0)).tolist()
     if bad or not choose.sum():
