@@ -21,9 +21,8 @@ from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.hashing import digest, digest_parts, hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.model import MAX_FILE_BYTES, to_text
-from lightning_stream.formats.shard import open_shard
+from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.reading.bad_samples import bad_data
 from lightning_stream.reading.deleted import deleted_samples
@@ -286,18 +285,18 @@ def _written_again(
     place: Transaction, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
 ) -> ShardEntry:
     """Put a shard of some samples of others that are joined, with the bytes that they have there; return its entry."""
-    schema, shards = entries[0].schema, list[MdsShard]()
+    schema, shards = entries[0].schema, list[Shard]()
     columns = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
     encoder = MdsEncoder(columns, schema.compression, schema.hashes, schema.size_limit)
     buffer = ShardBuffer(Pool(), encoder.header_bytes)
     with ExitStack() as leases:
         for entry in entries:
             folder = leases.enter_context(cache.lease(entry)).folder
-            shard = open_shard(entry, folder, decoders=dict.fromkeys(entry.schema.names, bytes))  # as it is stored
-            if not isinstance(shard, MdsShard):
+            if entry.format != "mds":
                 raise ValueError(
                     f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}."
                 )
+            shard = open_shard(entry, folder, decoders=dict.fromkeys(entry.schema.names, bytes))  # as it is stored
             leases.callback(shard.close)
             shards.append(shard)
         for number in kept.tolist():

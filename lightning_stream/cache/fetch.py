@@ -19,6 +19,7 @@ from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest, digest_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry, version_name
 from lightning_stream.formats.mds.encode import is_intact
+from lightning_stream.formats.rows import ROWS, is_made_from
 from lightning_stream.shared_files import FULL, publish_bytes
 from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.base import REMEDY
@@ -94,6 +95,16 @@ class ShardFetcher:
                 self.counters.add("corrupt")
                 here = None
 
+    def link(self, raw: FileEntry, draft: Path) -> bool:
+        """Put a raw file that is here, and verified, into `draft`; return whether there is one."""
+        for folder in self.kept:
+            with contextlib.suppress(DigestError, FileNotFoundError):
+                verify(folder / raw.basename, raw, self.config.validate_hash, raw.basename)
+                draft.unlink(missing_ok=True)
+                draft.symlink_to((folder / raw.basename).absolute())
+                return True
+        return False
+
     def _once(self, raw: FileEntry, compressed: FileEntry | None, draft: Path, packed: Path, here: Path | None) -> None:
         where = f"{self.store.url}/{raw.basename}"
         if compressed is None or self.compression is None:
@@ -151,7 +162,9 @@ def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -
 def is_here(path: Path, file: FileEntry) -> bool:
     """Return whether there is a file with the size in its index; any size if that is an estimate."""
     size = size_of(path)
-    return size == file.num_bytes or (size is not None and file.origin is not None)
+    if size is None or file.origin is None:
+        return size == file.num_bytes
+    return file.origin.kind != ROWS or is_made_from(path, file.origin)
 
 
 def size_of(path: Path) -> int | None:

@@ -17,6 +17,7 @@ from lightning_stream.cache.usage_log import CacheEntry
 from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
+from lightning_stream.formats.rows import as_mds, write_as_mds
 from lightning_stream.shared_files import (
     FULL,
     LOCK_FDS,
@@ -86,6 +87,7 @@ class ShardCache:
         self._checked: set[str] = set()
         self._fetched: set[str] = set()
         self._refetched: set[str] = set()
+        self._refused: dict[str, FormatError] = {}  # rows that cannot be read
 
     def __getstate__(self) -> dict[str, Any]:
         folder = self._source or self.folder
@@ -171,7 +173,7 @@ class ShardCache:
 
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""
-        return self._find(entry) is not None
+        return self._find(self._held(entry)) is not None
 
     def arriving(self, entry: ShardEntry) -> Path:
         """Return the path of a raw shard's file while it is being fetched, by any process of the machine.
@@ -198,9 +200,10 @@ class ShardCache:
             CacheFullError: There is no space on the disk, or under the limit.
             LockTimeoutError: Another process was still fetching at the deadline.
         """
-        if self._source is not None and (lease := self._in_place(entry)):
+        held = self._held(entry)
+        if self._source is not None and held is entry and (lease := self._in_place(entry)):
             return lease
-        name, pin, fetch = entry.raw.basename, partial(self._pin, entry), partial(self._fetch, entry, connections)
+        name, pin, fetch = held.raw.basename, partial(self._pin, held), partial(self._fetch, entry, connections)
         with self._translate_os_errors():
             return pin() or self._once(name, pin, fetch, wait_s)
 
@@ -213,21 +216,22 @@ class ShardCache:
             None if that cannot help: the files are the only copy, their bytes match the index, or this process has
             fetched them again before.
         """
-        name, home = entry.raw.basename, self._find(entry)
+        held = self._held(entry)
+        name, home = held.raw.basename, self._find(held)
         if home is None or (lease is not None and not lease.is_current()):
             return self.lease(entry)  # deleted, or fetched again by another meanwhile
         if home != self.folder or name in self._refetched:
             return None
         self._refetched.add(name)
         try:
-            if all(raw.hashes for raw, _ in entry.files):
-                for raw, _ in entry.files:
+            if all(raw.hashes for raw, _ in held.files):
+                for raw, _ in held.files:
                     verify(self.folder / raw.basename, raw, self.config.validate_hash, raw.basename)
                 return self.lease(entry) if lease is None else None
         except DigestError as error:
             _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
         with self._translate_os_errors():
-            done = lambda: None if lease is None or lease.is_current() else self._pin(entry)  # noqa: E731
+            done = lambda: None if lease is None or lease.is_current() else self._pin(held)  # noqa: E731
             return self._once(name, done, partial(self._fetch, entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
@@ -243,10 +247,25 @@ class ShardCache:
 
     def _drop(self, entry: ShardEntry) -> bool:
         """Delete a shard that this cache has fetched."""
-        name = entry.raw.basename
-        gone = self._evictor.log.knows(name) and self._evictor.remove(_cache_entry(entry, with_zip=True))
-        self._evictor.log.forget(name, only_verified=not gone)
+        gone = False
+        forms = {held.raw.basename: held for held in (entry, as_mds(entry))}  # former releases held rows as they are
+        for held in forms.values():
+            name = held.raw.basename
+            is_deleted = self._evictor.log.knows(name) and self._evictor.remove(_cache_entry(held, entry))
+            self._evictor.log.forget(name, only_verified=not is_deleted)
+            gone = gone or is_deleted
         return gone
+
+    def _held(self, entry: ShardEntry) -> ShardEntry:
+        """The shard as the cache holds it: rows as MDS."""
+        return as_mds(entry, self._mark(entry))
+
+    def _mark(self, entry: ShardEntry) -> str:
+        """What distinguishes versions of rows that are read in place: an index may not tell them apart."""
+        if self._source is None or entry.format == "mds":
+            return ""
+        paths = [self._source / file.basename for files in entry.files for file in files if file is not None]
+        return " ".join(str(path.stat().st_mtime_ns) for path in paths if path.exists())
 
     # -- what is here
 
@@ -371,26 +390,36 @@ class ShardCache:
 
     def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
-        name = entry.raw.basename
+        held, kept_zip = self._held(entry), self.config.keep_zip
+        name = held.raw.basename
         drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
+        made = drafts[0] if held is entry else self._place.draft(name, "mds")
         kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
         make = None if self.other is None else partial(self.other.write, self.store, entry)
         compression, counters = entry.schema.compression, self.counters
         fetcher = ShardFetcher(self.store, compression, self.config, kept, counters, lock.is_current, connections, make)
-        reserved = _cache_entry(entry, with_zip=True)
-        with self._cleanup_on_error(drafts, lock, reserved):
+        reserved = _cache_entry(held, entry)
+        with self._cleanup_on_error([*drafts, made], lock, reserved):
             self._make_space(reserved)
             for i, (raw, compressed) in enumerate(entry.files):
-                fetcher.fetch(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
-                if not self.config.keep_zip:
+                if held is entry or not fetcher.link(raw, drafts[2 * i]):
+                    fetcher.fetch(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
+                if not kept_zip:
                     drafts[2 * i + 1].unlink(missing_ok=True)
-            fetched = _cache_entry(entry, with_zip=self.config.keep_zip)
-            if entry.raw.origin is not None:  # now its size is known
-                fetched = replace(fetched, num_bytes=drafts[0].stat().st_size)
+            if held is not entry:
+                self._make_of_rows(entry, drafts[::2], made)
+            fetched = _cache_entry(held, entry if kept_zip else None)
+            if held.raw.origin is not None:  # now its size is known
+                fetched = replace(fetched, num_bytes=sum(size_of(path) or 0 for path in (made, *drafts[1::2])))
                 self._make_space(fetched)
             if not lock.is_current():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(drafts[0]))
-            lease = self._publish_all(entry, drafts)
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(made))
+            raws = drafts[::2] if held is entry else [made]
+            files = [(path, raw.basename) for path, (raw, _) in zip(raws, held.files, strict=True)]
+            for path, (_, compressed) in zip(drafts[1::2], entry.files, strict=True):
+                if compressed is not None and path.exists():
+                    files.append((path, compressed.basename))
+            lease = self._publish_all(held, files)
             self._evictor.log.settle(fetched)
         self.counters.add("shards_fetched")
         self.counters.add("shards_fetched_again", name in self._fetched)
@@ -402,23 +431,35 @@ class ShardCache:
         evicted = self._evictor.make_space(entry, config.limit_bytes, config.room_wait_s, self._next_use)
         self.counters.add("evictions", evicted)
 
-    def _publish_all(self, entry: ShardEntry, drafts: list[Path]) -> Lease:
+    def _make_of_rows(self, entry: ShardEntry, files: list[Path], to: Path) -> None:
+        name = entry.raw.basename
+        if name in self._refused:  # each of its samples would try again
+            raise self._refused[name]
+        try:
+            with self.counters.timed("convert_s"):
+                write_as_mds(entry, files, to, self._mark(entry))
+        except FormatError as error:
+            self._refused[name] = error
+            raise
+        finally:
+            for path in files:
+                path.unlink(missing_ok=True)
+
+    def _publish_all(self, held: ShardEntry, files: list[tuple[Path, str]]) -> Lease:
         """Give the drafts their final names, the leased first file of the shard last.
 
         Waiting for the disk (5 ms and more per file) would cost more than fetching. It is not needed if a hash can find
         the damage of a power cut after the restart.
         """
-        durable = not all(raw.hashes or raw.origin is not None for raw, _ in entry.files)
-        fd = LOCK_FDS.open(drafts[0], os.O_RDONLY)
+        durable = not all(raw.hashes or raw.origin is not None for raw, _ in held.files)
+        fd = LOCK_FDS.open(files[0][0], os.O_RDONLY)
         with contextlib.ExitStack() as unless_leased:
             unless_leased.callback(LOCK_FDS.close, fd)
-            try_flock(fd, drafts[0], shared=True)
-            for i, (raw, compressed) in reversed(list(enumerate(entry.files))):
-                if compressed is not None and drafts[2 * i + 1].exists():
-                    self._place.publish(drafts[2 * i + 1], compressed.basename, durable=durable)
-                self._place.publish(drafts[2 * i], raw.basename, durable=durable)
+            try_flock(fd, files[0][0], shared=True)
+            for draft, name in reversed(files):
+                self._place.publish(draft, name, durable=durable)
             unless_leased.pop_all()
-        return Lease(self.folder, fd, entry.raw.basename)
+        return Lease(self.folder, fd, held.raw.basename)
 
     @contextlib.contextmanager
     def _cleanup_on_error(
@@ -438,6 +479,8 @@ class ShardCache:
             raise
 
 
-def _cache_entry(entry: ShardEntry, *, with_zip: bool) -> CacheEntry:
-    files = [file for raw, compressed in entry.files for file in (raw, compressed if with_zip else None) if file]
+def _cache_entry(held: ShardEntry, zipped: ShardEntry | None) -> CacheEntry:
+    """The files of a shard in the cache, with the compressed ones of an entry of the index."""
+    files = [raw for raw, _ in held.files]
+    files += [] if zipped is None else [compressed for _, compressed in zipped.files if compressed is not None]
     return CacheEntry(tuple(file.basename for file in files), sum(file.num_bytes for file in files))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.mds.shard import MdsShard
+from lightning_stream.formats.shard import Shard
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.order.permutation import MIX_STEP, mix64
 from lightning_stream.sources.base import Partition, Source
@@ -114,13 +114,13 @@ class GatherTask:
         index = Index.from_bytes(index_bytes([spill.receipt(number)]), spill.uri)
         edges = [-(-(k << 64) // self.num_buckets) for k in (bucket, bucket + 1)]
         for entry in map(index.entry, range(len(index))):
-            run = MdsShard(entry, Path(spill.uri))
+            run = Shard(entry, Path(spill.uri))
             samples = map(run.sample, range(*(_first(run, edge) for edge in edges)))
             yield from ((int(sample["key"]), sample["row"]) for sample in samples)
             run.close()
 
 
-def _first(run: MdsShard, edge: int) -> int:
+def _first(run: Shard, edge: int) -> int:
     """The first row of a run whose key is not below ``edge``."""
     return bisect_left(range(run.num_samples), edge, key=lambda k: int(run.sample(k)["key"]))
 

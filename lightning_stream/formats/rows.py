@@ -1,4 +1,7 @@
-"""Row shards: JSON lines, and values with separators (CSV, TSV, XSV); a data file and a meta file of offsets."""
+"""Row shards: JSON lines, and values with separators (CSV, TSV, XSV); a data file and a meta file of offsets.
+
+They are read as the MDS shards that are made of them when they are fetched.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,32 @@ import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import xxhash
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import describe
+from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft, made_from
 from lightning_stream.formats.memory import MappedFile, sample_offsets
-from lightning_stream.formats.model import ROW_TYPES, Schema, ShardEntry, to_text
-from lightning_stream.formats.shard import DECODE_ERRORS, Batch, corrupt_error
+from lightning_stream.formats.model import (
+    ROW_TYPES,
+    SEPARATORS,
+    FileEntry,
+    Origin,
+    Schema,
+    ShardEntry,
+    to_text,
+)
+from lightning_stream.formats.samples import DECODE_ERRORS, corrupt_error
 from lightning_stream.formats.shard_encoder import EncodedBatch, column_error, offset_table
 
-_TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
 _decode_json = json.JSONDecoder().decode
-_DTYPES = {"int": np.dtype("<i8"), "float": np.dtype("<f8")}
+ROWS = "rows"  # the kind of the origin of what is made of them
+_BLOCK_BYTES = 1 << 20  # of rows that are encoded at once
 
 
 def _text(value: Any) -> str:
@@ -36,7 +49,16 @@ def _number(value: Any) -> float:
     return float(value)
 
 
+def _int64(value: Any) -> int:
+    number = int(value) if isinstance(value, str) else operator.index(value)
+    if not -(1 << 63) <= number < 1 << 63:
+        raise ValueError(f"a number of {number.bit_length()} bits is no int64")
+    return number
+
+
 _CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": operator.index, "float": _number}
+_FROM_JSON = {**_CASTS, "int": _int64}
+_FROM_TEXT: dict[str, Callable[[Any], Any]] = {"str": str, "int": _int64, "float": float}
 
 
 class RowEncoder:
@@ -100,74 +122,72 @@ class RowEncoder:
                 )
 
 
-class RowShard:
-    """An open shard of a row format; both its files are mapped."""
+def as_mds(entry: ShardEntry, mark: str = "") -> ShardEntry:
+    """Return what a cache holds of a shard: of rows, an MDS shard that `write_as_mds` makes. ``mark`` is of the files.
 
-    mapped = None
+    Other rows of the same name have another stamp.
+    """
+    if entry.format == "mds":
+        return entry
+    files = [(raw.num_bytes, sorted(raw.hashes.items())) for raw, _ in entry.files]
+    columns = (entry.schema.columns, entry.schema.newline, entry.schema.separator)
+    stamp = xxhash.xxh3_64_hexdigest(repr((entry.format, entry.num_samples, files, columns, mark)).encode())
+    origin = Origin(ROWS, entry.raw.basename, entry.raw.num_bytes, stamp, 0, entry.num_samples)
+    made = FileEntry(f"{entry.raw.basename}.mds", entry.raw.num_bytes, {}, origin=origin)
+    return entry.schema.shard(entry.num_samples, made)
 
-    def __init__(self, entry: ShardEntry, folder: Path) -> None:
-        if entry.raw_meta is None:
-            raise FormatError(f"{entry.raw.basename}: an entry of format {entry.format} must have 'raw_meta'.")
-        self.schema = entry.schema
-        self.num_samples = entry.num_samples
-        self._path = folder / entry.raw.basename
-        self._casts = [_TYPES[kind] for kind in self.schema.encodings]  # the index was refused if there are others
-        self._separator = self.schema.separator or ","
-        self._newline = (self.schema.newline or "\n").encode()
-        file = MappedFile(self._path, entry.raw.num_bytes)
-        meta = MappedFile(folder / entry.raw_meta.basename, entry.raw_meta.num_bytes)
-        # The offsets stay in the mapped file: 4 bytes a row, not 36 as in a list.
-        offsets = sample_offsets(meta, self.num_samples, file.num_bytes)
-        self._open: tuple[MappedFile, NDArray[np.uint32]] | None = (file, offsets)
 
-    def sample(self, index: int) -> dict[str, Any]:
-        file, offsets = self._files()
-        if not 0 <= index < self.num_samples:
-            raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
-        return self._row(index, file.view[offsets.item(index) : offsets.item(index + 1)])
+def is_made_from(path: Path, origin: Origin) -> bool:
+    """Return whether a file that `write_as_mds` wrote has the stamp of these rows."""
+    return made_from(path, len(origin.stamp)) == origin.stamp.encode()
 
-    def columns(self, indices: NDArray[np.int64]) -> Batch:
-        """Return samples as columns: int64 and float64 arrays, and lists of str; see `Shard.columns`."""
-        file, offsets = self._files()
-        indices = np.asarray(indices, np.int64)
-        wrong = indices[(indices < 0) | (indices >= self.num_samples)]
-        if len(wrong):
-            raise IndexError(f"sample {wrong[0]} is out of range: {self._path} has {self.num_samples}.")
-        places = zip(indices.tolist(), offsets[indices].tolist(), offsets[indices + 1].tolist(), strict=True)
-        samples = [self._row(index, file.view[begin:end]) for index, begin, end in places]
-        batch: Batch = {}
-        name = kind = ""
+
+def write_as_mds(entry: ShardEntry, files: Sequence[Path], to: Path, mark: str = "") -> None:
+    """Write the rows of a shard as an MDS shard; ``files`` are its raw ones, the rows and their offsets.
+
+    FormatError for files that do not match the index, and for a row that is not one of the shard's columns.
+    """
+    origin = as_mds(entry, mark).raw.origin
+    if origin is None or entry.raw_meta is None or len(files) < 2:
+        raise FormatError(f"{entry.raw.basename}: an entry of format {entry.format} must have 'raw_meta'.")
+    data = MappedFile(files[0], entry.raw.num_bytes)
+    meta = MappedFile(files[1], entry.raw_meta.num_bytes)
+    offsets = sample_offsets(meta, entry.num_samples, data.num_bytes).astype(np.int64)
+    parse = _row_parser(entry.schema)
+    encoder = MdsEncoder.of_rows(entry.schema, origin.stamp.encode())
+    cuts = np.flatnonzero(np.diff(offsets[:-1] // _BLOCK_BYTES, prepend=-1)).tolist()
+    with ShardDraft(encoder, entry.num_samples, to) as draft:
+        for begin, end in pairwise([*cuts, entry.num_samples]):
+            rows: list[Sequence[Any]] = []
+            try:
+                for first, last in pairwise(offsets[begin : end + 1].tolist()):
+                    rows.append(parse(bytes(data.view[first:last])))
+            except DECODE_ERRORS as error:
+                raise corrupt_error(entry.raw.basename, begin + len(rows), "(the row)", error) from error
+            draft.add(dict(zip(entry.schema.names, zip(*rows, strict=True), strict=True)), len(rows))
         try:
-            for name, kind in self.schema.columns.items():
-                values, dtype = [sample[name] for sample in samples], _DTYPES.get(kind)
-                batch[name] = values if dtype is None else np.array(values, dtype)
-        except (KeyError, OverflowError, ValueError, TypeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise FormatError(f"{self._path}: column {name!r} must be {kind} in every sample ({why}).") from error
-        return batch
+            draft.finish()
+        except ValueError as error:
+            raise FormatError(f"{entry.raw.basename}: {error}") from error
 
-    def _files(self) -> tuple[MappedFile, NDArray[np.uint32]]:
-        if self._open is None:
-            raise ValueError(f"{self._path}: the shard is closed.")
-        return self._open
 
-    def _row(self, index: int, stored: memoryview) -> dict[str, Any]:
-        names = self.schema.names
-        try:
-            text = str(bytes(stored).removesuffix(self._newline), "utf-8")
-            if self.schema.format != "json":
-                parts = text.split(self._separator)
-                if len(parts) != len(names):
-                    raise ValueError(f"{len(names)} columns, but {len(parts)} values")
-                return {name: cast(part) for name, cast, part in zip(names, self._casts, parts, strict=True)}
-            value: Any = _decode_json(text)
-            if not isinstance(value, dict):
+def _row_parser(schema: Schema) -> Callable[[bytes], Sequence[Any]]:
+    """Return a function from the bytes of a row to its values, in the order of the columns."""
+    newline, separator = (schema.newline or "\n").encode(), schema.separator or SEPARATORS.get(schema.format, ",")
+    names, is_json = schema.names, schema.format == "json"
+    casts = [(_FROM_JSON if is_json else _FROM_TEXT)[kind] for kind in schema.encodings]
+
+    def parse(stored: bytes) -> list[Any]:
+        text = str(stored.removesuffix(newline), "utf-8")
+        if is_json:
+            row = _decode_json(text)
+            if not isinstance(row, dict):
                 raise TypeError("a row must be a JSON object")
-            for name in names:
-                value[name]  # KeyError if the column is missing
-        except DECODE_ERRORS as error:
-            raise corrupt_error(str(self._path), index, "(the row)", error) from error
-        return value
+            parts: Sequence[Any] = [row[name] for name in names]
+        else:
+            parts = text.split(separator)
+            if len(parts) != len(names):
+                raise ValueError(f"{len(names)} columns, but {len(parts)} values")
+        return [cast(part) for cast, part in zip(casts, parts, strict=True)]
 
-    def close(self) -> None:
-        self._open = None
+    return parse

@@ -1,68 +1,107 @@
-"""Opening a shard, and the interface of an open shard of any format."""
+"""Open shards: mapped, with offsets that are checked once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import struct
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.mds.layout import Decoders, RecordLayout
-from lightning_stream.formats.memory import MappedFile
-from lightning_stream.formats.model import Schema, ShardEntry
+from lightning_stream.formats.mds.gather import Mapped, gather
+from lightning_stream.formats.mds.layout import Decoders, record_layout
+from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
+from lightning_stream.formats.model import ShardEntry
+from lightning_stream.formats.rows import as_mds, write_as_mds
+from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
+
+__all__ = ["DECODE_ERRORS", "Batch", "Buffers", "Ragged", "Shard", "open_shard"]
+
+_OFFSETS = struct.Struct("<II")
 
 
-class Ragged(list[Any]):
-    """Values of a column that may have different shapes: arrays of any shape, named tensors, columns with gaps."""
+class Shard:
+    """An open MDS shard; the arguments are those of `open_shard`. Reading is thread-safe.
 
+    Its results never refer to the file. Until it is closed, it holds a mapping of its file (and, before Python 3.13, a
+    file descriptor).
+    """
 
-Batch: TypeAlias = "dict[str, NDArray[Any] | list[Any]]"
-# Writable memory for columns of fixed size: by name, or new memory of so many bytes (None: there is no more of it).
-Buffers: TypeAlias = "Mapping[str, Any] | Callable[[int], Any]"
-
-DECODE_ERRORS = Exception  # also those of a caller's own decoder; `corrupt_error` makes them a `FormatError`
-
-
-class Mapped(NamedTuple):
-    """The samples of a mapped file, to be gathered."""
-
-    layout: RecordLayout
-    file: MappedFile
-    span: tuple[int, int, int, int]  # addresses of the file, its end and its first sample; number of samples
-
-
-class Shard(Protocol):
-    """An open shard. Reading is thread-safe; its results never refer to the file."""
-
-    schema: Schema
-    num_samples: int
+    def __init__(
+        self,
+        entry: ShardEntry,
+        folder: Path,
+        *,
+        allow_unsafe_types: bool = False,
+        decoders: Decoders | None = None,
+        columns: Collection[str] | None = None,
+    ) -> None:
+        self.schema = entry.schema
+        if columns is not None:
+            self.schema = entry.schema.choose(columns)
+        self.num_samples = entry.num_samples
+        self._layout = record_layout(entry.schema, allow_unsafe_types, decoders, columns)
+        self._path = folder / entry.raw.basename
+        file = MappedFile(self._path, None if entry.raw.origin else entry.raw.num_bytes)
+        offsets = sample_offsets(file, self.num_samples, file.num_bytes)
+        steps, first = offsets[1:] - offsets[:-1], int(offsets[0])
+        right = steps >= self._layout.min_bytes if self._layout.stride is None else steps == self._layout.stride
+        if not right.all() or first < 8 + 4 * self.num_samples:
+            raise offsets_error(file.where, self.num_samples)
+        span = (file.address, file.address + file.num_bytes, file.address + first, self.num_samples)
+        self._mapped: Mapped | None = Mapped(self._layout, file, span)
 
     @property
-    def mapped(self) -> Mapped | None:
-        """The mapped samples, if the format can be gathered in one go; else None."""
+    def mapped(self) -> Mapped:
+        """The mapped samples."""
+        if self._mapped is None:
+            raise ValueError(f"{self._path}: the shard is closed.")
+        return self._mapped
 
     def sample(self, index: int) -> dict[str, Any]:
         """Return one sample; IndexError unless 0 <= index < num_samples, FormatError if it is damaged."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(f"sample {index} is out of range: {self._path} has {self.num_samples}.")
+        view = self.mapped.file.view
+        values: dict[str, Any] = {}
+        name = "(its head)"
+        try:
+            begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
+            sizes = iter(self._layout.head.unpack_from(view, begin))
+            at = begin + self._layout.head.size
+            for name, decode, size in self._layout.steps:
+                stop = at + (next(sizes) if size is None else size)
+                values[name] = decode(view[at:stop])
+                at = stop
+        except DECODE_ERRORS as error:
+            raise corrupt_error(str(self._path), index, name, error) from error
+        if at != end or end > len(view):
+            raise FormatError(f"{self._path}, sample {index}: its columns do not fill it. Fetch the shard again.")
+        for name in self._layout.unread:
+            del values[name]
+        return values
+
+    def stored(self, index: int) -> memoryview:
+        """Return the bytes of the sample at ``index`` as they are in the file."""
+        view = self.mapped.file.view
+        begin, end = _OFFSETS.unpack_from(view, 4 + 4 * index)
+        return view[begin:end]
 
     def columns(self, indices: NDArray[np.int64]) -> Batch:
         """Return samples as columns: an array (n, *shape) for fixed-size columns, a list of n values for others.
 
         `indices` is int64[n], each 0 <= index < num_samples, in any order, repeats allowed.
         """
+        return gather([self], np.zeros(len(indices), np.int64), indices)
 
     def close(self) -> None:
         """Release the file. Later reads raise ValueError."""
-
-
-def corrupt_error(where: str, index: int, column: str, error: BaseException) -> FormatError:
-    """Return the error for a value that cannot be decoded. An error about a missing package is raised as it is."""
-    if isinstance(error, ImportError):
-        raise error
-    what = f"cannot be decoded ({type(error).__name__}: {error})"
-    return FormatError(f"{where}, sample {index}, column {column!r}: {what}. Fetch the shard again.")
+        self._mapped = None
 
 
 def open_shard(
@@ -79,18 +118,18 @@ def open_shard(
     bytes, by column name, that replace the column's own decoding (MDS only). ``columns`` are those that are read; None
     for all.
 
-    FormatError if the files do not match the index; ValueError for an encoding that is unknown, or not allowed, or if
-    columns are chosen of a format that has to be read whole.
-    """
-    # imported here, since these modules import this one
-    from lightning_stream.formats.mds.shard import MdsShard
-    from lightning_stream.formats.rows import RowShard
+    Rows are read from what a cache made of them, or else that is made now, in a temporary file.
 
-    if entry.format == "mds":
-        return MdsShard(entry, folder, allow_unsafe_types=allow_unsafe_types, decoders=decoders, columns=columns)
-    if columns is not None:
-        raise ValueError(
-            f"columns= takes some columns of MDS shards; {entry.raw.basename} is {entry.format}. Omit columns=, or "
-            "convert the dataset."
-        )
-    return RowShard(entry, folder)
+    FormatError if the files do not match the index; ValueError for an encoding that is unknown, or not allowed.
+    """
+    made = as_mds(entry)
+    settings: dict[str, Any] = {"allow_unsafe_types": allow_unsafe_types, "decoders": decoders, "columns": columns}
+    if made is entry:
+        return Shard(entry, folder, **settings)
+    settings["decoders"] = None  # rows have no stored bytes
+    if (folder / made.raw.basename).exists():
+        return Shard(made, folder, **settings)
+    with TemporaryDirectory(prefix="lightning-stream-") as scratch:
+        path = Path(scratch) / Path(made.raw.basename).name
+        write_as_mds(entry, [folder / raw.basename for raw, _ in entry.files], path)
+        return Shard(replace(made, raw=replace(made.raw, basename=path.name)), path.parent, **settings)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.fetches import ReaderProcess
 from lightning_stream.reading.proofs import EarlyRead
@@ -57,7 +56,6 @@ def _note(
     reader: SampleReader, number: int, part: Shard, places: Sequence[int], indices: Sequence[int], *, is_awaited: bool
 ) -> None:
     """Note that samples are read from a part of a shard, where they have these places."""
-    assert isinstance(part, MdsShard)
     read = EarlyRead.of(number, indices, list(map(part.stored, places)), is_awaited)
     reader.counters.spent.reading_early += (read,)
 

@@ -21,8 +21,6 @@ from lightning_stream.counters import Counters
 from lightning_stream.errors import CacheError, LockTimeoutError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.mds.gather import SpanTable, flat_arrays
-from lightning_stream.formats.mds.layout import RecordLayout
-from lightning_stream.formats.memory import AddressWindow
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
@@ -109,11 +107,9 @@ class OpenShards:
     ) -> T | None:
         """The result of ``use`` with where the numbers of some columns lie; None if they cannot be used there."""
 
-        def used(layout: RecordLayout, window: AddressWindow, spans: NDArray[np.int64]) -> T | None:
-            found = flat_arrays(layout, window, spans, indices, names)
-            return None if found is None else use(found, window.view)
-
-        result = self._tables[0].read(numbers, indices, used)
+        rows = self._tables[0].find(numbers, indices)
+        found = None if rows is None else flat_arrays(rows, names)
+        result = None if rows is None or found is None else use(found, rows.window.view)
         self._use(numbers)
         return result
 

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from lightning_stream.errors import LightningStreamError, StoreError
 from lightning_stream.formats.hashing import digest_parts
-from lightning_stream.formats.mds.shard import MdsShard
 from lightning_stream.formats.shard import Shard
 
 if TYPE_CHECKING:
@@ -51,7 +50,6 @@ class EarlyRead:
 
     def agrees(self, shard: Shard) -> bool:
         """Whether the verified shard has the same bytes."""
-        assert isinstance(shard, MdsShard)
         return self.has_bytes([shard.stored(index) for index in self.indices])
 
     def has_bytes(self, parts: Sequence[_Bytes]) -> bool:

@@ -21,7 +21,7 @@ from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index, ShardEntry
-from lightning_stream.formats.mds.gather import Group, flat_copies, gather, gather_groups, gather_mixed, merge_groups
+from lightning_stream.formats.mds.gather import Group, flat_copies, gather, gather_groups, merge_groups
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
@@ -252,7 +252,9 @@ class SampleReader:
         if mixed is None and (columns := process.open.gather(of_shard, within, out)):
             return columns
         opened = self._opened(process, of_shard, within)
-        return gather(*opened, out) if mixed is None else gather_mixed(*opened, mixed, out)
+        if mixed is None:
+            return gather(*opened, out)
+        return merge_groups(gather_groups(*opened), mixed, len(ids), out)
 
     def _joined(self, process: ReaderProcess, of_shard: Int64s, within: Int64s) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""

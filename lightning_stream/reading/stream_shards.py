@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
+from lightning_stream.formats.rows import as_mds
 from lightning_stream.formats.shard import Shard, open_shard
 
 Decoders = Mapping[str, Callable[[bytes], Any]]
@@ -97,7 +98,7 @@ class StreamShards:
     def files(self, stream: int) -> dict[str, int]:
         """The shards of a stream by the names of their files; a joined shard counts as the one that it is joined to."""
         first, index = int(self._offsets[stream]), self._indexes[stream]
-        return {entry.raw.basename: first + k for k in range(len(index)) for entry in index.entries(k)}
+        return {as_mds(entry).raw.basename: first + k for k in range(len(index)) for entry in index.entries(k)}
 
     def open(self, number: int, entry: ShardEntry, folder: Path) -> Shard:
         """Open a shard, to read those of its columns that are chosen."""

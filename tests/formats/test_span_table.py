@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.mds.gather import SpanTable, gather
+from lightning_stream.formats.mds.gather import SpanTable, gather, gather_rows
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 
@@ -77,21 +79,38 @@ def test_shards_of_other_columns_or_formats_are_left_to_others(tmp_path: Path) -
     assert table.gather(np.array([1]), np.array([0]), None) is not None
 
 
-@pytest.mark.parametrize("when", ["before", "during"])
-def test_a_row_that_is_changed_while_it_is_looked_up_is_not_used(tmp_path: Path, when: str) -> None:
+def test_batches_are_right_or_absent_while_shards_come_and_go(tmp_path: Path) -> None:
     shards = written(tmp_path, {"n": "int", "t": "str"})
-    table, spans = table_of(shards), None
-    picks = np.array([0, 1]), np.array([0, 0])
-    assert table.gather(*picks, None) is not None
+    table, is_done = table_of(shards), threading.Event()
 
-    class HalfWritten:
-        """What numpy may see: a thread that changes the table has written some of a row."""
+    def change() -> None:
+        while not is_done.is_set():
+            for number, shard in enumerate(shards):
+                table.remove(number)
+                table.add(number, shard.mapped)
 
-        def take(self, *given: object) -> object:
-            if when == "during":
-                table._changes += 2
-            return spans.take(*given)  # type: ignore[union-attr, call-overload]
+    thread = threading.Thread(target=change)
+    thread.start()
+    which, results = np.arange(len(shards)), set()
+    try:
+        for _ in range(300):
+            batch = table.gather(which, np.zeros_like(which), None)
+            results.add(None if batch is None else tuple(batch["n"]))
+    finally:
+        is_done.set()
+        thread.join()
+    assert results <= {None, tuple(gather(shards, which, np.zeros_like(which))["n"])}
 
-    spans, table._spans = table._spans, HalfWritten()  # type: ignore[assignment]
-    table._changes += when == "before"
-    assert table.gather(*picks, None) is None
+
+def test_rows_that_were_found_stay_mapped_when_their_shard_is_removed(tmp_path: Path) -> None:
+    shards = written(tmp_path, {"n": "int", "t": "str"})
+    table = table_of(shards)
+    found = table.find(np.array([0]), np.array([0]))
+    wanted = shards[0].sample(0)["n"]
+    table.remove(0)
+    for shard in shards:
+        shard.close()
+    del shards
+    gc.collect()
+    assert found is not None
+    assert gather_rows(found, None)["n"] == [wanted]

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import arrays, images, media, scalars, text
-from lightning_stream.formats.encodings.base import BinaryColumn, Encoding, NumericLayout
+from lightning_stream.formats.encodings.base import BinaryColumn, Encoding, NumericLayout, ViewEncoding
 
 __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "plain_values", "register_encoding"]
 
@@ -19,6 +19,13 @@ Maker: TypeAlias = Callable[[str], Encoding]  # makes the encoding of a name
 _REGISTER: dict[str, Maker] = {
     **scalars.ENCODINGS, **text.ENCODINGS, **arrays.ENCODINGS, **images.ENCODINGS, **media.ENCODINGS
 }  # fmt: skip
+
+
+ROW_ENCODINGS: dict[str, Encoding] = {
+    "str": text.RowText("str"),
+    "int": scalars.PlainNumber("int", "int64"),
+    "float": scalars.PlainNumber("float", "float64"),
+}
 
 
 def register_encoding(
@@ -103,8 +110,8 @@ def plain_values(values: Any) -> Any:
     encoding = get_encoding(values.encoding)
     if not encoding.safe:
         raise ValueError(f"decoding {values.encoding} can run code that the data names. Omit the column, or keep it.")
-    decode = getattr(encoding, "fast_decode", None) or (lambda value: encoding.decode(bytes(value)))
-    return list(map(decode, values))
+    takes_views = isinstance(encoding, ViewEncoding)
+    return [encoding.decode(value if takes_views else bytes(value)) for value in values]
 
 
 def encoding_names() -> list[str]:

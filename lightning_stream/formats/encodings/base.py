@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -64,8 +64,6 @@ class Encoding:
         safe: False if decoding hostile bytes could run code.
         layout: Set if the bytes are plain numbers. Such columns are gathered without decoding, into the caller's memory
             if it is given.
-        accepts_memoryview: True if `decode` copies the bytes that it keeps. Then it gets a view of mapped memory.
-        fast_decode: A built-in function that does the same as `decode`, without a Python frame; or None.
         ragged: True if the values are, or hold, arrays of different shapes, which are never stacked into a batch.
         checks_bytes: True if `encode` must check bytes that are given as a value. Else they are stored as they are.
     """
@@ -73,8 +71,6 @@ class Encoding:
     size: int | None = None
     safe: bool = True
     layout: NumericLayout | None = None
-    accepts_memoryview: bool = False
-    fast_decode: Callable[[Any], Any] | None = None
     ragged: bool = False
     checks_bytes: bool = False
 
@@ -120,9 +116,7 @@ class Encoding:
 
 
 class ViewEncoding(Encoding):
-    """An encoding with a name, for messages. Its `decode` never keeps its argument's memory."""
-
-    accepts_memoryview = True
+    """An encoding with a name, for messages. Its `decode` gets a view of mapped memory, and never keeps it."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .base import NumericLayout, ViewEncoding, describe
+from .base import Encoding, NumericLayout, ViewEncoding, describe
 
 _CODES = {
     "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
@@ -59,13 +60,11 @@ class _Number(ViewEncoding):
         return self._type(self._unpack(data)[0])
 
 
-class _Int(_Number):
-    """``int``: stored as int64, read as a Python int."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name, "int64")
+class PlainNumber(_Number):
+    """``int``: stored as int64, read as a Python int. Floats of rows are Python floats likewise."""
 
     def decode(self, data: bytes | memoryview) -> Any:
+        """Return a Python number."""
         return self._unpack(data)[0]
 
 
@@ -84,4 +83,7 @@ def _as_number(value: Any, is_float: bool) -> int | float | None:
     return number if is_float else int(number) if number == number // 1 else None
 
 
-ENCODINGS = {"int": _Int, **dict.fromkeys(_CODES, _Number)}
+ENCODINGS: dict[str, Callable[[str], Encoding]] = {
+    "int": partial(PlainNumber, dtype="int64"),
+    **dict.fromkeys(_CODES, _Number),
+}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding, plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.mds.layout import encodings_of
 from lightning_stream.formats.model import MAX_FILE_BYTES, Schema, to_text
 from lightning_stream.formats.shard_encoder import (
     EncodedBatch,
@@ -45,16 +46,26 @@ class MdsEncoder:
         check_columns(columns)
         names = tuple(sorted(columns))
         encodings = tuple(columns[name] for name in names)
-        self._encodings = [get_encoding(encoding) for encoding in encodings]
-        sizes = tuple(encoding.size for encoding in self._encodings)
-        self.schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
-        self._config = to_text(self.schema)
+        sizes = tuple(get_encoding(encoding).size for encoding in encodings)
+        schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
+        self._set(schema, to_text(schema))
+
+    @classmethod
+    def of_rows(cls, schema: Schema, config: bytes) -> Self:
+        """Return what encodes rows of a row format, with any bytes in place of the shard's configuration."""
+        encoder = cls.__new__(cls)
+        encoder._set(schema, config)  # noqa: SLF001 - of this class
+        return encoder
+
+    def _set(self, schema: Schema, config: bytes) -> None:
+        self.schema, self._config = schema, config
+        self._encodings = encodings_of(schema)
         self.header_bytes = 8 + len(self._config)
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
             (name, encoding, _stored_type(one), one.encode, one.size)
-            for name, encoding, one in zip(names, encodings, self._encodings, strict=True)
+            for name, encoding, one in zip(schema.names, schema.encodings, self._encodings, strict=True)
         ]
-        num_variable = sizes.count(None)
+        num_variable = sum(encoding.size is None for encoding in self._encodings)
         self._pack_head = struct.Struct(f"<{num_variable}I").pack if num_variable else None
 
     def encode(self, sample: Mapping[str, Any]) -> list[bytes]:
@@ -177,6 +188,14 @@ def is_intact(path: Path) -> bool:
             digest.update(chunk)
         digest.update(head)
     return digest.digest() == wanted
+
+
+def made_from(path: Path, num_bytes: int) -> bytes:
+    """Return the last bytes of the configuration of a shard that a `ShardDraft` wrote: what it was made from."""
+    with path.open("rb", buffering=0) as file:
+        first = int.from_bytes(file.read(8)[4:], "little")
+        file.seek(max(0, first - _DIGEST_BYTES - num_bytes))
+        return file.read(num_bytes)
 
 
 def _stored_type(encoding: Encoding) -> type:

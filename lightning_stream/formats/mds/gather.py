@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +12,87 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.mds.layout import Column, RecordLayout
-from lightning_stream.formats.memory import AddressWindow, Int64s
-from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Buffers, Mapped, Ragged, Shard, corrupt_error
+from lightning_stream.formats.memory import AddressWindow, Int64s, MappedFile
+from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from lightning_stream.formats.shard import Shard
+
 _Sizes: TypeAlias = "int | Int64s"
-_Out: TypeAlias = "Buffers | None"
-_Where = Callable[[int], str]
 Group: TypeAlias = "tuple[Int64s, Batch]"
 _Places: TypeAlias = list[tuple[Int64s, _Sizes]]  # of each column: positions in the window, and size or sizes
+
+
+class Mapped(NamedTuple):
+    """The samples of a mapped file, to be gathered."""
+
+    layout: RecordLayout
+    file: MappedFile
+    span: tuple[int, int, int, int]  # addresses of the file, its end and its first sample; number of samples
+
+
+class MappedRows(NamedTuple):
+    """Samples that are in mapped shards of one layout, in one window: row k is ``indices[k]`` of ``files[which[k]]``.
+
+    ``spans``, int64[4, n], has the `Mapped.span` of each sample's shard. The files stay mapped as long as this value.
+    """
+
+    layout: RecordLayout
+    window: AddressWindow
+    spans: Int64s
+    which: Int64s
+    indices: Int64s
+    files: Mapping[int, Mapped]
+
+    def where(self, row: int) -> str:
+        """Return the name of a row's file."""
+        return self.files[int(self.which[row])].file.where
+
+
+class SpanTable:
+    """The mapped shards of one layout among all shards of the data, by their numbers. Thread-safe."""
+
+    def __init__(self, num_shards: int) -> None:
+        self._spans: NDArray[np.int64] = np.zeros((num_shards, 4), np.int64)  # a shard that is not here has no samples
+        self._files: dict[int, Mapped] = {}  # another dict after each removal: rows that were found keep the former
+        self._layout: RecordLayout | None = None
+        self._window: AddressWindow | None = None
+        self._lock = threading.Lock()
+
+    def add(self, number: int, mapped: Mapped) -> None:
+        """Add a mapped shard. One of another layout is ignored."""
+        with self._lock:
+            if self._files and mapped.layout is not self._layout:
+                return
+            self._layout = mapped.layout
+            begin, end, _, _ = mapped.span
+            if self._window is not None:  # it only grows: nothing is read but the samples of shards that are here
+                begin, end = min(begin, self._window.begin), max(end, self._window.end)
+            if self._window is None or (begin, end) != (self._window.begin, self._window.end):
+                self._window = AddressWindow(begin, end)
+            self._files[number] = mapped
+            self._spans[number] = mapped.span
+
+    def remove(self, number: int) -> None:
+        """Remove a shard; it is unmapped when the rows that were found in it are gone."""
+        with self._lock:
+            self._spans[number] = 0
+            self._files = {other: mapped for other, mapped in self._files.items() if other != number}
+
+    def find(self, numbers: Int64s, indices: Int64s) -> MappedRows | None:
+        """Return samples ``indices[k]`` of shards ``numbers[k]``; None if not all of them are here."""
+        with self._lock:
+            files, layout, window = self._files, self._layout, self._window
+            spans = self._spans.take(numbers, 0).T
+        here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
+        if window is None or layout is None or here < len(indices):
+            return None
+        return MappedRows(layout, window, spans, numbers, indices, files)
+
+    def gather(self, numbers: Int64s, indices: Int64s, out: Buffers | None) -> Batch | None:
+        """As `gather`, for samples ``indices[k]`` of shards ``numbers[k]``; None if not all of them are here."""
+        rows = self.find(numbers, indices)
+        return None if rows is None else gather_rows(rows, out)
 
 
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
@@ -37,110 +110,99 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     which, indices = np.asarray(which, np.int64), np.asarray(indices, np.int64)
     if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
-    mapped = [shard.mapped for shard in shards]
-    files = [one for one in mapped if one is not None and mapped[0] is not None and one.layout is mapped[0].layout]
-    if len(files) != len(shards):
-        columns = shards[0].schema.columns
+    files = dict(enumerate(shard.mapped for shard in shards))
+    layout, columns = files[0].layout, shards[0].schema.columns
+    if any(mapped.layout is not layout for mapped in files.values()):
         if any(shard.schema.columns != columns for shard in shards):
             raise ValueError("gather needs shards of the same columns; group the samples by their schema first.")
-        return gather_mixed(shards, which, indices, dict.fromkeys(columns, True), out)
-    spans = np.array([one.span for one in files], np.int64).T
+        return merge_groups(gather_groups(shards, which, indices), dict.fromkeys(columns, True), len(which), out)
+    spans = np.array([mapped.span for mapped in files.values()], np.int64).T
     window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
     _check_range(which, len(files), "shard")
     _check_range(indices, spans[3].take(which).view(np.uint64), "sample")
-    where = lambda shard: files[shard].file.where  # noqa: E731
-    return gather_rows(files[0].layout, window, spans.take(which, 1), which, indices, where, out)
-
-
-def gather_mixed(
-    shards: Sequence[Shard], which: Int64s, indices: Int64s, common: Mapping[str, bool], out: Buffers | None = None
-) -> Batch:
-    """As `gather`, over shards of different columns.
-
-    `common` has all columns of the data, also those that this batch lacks: True for a column that all of the data has
-    in one encoding. The others become `Ragged` lists, with None for a sample without the column.
-    """
-    return merge_groups(gather_groups(shards, which, indices), common, len(which), out)
+    return gather_rows(MappedRows(layout, window, spans.take(which, 1), which, indices, files), out)
 
 
 def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s) -> list[Group]:
     """As `gather`, over shards of different columns: the rows of each group of shards, and their columns."""
-    groups: dict[Any, list[int]] = {}
+    members: dict[RecordLayout, list[int]] = {}
     for k, shard in enumerate(shards):
-        mapped = shard.mapped
-        groups.setdefault(k if mapped is None else mapped.layout, []).append(k)
-    parts: list[Group] = []
-    for layout, members in groups.items():
-        rows = np.flatnonzero(np.isin(which, members))
-        if isinstance(layout, int):  # a format that is not mapped is read shard by shard
-            parts.append((rows, shards[layout].columns(indices[rows])))
-            continue
-        member = np.searchsorted(members, which[rows])
-        parts.append((rows, gather([shards[k] for k in members], member, indices[rows])))
-    return parts
+        members.setdefault(shard.mapped.layout, []).append(k)
+    groups: list[Group] = []
+    for group in members.values():
+        rows = np.flatnonzero(np.isin(which, group))
+        groups.append((rows, gather([shards[k] for k in group], np.searchsorted(group, which[rows]), indices[rows])))
+    return groups
 
 
 def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: int, out: Buffers | None) -> Batch:
-    """Put the columns of groups of rows, in ascending order each, in the order of all rows; see `gather_mixed`."""
+    """Put the columns of groups of rows, in ascending order each, in the order of all rows.
+
+    `common` has all columns of the data, also those that this batch lacks: True for a column that all of the data has
+    in one encoding. The others become `Ragged` lists, with None for a sample without the column.
+    """
     batch: Batch = {}
     out = {} if out is None or callable(out) else out
     for name, in_all in common.items():
-        found = [(rows, part[name]) for rows, part in groups if name in part]
-        if not in_all:
-            batch[name] = _listed(found, num_rows)
-        elif len(found) == 1 and name not in out:
-            batch[name] = found[0][1]
+        parts = [(rows, columns[name]) for rows, columns in groups if name in columns]
+        first = parts[0][1] if in_all else Ragged()
+        if in_all and len(parts) == 1 and name not in out:
+            batch[name] = first
+        elif isinstance(first, np.ndarray):
+            shape = (num_rows, *first.shape[1:])
+            target = buffer_array(out[name], first.dtype, shape, name) if name in out else np.empty(shape, first.dtype)
+            for rows, values in parts:
+                target[rows] = values
+            batch[name] = target
         else:
-            batch[name] = _in_order(name, found, num_rows, out)
+            merged = type(first)([None] * num_rows)
+            for rows, values in parts:
+                for row, value in zip(rows.tolist(), values, strict=True):
+                    merged[row] = value
+            batch[name] = merged
     if wrong := [name for name in out if not isinstance(batch.get(name), np.ndarray)]:
         raise ValueError(f"out: no column {wrong[0]!r} of fixed size in all of the data.")
     return batch
 
 
-def gather_rows(
-    layout: RecordLayout, window: AddressWindow, spans: Int64s, which: Int64s, indices: Int64s, where: _Where, out: _Out
-) -> Batch:
-    """As `gather`, over mapped shards of one layout in one window, for samples that are known to be there.
-
-    `spans`, int64[4, n], has the `Mapped.span` of each sample's shard; `where` names the shard of a number in `which`.
-    """
-    places, bad_row = _locate(layout, window, spans, indices)
+def gather_rows(rows: MappedRows, out: Buffers | None) -> Batch:
+    """As `gather`, for samples that were found."""
+    places, bad_row = _locate(rows)
     if bad_row is not None:
-        name = where(int(which[bad_row]))
-        raise FormatError(f"{name}, sample {indices[bad_row]}: its columns do not fill it. Fetch the shard again.")
-    values: Batch = {}
+        sample = f"{rows.where(bad_row)}, sample {rows.indices[bad_row]}"
+        raise FormatError(f"{sample}: its columns do not fill it. Fetch the shard again.")
+    batch: Batch = {}
     allocate, out = (out, {}) if callable(out) else (None, out or {})
-    for column, (at, size) in zip(layout.columns, places, strict=True):
+    for column, (at, size) in zip(rows.layout.columns, places, strict=True):
         if not column.is_read:
             continue
-        if column.gathered and isinstance(size, int):
+        if column.numbers is not None and isinstance(size, int):
             memory = out.get(column.name) if allocate is None else allocate(len(at) * size)
-            values[column.name] = _numbers(window, column, at, size, memory)
+            batch[column.name] = _numbers(rows.window, column, at, size, memory)
             continue
         if column.name in out:
             raise ValueError(f"out: column {column.name!r} has no fixed size, so it cannot be written to given memory.")
-        decoded, row, error = _decoded(window, column, at, size)
+        decoded, row, error = _decoded(rows.window, column, at, size)
         if error is not None:
-            raise corrupt_error(where(int(which[row])), int(indices[row]), column.name, error) from error
-        values[column.name] = Ragged(decoded) if column.ragged else decoded
-    if unknown := set(out) - set(values):
-        raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(values)}.")
-    return values
+            raise corrupt_error(rows.where(row), int(rows.indices[row]), column.name, error) from error
+        batch[column.name] = Ragged(decoded) if column.ragged else decoded
+    if unknown := set(out) - set(batch):
+        raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(batch)}.")
+    return batch
 
 
-def flat_arrays(
-    layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s, names: Sequence[str]
-) -> dict[str, FlatArrays] | None:
+def flat_arrays(rows: MappedRows, names: Sequence[str]) -> dict[str, FlatArrays] | None:
     """Where the numbers of some columns lie in the window; None if a column is not of 1-d arrays of one dtype."""
-    places, bad_row = _locate(layout, window, spans, indices)
+    places, bad_row = _locate(rows)
     if bad_row is not None:
         return None
-    found: dict[str, FlatArrays] = {}
-    for column, (at, size) in zip(layout.columns, places, strict=True):
-        make = getattr(column.encoding, "flat_arrays", None) if column.decodes_as_stored else None
-        if column.name in names and make is not None and (flat := make(window, at, size)) is not None:
-            found[column.name] = flat
-    return found if found.keys() == {*names} else None
+    flat: dict[str, FlatArrays] = {}
+    for column, (at, size) in zip(rows.layout.columns, places, strict=True):
+        if column.name in names and column.flat_arrays is not None:
+            arrays = column.flat_arrays(rows.window, at, size)
+            if arrays is not None:
+                flat[column.name] = arrays
+    return flat if flat.keys() == {*names} else None
 
 
 def flat_copies(columns: Batch, names: Sequence[str]) -> tuple[dict[str, FlatArrays], memoryview]:
@@ -173,12 +235,13 @@ def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
         raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
 
 
-def _locate(layout: RecordLayout, window: AddressWindow, spans: Int64s, indices: Int64s) -> tuple[_Places, int | None]:
+def _locate(rows: MappedRows) -> tuple[_Places, int | None]:
     """Locate each sample, by the table of offsets if their sizes differ, and each of its columns; or return a bad row.
 
     The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must not
     lead out of its memory.
     """
+    layout, window, spans, _, indices, _ = rows
     sizes: Iterator[Int64s] = iter(())
     stop: Int64s | None = None
     if layout.stride is not None:
@@ -207,7 +270,7 @@ def _uint32s(window: AddressWindow, at: Int64s, count: int) -> Int64s:
 
 
 def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: Any) -> NDArray[Any]:
-    layout = column.encoding.layout
+    layout = column.numbers
     assert layout is not None
     shape = (len(at), *layout.shape)
     if out is None:
@@ -254,99 +317,3 @@ def _decoded(window: AddressWindow, column: Column, at: Int64s, size: _Sizes) ->
     except DECODE_ERRORS as raised:
         return None, len(values), raised
     return values, 0, error
-
-
-def _in_order(
-    name: str, parts: list[tuple[Int64s, Any]], num_rows: int, out: Mapping[str, Any]
-) -> NDArray[Any] | list[Any]:
-    first = parts[0][1]
-    if isinstance(first, np.ndarray):
-        shape = (num_rows, *first.shape[1:])
-        target = buffer_array(out[name], first.dtype, shape, name) if name in out else np.empty(shape, first.dtype)
-        for rows, values in parts:
-            target[rows] = values
-        return target
-    merged = _listed(parts, num_rows)
-    return merged if isinstance(first, Ragged) else list(merged)
-
-
-def _listed(parts: list[tuple[Int64s, Any]], num_rows: int) -> Ragged:
-    merged = Ragged([None] * num_rows)
-    for rows, values in parts:
-        for row, value in zip(rows.tolist(), values, strict=True):
-            merged[row] = value
-    return merged
-
-
-class SpanTable:
-    """The mapped shards of one layout among all shards of the data. Gathering is thread-safe, changing it is not.
-
-    A gather first refers to `_outlived`, then looks the samples up. A shard is first marked as not here and then put
-    into that list, so it stays mapped for every gather that has found it. numpy looks up many rows without holding
-    Python's lock, so it could read a row that is half written: then `_changes` is odd, or another number afterwards.
-    """
-
-    def __init__(self, num_shards: int) -> None:
-        self._spans: NDArray[np.int64] = np.zeros((num_shards, 4), np.int64)  # a shard that is not here has no samples
-        self._held: dict[int, Mapped] = {}
-        # Shards taken out since a gather began; the last element is the list of those taken out later.
-        self._outlived: list[Any] = []
-        self._layout: RecordLayout | None = None
-        self._window: AddressWindow | None = None
-        self._changes = 0
-
-    def add(self, number: int, mapped: Mapped | None) -> None:
-        """Add a mapped shard. One of another layout, or of a format that is not gathered, is ignored."""
-        if mapped is None or (self._held and mapped.layout is not self._layout):
-            return
-        self._layout = mapped.layout
-        self._held[number] = mapped
-        begin, end, _, _ = mapped.span
-        if self._window is not None:  # it only grows: nothing is read but the samples of shards that are here
-            begin, end = min(begin, self._window.begin), max(end, self._window.end)
-        if self._window is None or (begin, end) != (self._window.begin, self._window.end):
-            self._window = AddressWindow(begin, end)
-        self._set(number, mapped.span)  # last, so that the window holds every shard that is found
-
-    def remove(self, number: int) -> None:
-        """Remove a shard; it is unmapped when the gathers that have found it are done."""
-        if (mapped := self._held.pop(number, None)) is not None:
-            self._set(number, (0, 0, 0, 0))
-            following: list[Any] = []
-            self._outlived += (mapped, following)
-            self._outlived = following
-
-    def _set(self, number: int, span: tuple[int, int, int, int]) -> None:
-        self._changes += 1
-        self._spans[number] = span
-        self._changes += 1
-
-    def gather(self, numbers: Int64s, indices: Int64s, out: Buffers | None) -> Batch | None:
-        """As `gather`, for samples ``indices[k]`` of shards ``numbers[k]``; None as `read`."""
-
-        def gathered(layout: RecordLayout, window: AddressWindow, spans: Int64s) -> Batch:
-            return gather_rows(layout, window, spans, numbers, indices, self._where, out)
-
-        return self.read(numbers, indices, gathered)
-
-    def read(
-        self, numbers: Int64s, indices: Int64s, use: Callable[[RecordLayout, AddressWindow, Int64s], T]
-    ) -> T | None:
-        """The result of ``use`` with the layout, the window and the spans of samples, which stay mapped meanwhile.
-
-        None if not all of these samples are here, or if the table was changed meanwhile.
-        """
-        keeps_mapped, layout, changes = self._outlived, self._layout, self._changes
-        spans = self._spans.take(numbers, 0).T
-        if changes % 2 or changes != self._changes:
-            return None
-        here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
-        if layout is None or layout is not self._layout or self._window is None or here < len(indices):
-            return None
-        found = use(layout, self._window, spans)
-        del keeps_mapped
-        return found
-
-    def _where(self, number: int) -> str:
-        held = self._held.get(number)
-        return f"shard {number}" if held is None else held.file.where

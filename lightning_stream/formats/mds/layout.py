@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from lightning_stream.formats.encodings import Encoding, encoding_of_column, maker_of
+from lightning_stream.formats.encodings import ROW_ENCODINGS, Encoding, NumericLayout, encoding_of_column, maker_of
+from lightning_stream.formats.encodings.base import FlatArrays, ViewEncoding
 from lightning_stream.formats.model import Schema
 
 Decoder = Callable[[Any], Any]
@@ -15,17 +16,19 @@ Decoders = Mapping[str, Callable[[bytes], Any]]
 
 
 class Column(NamedTuple):
-    """One column. ``decode`` may get a view of mapped memory, and copies the bytes that it keeps."""
+    """One column. ``decode`` may get a view of mapped memory, and copies the bytes that it keeps.
+
+    The other ways to read it are those of its encoding; with a decoder of the caller, there are none.
+    """
 
     name: str
-    encoding: Encoding
     size: int | None
     decode: Decoder
-    decode_many: Callable[..., Any] | None
-    gathered: bool  # plain numbers, without a decoder of the caller
-    ragged: bool  # arrays that may have different shapes, decoded as stored
-    decodes_as_stored: bool = True  # whether there is no decoder of the caller
     is_read: bool = True
+    numbers: NumericLayout | None = None
+    decode_many: Callable[..., Any] | None = None
+    flat_arrays: Callable[..., FlatArrays | None] | None = None
+    ragged: bool = False
 
 
 class RecordLayout:
@@ -46,6 +49,16 @@ class RecordLayout:
         self.unread = tuple(column.name for column in columns if not column.is_read)
 
 
+def encodings_of(schema: Schema) -> list[Encoding]:
+    """Return the encodings of a schema's columns; FormatError if the index gives one another size.
+
+    Rows are stored as MDS once they are fetched, in encodings of their own.
+    """
+    if schema.format != "mds":
+        return [ROW_ENCODINGS[kind] for kind in schema.encodings]
+    return list(map(encoding_of_column, schema.names, schema.encodings, schema.sizes))
+
+
 # Shards of one layout can be gathered together. A layout, and its users' decoders, live as long as a shard that has it.
 _LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
 
@@ -58,7 +71,8 @@ def record_layout(
 ) -> RecordLayout:
     """Return the layout of a schema: the same object for the same arguments, while it is in use. See `open_shard`."""
     chosen = dict(decoders or {})
-    makers = tuple(map(maker_of, schema.encodings))  # a name may be registered again for another encoding
+    # a name may be registered again for another encoding; rows have encodings of their own
+    makers = tuple(map(maker_of, schema.encodings)) if schema.format == "mds" else ()
     unread = frozenset() if columns is None else frozenset(schema.names).difference(columns)
     key = (schema.names, schema.encodings, schema.sizes, makers, allow_unsafe_types, frozenset(chosen.items()), unread)
     if (found := _LAYOUTS.get(key)) is not None:
@@ -66,17 +80,16 @@ def record_layout(
     if absent := set(chosen) - set(schema.names):
         raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(schema.names)}.")
     found_columns = []
-    for name, encoding_name, size in zip(schema.names, schema.encodings, schema.sizes, strict=True):
-        encoding = encoding_of_column(name, encoding_name, size)
+    for name, encoding_name, encoding in zip(schema.names, schema.encodings, encodings_of(schema), strict=True):
         if name in unread:
-            found_columns.append(Column(name, encoding, size, _skip, None, gathered=False, ragged=False, is_read=False))
+            found_columns.append(Column(name, encoding.size, _skip, is_read=False))
             continue
         if not encoding.safe and not allow_unsafe_types and name not in chosen:
             raise ValueError(
                 f"column {name!r} is stored as {encoding_name!r}: reading it can run code that is in the data. If you "
                 "trust it, pass allow_unsafe_types=True."
             )
-        found_columns.append(_column(name, encoding, size, chosen.get(name)))
+        found_columns.append(_column(name, encoding, chosen.get(name)))
     return _LAYOUTS.setdefault(key, RecordLayout(tuple(found_columns)))
 
 
@@ -84,13 +97,20 @@ def _skip(_: Any) -> None:
     """Decode nothing."""
 
 
-def _column(name: str, encoding: Encoding, size: int | None, chosen: Decoder | None) -> Column:
-    if chosen is None and getattr(encoding, "accepts_memoryview", False):
-        decode = getattr(encoding, "fast_decode", None) or encoding.decode
+def _column(name: str, encoding: Encoding, chosen: Decoder | None) -> Column:
+    if chosen is None and isinstance(encoding, ViewEncoding):
+        decode: Decoder = encoding.decode
     else:
         takes_bytes = encoding.decode if chosen is None else chosen
         decode = lambda data: takes_bytes(bytes(data))  # noqa: E731
     if chosen is not None:
-        return Column(name, encoding, size, decode, None, gathered=False, ragged=False, decodes_as_stored=False)
-    many, ragged = getattr(encoding, "decode_many", None), getattr(encoding, "ragged", False)
-    return Column(name, encoding, size, decode, many, getattr(encoding, "layout", None) is not None, ragged)
+        return Column(name, encoding.size, decode)
+    return Column(
+        name,
+        encoding.size,
+        decode,
+        numbers=getattr(encoding, "layout", None),  # an object that is no `Encoding` may lack these
+        decode_many=getattr(encoding, "decode_many", None),
+        flat_arrays=getattr(encoding, "flat_arrays", None),
+        ragged=getattr(encoding, "ragged", False),
+    )
