@@ -1,6 +1,6 @@
 """Rows planned from log-normal documents, batches sorted by length, and shares balanced by cost.
 
-python benchmarks/pack_plan.py [--documents 400000]
+python benchmarks/pack_plan.py [--documents 400000] [--many 100000000]
 
 Documents have 700 tokens in the mean. Speeds are documents per CPU-second of planning alone, in windows of 16,384.
 "resume ms" is until the first global batch of one machine is planned, of 1 and of 16 machines, the median of 12 places
@@ -9,24 +9,36 @@ in the epoch.
 Batches hold 64 whole documents, or up to 64 times the longest one, padded to their longest. Shares: the most expensive
 replica over the mean one, with 8 replicas a machine and 8 packed rows of 8,192 tokens each, where a row costs the sum
 of its documents' squared lengths; "downloads" is copies of the data, of all machines together.
+
+First batches are those of a loader with two workers, over one million and over ``--many`` documents of 1 to 32 tokens:
+from the dataset's constructor until the batch has come. All shards are links to one file, beside one file of lengths.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import statistics
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from frame import Clock, Group, Job, Result, main
 
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset
 from lightning_stream.order import Balance, BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.downloads import estimate_factor
 from lightning_stream.order.packing import RowPacking
 
 WINDOW, REPLICAS, MICRO_BATCH = 16_384, 8, 2
+ROWS_PER_SHARD, FEW = 1 << 16, 1_000_000
+ARRANGED = {
+    "packed": {"pack": Packing(row_length=2048)},
+    "batch_tokens": {"bucket_by": "tokens", "batch_tokens": 32 * 2048},
+}
 
 
 def lengths_of(count: int, seed: int = 0) -> np.ndarray:
@@ -107,6 +119,43 @@ def shares(num_machines: int, nodes: int, job: Job) -> Result:
     return {**clock.stop(), **worst, "downloads": estimate_factor(run, epoch=0, batch_size=batch_size, world=world)}
 
 
+def write_documents(folder: Path, count: int) -> None:
+    """At least so many documents, in shards that are links to one file."""
+    lengths = np.random.default_rng(0).integers(1, 33, ROWS_PER_SHARD).astype("<u4")
+    tokens = np.arange(32, dtype=np.int32)
+    columns = {"tokens": "ndarray:int32"}
+    with MDSWriter(out=str(folder), columns=columns, size_limit=1 << 30, hashes=(), lengths={"tokens": len}) as writer:
+        writer.write_batch({"tokens": [tokens[:length] for length in lengths]})
+    index = json.loads((folder / "index.json").read_text())
+    (shard,), (file,) = index["shards"], index["lengths"]["tokens"]
+    basenames = [f"shard.{number:05}.mds" for number in range(-(-count // ROWS_PER_SHARD))]
+    for basename in basenames[1:]:
+        os.link(folder / basenames[0], folder / basename)
+    index["shards"] = [{**shard, "raw_data": {**shard["raw_data"], "basename": name}} for name in basenames]
+    repeated = np.tile(lengths, len(basenames))
+    repeated.tofile(folder / file["basename"])
+    file.update(bytes=repeated.nbytes, samples=len(repeated))
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+def prepare_documents(job: Job) -> None:
+    for count in (FEW, job.sizes.many):
+        write_documents(job.folder / str(count), count)
+
+
+def first_batch(count: int | None, kind: str, job: Job) -> Result:
+    """Of ``--many`` documents where ``count`` is None."""
+    folder = job.folder / str(count or job.sizes.many)
+    size = {"batch_size": 32} if kind == "packed" else {}
+    clock = Clock()
+    dataset = StreamingDataset(local=str(folder), shuffle=True, **ARRANGED[kind])
+    loader = StreamingDataLoader(dataset, num_workers=2, **size)
+    next(iter(loader))
+    result = clock.stop(1)
+    loader.close()
+    return result
+
+
 if __name__ == "__main__":
     rows = {f"ours, rows of {length:,}": partial(packed, length) for length in (2048, 8192, 32_768)}
     groups = [Group("packed rows", rows)]
@@ -119,4 +168,7 @@ if __name__ == "__main__":
     for nodes in (16, 1):
         cases = {f"ours, {count} machines": partial(shares, count, nodes) for count in (1, 2, 4, 16, 64)}
         groups.append(Group(f"shares of {nodes} canonical nodes", cases))
-    main(__doc__, groups, documents=(400_000, 20_000), rows=(32_768, 8192))
+    for kind in ARRANGED:
+        cases = {"ours, 1,000,000": partial(first_batch, FEW, kind), "ours, many": partial(first_batch, None, kind)}
+        groups.append(Group(f"first batch, {kind}", cases, prepare_documents))
+    main(__doc__, groups, documents=(400_000, 20_000), rows=(32_768, 8192), many=(100_000_000, 2_000_000))

@@ -8,6 +8,7 @@ measured when its shards are made: all are read once per machine.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,20 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
         NotFoundError: A stream has no such lengths, and they do not follow from its shards; names what would help.
         FormatError: They do not fit the index.
     """
-    streams = [(cache, index) for cache, index in zip(caches, indexes, strict=True) if index.num_samples]
+    pairs = zip(caches, indexes, strict=True)
+    streams = [(cache, index) for cache, index in pairs if index.num_samples]
     problems = [problem for cache, index in streams if (problem := _problem(cache, index, name))]
     if problems:
-        known = sorted({each for _, index in streams for each in index.lengths})
+        known = sorted(set().union(*(index.lengths for _, index in streams)))
         raise NotFoundError(
             f"every stream must have the lengths {name!r}: {'; '.join(problems)}. Add them with `lightning-stream "
             f"convert PATH --lengths {name}`, or write the dataset with lengths={{{name!r}: len}}. Known "
             f"lengths: {', '.join(known) or 'none'}."
         )
     parts = [part for cache, index in streams for part in _of_stream(cache, index, name)]
-    found = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])
-    found.setflags(write=False)
-    return found
+    lengths = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])
+    lengths.setflags(write=False)
+    return lengths
 
 
 def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
@@ -114,10 +116,10 @@ def _why_not(cache: ShardCache, schema: Schema, name: str) -> str:
 
 def _item_bytes(encoding: str) -> int | None:
     """Return the bytes of an item of a variable column: a byte of bytes and text, an element of an array."""
-    kind, *dtype = encoding.split(":")
     if encoding in ("bytes", "str"):
         return 1
-    return np.dtype(dtype[0]).itemsize if kind == "ndarray" and len(dtype) == 1 else None
+    kind, _, dtype = encoding.partition(":")
+    return np.dtype(dtype).itemsize if kind == "ndarray" and dtype and ":" not in dtype else None
 
 
 def _fixed_length(schema: Schema, name: str) -> int | None:
@@ -148,12 +150,11 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
     except FormatError:  # one wrong answer is asked for again
         offsets, _ = fetch_offsets(cache, entry)
     # A sample begins with the size of its only column of variable size; the other columns have fixed sizes.
-    num_bytes = np.diff(offsets).astype(np.int64) - 4 - sum(size or 0 for size in schema.sizes)
+    num_bytes = np.diff(offsets).astype(np.int64) - 4 - _fixed_bytes(schema.sizes)
     encoding = schema.columns[name]
     lengths = num_bytes
     if encoding.startswith("ndarray"):
-        before = sum(size or 0 for size in schema.sizes[: schema.names.index(name)])
-        first = int(offsets[0]) + 4 + before
+        first = int(offsets[0]) + 4 + _fixed_bytes(schema.sizes[: schema.names.index(name)])
         num_dims = read_range(cache, entry, first, first + 1)[0][0] >> 2
         lengths = _num_items(num_bytes, _item_bytes(encoding) or 1) if num_dims == 1 else np.full(1, -1)
     if (lengths < 0).any():
@@ -165,18 +166,19 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
     return lengths.astype(np.uint32)
 
 
+def _fixed_bytes(sizes: Sequence[int | None]) -> int:
+    return sum(size or 0 for size in sizes)
+
+
 def _of_made_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
     """The lengths as `convert` would write them with ``lengths={name: len}``."""
-    with cache.lease(entry) as lease:
-        shard, found = open_shard(entry, lease.folder), list[_Lengths]()
-        try:
-            for begin in range(0, entry.num_samples, _ROWS):
-                rows = np.arange(begin, min(begin + _ROWS, entry.num_samples))
-                columns = {name: shard.columns(rows)[name]}
-                found.append(measure_batch({name: len}, columns, len(rows), (name,))[name])
-        finally:
-            shard.close()
-    return np.concatenate(found)
+    parts = []
+    with cache.lease(entry) as lease, closing(open_shard(entry, lease.folder)) as shard:
+        for begin in range(0, entry.num_samples, _ROWS):
+            rows = np.arange(begin, min(begin + _ROWS, entry.num_samples))
+            columns = {name: shard.columns(rows)[name]}
+            parts.append(measure_batch({name: len}, columns, len(rows), (name,))[name])
+    return np.concatenate(parts)
 
 
 def _num_items(num_bytes: NDArray[np.int64], item_bytes: int) -> NDArray[np.int64]:
@@ -186,5 +188,5 @@ def _num_items(num_bytes: NDArray[np.int64], item_bytes: int) -> NDArray[np.int6
     """
     widths = np.where(num_bytes < 2 + (item_bytes << 8), 1, np.where(num_bytes < 3 + (item_bytes << 16), 2, 4))
     items, rest = np.divmod(num_bytes - 1 - widths, item_bytes)
-    least = np.choose(np.searchsorted([1, 2, 4], widths), [0, 1 << 8, 1 << 16])
+    least = np.select([widths == 2, widths == 4], [1 << 8, 1 << 16])
     return np.where((rest == 0) & (items >= least), items, -1)

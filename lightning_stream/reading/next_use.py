@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.order import EpochOrder, Snapshot
 
+# Begin and end of the positions, their shards ascending, and the positions of each shard ascending.
+_Part = tuple[int, int, NDArray[np.int64], NDArray[np.int64]]
 _HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
 
 
@@ -22,8 +24,7 @@ class NextUse:
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
         self._order, self._snapshot, self._horizon = order, snapshot, max(1, horizon // order.samples_per_position)
         nothing = np.zeros(0, np.int64)
-        # Replaced as one, since several threads ask: begin, end, shards ascending, and the positions of each ascending.
-        self._part: tuple[int, int, NDArray[np.int64], NDArray[np.int64]] = (0, 0, nothing, nothing)
+        self._part: _Part = (0, 0, nothing, nothing)  # replaced as one, since several threads ask
         self.position = 0
 
     def advance(self, position: int) -> None:
@@ -34,11 +35,12 @@ class NextUse:
         """The position of the shard's next use; infinite if there is none within the horizon."""
         at = self.position
         _, _, shards, positions = self._looked_up(at)
-        first, end = np.searchsorted(shards, [shard, shard + 1]).tolist()
-        found = first + int(np.searchsorted(positions[first:end], at))
-        return float(positions[found]) if found < end else math.inf
+        first, end = np.searchsorted(shards, [shard, shard + 1])
+        uses = positions[first:end]
+        place = np.searchsorted(uses, at)
+        return float(uses[place]) if place < len(uses) else math.inf
 
-    def _looked_up(self, at: int) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
+    def _looked_up(self, at: int) -> _Part:
         begin, end = self._part[:2]
         if at < begin or (self._order.exists(end) and at + self._horizon // 2 > end):
             begin, end = at, at + self._horizon
@@ -52,7 +54,7 @@ class NextUse:
 
 def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], basename: str) -> float | None:
     """In how many positions a file (``numbers``: its shard) is needed next, by any plan; None where that is unknown."""
-    number = numbers.get(basename)
-    if number is None:
+    shard = numbers.get(basename)
+    if shard is None:
         return None
-    return min((plan(number) - plan.position for plan in list(plans.values())), default=None)
+    return min((plan(shard) - plan.position for plan in list(plans.values())), default=None)

@@ -52,6 +52,7 @@ class SampleReader:
         self.delivered = Deliveries()  # early, in this process
         self._process: ReaderProcess | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
+        self._length_digests: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_process": None, "_lengths": {}}  # another process maps the files itself
@@ -106,7 +107,9 @@ class SampleReader:
 
     def lengths_digest(self, name: str) -> str:
         """Return 32 hex digits of these numbers: other lengths give another packing."""
-        return digest("xxh3_128", self.lengths(name).view(np.uint8).data)
+        if name not in self._length_digests:
+            self._length_digests[name] = digest("xxh3_128", self.lengths(name).view(np.uint8).data)
+        return self._length_digests[name]
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
         found = read_lengths(self.caches, self.indexes, name)
