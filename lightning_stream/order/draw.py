@@ -167,7 +167,7 @@ def weight_problems(names: Sequence[str], weights: Sequence[StreamWeights], epoc
         given = [(kind, value) for kind, value in vars(one).items() if value is not None]
         if len(given) > 1:
             problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
-        bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.holds(value)]
+        bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.accepts(value)]
         problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.text}." for one in bad]
     relative = [name for name, one in pairs if one.proportion is not None]
     absolute = [name for name, one in pairs if one.repeat is not None or one.choose is not None]

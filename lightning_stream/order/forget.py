@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lightning_stream.order.bitmap import as_ids
@@ -195,5 +196,5 @@ def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
     """The same run, except that these samples are forgotten, and no others."""
     if run.forgotten is forgotten:
         return run
-    config = replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
+    config = structs.replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
     return type(run)(run.snapshot, run.weights, config, run.lengths, forgotten=forgotten)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, broken, count, is_count, one_of, short
+from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, count, is_count, one_of, short, violations
 
 Numbers = tuple[tuple[str, float], ...]  # a name and a number each
 Counts = tuple[tuple[str, int], ...]
@@ -167,7 +167,7 @@ class Schedule:
         return cls(**{"points": (), **state, "changes": changes})
 
     def _problems(self) -> list[str]:
-        problems = broken(vars(self), _RULES)
+        problems = violations(vars(self), _RULES)
         starts = [at for at, _ in self.points]
         if not starts or starts[0] != 0 or not all(is_count(at, 0) for at in starts) or starts != sorted(set(starts)):
             problems.append(f"The points must be whole numbers that rise from 0, not {short(starts)}.")
@@ -185,7 +185,7 @@ class Schedule:
         return problems
 
     def _weight_problems(self, where: str, given: Numbers) -> list[str]:
-        bad = [f"{name}={short(weight)}" for name, weight in given if not AMOUNT.holds(weight)]
+        bad = [f"{name}={short(weight)}" for name, weight in given if not AMOUNT.accepts(weight)]
         problems = [f"{where} has {', '.join(bad)}, but a weight must be {AMOUNT.text}."] if bad else []
         positive = [] if bad else [weight for _, weight in given if weight]
         if not bad and not positive:
@@ -197,7 +197,7 @@ class Schedule:
     def _length_problems(self) -> list[str]:
         lengths = dict(self.mean_lengths)
         problems = self._unknown("mean_lengths", self.mean_lengths)
-        bad = [name for name, length in lengths.items() if not (AMOUNT.holds(length) and length > 0)]
+        bad = [name for name, length in lengths.items() if not (AMOUNT.accepts(length) and length > 0)]
         if bad:
             problems.append(f"mean_lengths must be above 0, but those of {', '.join(bad)} are not.")
         if lengths and (missing := [name for name in self.streams if name not in lengths]):
@@ -206,7 +206,7 @@ class Schedule:
 
     def _change_problems(self, change: MixtureChange) -> list[str]:
         problems = [] if is_count(change.at, 0) else [f"A change needs a sample number, not {short(change.at)}."]
-        problems += [f"skip[{name!r}] must be {_SKIP.text}." for name, n in change.skip if not _SKIP.holds(n)]
+        problems += [f"skip[{name!r}] must be {_SKIP.text}." for name, n in change.skip if not _SKIP.accepts(n)]
         problems += self._unknown("skip", change.skip)
         stops = dict(zip(self.streams, self.stops, strict=True))
         problems += [f"Stream {name!r} ends when exhausted: skip needs one that repeats." for name, _ in change.skip
