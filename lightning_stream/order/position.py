@@ -150,7 +150,7 @@ class Position:
         """The beginning of the next epoch."""
         return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=(), landmark=None)
 
-    def normalised(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
+    def rebased_on(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
         """This position in the run that loads it: with its data, settings, B and tail, and the ledger of its order.
 
         It is the beginning of the next epoch if this one was begun and has no batch left.
@@ -198,7 +198,7 @@ class Position:
             raise _damaged([f"position is {self.position}, but epoch {self.epoch} ends at {order.num_samples}."])
         return []
 
-    def is_proven(self, run: RunOrder) -> bool:
+    def ledger_matches(self, run: RunOrder) -> bool:
         """Whether the ledger sum is the one this position must have. O(position)."""
         return self.ledger == ledgers.expected(run.epoch(self.epoch), 0, self.position)
 
