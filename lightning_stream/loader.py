@@ -362,7 +362,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         """A position as this loader sees it: with its batch, and the next epoch if no batch can come in this one."""
         settings = replace(self.settings(position.order), order=position.order)
         size, tail = settings.global_batch_size, settings.tail
-        return position.normalised(self._run(settings), batch_size=size, tail=tail, world=settings.world)
+        return position.rebased_on(self._run(settings), batch_size=size, tail=tail, world=settings.world)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""

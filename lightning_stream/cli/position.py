@@ -222,7 +222,7 @@ def _batches(position: Position, order: RunOrder, options: Namespace) -> list[di
     explanation = explain(order, position)
     count = options.next or int(not found)
     if explanation.upcoming is not None:
-        here = position.normalised(order, batch_size=position.batch_size, tail=position.tail)
+        here = position.rebased_on(order, batch_size=position.batch_size, tail=position.tail)
         first = explanation.upcoming.step
         found += [trace(order, here, step) for step in range(first, first + min(count, explanation.steps_left))]
     return [_described(batch, position, order) for batch in found]

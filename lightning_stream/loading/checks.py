@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from lightning_stream.order import BatchPlan, RunOrder, Tail
 from lightning_stream.order.balance import can_balance
@@ -33,7 +34,7 @@ def cache_need(
 ) -> CacheNeed:
     """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
-        run = RunOrder(run.snapshot, run.weights, replace(run.config, window=window, switches=()), run.lengths)
+        run = RunOrder(run.snapshot, run.weights, structs.replace(run.config, window=window, switches=()), run.lengths)
     sizes, packed = np.concatenate([index.raw_bytes for index in reader.indexes]), _packed_ratio(reader)
     kept = packed if reader.defaults.config.keep_zip else 0.0
     size, world = settings.device_batch_size, settings.world

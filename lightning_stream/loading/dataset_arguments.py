@@ -13,7 +13,7 @@ from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.plan import check_weights
-from lightning_stream.order.rules import broken, count
+from lightning_stream.order.rules import count, violations
 from lightning_stream.reading.stream import Stream, labels_of, name_of, weights_of, with_split
 
 
@@ -21,7 +21,7 @@ def whole_numbers(**given: float | None) -> list[int | None]:
     """Numbers that may be floats (``1e9``) or None, as whole numbers; raise ValueError for others."""
     numbers = {name: whole(value) for name, value in given.items()}
     rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
-    if problems := broken(numbers, rules):
+    if problems := violations(numbers, rules):
         raise ValueError(" ".join(problems))
     return list(numbers.values())
 

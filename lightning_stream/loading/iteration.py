@@ -341,7 +341,7 @@ class Progress:
         else:
             self._num_looks = 0
             here = now.position.next_epoch() if now.is_inside_epoch else now.position
-            here = here.normalised(run, batch_size=size, tail=tail, world=settings.world)
+            here = here.rebased_on(run, batch_size=size, tail=tail, world=settings.world)
         self._live.add(iteration)
         if self._leader is None:
             self._stop, self._leader, self._was_asked = _Stop(here), ref(iteration), False

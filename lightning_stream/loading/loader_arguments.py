@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_stream.order.rules import broken, count
+from lightning_stream.order.rules import count, violations
 
 _NOT_CALLED = {
     "__iter__": "Change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
@@ -61,7 +61,7 @@ def check_arguments(
     if batch_size is not None and in_dataset not in (None, batch_size):
         problems.append(f"batch_size is {batch_size} for the loader and {in_dataset} for its dataset: make them one.")
     numbers = {"batch_size": batch_size, "global_batch_size": global_batch_size, "accumulate": accumulate}
-    problems += broken(numbers, {name: count(1, optional=name != "accumulate") for name in numbers})
+    problems += violations(numbers, {name: count(1, optional=name != "accumulate") for name in numbers})
     if problems:
         raise ValueError(" ".join(problems))
 

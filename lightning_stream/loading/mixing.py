@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from msgspec import structs
+
 from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.iteration import Driver, Progress
 from lightning_stream.loading.randomness import SeededCall
@@ -90,7 +92,7 @@ class MixtureChanges:
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
         earliest = [run.settled(one.epoch, one.position) for one in seen]
         at = max(earliest + [change.at for change in schedule.changes])
-        order = replace(order, schedule=schedule.changed(at, weights, skip))
+        order = structs.replace(order, schedule=schedule.changed(at, weights, skip))
         if landmark is not None:
             self._source.order(order).epoch(here.epoch).learn(landmark)
         if iteration is not None:

@@ -14,7 +14,7 @@ from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.order import OrderConfig
 from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
-from lightning_stream.order.rules import TEXT, broken
+from lightning_stream.order.rules import TEXT, violations
 from lightning_stream.reading.reader import SampleReader
 
 _SIGNED: dict[str, type[np.signedinteger[Any]]] = {
@@ -70,7 +70,7 @@ class Packing:
 
     def __post_init__(self) -> None:
         names = {"column": self.column, "lengths": self.lengths_name}
-        if problems := broken(names, dict.fromkeys(names, TEXT)):
+        if problems := violations(names, dict.fromkeys(names, TEXT)):
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
         object.__setattr__(self, "columns", tuple(self.columns))  # a list of a config file
         self.rows("")  # refuses wrong values

@@ -69,13 +69,13 @@ def position_in(
         is_checked = ours is not None and ours.position <= _CHECKED_POSITIONS and not run.config.needs_lengths
         # Beyond a new switch, samples may have other ids, and the sum is made again.
         is_checked = is_checked and ours is not None and ours.order.switches == run.config.switches
-        if ours is not None and is_checked and not accepted and not ours.is_proven(run):
+        if ours is not None and is_checked and not accepted and not ours.ledger_matches(run):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "
                 f"position {ours.position} is another. The state is damaged; load another checkpoint."
             )
         here = ours or mosaic_position(state, run, batch_size=size, tail=tail)
-        here = here.normalised(run, batch_size=size, tail=tail, world=world)
+        here = here.rebased_on(run, batch_size=size, tail=tail, world=world)
         plan = BatchPlan(run.epoch(here.epoch), batch_size=size, world=world, tail=tail, start=here.position)
     except ValueError as error:
         raise StateError(

@@ -14,6 +14,7 @@ from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lightning_stream.errors import NotFoundError
@@ -232,7 +233,7 @@ class SampleSource:
             if former is None or (former.step, former.digest) != (step, digest):
                 run = cast("SwitchedRun", self.order(found))
                 former = Switch(step, *run.place_of_step(step, batch_size, tail), digest, versions)
-            found = replace(found, switches=(*found.switches, former))
+            found = structs.replace(found, switches=(*found.switches, former))
         self.switched[key] = found
         return found
 
@@ -297,7 +298,7 @@ class SampleSource:
         own = None if self.forgotten is None else self.forgotten.digest
         last = max(positions, key=lambda one: (one.epoch, one.position)).order.schedule if positions else None
         orders = {
-            replace(one.order, forgotten=own, schedule=one.order.schedule and one.order.schedule.resumed(last))
+            structs.replace(one.order, forgotten=own, schedule=one.order.schedule and one.order.schedule.resumed(last))
             for one in positions
         }  # a run may have changed its mixture
         if len(orders) != 1:
@@ -307,7 +308,7 @@ class SampleSource:
             )
         run = self.order(orders.pop())
         for one in positions:
-            began = replace(one.order, forgotten=None if one.order.forgotten == own else one.order.forgotten)
+            began = structs.replace(one.order, forgotten=None if one.order.forgotten == own else one.order.forgotten)
             replace(one, order=began).check(forgetting(run, None))
         return plan_replay(run, ids, positions)
 

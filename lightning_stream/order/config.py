@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
+
+import msgspec
+from msgspec import Struct, structs
 
 from lightning_stream.errors import StateError, VersionMismatch
 from lightning_stream.order.batching import METHODS, SCHEDULED
@@ -16,7 +18,7 @@ from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 from lightning_stream.order.packing import RowPacking
-from lightning_stream.order.rules import Rule, broken, count, is_count, one_of
+from lightning_stream.order.rules import MAYBE_TEXT, count, is_count, one_of, plain, violations
 from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.world import World
 
@@ -26,13 +28,25 @@ ORDER_VERSION = 1
 MOSAIC_ALGORITHMS = SHUFFLES
 
 _ACTIVE_PARTS = 128
-_KEYS = {"device_block": "block"}  # a setting's name in a state, where it has another
 MOST_NODES = 2**16
 _MOST_SAMPLES = 2**24  # of a batch; like MOST_NODES far above any run's: a damaged state must not fill the memory
+_DEFAULTS = {
+    "shuffle": False,
+    "seed": 9176,
+    "algorithm": None,
+    "canonical_nodes": None,
+    "window": None,
+    "batching_method": "random",
+    "sampling_method": "balanced",
+    "sampling_granularity": 1,
+    "epoch_size": None,
+    "mosaic": None,
+    "schedule": None,
+    "quick_start": None,
+}
 
 
-@dataclass(frozen=True)
-class MosaicConfig:
+class MosaicConfig(Struct, frozen=True):
     """Settings of the orders of mosaicml-streaming alone.
 
     Example: ``OrderConfig.resolve(batch_size=256, shuffle=True, mosaic=MosaicConfig("orig"))``.
@@ -45,8 +59,7 @@ class MosaicConfig:
     batch_size: int | None = None  # samples of all ranks in one of that library's batches, accumulation excluded
 
 
-@dataclass(frozen=True)
-class Switch:
+class Switch(Struct, frozen=True):
     """A training run continues with another version of its data; see `lightning_stream.order.switches`.
 
     Attributes:
@@ -62,9 +75,10 @@ class Switch:
     versions: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class OrderConfig:
+class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename={"device_block": "block"}):
     """The order settings of a run. Make them with :meth:`resolve`, which chooses what the user left open.
+
+    A setting with a default is one that older states lack; a state has it only where it is another.
 
     Example::
 
@@ -77,13 +91,13 @@ class OrderConfig:
     algorithm: str  # "window", or one of mosaicml-streaming's
     canonical_nodes: int  # C: samples are split evenly into this many canonical nodes
     window: int  # w, parts of shards active at once in a canonical node
-    batching_method: str = "random"  # or "stratified", "per_stream", "device_per_stream"
-    device_block: int | None = None  # m of "device_per_stream": samples of one stream, the first run's batch per device
-    batch_size: int | None = None  # B where the order depends on it ("per_stream")
-    sampling_method: str = "balanced"  # which draws other samples each epoch; "fixed" always draws the same
-    sampling_granularity: int = 1  # samples taken from a shard at a time where a stream is only partly drawn
-    epoch_size: int | None = None  # samples of an epoch over all streams; None for the sum that the weights give
-    mosaic: MosaicConfig | None = None  # settings of the orders of mosaicml-streaming; None for the native order
+    batching_method: str  # "random", "stratified", "per_stream" or "device_per_stream"
+    device_block: int | None  # m of "device_per_stream": samples of one stream, the first run's batch per device
+    batch_size: int | None  # B where the order depends on it ("per_stream")
+    sampling_method: str  # "balanced", which draws other samples each epoch; "fixed" always draws the same
+    sampling_granularity: int  # samples taken from a shard at a time where a stream is only partly drawn
+    epoch_size: int | None  # samples of an epoch over all streams; None for the sum that the weights give
+    mosaic: MosaicConfig | None  # settings of the orders of mosaicml-streaming; None for the native order
     packing: RowPacking | None = None  # how samples are packed into rows; None: positions count samples
     forgotten: str | None = None  # the digest of the samples in whose places others are delivered, see `Forgotten`
     schedule: Schedule | None = None  # the streams' weights over the run; None for those of each stream
@@ -92,29 +106,39 @@ class OrderConfig:
     quick_start: bool = False  # whether an epoch begins with the beginnings of its first shards
 
     def __post_init__(self) -> None:
-        problems = broken(vars(self), _RULES)
+        problems = violations(structs.asdict(self), _RULES)
         method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
-        fixes = method.fixes if method else {}
-        problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
-        problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
-        kind = method if self.mosaic is None else MosaicEpoch
-        if (self.packing or self.buckets) and kind is not None and not kind.can_be_packed:
-            able = [name for name, one in METHODS.items() if one.can_be_packed]
-            what = "Rows are packed from" if self.packing else "Samples are sorted by length in"
-            problems.append(f"{what} the native order with batching_method {' or '.join(able)}.")
-        if self.packing is not None and self.buckets is not None:
-            problems.append("Packed rows have one length: omit bucket_by and batch_tokens, and set the batch size.")
-        if self.mosaic is not None and self.forgotten is not None:
-            problems.append(
-                f"Samples are forgotten in the native order only, but shuffle_algo is {self.algorithm!r}: omit forget."
-            )
+        if method is not None:
+            problems += [sentence for name, sentence in method.fixes.items() if getattr(self, name) is None]
+        problems += self._mosaic_problems() + self._length_problems(method)
         if self.schedule is not None and not problems:
             problems = self._schedule_problems(self.schedule)
-        places = [(one.epoch, one.position) for one in self.switches]
+        places = [(switch.epoch, switch.position) for switch in self.switches]
         if places != sorted(places) or not all(is_count(number, 0) for place in places for number in place):
             problems.append(f"Switches of versions must follow each other, but they are at {places}.")
         if problems:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
+
+    def _mosaic_problems(self) -> list[str]:
+        if self.mosaic is None:
+            return []
+        problems = violations(structs.asdict(self.mosaic), _MOSAIC_RULES)
+        if self.forgotten is not None:
+            problems.append(
+                f"Samples are forgotten in the native order only, but shuffle_algo is {self.algorithm!r}: omit forget."
+            )
+        return problems
+
+    def _length_problems(self, method: type[EpochOrder] | None) -> list[str]:
+        problems = []
+        kind = method if self.mosaic is None else MosaicEpoch
+        if self.needs_lengths and kind is not None and not kind.can_be_packed:
+            able = [name for name, other in METHODS.items() if other.can_be_packed]
+            what = "Rows are packed from" if self.packing else "Samples are sorted by length in"
+            problems.append(f"{what} the native order with batching_method {' or '.join(able)}.")
+        if self.packing is not None and self.buckets is not None:
+            problems.append("Packed rows have one length: omit bucket_by and batch_tokens, and set the batch size.")
+        return problems
 
     def _schedule_problems(self, schedule: Schedule) -> list[str]:
         problems, length = [], self.batching.stretch_length_of(self)
@@ -143,25 +167,10 @@ class OrderConfig:
         cls,
         *,
         batch_size: int | None,
-        shuffle: bool = False,
-        seed: int = 9176,
-        algorithm: str | None = None,
-        canonical_nodes: int | None = None,
-        window: int | None = None,
-        batching_method: str = "random",
         device_batch_size: int | None = None,
-        sampling_method: str = "balanced",
-        sampling_granularity: int = 1,
-        epoch_size: int | None = None,
-        mosaic: MosaicConfig | None = None,
-        packing: RowPacking | None = None,
-        forgotten: str | None = None,
-        schedule: Schedule | None = None,
-        buckets: LengthBuckets | None = None,
-        switches: tuple[Switch, ...] = (),
-        quick_start: bool | None = None,
         resumed: OrderConfig | None = None,
         world: World | None = None,
+        **settings: Any,
     ) -> OrderConfig:
         """Choose what was left open, from the first run's B (``batch_size``).
 
@@ -169,52 +178,38 @@ class OrderConfig:
 
         Args:
             batch_size: B, the samples of one optimizer step over all replicas; None where it is unknown.
-            algorithm: None means ``"window"``.
-            canonical_nodes: None means the largest divisor of B that is at most 16.
-            window: None means ``ceil(128 / canonical_nodes)``.
             device_batch_size: The first run's samples per device and micro-batch: m of ``device_per_stream``.
-            quick_start: None means True for a new run that shuffles in the native order.
             resumed: The settings of the state to resume from, for what is None (nodes, window, m, quick_start).
             world: The first run's processes; only the orders of mosaicml-streaming depend on them.
+            settings: Any of the fields but ``batch_size`` and ``device_block``. An ``algorithm`` of None means
+                ``"window"``, ``canonical_nodes`` the largest divisor of B that is at most 16, ``window``
+                ``ceil(128 / canonical_nodes)``, and ``quick_start`` True for a new run that shuffles natively.
 
         Raises:
             ValueError: Settings that are wrong or missing; every problem is named.
         """
+        values = {**_DEFAULTS, **settings}
+        algorithm, mosaic, schedule = values["algorithm"], values["mosaic"], values["schedule"]
         if mosaic is not None or algorithm in MOSAIC_ALGORITHMS:
             mosaic = _resolve_mosaic(mosaic, resumed, world or World(), device_batch_size)
-            algorithm = MOSAIC_ALGORITHMS[0] if algorithm is None else algorithm
+            algorithm = algorithm or MOSAIC_ALGORITHMS[0]
         if resumed is not None:
             device_batch_size = resumed.device_block or device_batch_size
-            canonical_nodes = resumed.canonical_nodes if canonical_nodes is None else canonical_nodes
-            window = resumed.window if window is None else window
             schedule = schedule and schedule.resumed(resumed.schedule)
-            quick_start = resumed.quick_start if quick_start is None else quick_start
-        nodes = _default_nodes(batch_size, algorithm, mosaic) if canonical_nodes is None else canonical_nodes
-        window = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
-        method = METHODS.get(batching_method)
+            former = {name: getattr(resumed, name) for name in _KEPT if values[name] is None}
+            values.update(former)
+        if values["canonical_nodes"] is None:
+            values["canonical_nodes"] = _default_nodes(batch_size, algorithm, mosaic)
+        if values["window"] is None:
+            values["window"] = -(-_ACTIVE_PARTS // max(values["canonical_nodes"], 1))
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
-        fixed = {name: sizes[name] for name in method.fixes} if method else {}
+        method = METHODS.get(values["batching_method"])
+        values.update(dict.fromkeys(sizes) | {name: sizes[name] for name in (method.fixes if method else ())})
         if schedule is not None and schedule.unit == "steps":
-            fixed["batch_size"] = (resumed and resumed.batch_size) or batch_size
-        return cls(
-            shuffle=shuffle,
-            seed=seed,
-            algorithm=algorithm or "window",
-            canonical_nodes=nodes,
-            window=window,
-            batching_method=batching_method,
-            **fixed,
-            sampling_method=sampling_method,
-            sampling_granularity=sampling_granularity,
-            epoch_size=epoch_size,
-            mosaic=mosaic,
-            packing=packing,
-            forgotten=forgotten,
-            schedule=schedule,
-            buckets=buckets,
-            switches=switches,
-            quick_start=shuffle and mosaic is None and quick_start is not False,
-        )
+            values["batch_size"] = (resumed and resumed.batch_size) or batch_size
+        quick_start = values["shuffle"] and mosaic is None and values["quick_start"] is not False
+        values.update(algorithm=algorithm or "window", mosaic=mosaic, schedule=schedule, quick_start=quick_start)
+        return cls(**values)
 
     @property
     def needs_lengths(self) -> bool:
@@ -230,18 +225,8 @@ class OrderConfig:
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        state = {_KEYS.get(name, name): value for name, value in asdict(replace(self, schedule=None)).items()}
-        state["schedule"] = self.schedule and self.schedule.to_state()
-        state["switches"] = [{**asdict(one), "versions": list(one.versions)} for one in self.switches]
-        late = (
-            "packing",
-            "forgotten",
-            "schedule",
-            "buckets",
-            "switches",
-            "quick_start",
-        )  # states without them stay as they were
-        return {name: value for name, value in state.items() if value or name not in late}
+        state = plain(structs.replace(self, schedule=None))
+        return state if self.schedule is None else {**state, "schedule": self.schedule.to_state()}
 
     @property
     def digest(self) -> str:
@@ -251,18 +236,15 @@ class OrderConfig:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> OrderConfig:
         """Read the result of :meth:`to_state`; raise VersionMismatch for a newer one, StateError for anything else."""
+        if unknown := _unknown_settings(cls, state):
+            raise VersionMismatch(
+                f"The order settings of a state must be those that this version has, but it has none named {unknown}: "
+                "the state was written by a newer lightning-stream. Install that one to continue the run."
+            )
         try:
-            values = _known(OrderConfig, state)
-            if values.get("mosaic") is not None:
-                values["mosaic"] = MosaicConfig(**_known(MosaicConfig, values["mosaic"]))
-            for name, kind in (("packing", RowPacking), ("buckets", LengthBuckets)):
-                if values.get(name) is not None:
-                    values[name] = kind(**_known(kind, values[name]))
-            if values.get("schedule") is not None:
-                values["schedule"] = Schedule.from_state(_known(Schedule, values["schedule"]))
-            switches = (_known(Switch, one) for one in values.get("switches", ()))
-            values["switches"] = tuple(Switch(**{**one, "versions": tuple(one["versions"])}) for one in switches)
-            return cls(**values)
+            config = msgspec.convert({**state, "schedule": None}, cls)
+            schedule = state.get("schedule")
+            return config if schedule is None else structs.replace(config, schedule=Schedule.from_state(schedule))
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"The order settings of a state must be those that this package wrote, but: {error} "
@@ -284,7 +266,7 @@ def _resolve_mosaic(
     given = given or MosaicConfig()
     first = (resumed and resumed.mosaic) or MosaicConfig()
     here = None if device_batch_size is None else device_batch_size * world.num_replicas
-    return replace(
+    return structs.replace(
         given,
         initial_physical_nodes=given.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
         ranks_per_node=given.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
@@ -292,20 +274,26 @@ def _resolve_mosaic(
     )
 
 
-def _known(
-    kind: type[OrderConfig | MosaicConfig | RowPacking | LengthBuckets | Schedule | Switch], values: object
-) -> dict[str, Any]:
+def _unknown_settings(kind: type, values: object) -> list[str]:
+    """The names in a state that this version has no settings for, in all its parts."""
+    if isinstance(values, list | tuple):
+        return [name for part in values for name in _unknown_settings(kind, part)]
     if not isinstance(values, Mapping):
-        raise TypeError(f"expected a mapping of settings, found {type(values).__name__}.")
-    names = {_KEYS.get(field.name, field.name): field.name for field in fields(kind)}
-    if unknown := sorted(str(name) for name in values if name not in names):
-        raise VersionMismatch(
-            f"The order settings of a state must be those that this version has, but it has none named {unknown}: the "
-            "state was written by a newer lightning-stream. Install that one to continue the run."
-        )
-    return {names[key]: value for key, value in values.items()}
+        return []  # refused where it is read
+    known = {"block" if name == "device_block" else name for name in kind.__annotations__}
+    parts = _PARTS.items() if kind is OrderConfig else ()
+    unknown = sorted(str(name) for name in values if name not in known)
+    return unknown + [name for key, part in parts for name in _unknown_settings(part, values.get(key))]
 
 
+_KEPT = ("canonical_nodes", "window", "quick_start")  # by a run that resumes, where the user does not say
+_PARTS: dict[str, type] = {
+    "mosaic": MosaicConfig,
+    "packing": RowPacking,
+    "schedule": Schedule,
+    "buckets": LengthBuckets,
+    "switches": Switch,
+}
 _RULES = {
     "algorithm": one_of("window", *MOSAIC_ALGORITHMS),
     "batching_method": one_of(*METHODS),
@@ -318,7 +306,7 @@ _RULES = {
     "device_block": count(1, _MOST_SAMPLES, optional=True),
     "batch_size": count(1, _MOST_SAMPLES, optional=True),
     "epoch_size": count(1, optional=True),
-    "forgotten": Rule("None or a string", lambda value: value is None or isinstance(value, str)),
+    "forgotten": MAYBE_TEXT,
     "seed": count(),
 }
 _MOSAIC_RULES = {

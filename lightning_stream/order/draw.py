@@ -164,7 +164,7 @@ def weight_problems(names: Sequence[str], weights: Sequence[StreamWeights], epoc
         values = {kind: value for kind, value in vars(weight).items() if value is not None}
         if len(values) > 1:
             problems.append(f"Stream {name!r} has {' and '.join(values)}: give one of them.")
-        bad = [f"{kind}={short(value)}" for kind, value in values.items() if not AMOUNT.holds(value)]
+        bad = [f"{kind}={short(value)}" for kind, value in values.items() if not AMOUNT.accepts(value)]
         problems += [f"Stream {name!r} has {sentence}, which must be {AMOUNT.text}." for sentence in bad]
     others = [name for name, weight in pairs if weight.proportion is None]
     absolute = [name for name, weight in pairs if weight.repeat is not None or weight.choose is not None]

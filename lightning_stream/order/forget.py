@@ -13,11 +13,12 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec import structs
 
 from lightning_stream.order.arrays import Bools, Ints
 from lightning_stream.order.bitmap import as_ids
@@ -200,5 +201,5 @@ def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
     """The same run, except that these samples are forgotten, and no others."""
     if run.forgotten is forgotten:
         return run
-    config = replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
+    config = structs.replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
     return type(run)(run.snapshot, run.weights, config, run.lengths, forgotten=forgotten)

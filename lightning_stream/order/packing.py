@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.order.arrays import Ints, ranges, starts_of
 from lightning_stream.order.permutation import MIX_STEP, mix64
-from lightning_stream.order.rules import TEXT, Rule, broken, one_of
+from lightning_stream.order.rules import TEXT, Rule, one_of, violations
 from lightning_stream.order.rules import count as whole_number
 
 LongDocuments = Literal["split", "truncate", "drop"]
@@ -60,7 +60,7 @@ class RowPacking:
     lengths: str = ""
 
     def __post_init__(self) -> None:
-        if problems := broken(vars(self), _RULES):
+        if problems := violations(vars(self), _RULES):
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
 
     def packed_tokens(self, lengths: NDArray[np.integer]) -> Ints:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from itertools import accumulate
+from typing import Annotated, Any, Literal
 from zlib import crc32
 
+import msgspec
 import numpy as np
+from msgspec import Meta, Struct, structs
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import ledger as ledgers
@@ -20,13 +22,15 @@ from lightning_stream.order.draw import weights_digest
 from lightning_stream.order.forget import first_seen
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.rank_split import TAILS, Tail
-from lightning_stream.order.rules import TEXT, Rule, broken, count, is_count, one_of, short
+from lightning_stream.order.rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.switches import switch_difference
 from lightning_stream.order.world import World
 
 STATE_VERSION = 1
-"""It grows whenever the layout of a state changes."""
+"""It grows when an older release would misread a state. A new setting or an optional key does not raise it: a release
+refuses a setting that it does not know as one of a newer release, by its name.
+"""
 
 MOST_EPOCHS = 2**32
 _CONVERT = (
@@ -64,10 +68,14 @@ class SnapshotSummary:
         same = [version[:16] for version in self.versions] == [digest[:16] for digest in digests]
         return same and bool(digests)
 
-    def to_state(self) -> dict[str, Any]:
-        """The summary as a dict of plain values."""
-        state = {"digest": self.digest, "samples": self.num_samples, "shards": self.num_shards}
-        return {**state, "versions": list(self.versions)} if self.versions else state
+
+class _SavedSnapshot(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """A summary as a state holds it."""
+
+    digest: str
+    samples: Annotated[int, Meta(ge=0)]
+    shards: Annotated[int, Meta(ge=0)]
+    versions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,7 +150,7 @@ class Position:
         """The beginning of the next epoch."""
         return replace(self, epoch=self.epoch + 1, position=0, ledger=0, batch_changes=(), landmark=None)
 
-    def normalised(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
+    def rebased_on(self, run: RunOrder, *, batch_size: int, tail: Tail, world: World | None = None) -> Position:
         """This position in the run that loads it: with its data, settings, B and tail, and the ledger of its order.
 
         It is the beginning of the next epoch if this one was begun and has no batch left.
@@ -190,7 +198,7 @@ class Position:
             raise _damaged([f"position is {self.position}, but epoch {self.epoch} ends at {order.num_samples}."])
         return []
 
-    def is_proven(self, run: RunOrder) -> bool:
+    def ledger_matches(self, run: RunOrder) -> bool:
         """Whether the ledger sum is the one this position must have. O(position)."""
         return self.ledger == ledgers.expected(run.epoch(self.epoch), 0, self.position)
 
@@ -233,7 +241,7 @@ class Position:
 
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:
         pairs = [] if tail is None else [("tail", self.tail, tail)]
-        names = [setting.name for setting in fields(OrderConfig) if setting.name != "switches"]  # checked with the data
+        names = [name for name in OrderConfig.__struct_fields__ if name != "switches"]  # checked with the data
         if self.order.forgotten is None and run.forgotten is not None:
             seen = first_seen(run, run.forgotten, (self.epoch, self.position))
             names = names if seen else [name for name in names if name != "forgotten"]  # as if never seen, see `forget`
@@ -264,7 +272,7 @@ class Position:
             "tail": self.tail,
             "order": self.order.to_state(),
             "weights": self.weights,
-            "snapshot": self.snapshot.to_state(),
+            "snapshot": plain(_SavedSnapshot(*astuple(self.snapshot))),
             "ledger": f"{self.ledger:016x}",
         }
         if self.landmark is not None and self.landmark.epoch == self.epoch and self.landmark.windows:
@@ -283,44 +291,38 @@ class Position:
         if not isinstance(state, Mapping):
             raise StateError(f"A state must be a dict that state_dict() gave, not {type(state).__name__}.")
         _check_versions(state)
-        data = state.get("snapshot")
-        problems = broken(state, _RULES)
-        problems += [f"snapshot {one}" for one in broken(data, _SNAPSHOT_RULES)] if isinstance(data, Mapping) else []
-        if problems := problems or _change_problems(state) or _checksum_problems(state):
+        problems = violations(state, _RULES) or _change_problems(state) or _checksum_problems(state)
+        if problems:
             raise _damaged(problems)
-        data, versions = state["snapshot"], tuple(state["snapshot"].get("versions") or ())
         return cls(
             **{name: state[name] for name in ("epoch", "position", "batch_size", "tail", "weights")},
             order=OrderConfig.from_state(state["order"]),
-            snapshot=SnapshotSummary(data["digest"], data["samples"], data["shards"], versions),
+            snapshot=SnapshotSummary(*structs.astuple(msgspec.convert(state["snapshot"], _SavedSnapshot))),
             ledger=int(state["ledger"], 16),
             # A state may hold two changes at one position, as older versions wrote them: the later one holds.
-            batch_changes=tuple({int(at): int(size) for at, size in state["batch_changes"]}.items()),
-            landmark=Landmark(state["epoch"], _windows_of(state.get("landmark"))),
+            batch_changes=tuple(dict(state["batch_changes"]).items()),
+            landmark=Landmark(state["epoch"], _windows_of(state.get("landmark") or ())),
         )
 
 
-def _windows_of(differences: Any) -> tuple[tuple[int, int, int], ...]:
-    """The windows of a landmark, from the differences between them that a state holds. Raises ValueError for others."""
-    found = [0, 0, 0]
-    windows = []
-    for one in differences or ():
-        found = [before + more for before, more in zip(found, one, strict=True)]
-        windows.append((found[0], found[1], found[2]))
-        if not all(is_count(number, 0) for number in found) or found[2] < found[1]:
-            raise ValueError(f"a window begins and ends with whole numbers of rows, not {windows[-1]}")
-    return tuple(windows)
+def _windows_of(differences: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:
+    """The windows of a landmark, from the differences between them that a state holds."""
+    return tuple(accumulate(((a, b, c) for a, b, c in differences), _sum_of))
 
 
-def _is_landmark(value: object) -> bool:
-    try:
-        return value is None or (isinstance(value, list | tuple) and _windows_of(value) is not None)
-    except (TypeError, ValueError):
+def _sum_of(left: tuple[int, int, int], right: tuple[int, int, int]) -> tuple[int, int, int]:
+    return left[0] + right[0], left[1] + right[1], left[2] + right[2]
+
+
+def _is_landmark(value: Any) -> bool:
+    if not _DIFFERENCES.accepts(value):
         return False
+    windows = _windows_of(value or ())
+    return all(window >= 0 and 0 <= before <= behind < MAX_NUMBER for window, before, behind in windows)
 
 
 def _check_versions(state: Mapping[str, Any]) -> None:
-    if problems := broken(state, _VERSION_RULES):
+    if problems := violations(state, _VERSION_RULES):
         raise _damaged(problems)
     if state["version"] != STATE_VERSION:
         raise VersionMismatch(
@@ -336,16 +338,12 @@ def _check_versions(state: Mapping[str, Any]) -> None:
 
 def _change_problems(state: Mapping[str, Any]) -> list[str]:
     """What contradicts itself or the position in the changes of the batch size."""
-    changes, position, size = state["batch_changes"], state["position"], state["batch_size"]
-    if not changes:
+    changes, size = state["batch_changes"], state["batch_size"]
+    starts = [begin for begin, _ in changes]
+    rises = starts == sorted(starts) and starts.count(0) == 1 and starts[-1] <= state["position"]
+    if not changes or (rises and changes[-1][1] == size):
         return []
-    starts = [at for at, _ in changes]
-    rises = starts.count(0) == 1 and starts == sorted(starts) and starts[-1] <= position
-    return (
-        []
-        if rises and changes[-1][1] == size
-        else [f"batch_changes must rise from 0 to the batch size {size} at {position} or before."]
-    )
+    return [f"batch_changes must rise from 0 to the batch size {size} at {state['position']} or before."]
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
@@ -371,17 +369,9 @@ def _damaged(problems: list[str]) -> StateError:
     )
 
 
-def _are_counts(value: object, least: tuple[int, ...]) -> bool:
-    """Whether this is a list of lists of counts, each with a number of at least so much in each place."""
-
-    def is_one(one: object) -> bool:
-        return isinstance(one, list | tuple) and len(one) == len(least) and all(map(is_count, one, least))
-
-    return isinstance(value, list | tuple) and all(map(is_one, value))
-
-
 _VERSION_RULES = {"version": count(1), "order_version": count(1)}
-_SNAPSHOT_RULES = {
+_DIFFERENCES = shaped("", list[tuple[int, int, int]] | None)
+_RULES = {
     "digest": TEXT,
     "samples": count(),
     "shards": count(),
@@ -394,11 +384,14 @@ _RULES = {
     "epoch": count(0, MOST_EPOCHS),
     "position": count(),
     "batch_size": count(1),
-    "batch_changes": Rule("a list of [position, batch size] pairs", lambda value: _are_counts(value, (0, 1))),
+    "batch_changes": shaped(
+        "a list of [position, batch size] pairs",
+        list[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1)]]],
+    ),
     "landmark": Rule("None or a list of differences of [window, rows before, rows behind]", _is_landmark),
     "tail": one_of(*TAILS),
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,
-    "snapshot": Rule("a dict of digest, samples and shards", lambda value: isinstance(value, Mapping)),
-    "ledger": Rule("16 hex digits", lambda value: isinstance(value, str) and bool(re.fullmatch("[0-9a-f]{16}", value))),
+    "snapshot": shaped("a dict of digest, samples and shards", _SavedSnapshot),
+    "ledger": shaped("16 hex digits", Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]),
 }

@@ -1,12 +1,14 @@
-"""Rules for the values of settings and states. `broken` reports all problems together, one sentence for each."""
+"""Rules for the values of settings and states. `violations` reports all problems together, one sentence for each."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+from msgspec import Struct
 
 MAX_NUMBER = 2**63  # seeds and epochs stay below: two 32-bit words each, and an int64 in every other tool
 
@@ -15,7 +17,7 @@ class Rule(NamedTuple):
     """What a value must be."""
 
     text: str  # the rule in words, after "must be"
-    holds: Callable[[object], bool]  # whether a value of any type keeps the rule; never raises
+    accepts: Callable[[object], bool]  # whether a value of any type keeps the rule; never raises
 
 
 def count(least: int = 0, most: int = MAX_NUMBER - 1, *, optional: bool = False) -> Rule:
@@ -36,7 +38,27 @@ def one_of(*values: str | bool) -> Rule:
     return Rule(f"one of {names}", lambda value: isinstance(value, str | int | np.bool_) and bool(value in values))
 
 
+def shaped(text: str, kind: Any) -> Rule:
+    """What msgspec reads as this type; ``text`` says it in words."""
+
+    def accepts(value: object) -> bool:
+        try:
+            msgspec.convert(value, kind)
+        except (msgspec.ValidationError, RecursionError):
+            return False
+        return True
+
+    return Rule(text, accepts)
+
+
+def plain(model: Struct) -> dict[str, Any]:
+    """A model as JSON reads it: ints, strings, lists, dicts and None."""
+    state: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(model))
+    return state
+
+
 TEXT = Rule("a string", lambda value: isinstance(value, str))
+MAYBE_TEXT = Rule("None or a string", lambda value: value is None or isinstance(value, str))
 AMOUNT = Rule(
     "a number of at least 0",
     lambda value: (
@@ -47,13 +69,13 @@ AMOUNT = Rule(
 )
 
 
-def broken(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]:
+def violations(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]:
     """One sentence for every value that breaks its rule; a missing value counts as None.
 
-    Example: ``broken({"seed": 0}, {"seed": count(1, 9)})`` is ``['seed must be an integer from 1 to 9, not 0.']``.
+    Example: ``violations({"seed": 0}, {"seed": count(1, 9)})`` is ``['seed must be an integer from 1 to 9, not 0.']``.
     """
-    found = [(name, rule, values.get(name)) for name, rule in rules.items()]
-    return [f"{name} must be {rule.text}, not {short(value)}." for name, rule, value in found if not rule.holds(value)]
+    wrong = [(name, rule) for name, rule in rules.items() if not rule.accepts(values.get(name))]
+    return [f"{name} must be {rule.text}, not {short(values.get(name))}." for name, rule in wrong]
 
 
 def short(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, Rule, broken, count, is_count, one_of, short
+from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, Rule, count, is_count, one_of, short, violations
 
 Numbers = tuple[tuple[str, float], ...]  # a name and a number each
 Counts = tuple[tuple[str, int], ...]
@@ -166,7 +166,7 @@ class Schedule:
 
     def _problems(self) -> list[str]:
         """One sentence for everything that is wrong."""
-        problems = broken(vars(self), _RULES)
+        problems = violations(vars(self), _RULES)
         starts = [at for at, _ in self.points]
         if starts[:1] != [0] or not all(is_count(at, 0) for at in starts) or starts != sorted(set(starts)):
             problems.append(f"The points must be whole numbers that rise from 0, not {short(starts)}.")
@@ -206,7 +206,7 @@ class Schedule:
 
     def _value_problems(self, where: str, values: Mapping[str, object], noun: str, rule: Rule) -> list[str]:
         """Values of streams that break a rule, and names of no stream."""
-        bad = [f"{name}={short(value)}" for name, value in values.items() if not rule.holds(value)]
+        bad = [f"{name}={short(value)}" for name, value in values.items() if not rule.accepts(value)]
         problems = [f"{where} has {', '.join(bad)}, but {noun} must be {rule.text}."] if bad else []
         unknown = [repr(name) for name in values if name not in self.streams]
         names = f"{where} names {', '.join(unknown)}, but the streams are {', '.join(self.streams)}."
@@ -229,6 +229,6 @@ def _pairs(values: Any) -> Any:
 
 _LEAST = 1e-9  # of the sum of the weights
 _EXHAUSTED = one_of("repeat", "stop")
-_LENGTH = Rule("a number above 0", lambda value: value != 0 and AMOUNT.holds(value))
+_LENGTH = Rule("a number above 0", lambda value: value != 0 and AMOUNT.accepts(value))
 _SKIP = count(1, MAX_NUMBER - 1)
 _RULES = {"unit": one_of("samples", "tokens", "steps"), "interpolation": one_of("step", "linear")}

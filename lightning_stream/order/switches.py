@@ -11,9 +11,10 @@ new version. All of it is a function of the settings and the data, so a resume o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lightning_stream.order.batching.base import EpochOrder
@@ -54,7 +55,7 @@ class SwitchedRun(RunOrder):
     def __init__(
         self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, versions: Sequence[DataVersion]
     ) -> None:
-        self._plain = replace(config, switches=())
+        self._plain = structs.replace(config, switches=())
         super().__init__(snapshot, weights, self._plain)
         self.config = config
         self._versions = tuple(versions[: 1 + len(config.switches)])
@@ -115,7 +116,7 @@ class SwitchedRun(RunOrder):
         pieces = [piece for piece in order.pieces if piece.begin < position]
         if len(left):
             (seed,) = random_u64(RngStream.VERSIONS, self.config.seed, order.epoch, number, size=1).tolist()
-            config = replace(self._plain, seed=seed >> 1)
+            config = structs.replace(self._plain, seed=seed >> 1)
             rest = RunOrder(version.snapshot.subset(left), self.weights, config).epoch(order.epoch)
             pieces.append(Piece(position, number, rest, (left.select, version.ids)))
         return PiecedOrder(order.epoch, pieces, position + len(left))

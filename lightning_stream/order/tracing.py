@@ -89,7 +89,7 @@ def explain(run: RunOrder, position: Position, *, world: World | None = None) ->
 
     Example: ``print(explain(run, Position.from_state(state)))`` gives "epoch 0: 512 of 2000 samples trained on, ...".
     """
-    here = position.normalised(run, batch_size=position.batch_size, tail=position.tail, world=world)
+    here = position.rebased_on(run, batch_size=position.batch_size, tail=position.tail, world=world)
     *earlier, (plan, _) = _stretches(run, here, world)
     done = sum(steps for _, steps in earlier) + _steps_until(plan, here.position)
     left = sum(steps for _, steps in earlier) + plan.num_batches - done

@@ -72,7 +72,7 @@ class Filters:
                     f"function of their array; found {name!r}: {rule!r}. Pass e.g. {{'tokens': (64, None)}}"
                 )
             least, greatest = rule
-            if not all(limit is None or AMOUNT.holds(limit) for limit in rule):
+            if not all(limit is None or AMOUNT.accepts(limit) for limit in rule):
                 raise TypeError(f"a limit in filter_lengths is None or {AMOUNT.text}; found {name!r}: {rule!r}")
             if least is not None and greatest is not None and least > greatest:
                 raise ValueError(f"filter_lengths has the least length first; found {name!r}: {rule!r}. Exchange them")

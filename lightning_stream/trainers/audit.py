@@ -14,11 +14,12 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lightning_stream.dataset import StreamingDataset, source_of
@@ -144,7 +145,7 @@ class DeliveryRecord:
         path = self._folder / _START
         if path.exists():
             known = _read_start(path)
-            if replace(known.order, schedule=here.order.schedule) != here.order:
+            if structs.replace(known.order, schedule=here.order.schedule) != here.order:
                 warnings.warn(
                     f"The folder of record_delivery= belongs to one run, but {self._folder} has the record of a run "
                     "with another order: verify_delivery will find a difference. Give each run a folder of its own.",

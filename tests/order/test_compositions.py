@@ -115,7 +115,7 @@ class Chain:
         each, ranks = self.one.replication, link.num_ranks * self.one.replication
         per_node = ranks if link.is_one_machine else 1
         worlds = [World(rank, ranks, per_node, each) for rank in range(0, ranks, each)]
-        here = position.normalised(run, batch_size=link.size, tail=self.tail, world=worlds[-1])
+        here = position.rebased_on(run, batch_size=link.size, tail=self.tail, world=worlds[-1])
         order = here.order_in(run)
         balance = balance_of(self.one, self.data, link.size // link.num_ranks // link.accumulate)
         plans = [

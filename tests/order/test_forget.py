@@ -78,8 +78,8 @@ def test_a_replay_equals_a_run_that_never_had_the_samples(data):
     state, weights = whole.checkpoints[replay.checkpoint]
     here = Position.from_state(state)
     assert here.check(again, tail="pad") == []
-    assert here.is_proven(again)
-    here = here.normalised(again, batch_size=12, tail="pad")
+    assert here.ledger_matches(again)
+    here = here.rebased_on(again, batch_size=12, tail="pad")
     replayed = Training(again, here, weights).train(3)
     assert replayed.weights == never.weights
     assert replayed.position == never.position
@@ -108,7 +108,7 @@ def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(
             is_clean = (here.epoch, here.position) <= (replay.epoch, replay.position)
             assert is_clean == (replay.checkpoint is not None and number <= replay.checkpoint)
             if is_clean:
-                here = here.normalised(again, batch_size=12, tail="pad")
+                here = here.rebased_on(again, batch_size=12, tail="pad")
                 assert Training(again, here, weights).train(2).weights == never.weights != whole.weights
         assert plan_replay(again, [7], [states[0]]).forgotten.ids.tolist() == sorted({7, *ids})
 
@@ -138,8 +138,8 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data)
     state, weights = whole.checkpoints[replay.checkpoint]
     here = Position.from_state(state)
     assert here.check(again, tail="pad") == []
-    assert here.is_proven(again)
-    replayed = Training(again, here.normalised(again, batch_size=12, tail="pad"), weights).train(2)
+    assert here.ledger_matches(again)
+    replayed = Training(again, here.rebased_on(again, batch_size=12, tail="pad"), weights).train(2)
     assert replayed.weights == never.weights
     assert replayed.position == never.position
 
@@ -173,8 +173,8 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_samples(data):
     for number in clean:
         assert states[number].check(again, tail="pad") == []
     for number in {clean[-1], data.draw(st.sampled_from(clean))} if clean else ():
-        assert states[number].is_proven(again)
-        here = states[number].normalised(again, batch_size=12, tail="pad")
+        assert states[number].ledger_matches(again)
+        here = states[number].rebased_on(again, batch_size=12, tail="pad")
         assert Training(again, here, whole.checkpoints[number][1]).train(2).weights == never.weights
 
 

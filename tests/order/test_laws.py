@@ -191,7 +191,7 @@ def test_law_2_a_run_stopped_anywhere_goes_on_in_any_other_world_with_any_other_
         state = json.loads(json.dumps(position.to_state()))
         position = Position.from_state(state)
         assert position.check(case.run) == []
-        position = position.normalised(case.run, batch_size=size, tail=tail, world=world)
+        position = position.rebased_on(case.run, batch_size=size, tail=tail, world=world)
         if position.epoch == 2:
             break
         plan = BatchPlan(

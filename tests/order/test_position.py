@@ -31,7 +31,7 @@ def start(run, **arguments):
 
 def test_a_state_is_json_a_few_hundred_bytes_and_comes_back_equal():
     run = run_of()
-    position = start(run).advanced(run, 48).normalised(run, batch_size=4, tail="exact").advanced(run, 60)
+    position = start(run).advanced(run, 48).rebased_on(run, batch_size=4, tail="exact").advanced(run, 60)
     text = json.dumps(position.to_state())
     assert Position.from_state(json.loads(text)) == position
     assert len(text) < 800
@@ -81,18 +81,18 @@ def test_a_position_never_goes_back():
 def test_where_no_further_batch_can_come_the_next_epoch_begins(position, batch_size, tail, replicas, wanted):
     run = run_of()
     world = World(0, replicas, 1)
-    here = replace(start(run), position=position).normalised(run, batch_size=batch_size, tail=tail, world=world)
+    here = replace(start(run), position=position).rebased_on(run, batch_size=batch_size, tail=tail, world=world)
     assert (here.epoch, here.position) == wanted
     assert here.batch_size == batch_size
 
 
 def test_changes_of_batch_size_are_kept_for_the_epoch_and_forgotten_after_it():
     run = run_of()
-    position = start(run).advanced(run, 16).normalised(run, batch_size=16, tail="pad")
-    position = position.advanced(run, 48).normalised(run, batch_size=8, tail="pad")
+    position = start(run).advanced(run, 16).rebased_on(run, batch_size=16, tail="pad")
+    position = position.advanced(run, 48).rebased_on(run, batch_size=8, tail="pad")
     assert position.batch_changes == ((0, 8), (16, 16), (48, 8))
     assert position.next_epoch().batch_changes == ()
-    assert start(run).normalised(run, batch_size=16, tail="pad").batch_changes == ()
+    assert start(run).rebased_on(run, batch_size=16, tail="pad").batch_changes == ()
 
 
 def test_what_the_user_left_open_is_taken_from_the_state_and_never_recomputed():
@@ -141,8 +141,8 @@ def test_the_batch_size_may_change_any_number_of_times_at_one_position():
     run, twice = run_of(), run_of()
     position = Position.from_state(start(run).advanced(run, 48).to_state())
     for size in (4, 16, 2):
-        position = Position.from_state(position.normalised(run, batch_size=size, tail="pad").to_state())
-    once = start(twice).advanced(twice, 48).normalised(twice, batch_size=2, tail="pad")
+        position = Position.from_state(position.rebased_on(run, batch_size=size, tail="pad").to_state())
+    once = start(twice).advanced(twice, 48).rebased_on(twice, batch_size=2, tail="pad")
     assert position == once
     assert position.batch_changes == ((0, 8), (48, 2))
     assert position.advanced(run, 52).num_steps(run) == 6 + 2
@@ -157,8 +157,8 @@ def test_a_state_with_two_changes_of_the_batch_size_at_one_position_is_read_as_w
 
 def test_a_tampered_ledger_is_found():
     position = start(run_of()).advanced(run_of(), 40)
-    assert position.is_proven(run_of())
-    assert not replace(position, position=48).is_proven(run_of())
+    assert position.ledger_matches(run_of())
+    assert not replace(position, position=48).ledger_matches(run_of())
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,8 @@ def test_a_position_accepted_under_other_data_and_settings_is_that_of_the_new_ru
     position = start(run_of()).advanced(run_of(), 40)
     other = run_of(((60, 40), (30, 21)), [StreamWeights(repeat=2)] * 2, seed=1)
     assert position.check(other, on_mismatch="warn")
-    accepted = position.normalised(other, batch_size=8, tail="pad").advanced(other, 48)
-    assert accepted.is_proven(other)
+    accepted = position.rebased_on(other, batch_size=8, tail="pad").advanced(other, 48)
+    assert accepted.ledger_matches(other)
     assert Position.from_state(accepted.to_state()).check(other, tail="pad") == []
 
 
@@ -194,7 +194,7 @@ def test_a_state_written_by_the_first_version_is_read_for_ever():
     assert (position.epoch, position.position, position.batch_changes) == (3, 60, ((0, 8), (48, 4)))
     run = run_of(batching_method="stratified", resumed=position.order)
     assert not run.config.quick_start  # which states did not have then
-    assert position.is_proven(run)
+    assert position.ledger_matches(run)
     assert position.check(run) == []
 
 

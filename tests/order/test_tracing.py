@@ -39,8 +39,8 @@ def test_explain_of_an_epochs_end_is_the_beginning_of_the_next():
 def test_trace_honours_the_changes_of_batch_size():
     run = run_of()
     position = Position.start(run, batch_size=8, tail="pad").advanced(run, 16)
-    position = position.normalised(run, batch_size=12, tail="pad").advanced(run, 40)
-    position = position.normalised(run, batch_size=4, tail="pad")
+    position = position.rebased_on(run, batch_size=12, tail="pad").advanced(run, 40)
+    position = position.rebased_on(run, batch_size=4, tail="pad")
     wanted = [(0, 8), (8, 16), (16, 28), (28, 40), *((at, min(at + 4, 150)) for at in range(40, 150, 4))]
     traced = [trace(run, position, step) for step in range(len(wanted))]
     assert [(batch.begin, batch.end) for batch in traced] == wanted
@@ -53,7 +53,7 @@ def test_trace_honours_the_changes_of_batch_size():
 def test_steps_whose_batch_does_not_divide_over_this_world_are_traced_too():
     run, world = run_of(), World(0, 3)
     position = Position.start(run, batch_size=8, tail="pad").advanced(run, 16)
-    position = position.normalised(run, batch_size=12, tail="pad", world=world)
+    position = position.rebased_on(run, batch_size=12, tail="pad", world=world)
     assert [trace(run, position, step, world=world).end for step in range(4)] == [8, 16, 28, 40]
     assert explain(run, position, world=world).upcoming.step == 2
     order, delivery = run.epoch(0), Delivery(world, 4)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lightning_stream.order import (
@@ -83,7 +84,7 @@ class Code:
 
     @staticmethod
     def resumed(position: Position, run: Any, **settings: Any) -> Position:
-        there = position.normalised(run, **settings)
+        there = position.rebased_on(run, **settings)
         there.order_in(run)
         return there
 
@@ -164,7 +165,7 @@ def _switched(case: Case, snapshot: Snapshot, weights: list[StreamWeights], conf
         Switch(step, epoch, position, version.snapshot.digest)
         for (step, epoch, position), version in zip(case["switches"], data[1:], strict=True)
     ]
-    return SwitchedRun(snapshot, weights, replace(config, switches=tuple(switches)), data)
+    return SwitchedRun(snapshot, weights, structs.replace(config, switches=tuple(switches)), data)
 
 
 # Digests

@@ -28,7 +28,7 @@ from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.batching.packed import Landmark, WindowCounts
 from lightning_stream.order.permutation import RngStream, permutation
 from lightning_stream.order.rank_split import ceil_div
-from lightning_stream.order.rules import TEXT, Rule, broken, count
+from lightning_stream.order.rules import TEXT, Rule, count, violations
 
 if TYPE_CHECKING:
     from lightning_stream.order.plan import RunOrder
@@ -64,7 +64,7 @@ class LengthBuckets:
     lengths: str = ""
 
     def __post_init__(self) -> None:
-        problems = broken(vars(self), _RULES)
+        problems = violations(vars(self), _RULES)
         if not problems and self.window % self.batch_size:
             problems = [f"window must be a multiple of batch_size, {self.batch_size}; found {self.window}."]
         if problems:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from lightning_stream.errors import StateError
 from lightning_stream.order.config import MOST_NODES, OrderConfig
@@ -12,7 +13,7 @@ from lightning_stream.order.mosaic.epoch import MosaicEpoch
 from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.position import MOST_EPOCHS, Position
 from lightning_stream.order.rank_split import Tail
-from lightning_stream.order.rules import broken, count
+from lightning_stream.order.rules import count, violations
 
 _NODES = "initial_physical_nodes"  # older versions of that library do not record it
 _RULES = {
@@ -42,8 +43,9 @@ def mosaic_config(state: Mapping[str, Any], config: OrderConfig) -> OrderConfig:
             "defaults: False, py1e, relaxed)."
         )
     nodes = state.get(_NODES)
-    mosaic = config.mosaic if nodes is None else replace(config.mosaic, initial_physical_nodes=nodes)
-    return replace(config, seed=state["shuffle_seed"], canonical_nodes=state["num_canonical_nodes"], mosaic=mosaic)
+    mosaic = config.mosaic if nodes is None else structs.replace(config.mosaic, initial_physical_nodes=nodes)
+    nodes = state["num_canonical_nodes"]
+    return structs.replace(config, seed=state["shuffle_seed"], canonical_nodes=nodes, mosaic=mosaic)
 
 
 def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int, tail: Tail) -> Position:
@@ -79,7 +81,7 @@ def mosaic_state(position: Position, run: RunOrder) -> dict[str, int]:
 
 
 def _check(state: Mapping[str, Any]) -> None:
-    if problems := broken(state, _RULES):
+    if problems := violations(state, _RULES):
         raise StateError(
             f"A state of mosaicml-streaming must hold its whole numbers, but: {' '.join(problems)} It is damaged or "
             "not such a state; load another checkpoint."

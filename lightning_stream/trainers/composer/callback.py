@@ -17,6 +17,7 @@ import torch
 from composer import Callback, Logger, State
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
+from msgspec import structs
 
 from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
@@ -142,7 +143,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         length, sized = state.dataloader_len, self._sized
         if sized is None:
             here = replace(self.tracker.position, epoch=0, position=0, landmark=None)
-            order = replace(here.order, schedule=source_of(self.loader.streaming).schedule)  # without later changes
+            schedule = source_of(self.loader.streaming).schedule  # without later changes
+            order = structs.replace(here.order, schedule=schedule)
             sized = len(self.loader.micro_batches_from(replace(here, order=order)))
         return length is not None and int(length) < sized
 

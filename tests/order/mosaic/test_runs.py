@@ -220,7 +220,7 @@ def test_shares_positions_and_ledger_agree_in_any_world_for_any_accumulation():
         position = Position.start(run, batch_size=size, tail=tail)
         start = plans[0].bounds(int(rng.integers(plans[0].num_batches)))[1]
         position = position.advanced(run, start)
-        assert position.is_proven(run)
+        assert position.ledger_matches(run)
         again = [BatchPlan(order, batch_size=size, world=world, tail=tail, start=start) for world in first]
         done = plans[0].num_batches - again[0].num_batches
         for k in range(again[0].num_batches):
@@ -233,7 +233,7 @@ def test_shares_positions_and_ledger_agree_in_any_world_for_any_accumulation():
         check_plans(plans, int(rng.choice([1, 2, micro // len(others), size // len(others)])))
         for k in range(plans[0].num_batches):
             position = position.advanced(run, plans[0].bounds(k)[1])
-            assert position.is_proven(run)
+            assert position.ledger_matches(run)
         tried += 1
 
 
@@ -268,7 +268,7 @@ def test_a_state_of_mosaicml_streaming_is_continued_at_its_sample():
     world = World(1, 4, 2)
     config = mosaic_config(state, config_of(world, canonical_nodes=None))
     run = RunOrder(Snapshot.of(SIZES), [StreamWeights()] * 2, config)
-    position = mosaic_position(state, run, batch_size=16, tail="pad").normalised(
+    position = mosaic_position(state, run, batch_size=16, tail="pad").rebased_on(
         run, batch_size=16, tail="pad", world=world
     )
     assert (position.epoch, position.position) == (1, 32)
@@ -305,7 +305,7 @@ def test_at_the_end_of_an_epoch_the_next_begins():
     run = run_of(world)
     state = {"epoch": 0, "sample_in_epoch": run.epoch(0).num_samples, "num_canonical_nodes": 4, "shuffle_seed": 9176}
     position = mosaic_position(state, run, batch_size=16, tail="pad")
-    assert position.normalised(run, batch_size=16, tail="pad", world=world).epoch == 1
+    assert position.rebased_on(run, batch_size=16, tail="pad", world=world).epoch == 1
 
 
 def test_a_world_that_cannot_hold_the_first_global_batch_is_refused():
