@@ -30,8 +30,8 @@ from frame import Clock, Group, Job, Result, main
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset
 from lightning_stream.order import Balance, BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
 from lightning_stream.order.batching.buckets import LengthBuckets
-from lightning_stream.order.downloads import estimate_factor
 from lightning_stream.order.packing import RowPacking
+from lightning_stream.questions.downloads import estimate_factor
 
 WINDOW, REPLICAS, MICRO_BATCH = 16_384, 8, 2
 ROWS_PER_SHARD, FEW = 1 << 16, 1_000_000

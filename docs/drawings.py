@@ -14,7 +14,7 @@ import numpy as np
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
 from lightning_stream.order.packing import pack_window
-from lightning_stream.order.quality import measure
+from lightning_stream.questions.quality import measure
 
 COLORS = {"a": "#5b6ee1", "b": "#e0793b", "c": "#2f9e77", "d": "#b8478f"}  # one for each rank or canonical node
 STYLE = (

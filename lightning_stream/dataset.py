@@ -35,7 +35,7 @@ from lightning_stream.loading.source import SampleSource, Transform
 from lightning_stream.order import Schedule
 from lightning_stream.order.balance import Cost
 from lightning_stream.order.bitmap import as_ids
-from lightning_stream.order.chain import PUBLIC_NAMES
+from lightning_stream.questions.describe import PUBLIC_NAMES
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.stream import CacheDefaults, Stream

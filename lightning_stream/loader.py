@@ -29,8 +29,8 @@ from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches, Workers, choose_workers
 from lightning_stream.order import OrderConfig, Position, Tail, World
-from lightning_stream.order.cache_need import ReadAhead
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
+from lightning_stream.questions.cache_need import ReadAhead
 from lightning_stream.reading.look_ahead import read_ahead_depth, warm
 
 _log = logging.getLogger(__name__)

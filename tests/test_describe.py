@@ -22,9 +22,9 @@ from lightning_stream import (  # noqa: E402
     StreamingDataset,
     World,
 )
-from lightning_stream.order import chain as chains  # noqa: E402
 from lightning_stream.order.batching.packed import PackedOrder  # noqa: E402
-from lightning_stream.order.chain import Chain, Stage  # noqa: E402
+from lightning_stream.questions import describe as chains  # noqa: E402
+from lightning_stream.questions.describe import Chain, Stage  # noqa: E402
 
 PACK = Packing(row_length=64, window=50, long_documents="truncate")
 

@@ -17,8 +17,8 @@ from servers.web import WebServer  # noqa: E402
 
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.loading.checks import cache_need  # noqa: E402
-from lightning_stream.order.cache_need import ReadAhead  # noqa: E402
 from lightning_stream.order.snapshot import max_active  # noqa: E402
+from lightning_stream.questions.cache_need import ReadAhead  # noqa: E402
 
 NUM_SAMPLES = 1200
 OPTIONS: dict[str, Any] = {"shuffle": True, "window": 3, "num_canonical_nodes": 2, "predownload": 8}

@@ -26,7 +26,7 @@ from lightning_stream import (  # noqa: E402
     merge_index,
 )
 from lightning_stream.errors import AccessError, ConflictError, NotFoundError, StoreError, UnavailableError  # noqa: E402
-from lightning_stream.order.downloads import plan_downloads  # noqa: E402
+from lightning_stream.questions.downloads import plan_downloads  # noqa: E402
 from lightning_stream.stores import open_store  # noqa: E402
 
 NUM_SAMPLES, SHARD_BYTES = 240, 1000

@@ -15,7 +15,7 @@ from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import DigestError, FormatError, redact
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.order.chain import readable
+from lightning_stream.questions.describe import readable
 from lightning_stream.stores import LocalStore, open_store
 
 EXAMPLES = """examples:

@@ -22,8 +22,8 @@ from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, 
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
 from lightning_stream.formats.encodings.images import load_images
-from lightning_stream.order.chain import readable
 from lightning_stream.processes import cgroup_limit, num_cores
+from lightning_stream.questions.describe import readable
 from lightning_stream.shared_files import scratch_folder
 
 EXAMPLES = """exit codes: 0 if nothing is wrong, 1 if something is

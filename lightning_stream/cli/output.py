@@ -130,7 +130,7 @@ def as_text(name: str, value: Any) -> str:
         more = [f"... ({len(value):,})"] if len(value) > _SHOWN else []
         return ", ".join([as_text(name, part) for part in value[:_SHOWN]] + more) or "none"
     if isinstance(value, (int, float)) and name.endswith(("_bytes", "_s")):
-        from lightning_stream.order.chain import duration, readable  # not before Ctrl-C is handled
+        from lightning_stream.questions.describe import duration, readable  # not before Ctrl-C is handled
 
         if not name.endswith("_per_s"):
             return readable(value) if name.endswith("_bytes") else duration(value)

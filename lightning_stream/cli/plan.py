@@ -15,7 +15,7 @@ from lightning_stream.cli.arguments import add_dataset, add_flags, add_mixture, 
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import World
-from lightning_stream.order.chain import duration, readable
+from lightning_stream.questions.describe import duration, readable
 from lightning_stream.reading.filters import ids_of
 from lightning_stream.reading.stream import Stream
 from lightning_stream.shared_files import scratch_folder

@@ -14,19 +14,11 @@ from lightning_stream.cli.checkpoints import Checkpoint, read_checkpoint
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.cli.samples import write_page
 from lightning_stream.errors import FormatError, NotFoundError, StateError
-from lightning_stream.order import (
-    EpochOrder,
-    OrderConfig,
-    Position,
-    RunOrder,
-    explain,
-    is_mosaic_state,
-    mosaic_state,
-    trace,
-)
-from lightning_stream.order.chain import PUBLIC_NAMES, Chain, stage_of_batches, stages_of_order, summarized
+from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, is_mosaic_state, mosaic_state
 from lightning_stream.order.forget import Forgotten
-from lightning_stream.order.tracing import TracedBatch
+from lightning_stream.questions import explain, trace
+from lightning_stream.questions.describe import PUBLIC_NAMES, Chain, stage_of_batches, stages_of_order, summarized
+from lightning_stream.questions.tracing import TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.filters import ids_of
 from lightning_stream.reading.reader import SampleReader

@@ -16,9 +16,10 @@ from lightning_stream.loading.meter import Made, Meter
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.workers import MadeBatches
-from lightning_stream.order import Occurrence, OrderConfig, Position, RunOrder, ledger
-from lightning_stream.order.chain import Chain
+from lightning_stream.order import OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.questions import Occurrence
+from lightning_stream.questions.describe import Chain
 
 _LOOKS_BEFORE_WARNING = 3
 

@@ -20,9 +20,12 @@ from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.stats import LoaderStats, LoadingSettings
 from lightning_stream.loading.watch import Watch
 from lightning_stream.loading.workers import Workers
-from lightning_stream.order import Occurrence, Position, RunOrder, explain, trace
+from lightning_stream.order import Position, RunOrder
 from lightning_stream.order.balance import can_balance
-from lightning_stream.order.chain import (
+from lightning_stream.order.forget import Replay
+from lightning_stream.processes import num_cores
+from lightning_stream.questions import Occurrence, explain, trace
+from lightning_stream.questions.describe import (
     PUBLIC_NAMES,
     Chain,
     Stage,
@@ -31,9 +34,7 @@ from lightning_stream.order.chain import (
     stage_of_batches,
     stages_of_order,
 )
-from lightning_stream.order.forget import Replay
-from lightning_stream.order.tracing import Explanation, TracedBatch
-from lightning_stream.processes import num_cores
+from lightning_stream.questions.tracing import Explanation, TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.look_ahead import furthest_ahead
 

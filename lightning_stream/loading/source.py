@@ -24,19 +24,7 @@ from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_w
 from lightning_stream.loading.packing import Bucketing, Packing, read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators
 from lightning_stream.loading.shared_position import Start
-from lightning_stream.order import (
-    BatchPlan,
-    Delivery,
-    Occurrence,
-    OrderConfig,
-    Position,
-    RunOrder,
-    Schedule,
-    Snapshot,
-    Tail,
-    World,
-    where,
-)
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, Tail, World
 from lightning_stream.order.balance import Balance, Cost
 from lightning_stream.order.batching import METHODS
 from lightning_stream.order.bitmap import Bitmap, as_ids
@@ -45,6 +33,7 @@ from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_re
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.rank_split import ceil_div
 from lightning_stream.order.switches import SwitchedRun
+from lightning_stream.questions import Delivery, Occurrence, where
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import versions_of, weights_of
@@ -86,7 +75,7 @@ class BatchSettings:
     def where(
         self, source: SampleSource, position: Position, sample_id: int, epochs: Iterable[int] | None
     ) -> list[Occurrence]:
-        """When and where the run of this position sees a sample, see `lightning_stream.order.where`."""
+        """When and where the run of this position sees a sample, see `lightning_stream.questions.where`."""
         delivery = Delivery(self.world, self.device_batch_size, self.padding, self.balance, self.accumulate)
         return where(source.order(position.order), position, sample_id, delivery, epochs)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from lightning_stream.order.balance import Balance
 from lightning_stream.order.batching.base import BatchPlan, EpochOrder
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
-from lightning_stream.order.downloads import DownloadPlan, plan_downloads
 from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest
 from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, mosaic_position, mosaic_state
 from lightning_stream.order.plan import RunOrder, prefetch_shards
@@ -19,23 +18,11 @@ from lightning_stream.order.position import Position
 from lightning_stream.order.rank_split import ReplicaBatch, Tail, num_micro_batches
 from lightning_stream.order.schedule import MixtureChange, Schedule
 from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.tracing import (
-    Delivery,
-    Explanation,
-    Occurrence,
-    TracedBatch,
-    batches_of,
-    explain,
-    trace,
-    where,
-)
 from lightning_stream.order.world import World
 
 __all__ = [
-    "Balance", "BatchPlan", "Delivery", "DownloadPlan", "EpochOrder", "Explanation", "MixtureChange", "MosaicConfig",
-    "ORDER_VERSION", "Occurrence", "OrderConfig", "Position", "ReplicaBatch", "RunOrder", "Schedule", "Snapshot",
-    "StreamWeights", "Tail", "TracedBatch", "World", "batches_of", "choose_per_stream", "explain", "is_mosaic_state",
-    "mosaic_config",
-    "mosaic_position", "mosaic_state", "num_micro_batches", "plan_downloads", "prefetch_shards", "trace",
-    "weights_digest", "where",
+    "Balance", "BatchPlan", "EpochOrder", "MixtureChange", "MosaicConfig", "ORDER_VERSION", "OrderConfig",
+    "Position", "ReplicaBatch", "RunOrder", "Schedule", "Snapshot", "StreamWeights", "Tail", "World",
+    "choose_per_stream", "is_mosaic_state", "mosaic_config", "mosaic_position", "mosaic_state", "num_micro_batches",
+    "prefetch_shards", "weights_digest",
 ]  # fmt: skip

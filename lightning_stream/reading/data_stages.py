@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from lightning_stream.order import RunOrder
-from lightning_stream.order.chain import Stage, weights_in
+from lightning_stream.questions.describe import Stage, weights_in
 from lightning_stream.reading.lengths import summary
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import name_of, weights_of

@@ -10,21 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import run_over
 
-from lightning_stream.order import (
-    BatchPlan,
-    Delivery,
-    OrderConfig,
-    Position,
-    RunOrder,
-    Schedule,
-    Snapshot,
-    StreamWeights,
-    World,
-    where,
-)
+from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights, World
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
 from lightning_stream.order.window import WindowOrder
+from lightning_stream.questions import Delivery, where
 
 WEIGHTS = [{}, {"repeat": 0.4}, {"repeat": 2.7}, {"repeat": 3}, {"choose": 11}, {"proportion": 1.5}]
 METHODS = ["random", "stratified", "per_stream", "device_per_stream"]

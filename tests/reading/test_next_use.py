@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.loading.checks import cache_need  # noqa: E402
 from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights  # noqa: E402
-from lightning_stream.order.cache_need import ReadAhead  # noqa: E402
+from lightning_stream.questions.cache_need import ReadAhead  # noqa: E402
 from lightning_stream.reading.next_use import NextUse  # noqa: E402
 from lightning_stream.stores import LocalStore  # noqa: E402
 

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from lightning_stream.order import (
     Balance,
     BatchPlan,
-    Delivery,
     MosaicConfig,
     OrderConfig,
     Position,
@@ -33,7 +32,6 @@ from lightning_stream.order import (
     Snapshot,
     StreamWeights,
     World,
-    where,
 )
 from lightning_stream.order import ledger as ledgers
 from lightning_stream.order.batching.buckets import LengthBuckets
@@ -43,6 +41,7 @@ from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.switches import DataVersion, SwitchedRun
+from lightning_stream.questions import Delivery, where
 
 Case = Mapping[str, Any]
 NAMES = ("web", "code", "math", "books")

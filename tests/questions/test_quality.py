@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.orders import run_over
 
-from lightning_stream.order.quality import measure, random_score, score
 from lightning_stream.order.snapshot import max_active
+from lightning_stream.questions.quality import measure, random_score, score
 
 
 def run_of(shards=400, samples=600, batch_size=256, streams=1, **arguments):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -23,6 +23,7 @@ from lightning_stream.order.rank_split import Tail
 from lightning_stream.order.schedule import Schedule
 
 PUBLIC_NAMES = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
+_MOSAIC_NAMES = {"partition": "partition_algo"}
 _WORTH_COUNTING = 2**20  # documents whose rows are counted without being asked for: a third of a second
 _COLUMNS, _NAME, _DIGITS, _PARTS = 98, 9, 12, 8
 _ROOM = _COLUMNS - _NAME - _DIGITS - 2
@@ -151,41 +152,45 @@ def weights_in(weights: StreamWeights) -> dict[str, Any]:
     return {name: value for name, value in vars(weights).items() if value is not None}
 
 
+def _shown(settings: Any, *names: str) -> dict[str, Any]:
+    """Settings by the names that users have for them, without those that are None."""
+    values = {name: getattr(settings, name) for name in names}
+    public = PUBLIC_NAMES | _MOSAIC_NAMES
+    return {public.get(name, name): value for name, value in values.items() if value is not None}
+
+
 def _draw(config: OrderConfig, run: RunOrder | None) -> Stage:
-    chosen = {"sampling_method": config.sampling_method, "sampling_granularity": config.sampling_granularity}
-    settings = {name: value for name, value in chosen.items() if value not in ("balanced", 1)}
-    if config.epoch_size is not None:
-        settings["epoch_size"] = config.epoch_size
+    names = ("sampling_method", "sampling_granularity", "epoch_size")
+    changed = [name for name in names if getattr(config, name) != getattr(OrderConfig, name)]
+    settings = _shown(config, *changed)
     if run is None:
-        return Stage("draw", settings or {"sampling_method": config.sampling_method})
+        return Stage("draw", settings or _shown(config, "sampling_method"))
     return Stage("draw", settings, {"samples per epoch": run.num_samples}, weights_digest(run.weights))
 
 
 def _schedule(schedule: Schedule) -> Stage:
-    settings = {"unit": schedule.unit, "interpolation": schedule.interpolation, "exhausted": schedule.exhausted}
+    settings = _shown(schedule, "unit", "interpolation", "exhausted")
     counts = {"points": len(schedule.points), **({"changes": len(schedule.changes)} if schedule.changes else {})}
     points = [Stage(f"from {at:,}", dict(weights)) for at, weights in schedule.points]
     points += [
-        Stage(f"changed at sample {one.at:,}", dict(one.weights or ()), {f"{name} skipped": n for name, n in one.skip})
-        for one in schedule.changes
+        Stage(f"changed at sample {change.at:,}", dict(change.weights or ()), _skipped(change.skip))
+        for change in schedule.changes
     ]
     return Stage("schedule", settings, counts, parts=tuple(points))
 
 
+def _skipped(skip: Iterable[tuple[str, int]]) -> dict[str, int]:
+    return {f"{name} skipped": count for name, count in skip}
+
+
 def _shuffle(config: OrderConfig, run: RunOrder | None) -> Stage:
-    settings = {PUBLIC_NAMES.get(name, name): getattr(config, name) for name in ("algorithm", "seed")}
-    mosaic = config.mosaic
+    mosaic, names = config.mosaic, ["algorithm", "seed", "canonical_nodes"]
     if not config.shuffle:
-        settings = {"shuffle": False}
-    if mosaic is None:
-        settings |= {"num_canonical_nodes": config.canonical_nodes}
-        settings |= {"window": config.window} if config.shuffle else {}
-        settings |= {} if config.quick_start or not config.shuffle else {"quick_start": False}
-    else:
-        settings |= {"num_canonical_nodes": config.canonical_nodes, "partition_algo": mosaic.partition}
-        settings |= {} if mosaic.shuffle_block_size is None else {"shuffle_block_size": mosaic.shuffle_block_size}
-    settings |= {"batching_method": config.batching_method}
-    settings |= {} if config.device_block is None else {"device_block": config.device_block}
+        names = ["shuffle", "canonical_nodes"]
+    elif mosaic is None:
+        names += ["window"] if config.quick_start else ["window", "quick_start"]
+    of_mosaic = {} if mosaic is None else _shown(mosaic, "partition", "shuffle_block_size")
+    settings = {**_shown(config, *names), **of_mosaic, **_shown(config, "batching_method", "device_block")}
     counts = {} if run is None or mosaic is not None else {"active shards": run.active_shards()}
     return Stage("shuffle", settings, counts, config.digest)
 
@@ -217,23 +222,21 @@ def _buckets(buckets: LengthBuckets) -> Stage:
     return Stage("buckets", settings, digest=buckets.lengths)
 
 
-def _pack_settings(pack: RowPacking) -> dict[str, Any]:
-    return {name: value for name, value in vars(pack).items() if name != "lengths"}
-
-
 def _packed(pack: RowPacking, run: RunOrder | None, epoch: int, count_rows: bool | None) -> Stage:
+    stage = Stage("pack", _shown(pack, "row_length", "window", "long_documents"), digest=pack.lengths)
     if run is None:
-        return Stage("pack", _pack_settings(pack), digest=pack.lengths)
-    if counts_rows(run, count_rows):
-        order = run.epoch(epoch)
-        assert isinstance(order, PackedOrder)
-        found = order.totals()
-        counts: dict[str, Any] = {"rows": found.num_rows, "tokens": found.num_tokens, "padding tokens": found.padding}
-        counts |= {"padding_percent": 100 * found.padding / max(1, found.num_rows * pack.row_length)}
-        counts |= {"long documents": found.num_long, "tokens lost": found.lost_tokens} if found.num_long else {}
-        return Stage("pack", _pack_settings(pack), counts, pack.lengths, f"in epoch {epoch}")
-    note = "describe(count_rows=True) plans the epoch and counts its rows and padding"
-    return Stage("pack", _pack_settings(pack), {"documents per epoch": run.num_samples}, pack.lengths, note)
+        return stage
+    if not counts_rows(run, count_rows):
+        note = "describe(count_rows=True) plans the epoch and counts its rows and padding"
+        return replace(stage, counts={"documents per epoch": run.num_samples}, note=note)
+    order = run.epoch(epoch)
+    assert isinstance(order, PackedOrder)
+    found = order.totals()
+    counts: dict[str, Any] = {"rows": found.num_rows, "tokens": found.num_tokens, "padding tokens": found.padding}
+    counts["padding_percent"] = 100 * found.padding / max(1, found.num_rows * pack.row_length)
+    if found.num_long:
+        counts |= {"long documents": found.num_long, "tokens lost": found.lost_tokens}
+    return replace(stage, counts=counts, note=f"in epoch {epoch}")
 
 
 # The screen

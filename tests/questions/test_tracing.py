@@ -6,14 +6,8 @@ import numpy as np
 import pytest
 from support.orders import run_over
 
-from lightning_stream.order import (
-    Delivery,
-    Position,
-    World,
-    explain,
-    trace,
-    where,
-)
+from lightning_stream.order import Position, World
+from lightning_stream.questions import Delivery, explain, trace, where
 
 
 def run_of():

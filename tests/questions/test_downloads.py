@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import run_over
 
-from lightning_stream.order import BatchPlan, World, plan_downloads
+from lightning_stream.order import BatchPlan, World
 from lightning_stream.order.batching.buckets import LengthBuckets
-from lightning_stream.order.downloads import better_canonical_nodes, estimate_factor, warning_about
+from lightning_stream.questions import plan_downloads
+from lightning_stream.questions.downloads import better_canonical_nodes, estimate_factor, warning_about
 
 
 def run_of(sizes, batch_size, **arguments):

@@ -1,0 +1,28 @@
+"""What an order means: its stages, where and when samples come, and what it costs, computed without reading data."""
+
+from __future__ import annotations
+
+from lightning_stream.questions.downloads import DownloadPlan, plan_downloads
+from lightning_stream.questions.tracing import (
+    Delivery,
+    Explanation,
+    Occurrence,
+    TracedBatch,
+    batches_of,
+    explain,
+    trace,
+    where,
+)
+
+__all__ = [
+    "Delivery",
+    "DownloadPlan",
+    "Explanation",
+    "Occurrence",
+    "TracedBatch",
+    "batches_of",
+    "explain",
+    "plan_downloads",
+    "trace",
+    "where",
+]
