@@ -378,7 +378,8 @@ def _put_column(
             encoded, buffer = encoder.encode_batch({name: found}, size), ShardBuffer(pool, encoder.header_bytes)
             if encoder.header_bytes + int(encoded.sizes.sum()) + 4 * size > MAX_FILE_BYTES:
                 raise ValueError(f"a shard must stay under 4 GiB; the values of shard {shard} have more.")
-            encoded.copy_to(buffer, 0, size)
+            for chunk in encoded.chunks():
+                buffer.add(chunk)
             buffer.sizes += encoded.sizes.tolist()
             pipeline.submit(partial(finalize_shard, f"shard.{shard:05}.mds", encoder, buffer, place))
         shards += map(to_text, pipeline.finish())

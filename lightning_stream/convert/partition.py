@@ -179,13 +179,13 @@ class _PartitionPlace(DatasetPlace):
 
 def row_bytes(batch: EncodedBatch) -> list[memoryview]:
     """Return the bytes of each row of a batch."""
-    data, ends = memoryview(batch.joined()), np.cumsum(batch.sizes).tolist()
+    data, ends = memoryview(b"".join(batch.chunks())), np.cumsum(batch.sizes).tolist()
     return [data[end - size : end] for end, size in zip(ends, batch.sizes.tolist(), strict=True)]
 
 
 def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
     """Return rows that are bytes as a batch."""
-    return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), parts=rows)
+    return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), [rows])
 
 
 def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:

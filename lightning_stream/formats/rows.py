@@ -77,7 +77,7 @@ class RowEncoder:
         names = list(columns)
         values = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
         rows = [self.encode(dict(zip(names, row, strict=True)))[0] for row in zip(*values, strict=True)]
-        return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), parts=rows)
+        return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), [rows])
 
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
         return ("data", [self._header, *parts]), ("meta", [offset_table(sizes, len(self._header)), self._config])

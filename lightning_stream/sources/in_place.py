@@ -164,7 +164,7 @@ class InPlace:
 
         def add(columns: dict[str, Any], num_rows: int) -> None:
             batch = encoder.encode_batch(columns, num_rows)
-            data, ends = bytes(batch.joined()), np.cumsum(batch.sizes).tolist()
+            data, ends = b"".join(batch.chunks()), np.cumsum(batch.sizes).tolist()
             found.extend(data[begin:end] for begin, end in pairwise([0, *ends]))
 
         with readable(split.file.uri, has_arguments=False):

@@ -227,7 +227,8 @@ class ShardWriter(ABC):
                     self._send(encoder)
                     continue
                 end, buffer = max(end, begin + 1), self._buffer  # a row that fits no shard gets one of its own
-                batch.copy_to(buffer, begin, end)
+                for chunk in batch.chunks(begin, end):
+                    buffer.add(chunk)
                 buffer.sizes += batch.sizes[begin:end].tolist()
                 buffer.file_bytes += int(ends[end - 1]) - taken
                 begin, taken = end, int(ends[end - 1])

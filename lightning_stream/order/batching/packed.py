@@ -273,7 +273,7 @@ class PackedOrder(EpochOrder):
         for begin in range(0, self._documents.num_samples, _DOCUMENTS_AT_ONCE):
             ids = self._documents.ids(begin, min(begin + _DOCUMENTS_AT_ONCE, self._documents.num_samples))
             lengths = self._lengths[ids]
-            kept = int(self._packing.kept(lengths).sum())
+            kept = int(self._packing.packed_tokens(lengths).sum())
             tokens, lost = tokens + kept, lost + int(lengths.sum(dtype=np.int64)) - kept
             num_long += int(np.count_nonzero(lengths > self._packing.row_length))
         padding = self.num_samples * self._packing.row_length - tokens
