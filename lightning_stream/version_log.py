@@ -19,7 +19,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
-from lightning_stream.formats.model import to_text, with_keys
+from lightning_stream.formats.model import array_text, object_text, to_text, with_keys
+from lightning_stream.formats.scan import read_top
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -36,6 +37,7 @@ from .errors import (
 Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 Known: TypeAlias = Callable[["str | None"], "Index | None"]  # from the version of index.json to the index made of it
+_LengthFiles: TypeAlias = dict[str, list[msgspec.Raw]]  # by name
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
 _AT_ONCE = 16  # changes that are read at the same time
@@ -103,21 +105,13 @@ class Version:
     is_announced: bool = False
 
 
-class _Origin(msgspec.Struct, omit_defaults=True):
+class _Place(msgspec.Struct, omit_defaults=True):
+    """The place of an index.json in a log: its key ``"versions"``."""
+
     root: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
     number: Annotated[int, msgspec.Meta(ge=0)]
     keys: tuple[str, ...] = ()
     is_announced: bool = False  # there are changes, though the number is 0
-
-
-class _Top(msgspec.Struct):
-    versions: _Origin | None = None
-
-
-class _Contents(msgspec.Struct):
-    shards: list[msgspec.Raw]
-    joined: list[msgspec.Raw] = []
-    lengths: dict[str, list[msgspec.Raw]] = {}
 
 
 def read_newest(store: Store, known: Known | None = None) -> Version:
@@ -266,8 +260,7 @@ def publish(store: Store, version: Version, *, always: bool = True) -> None:
         if is_costly and not always:
             if there.is_announced:
                 return
-            origin = _Origin(there.root, 0, there.keys, is_announced=True)
-            text = with_keys(there.index.data, {"versions": msgspec.json.encode(origin)})
+            text = _placed(there.index.data, _Place(there.root, 0, there.keys, is_announced=True))
         try:
             store.put(INDEX_NAME, text, if_version=there.published)
         except ConflictError:
@@ -278,7 +271,7 @@ def publish(store: Store, version: Version, *, always: bool = True) -> None:
 def with_first_key(index: bytes, key: str) -> bytes:
     """Return the text of a new dataset's index with the key of the change that made the dataset."""
     root = Index.from_bytes(index, INDEX_NAME).digest[:_DIGITS]
-    return with_keys(index, {"versions": msgspec.json.encode(_Origin(root, 0, (key,)))})
+    return _placed(index, _Place(root, 0, (key,)))
 
 
 def without_versions(index: bytes) -> bytes:
@@ -291,9 +284,9 @@ def _published(store: Store, known: Known | None = None) -> Version:
     with store.open(INDEX_NAME) as body:
         where = f"{store.url}/{INDEX_NAME}"
         index = (known and known(body.version)) or Index.from_bytes(b"".join(body), where)
-    origin = _parsed(index.data, _Top, where).versions or _Origin(index.digest[:_DIGITS], 0)
-    is_announced = origin.is_announced or origin.number > 0
-    return Version(origin.root, origin.number, index, origin.keys, body.version, is_announced)
+    place: _Place = _parsed(index.versions, _Place | None, where) or _Place(index.digest[:_DIGITS], 0)
+    is_announced = place.is_announced or place.number > 0
+    return Version(place.root, place.number, index, place.keys, body.version, is_announced)
 
 
 def _is_current(store: Store, version: Version) -> bool:
@@ -415,10 +408,7 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
     """The version that these changes make of another one; FormatError unless they continue it."""
     if not changes:
         return version
-    index = version.index
-    contents: _Contents = _parsed(index.data, _Contents, index.where)
-    digest, lengths = index.digest, contents.lengths
-    keys: dict[str, bytes | None] = {}
+    digest, contents = version.index.digest, _Contents(version.index)
     for number, change in enumerate(changes, version.number + 1):
         if change.number != number or change.parent != digest:
             raise FormatError(
@@ -426,41 +416,60 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
                 f"{change.parent[:_DIGITS]}. Files below versions/ were changed: restore them."
             )
         digest = change.digest
-        added = _parsed(change.lengths, dict[str, list[msgspec.Raw]], f"{where}/{_name(version.root, number)}")
-        if change.operation == "append":
-            contents.shards += change.shards
-            lengths = {name: [*lengths.get(name, ()), *added.get(name, ())] for name in {**lengths, **added}}
-        elif change.operation == "lengths":
-            lengths = added
-        elif change.operation == "column":
-            contents.joined = [*contents.joined, msgspec.Raw(_array(change.shards))]
-            keys["joined"] = _array(contents.joined)
-        elif change.operation == "compact":
-            contents.shards, contents.joined, lengths = list(change.shards), [], added
-            keys |= {"deleted": None, "joined": None}
-        else:
-            keys["deleted"] = bytes(change.deleted)
-    if any(change.operation in ("append", "compact") for change in changes):
-        keys["shards"] = _array(contents.shards)
-    listed = {name: _array(files) for name, files in lengths.items()}
+        contents.add(change, f"{where}/{_name(version.root, number)}")
     known = (*version.keys, *(change.key for change in changes if change.key))
-    origin = _Origin(version.root, changes[-1].number, known)
-    keys |= {"lengths": _object(listed) if listed else None, "versions": msgspec.json.encode(origin)}
-    made = Index.from_bytes(with_keys(index.data, keys), index.where)
+    place = _Place(version.root, changes[-1].number, known)
+    made = Index.from_bytes(with_keys(version.index.data, contents.texts(place)), version.index.where)
     if not is_new and made.digest != digest:
         raise FormatError(
-            f"{where}: version {changes[-1].number} must have the digest {digest[:_DIGITS]}; its shards have "
+            f"{where}: version {place.number} must have the digest {digest[:_DIGITS]}; its shards have "
             f"{made.digest[:_DIGITS]}. Files below versions/ were changed: restore them."
         )
-    return Version(origin.root, origin.number, made, known, version.published, version.is_announced)
+    return Version(place.root, place.number, made, known, version.published, version.is_announced)
 
 
-def _array(texts: Iterable[msgspec.Raw]) -> bytes:
-    return b"[" + b", ".join(map(bytes, texts)) + b"]"
+class _Contents:
+    """What an index lists, to which changes are added one after another."""
+
+    def __init__(self, index: Index) -> None:
+        top = read_top(index.data, index.where)
+        self._shards, self._joined = top.shards, top.joined
+        self._lengths: _LengthFiles = _parsed(top.lengths, _LengthFiles, index.where)
+        self._texts: dict[str, bytes | None] = {}  # of the other keys that have changed
+        self._has_other_shards = False
+
+    def add(self, change: Change, where: str) -> None:
+        """Add a change; FormatError if its lengths are no lists."""
+        lengths: _LengthFiles = _parsed(change.lengths, _LengthFiles, where)
+        if change.operation == "append":
+            self._shards += change.shards
+            for name, files in lengths.items():
+                self._lengths.setdefault(name, []).extend(files)
+        elif change.operation == "column":
+            self._joined.append(msgspec.Raw(array_text(change.shards)))
+            self._texts["joined"] = array_text(self._joined)
+        elif change.operation == "delete":
+            self._texts["deleted"] = bytes(change.deleted)
+        else:
+            self._lengths = lengths
+        if change.operation == "compact":
+            self._shards, self._joined = list(change.shards), []
+            self._texts |= {"deleted": None, "joined": None}
+        self._has_other_shards |= change.operation in ("append", "compact")
+
+    def texts(self, place: _Place) -> dict[str, bytes | None]:
+        """Return the keys of the index that have changed, as `with_keys` takes them."""
+        if self._has_other_shards:
+            self._texts["shards"] = array_text(self._shards)
+        lengths = {name: array_text(files) for name, files in self._lengths.items()}
+        self._texts["lengths"] = object_text(lengths) if lengths else None
+        self._texts["versions"] = msgspec.json.encode(place)
+        return self._texts
 
 
-def _object(texts: Mapping[str, bytes]) -> bytes:
-    return b"{" + b", ".join(msgspec.json.encode(name) + b": " + text for name, text in texts.items()) + b"}"
+def _placed(index: bytes, place: _Place) -> bytes:
+    """The text of an index with its place in a log."""
+    return with_keys(index, {"versions": msgspec.json.encode(place)})
 
 
 def _name(root: str, number: int) -> str:
