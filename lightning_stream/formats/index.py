@@ -10,23 +10,26 @@ from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.lengths import parse_lengths
-from lightning_stream.formats.index.scan import parse_entry, scan_index, to_keep
-from lightning_stream.formats.index.schema import FileEntry, Schema, ShardEntry
+from lightning_stream.formats.model import (
+    INDEX_NAME,
+    FileEntry,
+    Schema,
+    ShardEntry,
+    check_basename,
+    version_name,
+)
+from lightning_stream.formats.scan import Shards, read_entry, read_shards, read_top, snapshot_of
 
-__all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry"]
+__all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry", "version_name"]
 
-INDEX_NAME = "index.json"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-def version_name(digest: str) -> str:
-    """Return the name under which an append keeps the index before it, from that index's digest."""
-    return f"index.{digest[:16]}.json"
+_REPLACE_LENGTHS = "Replace them: lightning-stream convert PATH --lengths NAME --overwrite."
+_decode_lengths = msgspec.json.Decoder(dict[str, tuple[FileEntry, ...]]).decode
 
 
 class Index:
@@ -49,9 +52,16 @@ class Index:
             so that both have one order; empty if there is none.
     """
 
-    def __init__(self, data: bytes, where: str, kept: bytes = b"") -> None:
-        numbers, self.schemas, self.deleted, joined, self.digest, self.source_digest = scan_index(data, where, kept)
+    def __init__(self, data: bytes, where: str, snapshot: bytes = b"") -> None:
+        top = read_top(data, where)
+        shards = read_shards(data, top, where, snapshot)
+        numbers = shards.numbers
         self.data, self.where = data, where
+        self.schemas, self.deleted, self.digest = shards.schemas, top.deleted, shards.digest
+        # After another change, such as an append, the shards are not only those that were converted.
+        former = top.converted_from
+        self.source_digest = former.source if former is not None and former.digest == self.digest else ""
+        self.versions, self._lengths_text = bytes(top.versions), bytes(top.lengths)
         self._spans = numbers[:, :2].copy()
         self.shard_sizes: NDArray[np.int64] = numbers[:, 2].copy()
         self.raw_bytes: NDArray[np.int64] = numbers[:, 3].copy()
@@ -59,6 +69,7 @@ class Index:
         self._schema_ids = numbers[:, 5].astype(np.int32)
         self.num_samples = int(self.shard_sizes.sum())
         self.chosen: frozenset[str] | None = None
+        joined = (b'{"shards": ' + bytes(shards) + b', "version": 2}' for shards in top.joined)
         self.joined = tuple(Index(text, f"{where}, joined columns") for text in joined)
         for other in self.joined:
             if len(other) > self.num_shards or (other.shard_sizes != self.shard_sizes[: len(other)]).any():
@@ -79,19 +90,19 @@ class Index:
         )
 
     @classmethod
-    def from_bytes(cls, data: bytes, where: str, kept: bytes = b"") -> Index:
+    def from_bytes(cls, data: bytes, where: str, snapshot: bytes = b"") -> Index:
         """Parse the text of an index.json; FormatError if it is not one, or if a file name leaves the folder.
 
         It is faster with what `to_keep` of the same index returned.
         """
-        return cls(data.removeprefix(_BYTE_ORDER_MARK), where, kept)
+        return cls(data.removeprefix(_BYTE_ORDER_MARK), where, snapshot)
 
     def to_keep(self) -> bytes:
         """Return what a later `from_bytes` is faster with; nothing for an index with added columns."""
         if self.joined:
             return b""
         columns = (self._spans, self.shard_sizes, self.raw_bytes, self.stored_bytes, self._schema_ids)
-        return to_keep(np.column_stack(columns), self.digest, self.data)
+        return snapshot_of(Shards(np.column_stack(columns), self.schemas, self.digest), self.data)
 
     @classmethod
     def from_file(cls, path: Path) -> Index:
@@ -120,7 +131,34 @@ class Index:
 
         FormatError, only when they are asked for, if they do not fit the samples.
         """
-        return parse_lengths(self.data, self.num_samples, self.where)
+        try:
+            lengths = _decode_lengths(self._lengths_text)
+        except (ValueError, RecursionError) as error:
+            raise self._wrong_lengths(f"the lengths must list files by name; {error}") from error
+        for name, files in lengths.items():
+            self._check_lengths(name, files)
+        return lengths
+
+    def _check_lengths(self, name: str, files: tuple[FileEntry, ...]) -> None:
+        total = 0
+        for file in files:
+            check_basename(file.basename, self.where)
+            count = file.num_samples or 0
+            total += count
+            if file.num_samples is None or file.num_bytes != 4 * count:
+                raise self._wrong_lengths(
+                    f"lengths have 4 bytes per sample; {file.basename} of lengths {name!r} has {file.num_bytes:,} "
+                    f"bytes for {count:,} samples"
+                )
+        if total != self.num_samples:
+            names = ", ".join(file.basename for file in files[:3]) or "no file"
+            raise self._wrong_lengths(
+                f"lengths have one number per sample; lengths {name!r} ({names}) have {total:,} numbers for "
+                f"{self.num_samples:,} samples"
+            )
+
+    def _wrong_lengths(self, rule: str) -> FormatError:
+        return FormatError(f"{self.where}: {rule}. {_REPLACE_LENGTHS}")
 
     @property
     def columns(self) -> dict[str, str]:
@@ -161,7 +199,7 @@ class Index:
 
     def entry(self, shard: int) -> ShardEntry:
         """Parse one shard's entry; IndexError unless 0 <= shard < num_shards."""
-        return parse_entry(self.text(shard), f"{self.where}, shard {shard}", self.schema(shard))
+        return read_entry(self.text(shard), f"{self.where}, shard {shard}")
 
     def entries(self, shard: int) -> tuple[ShardEntry, ...]:
         """Parse the entries of one shard and of those joined to it."""

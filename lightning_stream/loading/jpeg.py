@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import missing_extra
-
-from .images import JPEG, file_bytes, pillow, require_image, rgb
+from lightning_stream.formats.encodings.images import JPEG, file_bytes, pillow, require_image
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")  # Pillow runs programs to open some others
 _SCALES = (8, 4, 2)  # between these, libjpeg takes longer than at full size
@@ -103,6 +102,15 @@ class Photo:
             with suppress(ValueError, RuntimeError):
                 return self._decoder.decode(part or self._jpeg, scale, part is None)
             return _by_pillow(self._jpeg, scale, True)  # it knows more kinds, and has better messages
+
+
+def rgb(image: Any) -> Any:
+    """Return an image of Pillow, of any mode, as RGB, 8 bits a color."""
+    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
+        image = pillow().fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
+    if image.mode == "P" and "transparency" in image.info:  # Pillow would warn
+        image = image.convert("RGBA")
+    return image.convert("RGB")
 
 
 def _size_of_jpeg(data: bytes) -> tuple[int, int] | None:
