@@ -93,8 +93,12 @@ class Bitmap:
         return ids
 
     def __getitem__(self, number: int) -> int:
-        """As `select`, for one number."""
-        return int(self.select(np.array([number]))[0])
+        """As `select`, for one number; a small part of its time, which each read of a single sample takes."""
+        word = int(self._before.searchsorted(number, side="right")) - 1
+        bits = int.from_bytes(self.bits[8 * word : 8 * word + 8].tobytes(), "little")
+        for _ in range(number - int(self._before[word])):
+            bits &= bits - 1  # without the lowest member
+        return word * _WORD + (bits & -bits).bit_length() - 1
 
     def _unpacked(self, words: Ints) -> NDArray[np.uint8]:
         return np.unpackbits(self.bits.reshape(-1, 8)[words], axis=1, bitorder="little")
