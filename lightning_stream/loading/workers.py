@@ -34,7 +34,7 @@ from lightning_stream.loading.worker_signals import (
     leave_signals_to_the_trainer,
     let_terminate_end_at_once,
 )
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.processes import job_signals_wait, num_cores
 from lightning_stream.reading.bad_samples import readable

@@ -9,10 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from lightning_stream.errors import StateError, VersionMismatch
-from lightning_stream.order.batching import METHODS, SCHEDULED
-from lightning_stream.order.batching.base import EpochOrder
-from lightning_stream.order.batching.buckets import LengthBuckets
-from lightning_stream.order.mosaic.epoch import MosaicEpoch
+from lightning_stream.order.buckets import LengthBuckets
+from lightning_stream.order.methods import METHODS, MOSAIC, SCHEDULED, BatchingMethod
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 from lightning_stream.order.packing import RowPacking
@@ -94,10 +92,10 @@ class OrderConfig:
     def __post_init__(self) -> None:
         problems = broken(vars(self), _RULES)
         method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
-        fixes = method.fixes if method else {}
-        problems += [sentence for name, sentence in fixes.items() if getattr(self, name) is None]
+        if method is not None and method.fixed is not None and getattr(self, method.fixed) is None:
+            problems.append(method.lacks)
         problems += [] if self.mosaic is None else broken(vars(self.mosaic), _MOSAIC_RULES)
-        kind = method if self.mosaic is None else MosaicEpoch
+        kind = method if self.mosaic is None else MOSAIC
         if (self.packing or self.buckets) and kind is not None and not kind.can_be_packed:
             able = [name for name, one in METHODS.items() if one.can_be_packed]
             what = "Rows are packed from" if self.packing else "Samples are sorted by length in"
@@ -117,7 +115,7 @@ class OrderConfig:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
     def _schedule_problems(self, schedule: Schedule) -> list[str]:
-        problems, length = [], self.batching.stretch_length_of(self)
+        problems, length = [], self.batching.block_of(self)
         if self.mosaic is not None:
             problems.append(f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it.")
         if schedule.unit == "steps" and self.batch_size is None:
@@ -193,7 +191,7 @@ class OrderConfig:
         window = -(-_ACTIVE_PARTS // max(nodes, 1)) if window is None else window
         method = METHODS.get(batching_method)
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
-        fixed = {name: sizes[name] for name in method.fixes} if method else {}
+        fixed = {} if method is None or method.fixed is None else {method.fixed: sizes[method.fixed]}
         if schedule is not None and schedule.unit == "steps":
             fixed["batch_size"] = (resumed and resumed.batch_size) or batch_size
         return cls(
@@ -222,10 +220,10 @@ class OrderConfig:
         return self.packing is not None or self.buckets is not None
 
     @property
-    def batching(self) -> type[EpochOrder]:
-        """The class of this order's epochs. Nothing else compares the names of the methods."""
+    def batching(self) -> BatchingMethod:
+        """What this order does with the streams. Nothing else compares the names of the methods."""
         if self.mosaic is not None:
-            return MosaicEpoch
+            return MOSAIC
         return (METHODS if self.schedule is None else SCHEDULED)[self.batching_method]
 
     def to_state(self) -> dict[str, Any]:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import BatchPlan
-from lightning_stream.order.plan import RunOrder
-from lightning_stream.order.rank_split import Tail
+from lightning_stream.order.batches import BatchPlan, Tail
+from lightning_stream.order.run import RunOrder
 from lightning_stream.order.world import World
 
 FACTOR_WORTH_A_WARNING = 1.05
@@ -139,7 +138,7 @@ def reads_of(
     the sample ids of each batch from that on).
     """
     order, size, replicas = plans[0].order, plans[0].batch_size, plans[0].world.num_replicas
-    whole = min(end, plans[0].num_whole_batches) if order.splits_samples and plans[0].must_divide else begin
+    whole = min(end, plans[0].num_whole_batches) if plans[0].splits_samples else begin
     step = max(1, _CHUNK // size)
     for k in range(begin, whole, step):
         first, last = plans[0].bounds(k)[0], plans[0].bounds(min(k + step, whole) - 1)[1]
@@ -149,7 +148,7 @@ def reads_of(
         own = grouped.reshape(len(grouped), replicas, -1)[:, [plan.world.replica for plan in plans]]
         batches = np.arange(0, last - first, size)
         positions = first + batches[:, None, None] + own
-        ids = order.ids_at(positions.reshape(-1)).reshape(positions.shape)
+        ids = order.ids(first, last)[positions - first]
         for number in range(len(plans)):
             yield k, number, list(ids[:, number])
     for k in range(max(begin, whole), end):

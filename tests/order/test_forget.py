@@ -13,7 +13,7 @@ from support.orders import run_over
 
 from lightning_stream.errors import SettingsMismatch
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.forget import Forgotten, first_seen, forgetting, plan_replay
 from lightning_stream.order.packing import RowPacking
 

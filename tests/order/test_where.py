@@ -24,7 +24,7 @@ from lightning_stream.order import (
 )
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
-from lightning_stream.order.window import WindowOrder
+from lightning_stream.order.window import Window
 
 WEIGHTS = [{}, {"repeat": 0.4}, {"repeat": 2.7}, {"repeat": 3}, {"choose": 11}, {"proportion": 1.5}]
 METHODS = ["random", "stratified", "per_stream", "device_per_stream"]
@@ -162,7 +162,7 @@ def test_where_over_many_epochs_looks_up_no_samples(method, monkeypatch):
                 for number, piece in enumerate(pieces)
                 for row in np.flatnonzero((piece.ids == 7) & ~piece.filler).tolist()
             ]
-    monkeypatch.setattr(WindowOrder, "ids", None)
+    monkeypatch.setattr(Window, "ids", None)
     assert where(run, position, 7, delivery, range(4)) == wanted
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.rank_split import ceil_div
+from lightning_stream.order.orders import ceil_div
 
 Ids = NDArray[np.int64]
 
