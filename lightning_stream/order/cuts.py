@@ -44,10 +44,9 @@ class Cuts(ABC):
         """Whether there is a batch ``k``. Cheap far from the epoch's end."""
         return self.is_whole(k) or k < self.num_batches
 
-    def check(self, k: int) -> None:
-        """Raise ValueError if there is no batch ``k``."""
-        if k < 0 or not self.has(k):
-            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
+    def no_batch(self, k: int) -> ValueError:
+        """The error where there is no batch ``k``."""
+        return ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
 
 
 class EvenCuts(Cuts):
@@ -92,7 +91,8 @@ class EvenCuts(Cuts):
         return self._reaches(self.start + (k + 1) * self._batch_size) or k < self.num_whole
 
     def bounds(self, k: int) -> tuple[int, int]:
-        self.check(k)
+        if k < 0 or not self.has(k):
+            raise self.no_batch(k)
         if self.is_whole(k):
             first = self.start + k * self._batch_size
             return first, first + self._batch_size
@@ -148,9 +148,8 @@ class CountedCuts(Cuts):
         return self._end_of(k) is not None
 
     def bounds(self, k: int) -> tuple[int, int]:
-        self.check(k)
-        begin = self._end_of(k - 1) if k else self.start
-        end = self._end_of(k)
-        assert begin is not None
-        assert end is not None
+        end = self._end_of(k) if k >= 0 else None
+        begin = self._end_of(k - 1) if k > 0 else self.start
+        if begin is None or end is None:
+            raise self.no_batch(k)
         return begin, end

@@ -59,7 +59,7 @@ def rows_of(spans):
 
 def epoch_rows(run, epoch=0):
     order = run.epoch(epoch)
-    return rows_of(order.spans(np.arange(order.num_samples)))
+    return rows_of(order.rows(0, order.num_samples))
 
 
 def kept_tokens(lengths, packing):
@@ -253,8 +253,8 @@ def test_while_all_sequences_have_rows_a_batch_has_equally_many_of_each():
 
 def test_a_small_epoch_is_packed_in_fewer_sequences():
     few, many = run_of([5] * 40, RowPacking(10, 100)), run_of([5] * 4000, RowPacking(10, 100))
-    assert len(few.epoch(0)._sequences) == 1
-    assert len(many.epoch(0)._sequences) == 8
+    assert len(few.epoch(0).order._sequences) == 1
+    assert len(many.epoch(0).order._sequences) == 8
 
 
 def test_nodes_that_are_packed_apart_keep_their_shards_to_themselves():
@@ -278,7 +278,7 @@ def test_only_the_last_batches_need_the_number_of_rows():
     batches = MicroBatches(BatchPlan(run.epoch(0), batch_size=8), 8)
     assert next(batches.walk()).begin == 0
     assert batches[200].begin == 1600
-    assert run.epoch(0)._counted < 5000
+    assert sum(one.counts._known[1][-1] for one in run.epoch(0).order._sequences) < 5000
     assert len(list(batches.walk())) == len(batches)
 
 
@@ -286,7 +286,7 @@ def test_the_rows_of_an_epoch_never_change():
     lengths = random_u64(RngStream.SAMPLES, 3, size=5000) % np.uint64(700)
     run = run_of(lengths, RowPacking(512, 256), shards=10, batch_size=64, quick_start=False)
     order = run.epoch(2)
-    spans = order.spans(np.arange(order.num_samples))
+    spans = order.rows(0, order.num_samples)
     columns = np.concatenate([spans.edges, spans.ids, spans.first, spans.num_tokens]).astype("<i8")
     assert hashlib.sha256(columns.tobytes()).hexdigest()[:16] == "9d3fbb3b3127ee55"
     assert (
@@ -312,21 +312,21 @@ def test_a_fingerprint_differs_for_any_other_row(spans, data):
 
 class Ids:
     def __init__(self, ids):
-        self._ids, self.num_samples = np.asarray(ids, dtype=np.int64), len(ids)
+        self._ids, self.size = np.asarray(ids, dtype=np.int64), len(ids)
 
-    def ids(self, begin, end):
-        return self._ids[begin:end]
+    def ids(self, at):
+        return self._ids[at]
 
 
 def test_a_sample_that_is_drawn_twice_is_packed_twice():
     rows = PackedSequence(Ids([0, 1, 0]), np.array([3, 4]), RowPacking(8, 8), None)
-    assert rows.counts.count(10) == 2
+    assert rows.counts.up_to(10) == 2
     assert rows_of(rows.spans(np.arange(2))) == [((0, 0, 3), (1, 0, 4)), ((0, 0, 3),)]
 
 
 def test_windows_of_empty_documents_have_no_rows():
     rows = PackedSequence(Ids(range(6)), np.array([0, 0, 3, 3, 0, 0]), RowPacking(8, 2), None)
-    assert rows.counts.count(10) == 1
+    assert rows.counts.up_to(10) == 1
     assert rows_of(rows.spans(np.array([0]))) == [((2, 0, 3), (3, 0, 3))]
 
 
@@ -335,12 +335,12 @@ def test_threads_that_count_rows_at_the_same_time_count_them_once(rows):
     class Interrupted(Ids):
         """While a window is planned, another thread counts rows too: evictions ask for the shards that come next."""
 
-        def ids(self, begin, end):
-            if begin not in planned:
-                planned.append(begin)
-                sequence.counts.count(rows)
+        def ids(self, at):
+            if at[0] not in planned:
+                planned.append(at[0])
+                sequence.counts.up_to(rows)
                 sequence.counts.find(rows // 2)
-            return super().ids(begin, end)
+            return super().ids(at)
 
     planned: list[int] = []
     lengths = np.arange(40) % 7 + 1
@@ -348,7 +348,7 @@ def test_threads_that_count_rows_at_the_same_time_count_them_once(rows):
     alone = PackedSequence(Ids(range(40)), lengths, RowPacking(8, 5), None)
     for row in (1, 5, 12):
         assert sequence.counts.find(row) == alone.counts.find(row)
-    assert sequence.counts.count(1000) == alone.counts.count(1000)
+    assert sequence.counts.up_to(1000) == alone.counts.up_to(1000)
     wanted = np.array([9, 2, 14, 3])
     assert rows_of(sequence.spans(wanted)) == rows_of(alone.spans(wanted))
 
