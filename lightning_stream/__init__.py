@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from lightning_stream.convert.lengths import add_lengths
     from lightning_stream.dataset import LocalDataset, StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
-    from lightning_stream.formats.encodings.jpeg import decode_jpeg
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.loading.exporters import export_prometheus
     from lightning_stream.loading.images import DecodeCenterCrop, DecodeRandomCrop
+    from lightning_stream.loading.jpeg import decode_jpeg
     from lightning_stream.loading.packing import Packing
     from lightning_stream.order import Position, Schedule, World
     from lightning_stream.reading.stream import Stream
@@ -46,7 +46,7 @@ _NAMES = {
     "convert.lengths": "add_lengths",
     "dataset": "LocalDataset StreamingDataset",
     "formats.encodings": "register_encoding",
-    "formats.encodings.jpeg": "decode_jpeg",
+    "loading.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
     "loading.exporters": "export_prometheus",
     "loading.images": "DecodeCenterCrop DecodeRandomCrop",

@@ -83,7 +83,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             the global generators of random, numpy and torch, which are seeded for each sample by its position
             in the run; or take a second argument `rng`, a `numpy.random.Generator` of that position, which is faster.
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding; e.g.
-            ``{"image": lightning_stream.formats.encodings.jpeg.decode_jpeg}`` for arrays instead of PIL images.
+            ``{"image": lightning_stream.decode_jpeg}`` for arrays instead of PIL images.
         window: Shards active at once in each canonical node; None for about 128 in total.
         quick_start: Whether an epoch begins with the beginnings of its first shards, so that the first batches need not
             wait for whole ones. The window grows over the next batches. None: as the state that a run continues from,

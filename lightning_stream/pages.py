@@ -20,9 +20,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lightning_stream.formats.encodings.images import pillow, rgb
-from lightning_stream.formats.encodings.jpeg import FORMATS
-from lightning_stream.formats.encodings.media import Media, measured
+from lightning_stream.formats.encodings.images import pillow
+from lightning_stream.formats.encodings.media import Media
+from lightning_stream.loading.jpeg import FORMATS, rgb
+from lightning_stream.loading.media import media_facts
 from lightning_stream.loading.meter import PARTS
 from lightning_stream.loading.stats import INPUT_BOUND, PAUSE_LABELS, LoaderStats, percent
 from lightning_stream.order.chain import readable
@@ -479,6 +480,6 @@ def _embedded(kind: str, data: bytes) -> str:
 def _sound(value: Any) -> str:
     """Sound of a kind that browsers play, as the source of an element; empty for anything else."""
     data = value.data if isinstance(value, Media) else value
-    if not isinstance(data, bytes) or len(data) > _MOST_SOUND_BYTES or "sample_rate" not in measured(value):
+    if not isinstance(data, bytes) or len(data) > _MOST_SOUND_BYTES or "sample_rate" not in media_facts(value):
         return ""
     return next((_embedded(f"audio/{kind}", data) for start, kind in _SOUNDS.items() if data.startswith(start)), "")

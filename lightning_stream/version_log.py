@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 import msgspec
 
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
-from lightning_stream.formats.index.lengths import deleted_text, lengths_text, with_keys
+from lightning_stream.formats.model import to_text, with_keys
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -406,8 +406,8 @@ def _change(version: Version, edit: Edit, writer: str) -> Change:
         message=edit.message,
         key=edit.key,
         shards=[msgspec.Raw(text) for text in edit.shards],
-        lengths=msgspec.Raw(lengths_text(edit.lengths)),
-        deleted=msgspec.Raw(b"null" if edit.deleted is None else deleted_text(edit.deleted)),
+        lengths=msgspec.Raw(to_text(edit.lengths)),
+        deleted=msgspec.Raw(b"null" if edit.deleted is None else to_text(edit.deleted)),
     )
 
 

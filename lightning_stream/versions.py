@@ -5,7 +5,6 @@ Samples are appended by `MDSWriter(append=True)`; `Stream(version=...)` reads a 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -21,9 +20,9 @@ from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundE
 from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.hashing import digest, digest_parts, hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
-from lightning_stream.formats.index.schema import MAX_FILE_BYTES
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.mds.shard import MdsShard
+from lightning_stream.formats.model import MAX_FILE_BYTES, to_text
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.reading.bad_samples import bad_data
@@ -164,7 +163,7 @@ def delete_rows(
         data = all_deleted.tobytes()
         hashes = hashes_to_write([name for schema in version.index.schemas for name in schema.hashes] or None)
         name = f"deleted.{digest(_NAMING_HASH, data)[:16]}.bin"
-        file = FileEntry(name, len(data), digest_parts(hashes, [data]))
+        file = FileEntry(name, len(data), digest_parts(hashes, [data]), len(all_deleted))
         store.put(file.basename, data)
         return Edit("delete", (), {}, message, key or "", file)
 
@@ -273,8 +272,7 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
         kept = np.setdiff1d(np.arange(index.shard_sizes[shard]), ids - (ends[shard] - index.shard_sizes[shard]))
         if len(kept):
             name = f"shard.{place.next_shard + num_written - 1:05}.mds"
-            entry = _written_again(place, name, cache, index.entries(shard), kept)
-            entries.append(json.dumps(entry, sort_keys=True).encode())
+            entries.append(to_text(_written_again(place, name, cache, index.entries(shard), kept)))
     mask = np.ones(index.num_samples, dtype=np.bool_)
     mask[gone] = False
     lengths = {name: read_lengths([cache], [index], name)[mask] for name in index.lengths}
@@ -286,7 +284,7 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
 
 def _written_again(
     place: DatasetPlace, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
-) -> dict[str, Any]:
+) -> ShardEntry:
     """Put a shard of some samples of others that are joined, with the bytes that they have there; return its entry."""
     schema, shards = entries[0].schema, list[MdsShard]()
     columns = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
@@ -366,7 +364,7 @@ def _put_column(
 
     if not total:
         raise ValueError(f"add_column needs a dataset with samples; {index.where} has none.")
-    any_value, pipeline, pool = take(np.zeros(1, np.int64)), Pipeline[dict[str, Any]](_PUTS), Pool()
+    any_value, pipeline, pool = take(np.zeros(1, np.int64)), Pipeline[ShardEntry](_PUTS), Pool()
     try:
         for shard in range(len(shards), len(index)):
             ids, size = np.arange(ends[shard], ends[shard + 1]), int(index.shard_sizes[shard])
@@ -380,10 +378,11 @@ def _put_column(
             encoded, buffer = encoder.encode_batch({name: found}, size), ShardBuffer(pool, encoder.header_bytes)
             if encoder.header_bytes + int(encoded.sizes.sum()) + 4 * size > MAX_FILE_BYTES:
                 raise ValueError(f"a shard must stay under 4 GiB; the values of shard {shard} have more.")
-            encoded.copy_to(buffer, 0, size)
+            for chunk in encoded.chunks():
+                buffer.add(chunk)
             buffer.sizes += encoded.sizes.tolist()
             pipeline.submit(partial(finalize_shard, f"shard.{shard:05}.mds", encoder, buffer, place))
-        shards += [json.dumps(entry, sort_keys=True).encode() for entry in pipeline.finish()]
+        shards += map(to_text, pipeline.finish())
     finally:
         pipeline.close()
     return total - begin

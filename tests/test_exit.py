@@ -101,7 +101,7 @@ def test_a_script_that_ends_prints_nothing_of_ours(remote: Path, tmp_path: Path)
 def test_an_iterator_that_outlives_the_modules_uses_none_of_them(remote: Path, tmp_path: Path) -> None:
     script = """
 import atexit, sys
-atexit.register(lambda: vars(sys.modules["lightning_stream.loading.torch_private"]).update(end_workers=None))
+atexit.register(lambda: vars(sys.modules["lightning_stream.loading.worker_pool"]).update(_end_workers=None))
 """  # the first to be registered is called last, where the interpreter may clear modules
     body = "loader = StreamingDataLoader(dataset, 4, num_workers=1)\nbatches = iter(loader)\nnext(batches)\n"
     script += START.format(remote=str(remote), local=str(tmp_path / "l")) + body

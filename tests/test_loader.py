@@ -79,8 +79,8 @@ def test_batches_do_not_depend_on_workers(dataset: StreamingDataset, options: di
         assert ids_of(many) == ids_of(alone)
 
 
-def test_without_workers_torch_warns_as_usual(dataset: StreamingDataset) -> None:
-    with pytest.raises(AssertionError):  # it has words for it since 2.8
+def test_without_workers_a_timeout_is_refused_and_torch_warns_as_usual(dataset: StreamingDataset) -> None:
+    with pytest.raises(ValueError, match="found timeout=3 and no workers"):
         next(iter(StreamingDataLoader(dataset, 16, timeout=3)))
     if not torch.accelerator.is_available():
         with pytest.warns(UserWarning, match="no accelerator is found"):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import check_basename
+from lightning_stream.formats.model import check_basename
 from lightning_stream.shared_files import FileLock, open_with_mode, publish_bytes
 
 _SLACK_FROM = 256  # entries; with fewer, making space for one shard at a time is cheap

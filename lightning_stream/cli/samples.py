@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.cli.output import as_text
-from lightning_stream.formats.encodings.media import Media, measured
+from lightning_stream.formats.encodings.media import Media
+from lightning_stream.loading.media import media_facts
 
 _SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90
 _MOST_DISTINCT, _MOST_COMMON, _LONGEST = 1000, 8, 100
@@ -25,7 +26,7 @@ def is_image(value: Any) -> bool:
 def plain(value: Any) -> Any:
     """A value as JSON; for one that would fill the screen its kind and size, e.g. ``JPEG 320x263``."""
     if isinstance(value, (bytes, bytearray, Media)):
-        return ", ".join([*_media_texts(measured(value)), f"{len(value):,} bytes"])
+        return ", ".join([*_media_texts(media_facts(value)), f"{len(value):,} bytes"])
     if is_image(value):
         return f"{value.format or value.mode} {value.width}x{value.height}"
     if isinstance(value, (np.ndarray, np.generic)):
@@ -121,7 +122,7 @@ def _facts(value: Any) -> tuple[str, dict[str, Any], Any]:
         return "missing", {}, None
     if is_image(value):
         return value.format or value.mode, {"width": value.width, "height": value.height}, None
-    if facts := measured(value):
+    if facts := media_facts(value):
         return "video" if "width" in facts else "sound", facts, None
     if isinstance(value, str):
         return "text", {"characters": len(value)}, value[:_LONGEST]

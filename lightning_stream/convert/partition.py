@@ -8,11 +8,10 @@ receipts list can enter an index.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 import zstandard
 
 from lightning_stream.formats.index import FileEntry
-from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.formats.model import array_text, to_text, with_lengths
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
@@ -52,12 +51,17 @@ class Receipt:
 
     def to_bytes(self) -> bytes:
         """As compressed json."""
-        return zstandard.ZstdCompressor().compress(json.dumps(asdict(self), sort_keys=True).encode())
+        return zstandard.compress(to_text(self))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Receipt:
         """Read it back."""
-        return msgspec.json.decode(zstandard.ZstdDecompressor().decompress(data), type=cls)
+        values = msgspec.json.decode(zstandard.decompress(data))
+        for files in values["lengths"].values():
+            for file in files:
+                if size := file.get("num_bytes"):  # of a former release
+                    file |= {"bytes": size, "samples": size // 4}
+        return msgspec.convert(values, cls)
 
     def files(self) -> dict[str, int]:
         """Bytes by name of every file that is stored."""
@@ -175,13 +179,13 @@ class _PartitionPlace(DatasetPlace):
 
 def row_bytes(batch: EncodedBatch) -> list[memoryview]:
     """Return the bytes of each row of a batch."""
-    data, ends = memoryview(batch.joined()), np.cumsum(batch.sizes).tolist()
+    data, ends = memoryview(b"".join(batch.chunks())), np.cumsum(batch.sizes).tolist()
     return [data[end - size : end] for end, size in zip(ends, batch.sizes.tolist(), strict=True)]
 
 
 def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
     """Return rows that are bytes as a batch."""
-    return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), parts=rows)
+    return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), [rows])
 
 
 def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
@@ -214,7 +218,7 @@ def joined_lengths(parts: Iterable[Mapping[str, Sequence[FileEntry]]]) -> dict[s
 
 def index_bytes(receipts: Sequence[Receipt], folder: str = "") -> bytes:
     """The index over all shards of these partitions, in their order; with file names relative to ``folder``."""
-    entries = [json.dumps(entry, sort_keys=True) for receipt in receipts for entry in receipt.shards]
+    shards = array_text(to_text(entry) for receipt in receipts for entry in receipt.shards)
     lengths = joined_lengths(receipt.lengths for receipt in receipts)
-    index = with_lengths(f'{{"version": 2, "shards": [{", ".join(entries)}]}}'.encode(), lengths)
+    index = with_lengths(b'{"version": 2, "shards": ' + shards + b"}", lengths)
     return index.replace(f'"basename": "{folder}/'.encode(), b'"basename": "') if folder else index

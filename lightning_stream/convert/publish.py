@@ -13,7 +13,7 @@ from typing import Any
 from lightning_stream.convert.partition import CONTROL, RECEIPT, OutputSpec, Receipt, index_bytes
 from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.formats.index.lengths import with_keys, with_lengths
+from lightning_stream.formats.model import to_text, with_keys, with_lengths
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.stores.local import sweep_drafts
@@ -87,7 +87,7 @@ class Publication:
         place, index = self.place, index_bytes(receipts)
         if source_digest:
             former = {"digest": Index.from_bytes(index, place.store.url).digest, "source": source_digest}
-            index = with_keys(index, {"converted_from": json.dumps(former).encode()})
+            index = with_keys(index, {"converted_from": to_text(former)})
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
         before = place.listing()
         for store, seen in zip(place.stores, before, strict=True):

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import describe
-from lightning_stream.formats.index.schema import ROW_TYPES, Schema, ShardEntry, schema_object
 from lightning_stream.formats.memory import MappedFile, sample_offsets
+from lightning_stream.formats.model import ROW_TYPES, Schema, ShardEntry, to_text
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, corrupt_error
 from lightning_stream.formats.shard_encoder import EncodedBatch, column_error, offset_table
 
@@ -49,7 +49,7 @@ class RowEncoder:
         if wrong:
             raise ValueError(f"row formats have columns of {', '.join(ROW_TYPES)}; got {wrong}. Write MDS for others.")
         self.schema = schema
-        self._config = json.dumps(schema_object(schema), sort_keys=True).encode()
+        self._config = to_text(schema)
         self._casts = [(name, kind, _CASTS[kind]) for name, kind in schema.columns.items()]
         self._newline = schema.newline or "\n"
         self._separator = schema.separator or ","
@@ -77,7 +77,7 @@ class RowEncoder:
         names = list(columns)
         values = [column.tolist() if isinstance(column, np.ndarray) else column for column in columns.values()]
         rows = [self.encode(dict(zip(names, row, strict=True)))[0] for row in zip(*values, strict=True)]
-        return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), parts=rows)
+        return EncodedBatch(np.fromiter(map(len, rows), np.int64, num_rows), [rows])
 
     def files(self, sizes: Sequence[int], parts: Sequence[Any]) -> tuple[tuple[str, list[Any]], ...]:
         return ("data", [self._header, *parts]), ("meta", [offset_table(sizes, len(self._header)), self._config])

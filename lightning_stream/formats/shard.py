@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import Schema, ShardEntry
 from lightning_stream.formats.mds.layout import Decoders, RecordLayout
 from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.model import Schema, ShardEntry
 
 
 class Ragged(list[Any]):

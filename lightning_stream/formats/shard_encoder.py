@@ -3,81 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings.base import Bytes2d
-from lightning_stream.formats.index.schema import Schema
+from lightning_stream.formats.model import Schema
 
-_JOIN_BYTES = 1 << 16  # small parts are joined to about so many bytes before they are copied
+EncodedColumn: TypeAlias = "Bytes2d | Sequence[Any]"
+"""The values of a column as bytes: uint8[rows, width], or one bytes-like value per row."""
 _CHUNK_BYTES = 1 << 18  # it stays in a core's cache between the copy, the hash and the write
-_WIDE_BYTES = 1 << 16  # parts from this size on are written one by one
+_WIDE_BYTES = 1 << 16  # values from this size on are not copied together
 
 
 class EncodedBatch(NamedTuple):
-    """The rows of a batch as bytes; row k has sizes[k] bytes.
+    """The rows of a batch as bytes: row k has ``sizes[k]`` bytes, its values of all ``columns`` side by side.
 
-    Either ``blocks``, each uint8[rows, width]: row k is row k of each of them. Or ``parts``, of which
-    parts[k * per_row : (k + 1) * per_row] are row k. Both may be views of the caller's memory, so they must be copied
-    before `write_batch` returns.
+    Columns may be views of the caller's memory, so they must be copied before `write_batch` returns.
     """
 
     sizes: NDArray[np.int64]
-    blocks: Sequence[Bytes2d] = ()
-    parts: Sequence[Any] = ()
-    per_row: int = 1
+    columns: Sequence[EncodedColumn]
 
-    def copy_to(self, buffer: Any, begin: int, end: int) -> None:
-        """Add the bytes of the rows begin to end to a `ShardBuffer`."""
-        if self.blocks:
-            buffer.add_rows([block[begin:end] for block in self.blocks])
+    def chunks(self, begin: int = 0, end: int | None = None) -> Iterator[Any]:
+        """Yield the bytes of rows in order, about 256 KiB at a time.
+
+        Large values, and rows that are one array, are yielded as views. TypeError for values that are not bytes.
+        """
+        columns = [column[begin:end] for column in self.columns]
+        sizes = self.sizes[begin:end]
+        blocks = [column for column in columns if isinstance(column, np.ndarray)]
+        if len(columns) == len(blocks) == 1 and blocks[0].flags.c_contiguous:
+            yield from _cut(blocks[0].reshape(-1).data)
             return
-        parts = self.parts[begin * self.per_row : end * self.per_row]
-        num_bytes = int(self.sizes[begin:end].sum())
-        per_join = _JOIN_BYTES * len(parts) // max(1, num_bytes)
-        if per_join <= 1:
-            for part in parts:
-                buffer.add(part)
-            return
-        for k in range(0, len(parts), per_join):
-            joined = b"".join(parts[k : k + per_join])
-            num_bytes -= len(joined)
-            buffer.add(joined)
-        if num_bytes:
-            raise TypeError("encode_many must give bytes, or views of bytes; it gave arrays of other items.")
-
-    def chunks(self) -> Iterator[Any]:
-        """Yield all bytes in order, about a MiB at a time: each until the next one, or as a view where that is free."""
-        if self.blocks:
-            yield from _joined_rows(self.blocks)
-        elif int(self.sizes.sum()) >= _WIDE_BYTES * len(self.parts):
-            yield from self.parts
-        else:
-            step = max(1, _CHUNK_BYTES * len(self.parts) // max(1, int(self.sizes.sum())))
-            yield from (b"".join(self.parts[k : k + step]) for k in range(0, len(self.parts), step))
-
-    def joined(self) -> bytes | memoryview:
-        """Return all bytes in order, copied."""
-        if len(self.blocks) > 1:
-            return np.concatenate(self.blocks, axis=1).reshape(-1).data
-        return self.blocks[0].tobytes() if self.blocks else b"".join(self.parts)
+        num_bytes = max(1, int(sizes.sum()))
+        is_wide = num_bytes >= _WIDE_BYTES * len(sizes) * len(columns)
+        step = max(1, _CHUNK_BYTES * len(sizes) // num_bytes)
+        for at in range(0, len(sizes), step):
+            rows = slice(at, at + step)
+            if len(columns) == len(blocks):
+                yield np.concatenate([block[rows] for block in blocks], axis=1).reshape(-1).data
+                continue
+            parts: list[Any] = [b""] * (len(sizes[rows]) * len(columns))
+            for k, column in enumerate(columns):
+                parts[k :: len(columns)] = _row_views(column[rows])
+            joined = parts if is_wide else [b"".join(parts)]
+            if sum(map(len, joined)) != sizes[rows].sum():
+                raise TypeError("encode_many must give bytes, or views of bytes; it gave arrays of other items.")
+            yield from joined
 
 
-def _joined_rows(blocks: Sequence[Bytes2d]) -> Iterator[memoryview]:
-    """Yield blocks side by side, some rows at a time, in memory that is used again."""
-    num_rows, width = len(blocks[0]), sum(block.shape[1] for block in blocks)
-    if len(blocks) == 1 and blocks[0].flags.c_contiguous:
-        flat: memoryview = blocks[0].reshape(-1).data
-        yield from (flat[at : at + _CHUNK_BYTES] for at in range(0, len(flat), _CHUNK_BYTES))
-        return
-    step = max(1, _CHUNK_BYTES // max(1, width))
-    memory = np.empty((min(step, num_rows), width), np.uint8)
-    for begin in range(0, num_rows, step):
-        rows = memory[: num_rows - begin]
-        np.concatenate([block[begin : begin + step] for block in blocks], axis=1, out=rows)
-        yield rows.reshape(-1).data
+def _cut(data: memoryview) -> Iterator[memoryview]:
+    return (data[at : at + _CHUNK_BYTES] for at in range(0, len(data), _CHUNK_BYTES))
+
+
+def _row_views(column: EncodedColumn) -> Sequence[Any]:
+    """Return one bytes-like value per row."""
+    if not isinstance(column, np.ndarray):
+        return column
+    flat: memoryview = np.ascontiguousarray(column).reshape(-1).data
+    width = column.shape[1]
+    return [flat[at : at + width] for at in range(0, len(flat), width)] if width else [b""] * len(column)
 
 
 class ShardEncoder(Protocol):

@@ -7,26 +7,24 @@ nothing else, counts: what was made ahead cost the training no time. So the part
 from __future__ import annotations
 
 import gc
-import mmap
-import os
-from collections.abc import Callable
-from multiprocessing import context, reduction
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.counters import LIVE_SETTINGS, NAMES
-from lightning_stream.loading.shared_position import memory_file
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.proofs import EarlyRead
+
+if TYPE_CHECKING:
+    from lightning_stream.loading.arena import Arena
 
 STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
 PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
 PAUSES = ("checkpoint", "garbage_collection", "other_ranks")  # of the time between batches
 _NOTHING = (0.0,) * (len(PARTS) - 1)
-_ROW_BYTES = 8 * (len(NAMES) + 1)
 
 
 class Made(NamedTuple):
@@ -130,7 +128,7 @@ class Meter:
         self._training_since: float | None = None
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
         self.live_settings: NDArray[np.float64] = np.zeros(len(LIVE_SETTINGS))
-        self._live: list[SharedCounters] = []
+        self._arenas: list[Arena] = []  # of workers that have not ended
         self._ended = np.zeros(len(NAMES))
 
     def __reduce__(self) -> tuple[type[Meter], tuple[()]]:
@@ -200,59 +198,25 @@ class Meter:
 
     def counters(self) -> NDArray[np.float64]:
         """The counters of all worker processes so far, float64[len(NAMES)]."""
-        return self._ended + sum((shared.values.sum(axis=0) for shared in list(self._live)), np.zeros(len(NAMES)))
+        return self._ended + sum((arena.counters for arena in list(self._arenas)), np.zeros(len(NAMES)))
 
     def worker_pids(self) -> list[int]:
         """The process ids of the workers that can report where they stand."""
-        return [int(pid) for shared in list(self._live) for pid in shared.pids if pid]
+        return [pid for arena in list(self._arenas) if (pid := int(arena.pid[0]))]
 
-    def attach(self, num_workers: int) -> SharedCounters:
-        """Make the counters of so many new workers, which count until they are detached."""
-        shared = SharedCounters(num_workers)
-        self._live.append(shared)
+    def attach(self, arenas: Sequence[Arena]) -> None:
+        """Count what new workers count in their memory."""
+        self._arenas += arenas
         self.set_live(self.live_settings)
-        return shared
 
     def set_live(self, settings: NDArray[np.float64]) -> None:
         """Change the settings of this process, and of its workers."""
-        for kept in (self.live_settings, *(shared.live_settings for shared in list(self._live))):
-            kept[:] = settings
+        for place in (self.live_settings, *(arena.live_settings for arena in list(self._arenas))):
+            place[:] = settings
 
-    def detach(self, shared: SharedCounters | None) -> None:
+    def detach(self, arenas: Sequence[Arena]) -> None:
         """Keep the sum of the counters of workers that have ended."""
-        if shared in self._live:
-            self._live.remove(shared)
-            self._ended += shared.values.sum(axis=0)
-
-
-class SharedCounters:
-    """The counters of the workers of one iteration, in memory that they share with their trainer.
-
-    Forked workers inherit it, spawned ones get its descriptor. `values` is float64[num_workers, len(NAMES)], and `pids`
-    float64[num_workers] has the process id of each worker that can report where it stands, and 0 for others. The
-    workers read `live_settings`.
-    """
-
-    _fd = -1
-
-    def __init__(self, num_workers: int, fd: int | None = None) -> None:
-        num_bytes = num_workers * _ROW_BYTES + 8 * len(LIVE_SETTINGS)
-        self._fd = memory_file("counters", num_bytes) if fd is None else fd
-        whole = np.frombuffer(mmap.mmap(self._fd, num_bytes), np.float64)
-        self.live_settings: NDArray[np.float64] = whole[-len(LIVE_SETTINGS) :]
-        memory = whole[: -len(LIVE_SETTINGS)].reshape(num_workers, -1)
-        self.values: NDArray[np.float64] = memory[:, :-1]
-        self.pids: NDArray[np.float64] = memory[:, -1]
-
-    def __reduce__(self) -> tuple[Callable[..., SharedCounters], tuple[Any, ...]]:
-        if context.get_spawning_popen() is not None:  # on its way to a worker process
-            return _attach, (len(self.values), reduction.DupFd(self._fd))
-        return SharedCounters, (len(self.values),)
-
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
-        if self._fd >= 0:
-            _close(self._fd)
-
-
-def _attach(num_workers: int, handle: Any) -> SharedCounters:
-    return SharedCounters(num_workers, handle.detach())
+        for arena in arenas:
+            if arena in self._arenas:
+                self._arenas.remove(arena)
+                self._ended += arena.counters

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.iteration import Driver, Progress
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
-from lightning_stream.loading.workers import MadeBatches, Pipeline, Workers
+from lightning_stream.loading.workers import MadeBatches, Workers
 from lightning_stream.order import Position, Schedule
 
 
@@ -100,5 +101,5 @@ class MixtureChanges:
 
     def batches_from(self, start: Position, settings: BatchSettings | None = None) -> MadeBatches:
         """Start making the batches from a position to the end of its epoch."""
-        pipeline = Pipeline(self._source, settings or self.settings(), Start.of(start), self._collate)
-        return self._workers.batches(pipeline, self)
+        maker = BatchMaker(self._source, self._collate)
+        return self._workers.batches(maker, settings or self.settings(), Start.of(start), self)

@@ -39,7 +39,8 @@ def sample_seed(seed: int, epoch: int, position: int) -> int:
     return state >> 1
 
 
-def _seed_global(mixed: int) -> None:
+def seed_globals(mixed: int) -> None:
+    """Seed the global generators of `random`, numpy and torch."""
     random.seed(mixed)
     np.random.seed(mixed & 0xFFFFFFFF)
     # torch.manual_seed would also reach for the GPUs, which a worker must not touch.
@@ -99,7 +100,7 @@ class SeededCall:
             reseed(sample_seed(mixed, number, 0) & 0x7FFFFFFF)
         if self.takes_rng:
             return self.function(value, rng=np.random.default_rng(mixed))
-        _seed_global(mixed)
+        seed_globals(mixed)
         return self.function(value)
 
 

@@ -277,7 +277,7 @@ class SampleSource:
         except NotFoundError as error:
             raise NotFoundError(f"{error} Or pass mean_lengths= to the Schedule.") from error
         edges = self.snapshot.shard_offsets[self.snapshot.stream_offsets].tolist()
-        kept = None if self.packing is None else self.packing.rows("").kept
+        kept = None if self.packing is None else self.packing.rows("").packed_tokens
         means = [_mean(lengths[begin:end], kept) for begin, end in pairwise(edges)]
         return replace(schedule, mean_lengths=tuple(zip(schedule.streams, means, strict=True)))
 

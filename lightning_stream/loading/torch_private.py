@@ -7,18 +7,14 @@ import os
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, get_context
-from typing import Any
+from typing import Any, NoReturn
 
-from torch.utils.data._utils.worker import WorkerInfo
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import worker
 
+from lightning_stream.loading.randomness import seed_globals
 from lightning_stream.processes import job_signals_wait, start_resource_tracker
-
-
-def end_workers(batches: Any) -> None:
-    """End the worker processes of torch's iterator, as its destructor does; torch has no public name for it."""
-    if isinstance(batches, _MultiProcessingDataLoaderIter):
-        batches._shutdown_workers()  # noqa: SLF001
 
 
 def start_servers(context: Any) -> None:
@@ -38,12 +34,7 @@ def start_servers(context: Any) -> None:
         forkserver.ensure_running()
 
 
-def worker_processes(batches: Any) -> list[Any]:
-    """The worker processes of torch's iterator; none where this process makes the batches."""
-    return list(batches._workers) if isinstance(batches, _MultiProcessingDataLoaderIter) else []  # noqa: SLF001
-
-
-def iteration_key(worker: WorkerInfo) -> int:
+def iteration_key(info: worker.WorkerInfo) -> int:
     """A number that all workers of one iteration of torch's DataLoader share, and no other iteration has.
 
     The pipe of their results tells iterations apart: torch's base seed is the same again after ``torch.manual_seed``.
@@ -53,12 +44,27 @@ def iteration_key(worker: WorkerInfo) -> int:
         frame = frame.f_back
     results = None if frame is None else frame.f_locals["data_queue"]._reader  # noqa: SLF001
     pipe = 0 if results is None else os.fstat(results.fileno()).st_ino
-    return hash((pipe, worker.seed - worker.id))
+    return hash((pipe, info.seed - info.id))
 
 
-def set_worker_dataset(info: Any, dataset: Any) -> None:
-    """Replace ``get_worker_info().dataset``, which torch only sets once."""
-    object.__setattr__(info, "dataset", dataset)
+def become_worker(index: int, count: int, seed: int, dataset: Any) -> None:
+    """Let this process be a worker as torch's are: by its seed, threads, and ``get_worker_info()``."""
+    seed_globals(seed + index)  # and torch.initial_seed() is that of the worker's info
+    torch.set_num_threads(1)
+    info = worker.WorkerInfo(id=index, num_workers=count, seed=seed + index, dataset=dataset)
+    worker._worker_info = info  # noqa: SLF001
+
+
+def error_of_worker(error: Exception, index: int) -> Any:
+    """An error with its traceback, as a value that can be sent to the trainer."""
+    wrapper: Any = ExceptionWrapper
+    return wrapper((type(error), error, error.__traceback__), where=f"in DataLoader worker process {index}")
+
+
+def raise_error(error: Any) -> NoReturn:
+    """Raise what `error_of_worker` has made."""
+    error.reraise()
+    raise AssertionError(error)
 
 
 def import_nested_tensors() -> None:

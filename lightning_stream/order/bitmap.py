@@ -9,6 +9,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from lightning_stream.order.arrays import Bools, Ints, starts_of
+
 _WORD = 64
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte
 
@@ -25,19 +27,19 @@ def as_ids(given: Iterable[int] | NDArray[np.integer], name: str) -> NDArray[np.
 class Bitmap:
     """Which of the ids [0, size) are members: 2 bits an id, with the number of members before each 64 ids.
 
-    ``bitmap[i]`` is the i-th smallest member (about 2 us) and `select` finds many (0.5 us each).
+    ``bitmap[i]`` is the i-th smallest member, and `select` finds many (0.5 us each).
 
     Example::
 
-        kept = Bitmap.of_mask(lengths >= 64)
-        len(kept), kept[0], kept.select(np.arange(10))
+        long_enough = Bitmap.of_mask(lengths >= 64)
+        len(long_enough), long_enough[0], long_enough.select(np.arange(10))
     """
 
     size: int
     bits: NDArray[np.uint8]  # the lowest bit of a byte is its first id; whole words, with 0 for ids beyond `size`
 
     @classmethod
-    def of_mask(cls, mask: NDArray[np.bool_]) -> Bitmap:
+    def of_mask(cls, mask: Bools) -> Bitmap:
         """The ids at which a bool array is True."""
         bits = np.packbits(mask, bitorder="little")
         return cls(len(mask), np.pad(bits, (0, (len(mask) // _WORD + 1) * 8 - len(bits))))
@@ -45,58 +47,54 @@ class Bitmap:
     @classmethod
     def of_ids(cls, ids: ArrayLike, size: int) -> Bitmap:
         """A bitmap of these ids. Raises ValueError for one that is repeated, or not in [0, size)."""
-        given = np.asarray(ids, dtype=np.int64)
-        low, high = (given.min(), given.max()) if given.size else (0, -1)
+        members = np.asarray(ids, dtype=np.int64)
+        low, high = (members.min(), members.max()) if members.size else (0, -1)
         mask = np.zeros(size, dtype=np.bool_)
         if low >= 0 and high < size:
-            mask[given] = True
-            if mask.sum() == given.size:
+            mask[members] = True
+            if mask.sum() == members.size:
                 return cls.of_mask(mask)
         raise ValueError(
-            f"A subset takes each sample at most once, of ids 0 to {size - 1}, but {given.size} ids were given, "
-            f"{len(np.unique(given))} of them different, from {low} to {high}."
+            f"A subset takes each sample at most once, of ids 0 to {size - 1}, but {members.size} ids were given, "
+            f"{len(np.unique(members))} of them different, from {low} to {high}."
         )
 
     @property
-    def mask(self) -> NDArray[np.bool_]:
+    def mask(self) -> Bools:
         """bool[size]: whether each id is a member."""
         return np.unpackbits(self.bits, count=self.size, bitorder="little").view(np.bool_)
 
     @cached_property
-    def _before(self) -> NDArray[np.int64]:
+    def _before(self) -> Ints:
         """int64[num_words + 1]: the members before each word, and all."""
-        return np.concatenate([[0], _ONES[self.bits].reshape(-1, 8).sum(axis=1, dtype=np.int64).cumsum()])
+        return starts_of(_ONES[self.bits].reshape(-1, 8).sum(axis=1, dtype=np.int64))
 
     def __len__(self) -> int:
         return int(self._before[-1])
 
-    def has(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def has(self, ids: Ints) -> Bools:
         """Whether each of these ids is a member."""
-        found: NDArray[np.bool_] = (self.bits[ids >> 3] >> (ids & 7).astype(np.uint8) & 1).astype(np.bool_)
-        return found
+        are_members: Bools = (self.bits[ids >> 3] >> (ids & 7).astype(np.uint8) & 1).astype(np.bool_)
+        return are_members
 
-    def count_before(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def count_before(self, ids: Ints) -> Ints:
         """How many members are less than each of these ids, which are in [0, size]."""
         words, within = np.divmod(ids, _WORD)
         members = self._unpacked(words) & (np.arange(_WORD) < within[:, None])
-        found: NDArray[np.int64] = self._before[words] + members.sum(axis=1, dtype=np.int64)
-        return found
+        counts: Ints = self._before[words] + members.sum(axis=1, dtype=np.int64)
+        return counts
 
-    def select(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+    def select(self, numbers: Ints) -> Ints:
         """The members of these numbers, in [0, len): they count the members in ascending order."""
         words = self._before.searchsorted(numbers, side="right") - 1
         members = self._unpacked(words).cumsum(axis=1, dtype=np.uint8)
         within = (members > (numbers - self._before[words])[:, None]).argmax(axis=1)
-        found: NDArray[np.int64] = words * _WORD + within
-        return found
+        ids: Ints = words * _WORD + within
+        return ids
 
     def __getitem__(self, number: int) -> int:
-        """As `select`, for one number; a third of its time."""
-        word = int(self._before.searchsorted(number, side="right")) - 1
-        bits = int.from_bytes(self.bits[8 * word : 8 * word + 8].tobytes(), "little")
-        for _ in range(number - int(self._before[word])):
-            bits &= bits - 1  # without the lowest member
-        return word * _WORD + (bits & -bits).bit_length() - 1
+        """As `select`, for one number."""
+        return int(self.select(np.array([number]))[0])
 
-    def _unpacked(self, words: NDArray[np.int64]) -> NDArray[np.uint8]:
+    def _unpacked(self, words: Ints) -> NDArray[np.uint8]:
         return np.unpackbits(self.bits.reshape(-1, 8)[words], axis=1, bitorder="little")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints, starts_of
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.permutation import RngStream, permutation
 from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, short
@@ -39,8 +39,8 @@ class StreamWeights:
 class ShardDraws:
     """What an epoch draws from each shard: some whole passes over it, then a subset. O(shards) for any repeat."""
 
-    shard: NDArray[np.int64]  # int64[n], different shards
-    count: NDArray[np.int64]  # samples drawn from each, at least 1; more than the shard has means several passes
+    shard: Ints  # int64[n], different shards
+    count: Ints  # samples drawn from each, at least 1; more than the shard has means several passes
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,16 @@ class Draw:
             return drawn[0]
         return ShardDraws(np.concatenate([one.shard for one in drawn]), np.concatenate([one.count for one in drawn]))
 
-    def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> NDArray[np.int64]:
+    def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> Ints:
         """Sample ids [begin, end) of one pass over a shard, or of its subset of ``count`` samples; ascending."""
         first, size = int(self.snapshot.shard_offsets[shard]), int(self.snapshot.sizes[shard])
         if count == size:
             return np.arange(first + begin, first + end, dtype=np.int64)
-        picks = permutation(RngStream.DRAW_SAMPLES, self.seed, self._key(epoch), shard, size=size)[:count]
+        picks = self._shuffled(RngStream.DRAW_SAMPLES, epoch, shard, size)[:count]
         picks.sort()
         return picks[begin:end] + first
 
-    def delivered(self, epoch: int, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def delivered(self, epoch: int, ids: Ints) -> Ints:
         """What is delivered for drawn ids: others for forgotten ones."""
         return ids if self.forgotten is None else self.forgotten.replaced(ids, self.seed, epoch)
 
@@ -87,21 +87,18 @@ class Draw:
         """The inverse of :meth:`delivered`: for which drawn ids a sample is delivered."""
         return [sample_id] if self.forgotten is None else self.forgotten.delivered_as(sample_id, self.seed, epoch)
 
-    def _key(self, epoch: int) -> int:
-        return epoch if self.balanced else _FIXED
+    def _shuffled(self, purpose: RngStream, epoch: int, place: int, size: int) -> Ints:
+        return permutation(purpose, self.seed, epoch if self.balanced else _FIXED, place, size=size)
 
     def _stream_shards(self, epoch: int, stream: int) -> ShardDraws:
         sizes = self.snapshot.shard_sizes[stream]
-        first = int(self.snapshot.stream_offsets[stream])
-        shard = np.arange(first, first + len(sizes), dtype=np.int64)
+        shard = np.arange(len(sizes), dtype=np.int64) + self.snapshot.stream_offsets[stream]
         passes, rest = divmod(self.chosen[stream], max(int(self.snapshot.stream_samples[stream]), 1))
-        count = sizes if passes == 1 else sizes * passes
+        count = sizes * passes
         if rest:
-            order = permutation(RngStream.DRAW_SHARDS, self.seed, self._key(epoch), stream, size=len(sizes))
-            subset = np.empty_like(sizes)
-            subset[order] = _spread(sizes[order], rest, self.granularity)
-            count = count + subset
-        return ShardDraws(shard, count) if count.all() else ShardDraws(shard[count > 0], count[count > 0])
+            order = self._shuffled(RngStream.DRAW_SHARDS, epoch, stream, len(sizes))
+            count[order] += _spread(sizes[order], rest, self.granularity)
+        return ShardDraws(shard[count > 0], count[count > 0])
 
 
 def choose_per_stream(
@@ -118,17 +115,17 @@ def choose_per_stream(
     Example: for streams of 60 and 40 samples, ``[StreamWeights(repeat=2), StreamWeights()]`` gives (120, 40).
     """
     samples = snapshot.stream_samples.tolist()
-    problems, chosen = weight_problems(snapshot.stream_names, weights, epoch_size), []
-    if epoch_size is not None and weights and weights[0] == StreamWeights() and snapshot.num_samples == 0:
+    chosen: list[int] = []
+    problems = weight_problems(snapshot.stream_names, weights, epoch_size)
+    if epoch_size is not None and not any(samples) and not problems and weights[0].proportion is None:
         problems.append(f"epoch_size={epoch_size} needs samples, but no stream has any.")
     if not problems:
-        total = sum(samples) if epoch_size is None else epoch_size
-        if weights[0].proportion is not None:
-            chosen = _shared([float(one.proportion or 0.0) for one in weights], total, seed)
-        elif epoch_size is not None:
-            chosen = _shared([float(one) for one in samples], total, seed)
+        pairs = list(zip(weights, samples, strict=True))
+        if epoch_size is None and weights[0].proportion is None:
+            chosen = [weight.absolute(have) for weight, have in pairs]
         else:
-            chosen = [one.absolute(have) for one, have in zip(weights, samples, strict=True)]
+            parts = [float(have if weight.proportion is None else weight.proportion) for weight, have in pairs]
+            chosen = _shared(parts, epoch_size or sum(samples), seed)
         problems = [
             f"Stream {name!r} has no samples, but its weight asks for {take}: omit it or give it shards."
             for name, take, have in zip(snapshot.stream_names, chosen, samples, strict=True)
@@ -143,14 +140,14 @@ def choose_per_stream(
 
 def weights_digest(weights: Sequence[StreamWeights]) -> str:
     """A digest that differs for any other weights."""
-    words = ";".join(f"{one.proportion!r},{one.repeat!r},{one.choose!r}" for one in weights)
+    words = ";".join(f"{weight.proportion!r},{weight.repeat!r},{weight.choose!r}" for weight in weights)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 
 def _shared(parts: list[float], total: int, seed: int) -> list[int]:
     """Split ``total`` by ``parts``, rounded down; the seed picks the streams that get one more each."""
-    whole = sum(parts)
-    chosen = [int(total * part / whole) for part in parts]
+    all_parts = sum(parts)
+    chosen = [int(total * part / all_parts) for part in parts]
     takers = [i for i in permutation(RngStream.SHORTFALL, seed, size=len(parts)).tolist() if parts[i] > 0]
     for i in range(total - sum(chosen)):
         chosen[takers[i % len(takers)]] += 1
@@ -163,54 +160,49 @@ def weight_problems(names: Sequence[str], weights: Sequence[StreamWeights], epoc
         return [f"Every stream needs weights of its own: {len(names)} streams, {len(weights)} weights."]
     problems = []
     pairs = list(zip(names, weights, strict=True))
-    for name, one in pairs:
-        given = [(kind, value) for kind, value in vars(one).items() if value is not None]
-        if len(given) > 1:
-            problems.append(f"Stream {name!r} has {' and '.join(kind for kind, _ in given)}: give one of them.")
-        bad = [f"{kind}={short(value)}" for kind, value in given if not AMOUNT.holds(value)]
-        problems += [f"Stream {name!r} has {one}, which must be {AMOUNT.text}." for one in bad]
-    relative = [name for name, one in pairs if one.proportion is not None]
-    absolute = [name for name, one in pairs if one.repeat is not None or one.choose is not None]
-    if relative and len(relative) < len(names):
-        others = [name for name in names if name not in relative]
+    for name, weight in pairs:
+        values = {kind: value for kind, value in vars(weight).items() if value is not None}
+        if len(values) > 1:
+            problems.append(f"Stream {name!r} has {' and '.join(values)}: give one of them.")
+        bad = [f"{kind}={short(value)}" for kind, value in values.items() if not AMOUNT.holds(value)]
+        problems += [f"Stream {name!r} has {sentence}, which must be {AMOUNT.text}." for sentence in bad]
+    others = [name for name, weight in pairs if weight.proportion is None]
+    absolute = [name for name, weight in pairs if weight.repeat is not None or weight.choose is not None]
+    if 0 < len(others) < len(names):
         problems.append(f"A proportion for one stream means one for all: {others} have none.")
-    if relative and not problems and not any(one.proportion for one in weights):
+    if not others and not problems and not any(weight.proportion for weight in weights):
         problems.append("At least one proportion must be above 0; all are 0.")
-    if absolute and epoch_size is not None:
-        problems.append(
-            f"epoch_size={epoch_size} shares an epoch among relative weights, but {absolute} have repeat or choose, "
-            "which fix the number of samples: drop epoch_size or use proportion."
-        )
-    if epoch_size is not None and epoch_size < 1:
-        problems.append(f"epoch_size must be at least 1, not {epoch_size}.")
+    if epoch_size is not None:
+        if absolute:
+            problems.append(
+                f"epoch_size={epoch_size} shares an epoch among relative weights, but {absolute} have repeat or "
+                "choose, which fix the number of samples: drop epoch_size or use proportion."
+            )
+        if epoch_size < 1:
+            problems.append(f"epoch_size must be at least 1, not {epoch_size}.")
     return problems
 
 
-def _spread(sizes: NDArray[np.int64], total: int, granularity: int) -> NDArray[np.int64]:
+def _spread(sizes: Ints, total: int, granularity: int) -> Ints:
     """Take ``total`` (at most all) samples from shards evenly, in picks of ``granularity`` (a shard's last is smaller).
 
     Each shard gives the floor or ceil of its even share of picks; O(shards).
     """
-    picks = -(-sizes // granularity)
-    ends = np.cumsum(picks)
+    ends = np.cumsum(-(-sizes // granularity))
     num_picks, num_samples = int(ends[-1]), int(sizes.sum())
     wanted = total * num_picks // num_samples
     while True:
         taken = np.minimum(np.diff(_scaled(ends, wanted, num_picks), prepend=0) * granularity, sizes)
-        short = total - int(taken.sum())
-        if short <= 0 or wanted >= num_picks:
-            break
-        wanted = min(num_picks, wanted + max(1, short * num_picks // num_samples))
-    before = np.cumsum(taken) - taken
-    trimmed: NDArray[np.int64] = np.clip(total - before, 0, taken)
-    return trimmed
+        lacking = total - int(taken.sum())
+        if lacking <= 0 or wanted >= num_picks:
+            return np.diff(np.minimum(starts_of(taken), total))
+        wanted = min(num_picks, wanted + max(1, lacking * num_picks // num_samples))
 
 
-def _scaled(ends: NDArray[np.int64], part: int, whole: int) -> NDArray[np.int64]:
-    """``ends * part / whole`` rounded down, exact in 64 bits: rises by at most its argument, reaches ``part``."""
-    factor = np.uint64(-(-part * 2**32 // whole))
-    unsigned = ends.astype(np.uint64)
-    high, low = unsigned >> np.uint64(32), unsigned & np.uint64(2**32 - 1)
-    product = high * factor + ((low * factor) >> np.uint64(32))
-    scaled: NDArray[np.int64] = np.minimum(product, np.uint64(part)).astype(np.int64)
+def _scaled(ends: Ints, part: int, total: int) -> Ints:
+    """``ends * part / total`` rounded down, exact in 64 bits: rises by at most its argument, reaches ``part``."""
+    factor = np.uint64(-(-part * 2**32 // total))
+    high, low = np.divmod(ends.astype(np.uint64), np.uint64(2**32))
+    product = high * factor + low * factor // np.uint64(2**32)
+    scaled: Ints = np.minimum(product, np.uint64(part)).astype(np.int64)
     return scaled

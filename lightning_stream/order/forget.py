@@ -13,13 +13,15 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Bools, Ints
 from lightning_stream.order.bitmap import as_ids
+from lightning_stream.order.orders import Order, positions_of
 from lightning_stream.order.orders import Order, positions_of
 from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
@@ -46,11 +48,10 @@ class Forgotten:
     """
 
     snapshot: Snapshot
-    ids: NDArray[np.int64]
-    _skipped: NDArray[np.int64] = field(init=False, repr=False)
+    ids: Ints
 
     @classmethod
-    def of(cls, snapshot: Snapshot, ids: Iterable[int] | NDArray[np.int64]) -> Forgotten:
+    def of(cls, snapshot: Snapshot, ids: Iterable[int] | Ints) -> Forgotten:
         """These samples, in any order."""
         return cls(snapshot, np.unique(as_ids(ids, "forgotten samples")).astype(np.int64))
 
@@ -62,26 +63,31 @@ class Forgotten:
                 f"{len(ids)} ids{f' from {ids[0]} to {ids[-1]}' if len(ids) else ''}."
             )
         forgotten = np.bincount(snapshot.streams_of(ids), minlength=snapshot.num_streams)
-        if (whole := (forgotten == snapshot.stream_samples) & (forgotten > 0)).any():
-            names = [snapshot.stream_names[number] for number in np.flatnonzero(whole).tolist()]
+        emptied = np.flatnonzero((forgotten == snapshot.stream_samples) & (forgotten > 0)).tolist()
+        if emptied:
+            names = ", ".join(snapshot.stream_names[stream] for stream in emptied)
             raise ValueError(
-                f"Other samples of a stream take the places of the forgotten ones, but all of {', '.join(names)} are "
-                "forgotten. Keep one, or remove the stream."
+                f"Other samples of a stream take the places of the forgotten ones, but all of {names} are forgotten. "
+                "Keep one, or remove the stream."
             )
-        object.__setattr__(self, "_skipped", ids - np.arange(len(ids)))  # samples kept before each forgotten one
+
+    @cached_property
+    def _remaining_before(self) -> Ints:
+        """int64[n]: how many samples with smaller ids than each forgotten one are not forgotten."""
+        return self.ids - np.arange(len(self.ids))
 
     @property
     def digest(self) -> str:
         """16 hexadecimal digits that differ for any other samples."""
         return hashlib.sha256(self.ids.astype("<i8").tobytes()).hexdigest()[:16]
 
-    def among(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def among(self, ids: Ints) -> Bools:
         """bool[n]: which of these ids are forgotten. O(n log forgotten)."""
         at = np.minimum(np.searchsorted(self.ids, ids), len(self.ids) - 1)
-        found: NDArray[np.bool_] = self.ids[at] == ids
-        return found
+        are_forgotten: Bools = self.ids[at] == ids
+        return are_forgotten
 
-    def replaced(self, ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
+    def replaced(self, ids: Ints, seed: int, epoch: int) -> Ints:
         """These ids, with others in the place of the forgotten ones: the same ones in all of an epoch."""
         forgotten = self.among(ids)
         if not forgotten.any():
@@ -90,16 +96,16 @@ class Forgotten:
         ids[forgotten] = self.substitutes(ids[forgotten], seed, epoch)
         return ids
 
-    def substitutes(self, ids: NDArray[np.int64], seed: int, epoch: int) -> NDArray[np.int64]:
-        """For each forgotten id, a sample of its stream that is kept."""
+    def substitutes(self, ids: Ints, seed: int, epoch: int) -> Ints:
+        """For each forgotten id, a sample of its stream that is not forgotten."""
         snapshot = self.snapshot
         stream = snapshot.streams_of(ids)
         first, count = snapshot.shard_offsets[snapshot.stream_offsets[stream]], snapshot.stream_samples[stream]
         before, behind = np.searchsorted(self.ids, first), np.searchsorted(self.ids, first + count)
-        kept = (count - (behind - before)).astype(np.uint64)
+        remaining = (count - (behind - before)).astype(np.uint64)
         salt = random_u64(RngStream.FORGOTTEN, seed, epoch, size=1)
-        number = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % kept).astype(np.int64) + first - before
-        return number + np.searchsorted(self._skipped, number, side="right")
+        rank = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % remaining).astype(np.int64) + first - before
+        return rank + np.searchsorted(self._remaining_before, rank, side="right")
 
     def delivered_as(self, sample_id: int, seed: int, epoch: int) -> list[int]:
         """The drawn ids for which this sample is delivered: its own, and those whose place it takes."""
@@ -128,7 +134,7 @@ class Replay:
     forgotten: Forgotten
 
 
-def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoints: Sequence[Position]) -> Replay:
+def plan_replay(run: RunOrder, ids: Iterable[int] | Ints, checkpoints: Sequence[Position]) -> Replay:
     """Which checkpoint a run must continue from, so that it has never seen some samples.
 
     ``run`` is the order that the checkpoints were written under; continue with :func:`forgetting` of it.
@@ -144,16 +150,16 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | NDArray[np.int64], checkpoin
     """
     if not checkpoints:
         raise ValueError("A replay needs the states of the run's checkpoints; found none. Pass at least the newest.")
-    reached = [(one.epoch, one.position) for one in checkpoints]
+    reached = [(checkpoint.epoch, checkpoint.position) for checkpoint in checkpoints]
     newest = max(reached)
     forgotten = Forgotten.of(run.snapshot, ids)
     if run.forgotten is not None:
         forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
     first = first_seen(run, forgotten, newest)
     # A state with other forgotten samples does not tell what its run has not seen.
-    known = [number for number, one in enumerate(checkpoints) if one.order.forgotten in (None, forgotten.digest)]
-    clean = [number for number in known if first is None or reached[number] <= first]
-    index = max(clean, key=lambda number: reached[number], default=None)
+    known = [i for i, checkpoint in enumerate(checkpoints) if checkpoint.order.forgotten in (None, forgotten.digest)]
+    clean = [i for i in known if first is None or reached[i] <= first]
+    index = max(clean, key=lambda i: reached[i], default=None)
     here = (0, 0) if index is None else reached[index]
     between = sum(run.epoch(epoch).num_samples for epoch in range(here[0], newest[0]))
     epoch, position = first or (None, None)
@@ -170,9 +176,9 @@ def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tup
     for epoch in range(end[0] + 1):
         order = run.epoch(epoch)
         last = end[1] if epoch == end[0] else order.num_samples
-        found = _first_drawn(order.order.below, forgotten, order.order.unchanged_from(last))
-        if found is not None:
-            return epoch, bisect_right(range(last), found, key=lambda at: order.order.unchanged_from(at + 1))
+        first = _first_drawn(order.order.below, forgotten, order.order.unchanged_from(last))
+        if first is not None:
+            return epoch, bisect_right(range(last), first, key=lambda at: order.order.unchanged_from(at + 1))
     return None
 
 
@@ -182,8 +188,8 @@ def _first_drawn(order: Order, forgotten: Forgotten, end: int) -> int | None:
     Few samples are searched for one by one; with many of them, the order is read, since the first one comes soon.
     """
     if len(forgotten.ids) * _WORTH_A_SCAN < end:
-        found = [at for one in forgotten.ids.tolist() for at in order.find(one)[:1] if at < end]
-        return min(found, default=None)
+        firsts = [at for sample_id in forgotten.ids.tolist() for at in order.find(sample_id)[:1] if at < end]
+        return min(firsts, default=None)
     for begin in range(0, end, _CHUNK):
         hits = forgotten.among(order.ids(positions_of(begin, min(begin + _CHUNK, end))))
         if hits.any():

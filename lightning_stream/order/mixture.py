@@ -13,15 +13,15 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
 from lightning_stream.order.schedule import Schedule
 
 _BITS = 10  # anchors are multiples of 1 / 1024 sample
@@ -35,8 +35,7 @@ Shares = tuple[Fraction, ...]
 Tree = int | tuple["Tree", "Tree"]
 
 
-@dataclass(frozen=True)
-class Section:
+class Section(NamedTuple):
     """A part of a schedule in which each stream's share moves evenly from ``begin`` to ``end``.
 
     ``length`` is in the schedule's unit; None for the last one, which has no end.
@@ -65,275 +64,279 @@ class Mixture:
     def __init__(
         self, schedule: Schedule, sizes: Sequence[int], *, stretch_length: int = 1, step_length: int = 1
     ) -> None:
-        self._schedule, self._sizes, self._stretch = schedule, tuple(sizes), stretch_length
+        self._schedule = schedule
+        self._stretch = stretch_length
         unit = Fraction(step_length if schedule.unit == "steps" else 1, stretch_length)
-        self._rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
+        rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
+        limits = [size // stretch_length if stop else None for size, stop in zip(sizes, schedule.stops, strict=True)]
         shares = [schedule.shares(weights) for _, weights in schedule.points]
-        self._tree = plan_tree(tuple(_normal([a * b for a, b in zip(one, self._rates, strict=True)]) for one in shares))
-        lengths = [Fraction(b - a) for (a, _), (b, _) in pairwise(schedule.points)]
-        later = shares[1:] if schedule.interpolation == "linear" else shares
-        sections = [Section(*one) for one in zip(lengths, shares, later, strict=False)]
-        sections.append(Section(None, shares[-1], shares[-1]))
-        self._eras = [self._era(0, np.zeros(len(sizes), dtype=np.int64), sections)]
+        tree = plan_tree(tuple(_normal(_products(weights, rates)) for weights in shares))
+        starts = [at for at, _ in schedule.points]
+        lengths = [Fraction(end - begin) for begin, end in pairwise(starts)]
+        ends = shares[1:] if schedule.interpolation == "linear" else shares[:-1]
+        sections = [*map(Section, lengths, shares, ends), Section(None, shares[-1], shares[-1])]
+        make = partial(_Era, tree, rates, limits)
+        self._eras = [make(0, np.zeros(len(sizes), dtype=np.int64), sections)]
         for change in schedule.changes:
             if change.weights is not None:
-                at, now = change.at // stretch_length, schedule.shares(change.weights)
+                weights = schedule.shares(change.weights)
+                at = change.at // stretch_length
                 start = at if self.end is None else min(at, self.end)
-                era = self._era(start, self.counts(np.array([start]))[0], [Section(None, now, now)])
-                self._eras = [*(one for one in self._eras if one.start < start), era]
+                era = make(start, self._counts(start), [Section(None, weights, weights)])
+                self._eras = [*(earlier for earlier in self._eras if earlier.start < start), era]
 
-    def counts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+    def counts(self, at: Ints) -> Ints:
         """int64[n, streams]: how many of the first ``at`` stretches of the run are of each stream; ``at`` rises."""
-        out = np.empty((len(at), len(self._sizes)), dtype=np.int64)
-        edges = [*(np.searchsorted(at, [era.start for era in self._eras[1:]]).tolist()), len(at)]
-        begin = 0
-        for era, end in zip(self._eras, edges, strict=True):
-            out[begin:end] = era.counts(at[begin:end])
-            begin = end
-        return out
+        parts = np.split(at, np.searchsorted(at, [era.start for era in self._eras[1:]]))
+        return np.concatenate([era.counts(part) for era, part in zip(self._eras, parts, strict=True)])
 
-    def read(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
         """For stretches [begin, end) of the run: the stream of each, and its number in that stream's own sequence."""
-        stream, count = np.empty((2, end - begin), dtype=np.int64)
-        step = max(1, _MOST_COUNTS // len(self._sizes))  # what is in memory does not grow with the number of streams
-        for first in range(begin, end, step):
+        step = max(1, _MOST_COUNTS // self._eras[0].num_streams)  # memory does not grow with the number of streams
+        parts = []
+        for first in range(begin, max(end, begin + 1), step):
             counts = self.counts(np.arange(first, min(first + step, end) + 1, dtype=np.int64))
-            here = slice(first - begin, first - begin + len(counts) - 1)
-            stream[here] = np.diff(counts, axis=0).argmax(axis=1)
-            count[here] = np.take_along_axis(counts[:-1], stream[here, None], axis=1)[:, 0]
-        return stream, self._numbers(stream, count)
+            stream = np.diff(counts, axis=0).argmax(axis=1)
+            parts.append((stream, counts[np.arange(len(stream)), stream]))
+        streams, numbers = map(np.concatenate, zip(*parts, strict=True))
+        return streams, self._numbers(streams, numbers)
 
-    def ends(self, at: int) -> NDArray[np.int64]:
+    def ends(self, at: int) -> Ints:
         """int64[streams]: the number that follows the last one of each stream in the first ``at`` stretches."""
-        return self._numbers(np.arange(len(self._sizes)), self.counts(np.array([at]))[0])
+        counts = self._counts(at)
+        return self._numbers(np.arange(len(counts)), counts)
 
     def find(self, stream: int, number: int, begin: int, end: int) -> int | None:
         """The stretch of the run that has this number of a stream: one of [begin, end), or None if it is skipped."""
         for which, first, skipped in self._skips:
-            if which == stream and number >= first:
-                number -= skipped
-                if number < first:
-                    return None
+            if which == stream and first <= number < first + skipped:
+                return None
+            number -= skipped * (which == stream and number >= first)
         while end - begin > 1:
             at = np.unique(np.linspace(begin, end, _SEARCHED_AT_ONCE).astype(np.int64))
             after = int(np.searchsorted(self.counts(at)[:, stream], number, side="right"))
-            begin, end = int(at[after - 1]), int(at[after])
+            begin, end = at[after - 1 : after + 1].tolist()
         return begin
-
-    def _numbers(self, stream: NDArray[np.int64], count: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers in the streams' own sequences, from counts that do not include what is skipped."""
-        numbers: NDArray[np.int64] = count.copy()
-        for which, first, skipped in self._skips:
-            numbers[(stream == which) & (count >= first)] += skipped
-        return numbers
 
     @property
     def end(self) -> int | None:
         """Stretches of the run until every stream has ended; None if it never ends."""
-        era = self._eras[-1]
-        return None if era.length is None else era.start + era.length
+        return self._eras[-1].end
+
+    def _counts(self, at: int) -> Ints:
+        """int64[streams]: as :meth:`counts`, for one number."""
+        counts: Ints = self.counts(np.array([at]))[0]
+        return counts
+
+    def _numbers(self, stream: Ints, count: Ints) -> Ints:
+        """The numbers in the streams' own sequences, from counts that do not include what is skipped."""
+        numbers: Ints = count.copy()
+        for which, first, skipped in self._skips:
+            numbers[(stream == which) & (count >= first)] += skipped
+        return numbers
 
     @cached_property
     def _skips(self) -> list[tuple[int, int, int]]:
-        """For each skip: the stream, the number it begins at (skips excluded), and how many samples it omits."""
-        found = []
+        """For each skip: the stream, the number it begins at (skips excluded), and how many stretches it omits."""
+        skips = []
         for change in self._schedule.changes:
-            before = self.counts(np.array([change.at // self._stretch]))[0]
+            before = self._counts(change.at // self._stretch)
             for name, skipped in change.skip:
                 stream = self._schedule.streams.index(name)
-                found.append((stream, int(before[stream]), -(-int(skipped) // self._stretch)))
-        return found
-
-    def _era(self, start: int, given: NDArray[np.int64], sections: Sequence[Section]) -> _Era:
-        stops = self._schedule.stops
-        sizes = zip(self._sizes, stops, given.tolist(), strict=True)
-        left = [size // self._stretch - before if stop else None for size, stop, before in sizes]
-        return _Era(start, given, _Quotas(sections, self._rates, left), self._tree)
+                skips.append((stream, int(before[stream]), -(-int(skipped) // self._stretch)))
+        return skips
 
 
 class _Era:
-    """The time between two changes of the weights: the tree's numbers count from its start."""
+    """The time between two changes of the weights: the tree's numbers count from its start.
 
-    def __init__(self, start: int, given: NDArray[np.int64], quotas: _Quotas, tree: Tree) -> None:
-        self.start, self._given, self._quotas, self._tree = start, given, quotas, tree
-        self.length = quotas.end  # stretches until every stream has ended
-        self._table = _Table(np.empty((0, len(given)), dtype=np.int64))
+    It holds each stream's integral at the ends of pieces in which it is linear, in 1/1024 samples (its anchors). Those
+    of the last section, which has no end, are made as far as they are asked for.
+    """
 
-    def counts(self, at: NDArray[np.int64]) -> NDArray[np.int64]:
+    def __init__(
+        self,
+        tree: Tree,
+        rates: Shares,
+        limits: Sequence[int | None],
+        start: int,
+        before: Ints,
+        sections: Sequence[Section],
+    ) -> None:
+        self.start = start
+        self.num_streams = len(rates)
+        self.end: int | None = None
+        self._before = before  # what each stream gave before the start
+        self._tree = tree
+        self._rates = rates
+        self._left = [limit and limit - given for limit, given in zip(limits, before.tolist(), strict=True)]
+        self._alive = [left is None or left > 0 for left in self._left]
+        self._base = [Fraction(0)] * len(rates)
+        self._rows = [np.zeros((1, len(rates)), dtype=np.int64)]
+        self._last: Section | None = None
+        for section in sections:
+            rest: Section | None = section
+            while rest is not None:
+                rest = self._add(rest)
+        if self._last is None:  # whole samples, so that each stream that ends gives all of its own
+            totals = [math.ceil(base) for base in self._base]
+            self._rows.append(np.array([totals], dtype=np.int64) << _BITS)
+            self.end = start + sum(totals)
+        self._head = np.concatenate(self._rows)
+        self._table = _Table(self._head)
+
+    def counts(self, at: Ints) -> Ints:
         """As :meth:`Mixture.counts`, within the era."""
-        out = np.empty((len(at), len(self._given)), dtype=np.int64)
+        counts = np.empty((len(at), self.num_streams), dtype=np.int64)
         if len(at):
-            anchors = self._quotas.anchors(int(at[-1]) - self.start + 1)
-            table = self._table  # a local: another thread may replace it
-            if table.anchors is not anchors:
-                table = self._table = _Table(anchors)
-            table.walk(self._tree, at - self.start, out)
-        return out + self._given
+            self._table_up_to(int(at[-1]) - self.start + 1).walk(self._tree, at - self.start, counts)
+        return counts + self._before
+
+    def _table_up_to(self, samples: int) -> _Table:
+        """The anchors, at least up to so many samples."""
+        table = self._table  # a local: another thread may replace it
+        if self._last is None:
+            return table
+        rates = _products(self._last.begin, self._rates)
+        # A node may be ahead of its integral: every stream's next samples need anchors, however light it is.
+        samples += math.ceil(_AHEAD * sum(rates) / min(filter(None, rates)))
+        if table.anchors[-1].sum() <= samples << _BITS:
+            lacks = samples - (int(self._head[-1].sum()) >> _BITS)
+            count = max(2 * (len(table.anchors) - len(self._head)), lacks // _MOST_IN_PIECE + 2)
+            section = self._last._replace(length=Fraction(_MOST_IN_PIECE) / sum(rates) * count)
+            table = self._table = _Table(np.concatenate([self._head, self._pieces(section, count)]))
+        return table
+
+    def _add(self, section: Section) -> Section | None:
+        """Add the anchors of a section up to where a stream ends, whose weight then goes to the others; the rest."""
+        begin = self._living(section.begin)
+        end = self._living(section.end)
+        if not any((*begin, *end)):
+            return None  # no stream of this section is left: the next one begins at once
+        section = Section(section.length, begin or end, end or begin)
+        living = [stream for stream, alive in enumerate(self._alive) if alive]
+        ends = {stream: place for stream in living if (place := self._place_of_end(section, stream)) is not None}
+        length = min(ends.values(), default=section.length)
+        if length is None:
+            self._last = section
+            return None
+        part = length / section.length if section.length else 0
+        middle = tuple(a + (b - a) * part for a, b in zip(section.begin, section.end, strict=True))
+        self._advance(Section(length, section.begin, middle), length)
+        for stream, place in ends.items():
+            self._alive[stream] = place > length
+        if section.length == length:
+            return None
+        return Section(section.length and section.length - length, middle, section.end)
+
+    def _living(self, shares: Shares) -> Shares:
+        """The shares of the streams that have not ended; () if these have none."""
+        living = [share if alive else Fraction(0) for share, alive in zip(shares, self._alive, strict=True)]
+        return _normal(living) if any(living) else ()
+
+    def _place_of_end(self, section: Section, stream: int) -> Fraction | None:
+        """Where in a section a stream has given all of its samples; None if not in it."""
+        left, length, rate = self._left[stream], section.length, self._rates[stream]
+        if left is None:
+            return None
+        needed = left - self._base[stream]
+        begin = section.begin[stream] * rate
+        slope = section.end[stream] * rate - begin
+        if length is None:
+            return needed / begin if begin else None
+        if (begin + slope / 2) * length < needed:
+            return None
+        if not slope:
+            return needed / begin if begin else None
+
+        def given(step: int) -> Fraction:
+            place = length * Fraction(step, 2**48)
+            return begin * place + slope * place * place / (2 * length)
+
+        return length * Fraction(bisect_left(range(2**48), needed, key=given), 2**48)
+
+    def _advance(self, section: Section, length: Fraction) -> None:
+        """Add the anchors of a section, and move the base to its end; it keeps 40 bits behind the point."""
+        rows = self._pieces(section, _num_pieces(section, length, self._rates))
+        for stream, left in enumerate(self._left):
+            grown = self._rates[stream] * (section.begin[stream] + section.end[stream]) * length / 2
+            total = Fraction(int((self._base[stream] + grown) * 2**40), 2**40)
+            is_over = left is not None and grown > 0 and total >= left - Fraction(1, 2**20)
+            self._base[stream] = Fraction(left or 0) if is_over else total
+        rows[-1] = [int(base * 2**_BITS) for base in self._base]
+        self._rows.append(rows)
+
+    def _pieces(self, section: Section, count: int) -> Ints:
+        """The anchors at the ends of ``count`` equal pieces of a section."""
+        assert section.length is not None
+        anchors = np.empty((count, self.num_streams), dtype=np.int64)
+        piece = np.arange(1, count + 1, dtype=object)
+        scale = section.length / count * 2**_BITS
+        for stream, (rate, begin, end) in enumerate(zip(self._rates, section.begin, section.end, strict=True)):
+            terms = (self._base[stream] * 2**_BITS, rate * begin * scale, rate * (end - begin) * scale / (2 * count))
+            common = math.lcm(*(term.denominator for term in terms))
+            constant, linear, square = (int(term * common) for term in terms)
+            slope = piece * square + linear if square else linear
+            anchors[:, stream] = (piece * slope + constant) // common
+        return anchors
 
 
 class _Table:
-    """The anchors of an era, and the sums of those under each node of the tree."""
+    """The anchors of an era, int64[pieces + 1, streams], and the sums of those under each node of the tree."""
 
-    def __init__(self, anchors: NDArray[np.int64]) -> None:
+    def __init__(self, anchors: Ints) -> None:
         self.anchors = anchors
-        self._sums: dict[Tree, NDArray[np.int64]] = {}
+        self._sums: dict[Tree, Ints] = {}
 
-    def walk(self, node: Tree, given: NDArray[np.int64], out: NDArray[np.int64]) -> None:
+    def walk(self, node: Tree, given: Ints, counts: Ints) -> None:
         """Fill in the numbers of the streams under a node that has given so many samples."""
         if not isinstance(node, tuple):
-            out[:, node] = given
+            counts[:, node] = given
             return
         left = _left_part(given, self._sum(node), self._sum(node[0]))
-        self.walk(node[0], left, out)
-        self.walk(node[1], given - left, out)
+        self.walk(node[0], left, counts)
+        self.walk(node[1], given - left, counts)
 
-    def _sum(self, node: Tree) -> NDArray[np.int64]:
+    def _sum(self, node: Tree) -> Ints:
         if node not in self._sums:
             self._sums[node] = self.anchors[:, leaves(node)].sum(axis=1)
         return self._sums[node]
 
 
-def _left_part(given: NDArray[np.int64], whole: NDArray[np.int64], left: NDArray[np.int64]) -> NDArray[np.int64]:
+def _left_part(given: Ints, anchors: Ints, left_anchors: Ints) -> Ints:
     """How many of the ``given`` samples of a node are of its left child, by both nodes' anchors."""
     units = given << _BITS
-    row = np.searchsorted(whole, units, side="right") - 1
-    np.clip(row, 0, len(whole) - 2, out=row)
-    base, first = whole[row], left[row]
-    length = np.maximum(whole[row + 1] - base, 1)
+    row = np.clip(np.searchsorted(anchors, units, side="right") - 1, 0, len(anchors) - 2)
+    base = anchors[row]
+    first = left_anchors[row]
+    length = np.maximum(anchors[row + 1] - base, 1)
     inside = np.minimum(units - base, length)
-    part = ((first & (2**_BITS - 1)) + 2 ** (_BITS - 1)) * length + (left[row + 1] - first) * inside
-    found: NDArray[np.int64] = (first >> _BITS) + part // (length << _BITS)
-    return found
+    part = ((first & (2**_BITS - 1)) + 2 ** (_BITS - 1)) * length + (left_anchors[row + 1] - first) * inside
+    left: Ints = (first >> _BITS) + part // (length << _BITS)
+    return left
 
 
-class _Quotas:
-    """Each stream's integral at the ends of pieces in which it is linear, in 1/1024 samples (its anchors)."""
-
-    def __init__(self, sections: Sequence[Section], rates: Shares, left: Sequence[int | None]) -> None:
-        self._rates = rates
-        self.end: int | None = None
-        rows = [np.zeros((1, len(rates)), dtype=np.int64)]
-        self._base = [Fraction(0)] * len(rates)
-        self._last: Section | None = None
-        for section in _until_exhausted(sections, rates, left, self._base):
-            if section.length is None:
-                self._last = section
-            else:
-                rows.append(self._pieces(section, _num_pieces(section, rates)))
-                self._advance(section, left)
-                rows[-1][-1] = [int(one * 2**_BITS) for one in self._base]
-        if self._last is None:  # whole samples, so that each stream that ends gives all of its own
-            whole = [math.ceil(one) for one in self._base]
-            rows.append(np.array([whole], dtype=np.int64) << _BITS)
-            self.end = sum(whole)
-        self._head = self._anchors = np.concatenate(rows)
-
-    def anchors(self, samples: int) -> NDArray[np.int64]:
-        """int64[pieces + 1, streams]: the anchors, at least up to so many samples."""
-        anchors = self._anchors  # a local: another thread may replace it
-        if self._last is None:
-            return anchors
-        rates = [a * b for a, b in zip(self._last.begin, self._rates, strict=True)]
-        whole = sum(rates)
-        # A node may be ahead of its integral: every stream's next samples need anchors, however light it is.
-        samples += math.ceil(_AHEAD * whole / min(filter(None, rates)))
-        if anchors[-1].sum() <= samples << _BITS:
-            lacks = samples - (int(self._head[-1].sum()) >> _BITS)
-            count = max(2 * (len(anchors) - len(self._head)), lacks // _MOST_IN_PIECE + 2)
-            section = replace(self._last, length=Fraction(_MOST_IN_PIECE) / whole * count)
-            anchors = self._anchors = np.concatenate([self._head, self._pieces(section, count)])
-        return anchors
-
-    def _pieces(self, section: Section, count: int) -> NDArray[np.int64]:
-        """The anchors at the ends of ``count`` equal pieces of a section."""
-        assert section.length is not None
-        out = np.empty((count, len(self._rates)), dtype=np.int64)
-        number = np.arange(1, count + 1, dtype=object)
-        per = section.length / count * 2**_BITS
-        for stream, (rate, begin, end) in enumerate(zip(self._rates, section.begin, section.end, strict=True)):
-            terms = (self._base[stream] * 2**_BITS, rate * begin * per, rate * (end - begin) * per / (2 * count))
-            whole = math.lcm(*(one.denominator for one in terms))
-            constant, linear, square = (int(one * whole) for one in terms)
-            values = (number * linear + constant) if not square else (number * square + linear) * number + constant
-            out[:, stream] = values // whole
-        return out
-
-    def _advance(self, section: Section, left: Sequence[int | None]) -> None:
-        """Move the base to the end of a section; it keeps 40 bits behind the point."""
-        assert section.length is not None
-        for stream, most in enumerate(left):
-            grown = self._rates[stream] * (section.begin[stream] + section.end[stream]) * section.length / 2
-            total = Fraction(int((self._base[stream] + grown) * 2**40), 2**40)
-            is_over = most is not None and grown > 0 and total >= most - Fraction(1, 2**20)
-            self._base[stream] = Fraction(most or 0) if is_over else total
-
-
-def _until_exhausted(
-    sections: Sequence[Section], rates: Shares, left: Sequence[int | None], base: Sequence[Fraction]
-) -> Iterator[Section]:
-    """Cut the sections where a stream ends, whose weight then goes to the others. ``base`` moves with the caller."""
-    alive = [most is None or most > 0 for most in left]
-    for given in sections:
-        section: Section | None = given
-        while section is not None:
-            begin, end = _alive(section.begin, alive), _alive(section.end, alive)
-            if begin is None and end is None:
-                break  # no stream of this section is left: the next one begins at once
-            section = Section(section.length, begin or end or (), end or begin or ())
-            ends = {i: at for i, most in enumerate(left) if most is not None and alive[i]
-                    if (at := _reaches(section, i, rates[i], most - base[i])) is not None}  # fmt: skip
-            cut = min(ends.values(), default=None)
-            if cut is None:
-                yield section
-                break
-            part = 0 if section.length is None else cut / section.length
-            middle = tuple(a + (b - a) * part for a, b in zip(section.begin, section.end, strict=True))
-            yield Section(cut, section.begin, middle)
-            for stream in (i for i, at in ends.items() if at == cut):
-                alive[stream] = False
-            rest = None if section.length is None else section.length - cut
-            section = None if rest == 0 else Section(rest, middle, section.end)
-
-
-def _reaches(section: Section, stream: int, rate: Fraction, needed: Fraction) -> Fraction | None:
-    """Where in a section a stream has given so many samples; None if not in it."""
-    begin, end, length = section.begin[stream] * rate, section.end[stream] * rate, section.length
-    if begin == end:
-        at = needed / begin if begin else None
-        return at if at is not None and (length is None or at <= length) else None
-    assert length is not None
-    if (begin + end) / 2 * length < needed:
-        return None
-
-    def given(step: int) -> Fraction:
-        at = length * Fraction(step, 2**48)
-        return begin * at + (end - begin) * at * at / (2 * length)
-
-    return length * Fraction(bisect_left(range(2**48), needed, key=given), 2**48)
-
-
-def _alive(shares: Shares, alive: Sequence[bool]) -> Shares | None:
-    kept = [share if living else Fraction(0) for share, living in zip(shares, alive, strict=True)]
-    return _normal(kept) if any(kept) else None
+def _products(shares: Shares, rates: Shares) -> list[Fraction]:
+    return [share * rate for share, rate in zip(shares, rates, strict=True)]
 
 
 def _normal(weights: Sequence[Fraction]) -> Shares:
-    whole = sum(weights)
-    return tuple(one / whole for one in weights)
+    total = sum(weights)
+    return tuple(weight / total for weight in weights)
 
 
-def _num_pieces(section: Section, rates: Shares) -> int:
+def _num_pieces(section: Section, length: Fraction, rates: Shares) -> int:
     """Pieces of a section: short enough for 64 bits, and for a linear one within 1/32 sample of its integral."""
-    assert section.length is not None
-    most = max(sum(a * b for a, b in zip(one, rates, strict=True)) for one in (section.begin, section.end))
-    moves = zip(section.begin, section.end, rates, strict=True)
-    bend = max(abs(b - a) * rate for a, b, rate in moves) * section.length
+    begin = _products(section.begin, rates)
+    end = _products(section.end, rates)
+    samples = max(sum(begin), sum(end)) * length
+    bend = max(abs(after - before) for before, after in zip(begin, end, strict=True)) * length
     exact = math.isqrt(math.ceil(4 * bend)) + 1 if bend else 1
-    least = max(1, math.ceil(most * section.length / _MOST_IN_PIECE))
+    least = max(1, math.ceil(samples / _MOST_IN_PIECE))
     if least > _MOST_PIECES:
         raise ValueError(
             f"The points of a schedule must be at most {_MOST_PIECES * _MOST_IN_PIECE:,} samples apart, but two of "
-            f"them are {int(most * section.length):,} apart. Omit the far one."
+            f"them are {int(samples):,} apart. Omit the far one."
         )
     return max(least, min(exact, _MOST_PIECES))
 
@@ -360,18 +363,21 @@ def plan_tree(shares: tuple[Shares, ...]) -> Tree:
     trees: dict[int, Tree] = {}
     slacks: dict[int, list[float]] = {}  # at each point, how much 1/W the nodes above a set of streams may sum up to
     for chosen in range(1, 2**count):
-        own = [sum(share for i, share in enumerate(one) if chosen >> i & 1) for one in shares]
-        inverse = [float(1 / one) if one else 0.0 for one in own]
-        if chosen & (chosen - 1) == 0:
-            trees[chosen], slacks[chosen] = chosen.bit_length() - 1, [one or math.inf for one in inverse]
+        members = [stream for stream in range(count) if chosen >> stream & 1]
+        totals = [sum(point[stream] for stream in members) for point in shares]
+        inverse = [float(1 / total) if total else 0.0 for total in totals]
+        if len(members) == 1:
+            trees[chosen] = members[0]
+            slacks[chosen] = [value or math.inf for value in inverse]
             continue
         best = -math.inf
-        for part in _halves(chosen, even=count == 4 and chosen == 15):
-            left, right = slacks[part], slacks[chosen ^ part]
-            slack = [min(a, b) - above for a, b, above in zip(left, right, inverse, strict=True)]
+        for part in _halves(chosen, even=count == len(members) == 4):
+            pairs = zip(slacks[part], slacks[chosen ^ part], inverse, strict=True)
+            slack = [min(left, right) - above for left, right, above in pairs]
             if min(slack) > best or chosen not in trees:
                 best = min(slack)
-                trees[chosen], slacks[chosen] = (trees[part], trees[chosen ^ part]), slack
+                trees[chosen] = trees[part], trees[chosen ^ part]
+                slacks[chosen] = slack
     return trees[2**count - 1]
 
 
@@ -386,11 +392,12 @@ def _halves(chosen: int, *, even: bool) -> Iterator[int]:
 
 def _huffman_tree(shares: tuple[Shares, ...]) -> Tree:
     """The two lightest nodes get a parent until one is left. Equal ones queue, so that weights of 0 make no chain."""
-    nodes: list[tuple[Fraction, int, Tree]] = []
-    for stream, over_time in enumerate(zip(*shares, strict=True)):
-        nodes.append((sum(over_time, Fraction(0)), stream, stream))
+    nodes: list[tuple[Fraction, int, Tree]] = [
+        (sum(over_time, Fraction(0)), stream, stream) for stream, over_time in enumerate(zip(*shares, strict=True))
+    ]
     heapify(nodes)
-    for number in range(len(nodes), 2 * len(nodes) - 1):
-        (light, _, left), (heavy, _, right) = heappop(nodes), heappop(nodes)
-        heappush(nodes, (light + heavy, number, (left, right)))
+    for created in range(len(nodes), 2 * len(nodes) - 1):
+        light, _, left = heappop(nodes)
+        heavy, _, right = heappop(nodes)
+        heappush(nodes, (light + heavy, created, (left, right)))
     return nodes[0][2]

@@ -22,6 +22,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints, ranges, starts_of
 from lightning_stream.order.permutation import MIX_STEP, mix64
 from lightning_stream.order.rules import TEXT, Rule, broken, one_of
 from lightning_stream.order.rules import count as whole_number
@@ -62,16 +63,16 @@ class RowPacking:
         if problems := broken(vars(self), _RULES):
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
 
-    def kept(self, lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    def packed_tokens(self, lengths: NDArray[np.integer]) -> Ints:
         """How many tokens of each document are packed, int64[n]."""
-        found = lengths.astype(np.int64)
+        tokens = lengths.astype(np.int64)
         if self.long_documents == "split":
-            return found
-        return np.where(found > self.row_length, self.row_length if self.long_documents == "truncate" else 0, found)
+            return tokens
+        return np.where(tokens > self.row_length, self.row_length if self.long_documents == "truncate" else 0, tokens)
 
     def usual_window(self, lengths: NDArray[np.integer]) -> int:
         """The documents that fill about 700 rows, from 4,096 to 65,536, by the lengths of all samples."""
-        tokens = self.kept(sampled(lengths))
+        tokens = self.packed_tokens(sampled(lengths))
         documents = _ROWS * self.row_length * len(tokens) // max(1, int(tokens.sum()))
         return min(max(documents, _LEAST_DOCUMENTS), _MOST_DOCUMENTS)
 
@@ -99,10 +100,10 @@ class RowSpans:
         first, num_tokens: int64[spans]; a span is the tokens [first, first + num_tokens) of its sample.
     """
 
-    edges: NDArray[np.int64]
-    ids: NDArray[np.int64]
-    first: NDArray[np.int64]
-    num_tokens: NDArray[np.int64]
+    edges: Ints
+    ids: Ints
+    first: Ints
+    num_tokens: Ints
 
     def __len__(self) -> int:
         """Rows."""
@@ -112,32 +113,31 @@ class RowSpans:
         """Yield the rows one by one."""
         return (self.take(np.array([row])) for row in range(len(self)))
 
-    def take(self, rows: NDArray[np.int64]) -> RowSpans:
+    def take(self, rows: Ints) -> RowSpans:
         """These rows, int64[n], in this order."""
-        counts = np.diff(self.edges)[rows]
-        edges = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(counts, out=edges[1:])
-        at = np.repeat(self.edges[rows] - edges[:-1], counts) + np.arange(edges[-1])
+        edges = starts_of(np.diff(self.edges)[rows])
+        at = ranges(self.edges[rows], np.diff(edges))
         return RowSpans(edges, self.ids[at], self.first[at], self.num_tokens[at])
 
-    def fingerprints(self) -> NDArray[np.int64]:
+    def fingerprints(self) -> Ints:
         """int64[rows] in [0, 2**63): a number for each row, which differs for other spans or another order."""
-        place = np.arange(len(self.ids)) - np.repeat(self.edges[:-1], np.diff(self.edges))
-        mixed = mix64(place.astype(np.uint64))
+        counts = np.diff(self.edges)
+        mixed = mix64(ranges(np.zeros_like(counts), counts).astype(np.uint64))
         for column in (self.ids, self.first, self.num_tokens):
             mixed = mix64(mixed + column.astype(np.uint64) * MIX_STEP)
         sums = np.add.reduceat(mixed, self.edges[:-1]) if len(self) else np.empty(0, dtype=np.uint64)
-        found: NDArray[np.int64] = (sums >> np.uint64(1)).astype(np.int64)
-        return found
+        prints: Ints = (sums >> np.uint64(1)).astype(np.int64)
+        return prints
 
     @classmethod
-    def joined(cls, parts: Sequence[RowSpans], places: Sequence[NDArray[np.int64]] = ()) -> RowSpans:
+    def joined(cls, parts: Sequence[RowSpans], places: Sequence[Ints] = ()) -> RowSpans:
         """The rows of all parts, one part after another; or each row at its place, if ``places`` of all are given."""
         if len(parts) == 1:
             return parts[0]
         none = np.empty(0, dtype=np.int64)
-        edges = np.cumsum(np.concatenate([[0], *(np.diff(one.edges) for one in parts)]), dtype=np.int64)
-        columns = zip((none,) * 3, *((one.ids, one.first, one.num_tokens) for one in parts), strict=True)
+        parts = [cls(starts_of(none), none, none, none), *parts]
+        columns = zip(*((part.ids, part.first, part.num_tokens) for part in parts), strict=True)
+        edges = starts_of(np.concatenate([np.diff(part.edges) for part in parts]))
         rows = cls(edges, *map(np.concatenate, columns))
         return rows.take(np.argsort(np.concatenate(places))) if places else rows
 
@@ -167,31 +167,27 @@ def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: L
     row_of, num_rows = _place(num_tokens, row_length)
     first_span = np.empty(num_rows, dtype=np.int64)
     first_span[row_of[::-1]] = np.arange(len(row_of))[::-1]  # the last write to an index remains: the first span's
-    number = np.empty(num_rows, dtype=np.int64)
-    number[np.argsort(first_span)] = np.arange(num_rows)
-    row_of = number[row_of]
-    edges = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=num_rows))])
+    row_of = np.argsort(np.argsort(first_span))[row_of]
     order = _sorted_by(row_of)
+    edges = starts_of(np.bincount(row_of, minlength=num_rows))
     return RowSpans(edges, document[order], first[order], num_tokens[order])
 
 
-def _cut(
-    lengths: NDArray[np.integer], packing: RowPacking
-) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+def _cut(lengths: NDArray[np.integer], packing: RowPacking) -> tuple[Ints, Ints, Ints]:
     """The document, first token and tokens of each piece that is packed, in order; none is empty."""
     if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
         raise ValueError(
             f"Lengths must be a 1-d array of integers of at least 0; found {lengths.dtype}{list(lengths.shape)} with a "
             f"minimum of {lengths.min(initial=0)}."
         )
-    row_length, kept = packing.row_length, packing.kept(lengths)
-    pieces = -(-kept // row_length)
-    document = np.repeat(np.arange(len(kept)), pieces)
-    first = (np.arange(len(document)) - (np.cumsum(pieces) - pieces)[document]) * row_length
-    return document, first, np.minimum(kept[document] - first, row_length)
+    tokens = packing.packed_tokens(lengths)
+    pieces = -(-tokens // packing.row_length)
+    document = np.repeat(np.arange(len(tokens)), pieces)
+    first = ranges(np.zeros_like(pieces), pieces) * packing.row_length
+    return document, first, np.minimum(tokens[document] - first, packing.row_length)
 
 
-def _place(num_tokens: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], int]:
+def _place(num_tokens: Ints, row_length: int) -> tuple[Ints, int]:
     """The row of each piece, counted in the order in which rows are opened, and the number of rows."""
     order = _sorted_by(row_length - num_tokens)
     ordered = num_tokens[order]
@@ -241,7 +237,7 @@ def _best_fit(lengths: list[int], counts: list[int], row_length: int) -> tuple[l
     return placed, num_rows
 
 
-def _sorted_by(keys: NDArray[np.int64]) -> NDArray[np.int64]:
+def _sorted_by(keys: Ints) -> Ints:
     """The stable argsort of keys in [0, 2**31): one sort, which is faster than an argsort, moves key and index."""
     packed = keys * len(keys) + np.arange(len(keys))
     packed.sort()

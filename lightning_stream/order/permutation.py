@@ -11,6 +11,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
+
 _WORTH_PACKING = 512
 MIX_STEP = np.uint64(0x9E3779B97F4A7C15)  # between numbers for `mix64`, as in splitmix64
 
@@ -40,7 +42,7 @@ def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint6
     return np.random.PCG64(np.random.SeedSequence(words)).random_raw(size)
 
 
-def permutation(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.int64]:
+def permutation(purpose: RngStream, *numbers: int, size: int) -> Ints:
     """The permutation of ``range(size)`` with this key: the stable argsort of :func:`random_u64`."""
     keys = random_u64(purpose, *numbers, size=size)
     order = _argsort_scattered(keys) if size >= _WORTH_PACKING else None
@@ -50,11 +52,11 @@ def permutation(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.int6
 def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: int) -> int:
     """Where the permutation with this key has ``index``, without sorting: its rank among the random numbers."""
     keys = random_u64(purpose, *numbers, size=size)
-    own = keys[index]
-    return int(np.count_nonzero(keys < own)) + int(np.count_nonzero(keys[:index] == own))
+    key = keys[index]
+    return int(np.count_nonzero(keys < key)) + int(np.count_nonzero(keys[:index] == key))
 
 
-def _argsort_scattered(keys: NDArray[np.uint64]) -> NDArray[np.int64] | None:
+def _argsort_scattered(keys: NDArray[np.uint64]) -> Ints | None:
     """The stable argsort of random numbers, at twice the speed; None where the high bits of two are equal.
 
     Each number's lowest bits are replaced by its index, so that one sort, which is faster than an argsort, moves both.
@@ -69,13 +71,11 @@ def _argsort_scattered(keys: NDArray[np.uint64]) -> NDArray[np.int64] | None:
     return None if np.count_nonzero(packed[1:] == packed[:-1]) else order
 
 
-def stable_argsort(keys: NDArray[np.uint64] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Stable argsort of each row, several times faster where no two keys are equal: then every sort agrees."""
-    order = keys.argsort(axis=-1)
-    ordered = np.take_along_axis(keys, order, axis=-1) if keys.ndim > 1 else keys[order]
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
-        order = keys.argsort(axis=-1, kind="stable")
-    return order
+def stable_argsort(keys: NDArray[np.uint64] | Ints) -> Ints:
+    """Stable argsort, several times faster where no two keys are equal: then every sort agrees."""
+    order = keys.argsort()
+    ordered = keys[order]
+    return keys.argsort(kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
 
 
 def mix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:

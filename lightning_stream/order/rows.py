@@ -353,7 +353,7 @@ class PackedRows(Order):
         for begin in range(0, self._documents.size, _DOCUMENTS_AT_ONCE):
             at = positions_of(begin, min(begin + _DOCUMENTS_AT_ONCE, self._documents.size))
             lengths = self._lengths[self._documents.ids(at)]
-            packed = int(self._packing.kept(lengths).sum())
+            packed = int(self._packing.packed_tokens(lengths).sum())
             tokens += packed
             lost += int(lengths.sum(dtype=np.int64)) - packed
             num_long += int(np.count_nonzero(lengths > self._packing.row_length))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, broken, count, is_count, one_of, short
+from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, Rule, broken, count, is_count, one_of, short
 
 Numbers = tuple[tuple[str, float], ...]  # a name and a number each
 Counts = tuple[tuple[str, int], ...]
@@ -65,8 +64,8 @@ class Schedule:
     interpolation: Interpolation
     exhausted: Exhausted | tuple[tuple[str, Exhausted], ...]
     mean_lengths: Numbers
-    changes: tuple[MixtureChange, ...]
     streams: tuple[str, ...]
+    changes: tuple[MixtureChange, ...]
 
     def __init__(
         self,
@@ -78,16 +77,16 @@ class Schedule:
         changes: Iterable[MixtureChange] = (),
         streams: Sequence[str] = (),
     ) -> None:
-        given = [(_whole(at), dict(weights)) for at, weights in points]
-        named = dict.fromkeys(name for _, weights in given for name in weights)
+        weights_at = [(_whole(at), dict(weights)) for at, weights in points]
+        named = dict.fromkeys(name for _, weights in weights_at for name in weights)
         vars(self).update(  # a frozen value is filled in through its dict
-            points=tuple((at, _pairs(weights)) for at, weights in given),
+            points=tuple((at, _pairs(weights)) for at, weights in weights_at),
             unit=unit,
             interpolation=interpolation,
             exhausted=exhausted if isinstance(exhausted, str) else _pairs(exhausted),
             mean_lengths=_pairs(mean_lengths),
-            changes=tuple(changes),
             streams=tuple(streams) or tuple(named),
+            changes=tuple(changes),
         )
         if problems := self._problems():
             raise ValueError("A mixture's schedule must be valid. " + " ".join(problems))
@@ -98,24 +97,31 @@ class Schedule:
 
     def shares(self, weights: Mapping[str, float] | Numbers) -> tuple[Fraction, ...]:
         """The exact share of each stream: a float counts as the decimal that it prints as."""
-        given = dict(weights)
-        exact = [Fraction(str(given.get(name, 0))) for name in self.streams]
-        whole = sum(exact)
-        return tuple(one / whole for one in exact)
-
-    @property
-    def stops(self) -> tuple[bool, ...]:
-        """Whether each stream ends after its samples came once."""
-        if isinstance(self.exhausted, str):
-            return (self.exhausted == "stop",) * len(self.streams)
-        given = dict(self.exhausted)
-        return tuple(given.get(name) == "stop" for name in self.streams)
+        exact = self._of_streams(weights, default=0)
+        total = sum(exact)
+        return tuple(weight / total for weight in exact)
 
     @property
     def lengths(self) -> tuple[Fraction, ...]:
         """What a sample of each stream counts in the unit of the weights."""
-        given = {} if self.unit == "samples" else dict(self.mean_lengths)
-        return tuple(Fraction(str(given.get(name, 1))) for name in self.streams)
+        return self._of_streams(() if self.unit == "samples" else self.mean_lengths, default=1)
+
+    @property
+    def stops(self) -> tuple[bool, ...]:
+        """Whether each stream ends after its samples came once."""
+        ends = self._ends
+        return tuple(ends.get(name) == "stop" for name in self.streams)
+
+    @property
+    def _ends(self) -> dict[str, Exhausted]:
+        """What happens to streams, by their names, after their samples came once."""
+        if isinstance(self.exhausted, str):
+            return dict.fromkeys(self.streams, self.exhausted)
+        return dict(self.exhausted)
+
+    def _of_streams(self, values: Mapping[str, float] | Numbers, default: int) -> tuple[Fraction, ...]:
+        by_name = dict(values)
+        return tuple(Fraction(str(by_name.get(name, default))) for name in self.streams)
 
     def counts_tokens(self, *, is_packed: bool) -> bool:
         """Whether the weights are shares of tokens, so that `mean_lengths` are needed."""
@@ -129,27 +135,22 @@ class Schedule:
         Raises:
             ValueError: A change that is wrong, or that lies before one made already.
         """
-        change = MixtureChange(at, None if weights is None else _pairs(weights), _pairs(skip or {}))
-        return replace(self, changes=(*self.changes, change))
+        return replace(self, changes=(*self.changes, MixtureChange(at, _pairs(weights), _pairs(skip or {}))))
 
     def resumed(self, former: Schedule | None) -> Schedule:
         """``former``, with its changes, if it is this schedule and began with this one's changes; else this one."""
-        if former is None or replace(former, changes=()) != replace(self, changes=()):
-            return self
-        return former if former.changes[: len(self.changes)] == self.changes else self
+        return self if former is None or not former.extends(self, 0) else former
 
     def extends(self, former: Schedule, at: int) -> bool:
         """Whether this is ``former`` with more changes, all from global sample ``at`` on."""
-        more = self.changes[len(former.changes) :]
-        begins = replace(self, changes=former.changes) == former and self.changes == (*former.changes, *more)
-        return begins and all(change.at >= at for change in more)
+        begun = len(former.changes)
+        is_same = replace(self, changes=()) == replace(former, changes=()) and self.changes[:begun] == former.changes
+        return is_same and all(change.at >= at for change in self.changes[begun:])
 
     def to_state(self) -> dict[str, Any]:
         """The schedule as a dict of plain values, without those that the constructor has by default."""
-        state = {
+        state = vars(self) | {
             "points": [[at, dict(weights)] for at, weights in self.points],
-            "unit": self.unit,
-            "interpolation": self.interpolation,
             "exhausted": self.exhausted if isinstance(self.exhausted, str) else dict(self.exhausted),
             "mean_lengths": dict(self.mean_lengths),
             "streams": list(self.streams),
@@ -160,78 +161,74 @@ class Schedule:
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
         """Read the result of :meth:`to_state`. Raises TypeError or ValueError for anything else."""
-        changes = [
-            MixtureChange(at, None if weights is None else _pairs(weights), _pairs(skip))
-            for at, weights, skip in state.get("changes", ())
-        ]
+        changes = [MixtureChange(at, _pairs(weights), _pairs(skip)) for at, weights, skip in state.get("changes", ())]
         return cls(**{"points": (), **state, "changes": changes})
 
     def _problems(self) -> list[str]:
+        """One sentence for everything that is wrong."""
         problems = broken(vars(self), _RULES)
         starts = [at for at, _ in self.points]
-        if not starts or starts[0] != 0 or not all(is_count(at, 0) for at in starts) or starts != sorted(set(starts)):
+        if starts[:1] != [0] or not all(is_count(at, 0) for at in starts) or starts != sorted(set(starts)):
             problems.append(f"The points must be whole numbers that rise from 0, not {short(starts)}.")
-        weights = [(f"The point at {at}", given) for at, given in self.points]
-        weights += [(f"The change at {one.at}", one.weights) for one in self.changes if one.weights is not None]
-        problems += [text for where, given in weights for text in self._weight_problems(where, given)]
-        problems += self._unknown("exhausted", () if isinstance(self.exhausted, str) else self.exhausted)
-        if not isinstance(self.exhausted, str) and any(how not in _EXHAUSTED for _, how in self.exhausted):
-            problems.append(f"exhausted must be one of {', '.join(_EXHAUSTED)} for each stream.")
-        problems += self._length_problems()
-        for one in self.changes:
-            problems += self._change_problems(one)
-        if [one.at for one in self.changes] != sorted(one.at for one in self.changes):
-            problems.append("A change must not take effect before one that was made already.")
-        return problems
-
-    def _weight_problems(self, where: str, given: Numbers) -> list[str]:
-        bad = [f"{name}={short(weight)}" for name, weight in given if not AMOUNT.holds(weight)]
-        problems = [f"{where} has {', '.join(bad)}, but a weight must be {AMOUNT.text}."] if bad else []
-        positive = [] if bad else [weight for _, weight in given if weight]
-        if not bad and not positive:
-            problems.append(f"{where} must have a weight above 0.")
-        elif positive and min(positive) < _LEAST * sum(positive):
-            problems.append(f"{where} has the weight {min(positive)}, less than {_LEAST} of all: use 0.")
-        return problems + self._unknown(where, given)
-
-    def _length_problems(self) -> list[str]:
+        for at, weights in self.points:
+            problems += self._weight_problems(f"The point at {at}", weights)
+        problems += self._value_problems("exhausted", self._ends, "each", _EXHAUSTED)
         lengths = dict(self.mean_lengths)
-        problems = self._unknown("mean_lengths", self.mean_lengths)
-        bad = [name for name, length in lengths.items() if not (AMOUNT.holds(length) and length > 0)]
-        if bad:
-            problems.append(f"mean_lengths must be above 0, but those of {', '.join(bad)} are not.")
-        if lengths and (missing := [name for name in self.streams if name not in lengths]):
+        problems += self._value_problems("mean_lengths", lengths, "a mean length", _LENGTH)
+        missing = [name for name in self.streams if name not in lengths]
+        if lengths and missing:
             problems.append(f"mean_lengths must name all streams or none, but {', '.join(missing)} have none.")
+        for change in self.changes:
+            problems += self._change_problems(change)
+        changed = [change.at for change in self.changes]
+        if changed != sorted(changed):
+            problems.append("A change must not take effect before one that was made already.")
         return problems
 
     def _change_problems(self, change: MixtureChange) -> list[str]:
         problems = [] if is_count(change.at, 0) else [f"A change needs a sample number, not {short(change.at)}."]
-        problems += [f"skip[{name!r}] must be {_SKIP.text}." for name, n in change.skip if not _SKIP.holds(n)]
-        problems += self._unknown("skip", change.skip)
-        stops = dict(zip(self.streams, self.stops, strict=True))
-        problems += [f"Stream {name!r} ends when exhausted: skip needs one that repeats." for name, _ in change.skip
-                     if stops.get(name)]  # fmt: skip
-        return problems
+        where = f"The change at {change.at}"
+        if change.weights is not None:
+            problems += self._weight_problems(where, change.weights)
+        problems += self._value_problems(f"{where} (skip)", dict(change.skip), "a number to skip", _SKIP)
+        ended = [name for name, _ in change.skip if self._ends.get(name) == "stop"]
+        return problems + [f"Stream {name!r} ends when exhausted: skip needs one that repeats." for name in ended]
 
-    def _unknown(self, where: str, given: Iterable[tuple[str, Any]]) -> list[str]:
-        unknown = [name for name, _ in given if name not in self.streams]
-        known = ", ".join(self.streams)
-        return [f"{where} names {', '.join(map(repr, unknown))}, but the streams are {known}."] if unknown else []
+    def _weight_problems(self, where: str, weights: Numbers) -> list[str]:
+        problems = self._value_problems(where, dict(weights), "a weight", AMOUNT)
+        if problems:
+            return problems
+        positive = [weight for _, weight in weights if weight]
+        if not positive:
+            return [f"{where} must have a weight above 0."]
+        least = min(positive)
+        return [f"{where} has the weight {least}, less than {_LEAST} of all: use 0."] * (least < _LEAST * sum(positive))
+
+    def _value_problems(self, where: str, values: Mapping[str, object], noun: str, rule: Rule) -> list[str]:
+        """Values of streams that break a rule, and names of no stream."""
+        bad = [f"{name}={short(value)}" for name, value in values.items() if not rule.holds(value)]
+        problems = [f"{where} has {', '.join(bad)}, but {noun} must be {rule.text}."] if bad else []
+        unknown = [repr(name) for name in values if name not in self.streams]
+        names = f"{where} names {', '.join(unknown)}, but the streams are {', '.join(self.streams)}."
+        return [*problems, names] if unknown else problems
 
 
-def _whole(number: float) -> int:
+def _whole(number: Any) -> Any:
     """A whole number that may be written as a float (20e9); others stay, for the message."""
-    number = number.item() if isinstance(number, np.generic) else number
-    return int(number) if isinstance(number, float) and math.isfinite(number) and number == int(number) else number  # type: ignore[return-value]
+    is_whole = isinstance(number, float | np.integer | np.floating) and float(number).is_integer()
+    return int(number) if is_whole else number
 
 
-def _pairs(given: Any) -> Any:
-    """Sorted by name, so that the order in which names are given makes no other schedule."""
-    pairs = sorted(dict(given).items())
+def _pairs(values: Any) -> Any:
+    """Sorted by name, so that the order in which names are given makes no other schedule; None stays."""
+    if values is None:
+        return None
+    pairs = sorted(dict(values).items())
     return tuple((name, value.item() if isinstance(value, np.generic) else value) for name, value in pairs)
 
 
 _LEAST = 1e-9  # of the sum of the weights
-_EXHAUSTED = ("repeat", "stop")
+_EXHAUSTED = one_of("repeat", "stop")
+_LENGTH = Rule("a number above 0", lambda value: value != 0 and AMOUNT.holds(value))
 _SKIP = count(1, MAX_NUMBER - 1)
 _RULES = {"unit": one_of("samples", "tokens", "steps"), "interpolation": one_of("step", "linear")}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
+from lightning_stream.order.arrays import Ints, starts_of
 from lightning_stream.order.bitmap import Bitmap
 
 _DIGITS = 16  # of a digest, by which a state names a version
@@ -20,15 +21,15 @@ class Snapshot:
     """The shards of all streams, one stream after another: sample ids and shard numbers count through them."""
 
     stream_names: tuple[str, ...]  # for messages only
-    shard_sizes: tuple[NDArray[np.int64], ...]  # samples of each shard, one int64 array per stream
+    shard_sizes: tuple[Ints, ...]  # samples of each shard, one int64 array per stream
     digest: str  # differs for any other data: of shard names, counts, sizes and hashes
     stream_digests: tuple[str, ...] = ()  # the digest of each stream's index; () where they are not known
     source_digests: tuple[str, ...] = ()  # of the data that each stream was converted from; "" for none
     table_versions: tuple[int | None, ...] = ()  # of Delta tables, for messages only
-    _part_of: tuple[Snapshot, Bitmap] | None = field(default=None, repr=False)  # the whole data, and what was chosen
+    _part_of: tuple[Snapshot, Bitmap] | None = field(default=None, repr=False)  # all the data, and what was chosen
 
     def __post_init__(self) -> None:
-        wrong = [one for one in self.shard_sizes if one.ndim != 1 or one.dtype != np.int64 or (one < 0).any()]
+        wrong = [sizes for sizes in self.shard_sizes if sizes.ndim != 1 or sizes.dtype != np.int64 or (sizes < 0).any()]
         if wrong or not 0 < len(self.shard_sizes) == len(self.stream_names):
             raise ValueError("A snapshot needs streams, each with a name and a 1-d int64 array of counts >= 0.")
 
@@ -45,14 +46,12 @@ class Snapshot:
 
         Example: ``Snapshot.of([[1000, 1000, 400], [500]])`` has 2900 samples in two streams.
         """
-        sizes = tuple(np.ascontiguousarray(one, dtype=np.int64) for one in shard_sizes)
+        sizes = tuple(np.ascontiguousarray(of_stream, dtype=np.int64) for of_stream in shard_sizes)
         names = [f"stream {i}" for i in range(len(sizes))] if names is None else names
-        digests = [""] * len(sizes) if stream_digests is None else stream_digests
-        total = hashlib.sha256(b"lightning-stream snapshot 1")
-        for one, digest in zip(sizes, digests, strict=True):
-            total.update(len(one).to_bytes(8, "little") + one.astype("<i8").tobytes() + digest.encode() + b"\0")
-        known = tuple(stream_digests or ()), tuple(source_digests), tuple(table_versions)
-        return cls(tuple(names), sizes, total.hexdigest()[:32], *known)
+        digest = _digest_of_shards(sizes, [""] * len(sizes) if stream_digests is None else stream_digests)
+        return cls(
+            tuple(names), sizes, digest, tuple(stream_digests or ()), tuple(source_digests), tuple(table_versions)
+        )
 
     @property
     def num_streams(self) -> int:
@@ -60,22 +59,22 @@ class Snapshot:
         return len(self.shard_sizes)
 
     @cached_property
-    def stream_offsets(self) -> NDArray[np.int64]:
+    def stream_offsets(self) -> Ints:
         """int64[num_streams + 1]: the first shard of each stream, and the end."""
-        return _offsets(np.array([len(sizes) for sizes in self.shard_sizes], dtype=np.int64))
+        return starts_of(np.array([len(sizes) for sizes in self.shard_sizes], dtype=np.int64))
 
     @cached_property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Ints:
         """int64[num_shards]: samples of every shard."""
         return self.shard_sizes[0] if self.num_streams == 1 else np.concatenate(self.shard_sizes)
 
     @cached_property
-    def shard_offsets(self) -> NDArray[np.int64]:
+    def shard_offsets(self) -> Ints:
         """int64[num_shards + 1]: the first sample id of each shard, and the end."""
-        return _offsets(self.sizes)
+        return starts_of(self.sizes)
 
     @cached_property
-    def stream_samples(self) -> NDArray[np.int64]:
+    def stream_samples(self) -> Ints:
         """int64[num_streams]: samples of each stream."""
         return np.array([sizes.sum() for sizes in self.shard_sizes], dtype=np.int64)
 
@@ -94,33 +93,30 @@ class Snapshot:
         is ``chosen[i]`` here.
         """
         counts = np.diff(chosen.count_before(self.shard_offsets))
-        total = hashlib.sha256(self.digest.encode() + chosen.bits.tobytes())
-        parts = tuple(np.split(counts, self.stream_offsets[1:-1]))
-        digests = (total.hexdigest()[:32], self.stream_digests, self.source_digests)
-        return Snapshot(self.stream_names, parts, *digests, self.table_versions, (self, chosen))
+        sizes = tuple(np.split(counts, self.stream_offsets[1:-1]))
+        digest = _digest_of_subset(self.digest, chosen)
+        return replace(self, shard_sizes=sizes, digest=digest, _part_of=(self, chosen))
 
     def digest_of(self, versions: Sequence[str]) -> str:
         """The digest of these samples where the streams have these versions, each its own or that of the data that it
         was converted from, by the first digits of its digest; empty for any other version.
         """
+        if self._part_of is not None:
+            parent, chosen = self._part_of
+            digest = parent.digest_of(versions)
+            return digest and _digest_of_subset(digest, chosen)
         if not 0 < len(versions) == len(self.stream_digests) == len(self.source_digests):
             return ""
-        pairs = zip(versions, self.stream_digests, self.source_digests, strict=True)
-        found = [own if own.startswith(version[:_DIGITS]) else source for version, own, source in pairs]
-        is_known = all(each.startswith(version[:_DIGITS]) for each, version in zip(found, versions, strict=True))
-        return self._named(found).digest if is_known else ""
+        begins = [version[:_DIGITS] for version in versions]
+        triples = zip(begins, self.stream_digests, self.source_digests, strict=True)
+        digests = [stream if stream.startswith(begin) else source for begin, stream, source in triples]
+        return _digest_of_shards(self.shard_sizes, digests) if all(map(str.startswith, digests, begins)) else ""
 
-    def _named(self, stream_digests: Sequence[str]) -> Snapshot:
-        if self._part_of is not None:
-            whole, chosen = self._part_of
-            return whole._named(stream_digests).subset(chosen)  # noqa: SLF001 - of this class
-        return Snapshot.of(self.shard_sizes, self.stream_names, stream_digests)
-
-    def shards_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def shards_of(self, ids: Ints) -> Ints:
         """The shard that holds each sample id."""
         return self.locate(ids)[0]
 
-    def locate(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def locate(self, ids: Ints) -> tuple[Ints, Ints]:
         """The shard that holds each sample id, and the sample's index in it."""
         if self._shard_length:
             shards = ids // self._shard_length
@@ -136,25 +132,29 @@ class Snapshot:
         differ = not len(sizes) or (sizes[:-1] != sizes[0]).any() or sizes[-1] > sizes[0]
         return 0 if differ else int(sizes[0])
 
-    def streams_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def streams_of(self, ids: Ints) -> Ints:
         """The stream that holds each sample id."""
         return np.searchsorted(self.stream_offsets, self.shards_of(ids), side="right") - 1
 
 
-def max_active(shards: NDArray[np.int64], ahead: int = 0) -> int:
+def max_active(shards: Ints, ahead: int = 0) -> int:
     """The most shards that are between their first use (``ahead`` samples before it) and their last use at once.
 
     ``shards`` has the shard of each sample in the order of use.
     """
     _, first = np.unique(shards, return_index=True)
     _, behind = np.unique(shards[::-1], return_index=True)
-    change = np.zeros(len(shards) + 1, dtype=np.int64)
-    np.add.at(change, np.maximum(0, first - ahead), 1)
-    np.add.at(change, len(shards) - behind, -1)
-    return int(np.cumsum(change).max())
+    begins = np.bincount(np.maximum(0, first - ahead), minlength=len(shards) + 1)
+    ends = np.bincount(len(shards) - behind, minlength=len(shards) + 1)
+    return int(np.cumsum(begins - ends).max())
 
 
-def _offsets(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    offsets = np.zeros(len(counts) + 1, dtype=np.int64)
-    np.cumsum(counts, out=offsets[1:])
-    return offsets
+def _digest_of_shards(shard_sizes: Sequence[Ints], stream_digests: Sequence[str]) -> str:
+    total = hashlib.sha256(b"lightning-stream snapshot 1")
+    for sizes, digest in zip(shard_sizes, stream_digests, strict=True):
+        total.update(len(sizes).to_bytes(8, "little") + sizes.astype("<i8").tobytes() + digest.encode() + b"\0")
+    return total.hexdigest()[:32]
+
+
+def _digest_of_subset(digest: str, chosen: Bitmap) -> str:
+    return hashlib.sha256(digest.encode() + chosen.bits.tobytes()).hexdigest()[:32]

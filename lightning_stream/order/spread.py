@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
+from lightning_stream.order.arrays import Ints, ranges, starts_of
+from lightning_stream.order.permutation import RngStream, permutation, random_u64
 
 
-def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.int64]:
+def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> Ints:
     """int64[num_shards]: each shard's place in the run-constant order that is cut into canonical nodes.
 
     Of every C neighbouring shards each node gets one, another one from group to group, at random. So each node spans
@@ -18,23 +18,23 @@ def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> NDArray[np.
     """
     num_groups = -(-num_shards // canonical_nodes)
     group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
-    turns = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
-    node = (_far_apart(canonical_nodes)[inside] + turns[group]) % canonical_nodes
+    shifts = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
+    node = (_far_apart(canonical_nodes)[inside] + shifts[group]) % canonical_nodes
     absent = np.ones(canonical_nodes, dtype=np.int64)  # nodes to which the last, incomplete group gives nothing
     absent[node[canonical_nodes * (num_groups - 1) :]] = 0
-    place: NDArray[np.int64] = node * num_groups + group - (np.cumsum(absent) - absent)[node]
-    return place
+    places: Ints = node * num_groups + group - starts_of(absent)[node]
+    return places
 
 
-def _far_apart(count: int) -> NDArray[np.int64]:
+def _far_apart(count: int) -> Ints:
     """A permutation of ``range(count)`` whose neighbouring values lie at indices far apart (van der Corput's order)."""
     bits = max(1, (count - 1).bit_length())
-    return np.argsort([int(f"{number:0{bits}b}"[::-1], 2) for number in range(count)])
+    return np.argsort([int(f"{value:0{bits}b}"[::-1], 2) for value in range(count)])
 
 
 def spread_parts(
-    key: tuple[int, int, int, int], group: NDArray[np.int64], num_groups: int, canonical_nodes: int, window: int
-) -> NDArray[np.int64]:
+    key: tuple[int, int, int, int], group: Ints, num_groups: int, canonical_nodes: int, window: int
+) -> Ints:
     """int64[K]: a node's parts in the order of this epoch: at random, but all nodes' windows together span the data.
 
     The groups are cut into strata, at most C * w. In each round a node takes up to w parts, one of each of w strata;
@@ -48,8 +48,7 @@ def spread_parts(
     seed, epoch, stream, node = key
     num_strata = min(canonical_nodes * window, max(num_groups, 1))
     stratum = group * num_strata // max(num_groups, 1)
-    turn = _turns(seed, epoch, stream, num_strata)[stratum]
-    row, column = turn % canonical_nodes, turn // canonical_nodes
+    column, row = np.divmod(_stratum_ranks(seed, epoch, stream, num_strata)[stratum], canonical_nodes)
     rounds = _ranks_within(key, stratum)
     num_rounds = int(rounds.max(initial=0)) + 1
     sweep = (row - node - rounds) % canonical_nodes
@@ -57,23 +56,16 @@ def spread_parts(
 
 
 @lru_cache(maxsize=8)
-def _turns(seed: int, epoch: int, stream: int, num_strata: int) -> NDArray[np.int64]:
+def _stratum_ranks(seed: int, epoch: int, stream: int, num_strata: int) -> Ints:
     """The random order of an epoch's strata, the same for all its nodes."""
     return permutation(RngStream.STRATA, seed, epoch, stream, size=num_strata)
 
 
-def _ranks_within(key: tuple[int, int, int, int], stratum: NDArray[np.int64]) -> NDArray[np.int64]:
+def _ranks_within(key: tuple[int, int, int, int], stratum: Ints) -> Ints:
     """A random rank of each part among those of its stratum."""
-    if not len(stratum):
-        return stratum
     order = np.argsort(stratum, kind="stable")
-    ordered = stratum[order]
-    first = np.searchsorted(ordered, np.arange(int(ordered[-1]) + 2))
-    inside = np.arange(len(ordered)) - first[ordered]
-    table = np.full((len(first) - 1, int(inside.max()) + 1), 2**64 - 1, dtype=np.uint64)
-    table[ordered, inside] = random_u64(RngStream.PARTS, *key, size=len(ordered)) >> np.uint64(1)
-    ranks = np.empty(table.shape, dtype=np.int64)
-    np.put_along_axis(ranks, stable_argsort(table), np.arange(table.shape[1])[None, :], axis=1)
-    within = np.empty_like(order)
-    within[order] = ranks[ordered, inside]
-    return within
+    keys = random_u64(RngStream.PARTS, *key, size=len(stratum)) >> np.uint64(1)
+    sizes = np.bincount(stratum)
+    ranks = np.empty_like(stratum)
+    ranks[order[np.lexsort((keys, stratum[order]))]] = ranges(np.zeros_like(sizes), sizes)
+    return ranks

@@ -20,10 +20,10 @@ from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.counters import Counters
 from lightning_stream.errors import CacheError, LockTimeoutError
 from lightning_stream.formats.encodings.base import FlatArrays
-from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import SpanTable, flat_arrays
 from lightning_stream.formats.mds.layout import RecordLayout
 from lightning_stream.formats.memory import AddressWindow
+from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.proofs import EarlyReads

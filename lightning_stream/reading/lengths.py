@@ -18,8 +18,8 @@ from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
-from lightning_stream.formats.index.lengths import length_file_stem
 from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.model import length_file_stem
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.reading.range_reads import fetch_offsets, read_range
 from lightning_stream.reading.stream import DownloadHook
@@ -70,7 +70,7 @@ def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:
     # Without hashes, other shards may have the same index, so a file in the cache could be that of other data.
     if is_free or not (_is_made(index) or all(schema.hashes for schema in index.schemas)):
         return [_from_shards(cache, index, name)]
-    made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples)
+    made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples, {}, index.num_samples)
     return [_mapped(cache.side_file(made, lambda draft: _write(_from_shards(cache, index, name), draft)), made)]
 
 

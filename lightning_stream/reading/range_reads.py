@@ -14,17 +14,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import ShardEntry
+from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Shard
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.threads import DaemonPool

@@ -302,10 +302,6 @@ class SampleReader:
             process.begin(numbers, self.entry)
         return announced
 
-    def has_open(self, ids: NDArray[np.int64]) -> bool:
-        """Whether these samples can be read without waiting for a shard; always False under a cache limit."""
-        return self._stay_open(self._mine(), self.shards.with_joined(self.snapshot.shards_of(ids)))
-
     def _stay_open(self, process: ReaderProcess, numbers: NDArray[np.int64]) -> bool:
         return self.defaults.config.limit_bytes is None and process.open.has(numbers)
 

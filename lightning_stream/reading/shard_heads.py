@@ -14,16 +14,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from io import FileIO
 from pathlib import Path
 from typing import IO
 
 import numpy as np
+from msgspec.structs import replace
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import ShardEntry
+from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.range_reads import REQUEST_BYTES, OpenShard, offsets_of, table_bytes
 from lightning_stream.stores import RetryingStore

@@ -20,8 +20,8 @@ import xxhash
 
 from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.formats.index.schema import FileEntry, Origin, Schema, ShardEntry, file_object, schema_object
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
+from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
 from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader, Source, marks_of, readable, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of, is_table
@@ -164,7 +164,7 @@ class InPlace:
 
         def add(columns: dict[str, Any], num_rows: int) -> None:
             batch = encoder.encode_batch(columns, num_rows)
-            data, ends = bytes(batch.joined()), np.cumsum(batch.sizes).tolist()
+            data, ends = b"".join(batch.chunks()), np.cumsum(batch.sizes).tolist()
             found.extend(data[begin:end] for begin, end in pairwise([0, *ends]))
 
         with readable(split.file.uri, has_arguments=False):
@@ -205,8 +205,8 @@ class InPlace:
 def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[tuple[SourceFile, Piece]]) -> bytes:
     """Return the keys of an index whose shards are these pieces of files."""
     schema = MdsEncoder(columns, None, (), None).schema
-    entries = [json.dumps(_entry(schema, kind, number, *one)) for number, one in enumerate(shards)]
-    return f'"shards": [{", ".join(entries)}], "version": 2'.encode()
+    entries = (to_text(_entry(schema, kind, number, *one)) for number, one in enumerate(shards))
+    return b'"shards": [' + b", ".join(entries) + b'], "version": 2'
 
 
 def _refuse_nulls(shards: Sequence[tuple[SourceFile, Piece]], columns: Mapping[str, str]) -> None:
@@ -291,10 +291,10 @@ def _nulls(where: str, found: str) -> FormatError:
     )
 
 
-def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> dict[str, Any]:
+def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> ShardEntry:
     settings = json.dumps(piece.settings) if piece.settings else ""
     origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, piece.end, settings)
     # Shards of another version have other names.
     mark = xxhash.xxh3_64_hexdigest(f"{(origin, schema.columns)!r}{file.mark}".encode())
-    raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin, file.mark)
-    return {**schema_object(schema), "samples": piece.num_rows, "raw_data": file_object(raw), "zip_data": None}
+    raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin=origin, mark=file.mark)
+    return schema.shard(piece.num_rows, raw)

@@ -11,7 +11,6 @@ what killed ones left. The others are random.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import secrets
@@ -28,7 +27,7 @@ from lightning_stream.convert.partition import Receipt, check, joined_lengths
 from lightning_stream.convert.publish import check_seen
 from lightning_stream.errors import AccessError, ConflictError, FormatError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.formats.model import index_text, to_text, with_lengths
 from lightning_stream.sources.tables import pieces_of
 from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
@@ -166,7 +165,7 @@ class SinkJob(SparkJob):
 
     def _change(self, place: DatasetPlace, receipts: Sequence[Receipt]) -> bool:
         """Put the index or a change; return whether the rows are in the dataset by this write."""
-        entries = [json.dumps(entry, sort_keys=True).encode() for receipt in receipts for entry in receipt.shards]
+        entries = [to_text(entry) for receipt in receipts for entry in receipt.shards]
         lengths = joined_lengths(receipt.lengths for receipt in receipts)
         place.begin("overwrite" if self.overwrite else "merge")
         newest = _newest(place.store)
@@ -179,7 +178,7 @@ class SinkJob(SparkJob):
             place.commit(entries, lengths)
             return True
         if newest is None:
-            text = with_lengths(b'{"shards": [' + b", ".join(entries) + b'], "version": 2}', lengths)
+            text = with_lengths(index_text(entries), lengths)
             names, place.put_names = place.put_names, []  # which are needed if another writer was first
             try:
                 place.swap(INDEX_NAME, with_first_key(text, self.key) if self.key else text)

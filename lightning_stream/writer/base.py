@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -18,7 +17,7 @@ import numpy as np
 from lightning_stream.errors import ConflictError, suggesting
 from lightning_stream.formats.codecs import check_compression, compress
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
-from lightning_stream.formats.index.schema import MAX_FILE_BYTES, FileEntry, Schema, file_object, schema_object
+from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, ShardEntry, to_text
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.writer.batch import batch_columns
@@ -116,7 +115,7 @@ class ShardWriter(ABC):
         if max_workers is None:  # one thread holds less memory, and suffices if a disk is the limit
             only_writes = place.is_local and codec is None and _QUICK_HASHES.issuperset(names)
             max_workers = 1 if only_writes else min(_DEFAULT_WORKERS, os.cpu_count() or 1)
-        self._pipeline: Pipeline[dict[str, Any]] = Pipeline(max_workers)
+        self._pipeline: Pipeline[ShardEntry] = Pipeline(max_workers)
         self._encoder: ShardEncoder | None = None
         self._opened = self._finished = False
         self._num_sent = 0
@@ -141,7 +140,7 @@ class ShardWriter(ABC):
 
     def get_config(self) -> dict[str, Any]:
         """Return the format, columns and packing in the index; ValueError if no columns are known."""
-        return schema_object((self._encoder or self._make_encoder(self._chosen(None, None))).schema)
+        return (self._encoder or self._make_encoder(self._chosen(None, None))).schema.to_object()
 
     def flush_shard(self) -> None:
         """End the current shard; the next sample begins another one."""
@@ -228,7 +227,8 @@ class ShardWriter(ABC):
                     self._send(encoder)
                     continue
                 end, buffer = max(end, begin + 1), self._buffer  # a row that fits no shard gets one of its own
-                batch.copy_to(buffer, begin, end)
+                for chunk in batch.chunks(begin, end):
+                    buffer.add(chunk)
                 buffer.sizes += batch.sizes[begin:end].tolist()
                 buffer.file_bytes += int(ends[end - 1]) - taken
                 begin, taken = end, int(ends[end - 1])
@@ -252,13 +252,14 @@ class ShardWriter(ABC):
         encoder = self._encoder or self._open(None, None)
         try:
             self._send(encoder)
-            self.shards = entries = self._pipeline.finish()
+            entries = self._pipeline.finish()
+            self.shards = [entry.to_object() for entry in entries]
         finally:
             self._pipeline.close()  # no thread of a writer that failed puts anything later
         self._pool.clear()
         try:
             self.length_files = self.length_files or self._put_lengths()
-            self._place.commit([json.dumps(entry, sort_keys=True).encode() for entry in entries], self.length_files)
+            self._place.commit(list(map(to_text, entries)), self.length_files)
         except (FileExistsError, ConflictError) as error:
             self._pipeline.fail(error)
             raise
@@ -355,19 +356,18 @@ class ShardWriter(ABC):
 
 def finalize_shard(
     name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: DatasetPlace, after: Future[Any] | None = None
-) -> dict[str, Any]:
+) -> ShardEntry:
     """Pack, hash, compress, hash and put one shard; return its index entry. This runs in a thread.
 
     The dataset's first shard, `after`, is put before all others: a second writer is refused before it has put anything.
     """
-    entry = schema_object(encoder.schema) | {"samples": len(buffer.sizes)}
+    files = list[Any]()  # raw and compressed, of each part
     try:
         for part, data in encoder.files(buffer.sizes, buffer.parts()):
-            raw, packed = _put_file(f"{name}.meta" if part == "meta" else name, data, encoder.schema, place, after)
-            entry[f"raw_{part}"], entry[f"zip_{part}"] = file_object(raw), file_object(packed)
+            files += _put_file(f"{name}.meta" if part == "meta" else name, data, encoder.schema, place, after)
+        return encoder.schema.shard(len(buffer.sizes), *files)
     finally:
         buffer.release()
-    return entry
 
 
 def _put_file(

@@ -13,7 +13,7 @@ from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn, describe
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.index import FileEntry
-from lightning_stream.formats.index.lengths import length_file_stem
+from lightning_stream.formats.model import length_file_stem
 from lightning_stream.writer.place import DatasetPlace
 
 LengthFunctions: TypeAlias = "Mapping[str, Callable[[Any], int]]"
@@ -80,7 +80,9 @@ def put_lengths(
         data = numbers.astype("<u4", copy=False).view(np.uint8).data
         basename = place.name_of(f"{length_file_stem(name)}.{len(files[name]):05}.bin", [data])
         place.put_shard(basename, [data])
-        files[name] += (FileEntry(basename, len(data), digest_parts(hashes or hashes_to_write(None), [data])),)
+        files[name] += (
+            FileEntry(basename, len(data), digest_parts(hashes or hashes_to_write(None), [data]), len(numbers)),
+        )
     return files
 
 

@@ -7,13 +7,14 @@ import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Any
 
+import msgspec
+
 from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
-from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.formats.model import with_lengths
 from lightning_stream.version_log import read_index
 from lightning_stream.writer.place import DatasetPlace, Out
 
@@ -146,7 +147,7 @@ def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:
             )
             continue
         files = ((folder, file) for folder, index in parts.items() for file in index.lengths[name])
-        found[name] = [replace(file, basename=f"{folder}/{file.basename}") for folder, file in files]
+        found[name] = [msgspec.structs.replace(file, basename=f"{folder}/{file.basename}") for folder, file in files]
     return found
 
 

@@ -23,7 +23,7 @@ from typing import Any, Literal, NoReturn, TypeAlias
 from lightning_stream import errors
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
-from lightning_stream.formats.index.lengths import with_lengths
+from lightning_stream.formats.model import index_text, with_lengths
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
@@ -215,7 +215,7 @@ class DatasetPlace:
         """
         base = self.base
         if base is None:
-            index = b'{"shards": [' + b", ".join(entries) + b'], "version": 2}'
+            index = index_text(entries)
             self.commit_index(with_lengths(index, lengths))
             return True
         if not entries and not self._key:
@@ -343,7 +343,7 @@ def _listed(store: Store) -> Iterator[ObjectEntry]:
 def _former_files(store: Store) -> set[str]:
     """The files that any version of the dataset lists; none if there is no dataset."""
     with contextlib.suppress(errors.NotFoundError, errors.FormatError):
-        older = b'{"shards": [' + b", ".join(older_entries(store)) + b'], "version": 2}'
+        older = index_text(older_entries(store))
         return listed_files(read_newest(store).index.data) | listed_files(older)
     return listed_files(Seen.of(store, INDEX_NAME).data)
 

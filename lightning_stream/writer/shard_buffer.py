@@ -13,12 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.formats.encodings.base import Bytes2d
-
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
 _JOINED_BYTES = 1 << 14  # the parts of smaller samples are joined first: one copy more, but fewer steps
-_BLOCK_BYTES = 1 << 18  # so many bytes of rows are joined from blocks at once: they stay in a core's cache
 _LARGE_BYTES = 1 << 20  # bytes objects of this size or more are not copied
 
 
@@ -90,25 +87,6 @@ class ShardBuffer:
             self._at = end
         else:
             self._add_across(memoryview(data))
-
-    def add_rows(self, blocks: Sequence[Bytes2d]) -> None:
-        """Add rows whose bytes are side by side in blocks, each uint8[rows, width]."""
-        if len(blocks) == 1:
-            self.add(blocks[0].reshape(-1).data)
-            return
-        width, num_rows = sum(block.shape[1] for block in blocks), len(blocks[0])
-        rows_at_once = max(1, _BLOCK_BYTES // max(1, width))
-        at = 0
-        while at < num_rows:
-            end = min(num_rows, at + min(rows_at_once, (self._room - self._at) // max(1, width)))
-            if end == at:
-                self._add_across(np.concatenate([block[at] for block in blocks]).data)
-                at += 1
-                continue
-            place = np.frombuffer(self._view, np.uint8, (end - at) * width, self._at).reshape(end - at, width)
-            np.concatenate([block[at:end] for block in blocks], axis=1, out=place)
-            self._at += place.size
-            at = end
 
     def _add_across(self, data: memoryview) -> None:
         """Add bytes that do not fit into the current piece."""

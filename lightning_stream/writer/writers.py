@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from lightning_stream.formats.index.schema import Schema
 from lightning_stream.formats.mds.encode import MdsEncoder
+from lightning_stream.formats.model import Schema
 from lightning_stream.formats.rows import RowEncoder
 from lightning_stream.formats.shard_encoder import ShardEncoder, check_columns
 from lightning_stream.writer.base import ShardWriter

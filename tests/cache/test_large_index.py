@@ -13,8 +13,9 @@ from servers.shards import make_dataset
 
 from lightning_stream import MDSWriter
 from lightning_stream.cache import ShardCache, fetch
+from lightning_stream.formats import scan
 from lightning_stream.formats.hashing import digest
-from lightning_stream.formats.index import Index, scan
+from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore, ObjectStream, StoreTraits
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from lightning_stream import MDSWriter
 from lightning_stream.cli import main
-from lightning_stream.formats.encodings.media import Media, measured
+from lightning_stream.formats.encodings.media import Media
+from lightning_stream.loading.media import media_facts
 
 Answer = Callable[..., tuple[int, Any]]
 
@@ -63,7 +64,7 @@ def test_show_prints_the_length_of_sounds(tmp_path: Path, answer: Answer, capsys
 
 @pytest.mark.parametrize(("kind", "codec"), [("flac", "flac"), ("ogg", "libopus"), ("mp3", "libmp3lame")])
 def test_lengths_come_from_the_headers_of_every_kind(kind: str, codec: str) -> None:
-    facts = measured(encoded(kind, codec))
+    facts = media_facts(encoded(kind, codec))
     assert (facts["sample_rate"], facts["channels"]) == (48_000, 2)
     assert facts["seconds"] == pytest.approx(1.5, abs=0.1)
 
@@ -78,20 +79,20 @@ def test_a_video_has_a_length_and_a_size() -> None:
             image = av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")
             file.mux(stream.encode(image))
         file.mux(stream.encode(None))
-    assert measured(Media(out.getvalue())) == {"seconds": 2.0, "width": 64, "height": 48}
+    assert media_facts(Media(out.getvalue())) == {"seconds": 2.0, "width": 64, "height": 48}
 
 
 @pytest.mark.parametrize(
     "data", [b"", b"RIFF", b"ID3", b"fLaC" + bytes(90), wav(1)[:30], b"RIFF\0\0\0\0WEBPVP8 ", "text", 3]
 )
 def test_other_values_have_no_length(data: Any) -> None:
-    assert measured(data) == {}
+    assert media_facts(data) == {}
     if isinstance(data, bytes):
-        assert measured(Media(data)) == {}
+        assert media_facts(Media(data)) == {}
 
 
 def test_without_pyav_wav_files_have_a_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
-    assert measured(wav(0.25)) == {"seconds": 0.25, "sample_rate": 16_000, "channels": 2}
-    assert measured(b"fLaC" + bytes(90)) == {}
-    assert measured(wav(1)[:30]) == {}
+    assert media_facts(wav(0.25)) == {"seconds": 0.25, "sample_rate": 16_000, "channels": 2}
+    assert media_facts(b"fLaC" + bytes(90)) == {}
+    assert media_facts(wav(1)[:30]) == {}

@@ -10,7 +10,7 @@ import pytest
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.hashing import digest_file
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.index.schema import ShardEntry
+from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.writer import MDSWriter
 

@@ -45,7 +45,7 @@ def test_arrays_and_entries_say_the_same() -> None:
         {"sha1": "bb"},
     )
     assert index.columns == {"id": "int", "t": "str"}
-    assert index.entry(0).schema is index.schemas[0]
+    assert index.entry(0).schema == index.schemas[0]
     assert pickle.loads(pickle.dumps(index)).entry(1) == one
     for wrong in (-1, 2):
         with pytest.raises(IndexError):

@@ -16,8 +16,8 @@ from hypothesis.extra import numpy as hnp
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.index import Index
-from lightning_stream.formats.index.schema import FileEntry, Schema, ShardEntry
 from lightning_stream.formats.mds.gather import gather
+from lightning_stream.formats.model import FileEntry, Schema, ShardEntry
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 
@@ -237,7 +237,7 @@ def test_decoders_replace_a_columns_own(tmp_path: Path) -> None:
 
 def mds_entry(data: bytes, num_samples: int, encodings: dict[str, int | None]) -> ShardEntry:
     schema = Schema("mds", tuple(encodings), tuple(encodings), tuple(encodings.values()))
-    return ShardEntry(schema, num_samples, FileEntry("s.mds", len(data)))
+    return schema.shard(num_samples, FileEntry("s.mds", len(data), {}))
 
 
 def test_shards_of_no_samples_are_read(tmp_path: Path) -> None:
@@ -389,7 +389,8 @@ def test_random_bytes_are_never_a_crash(
     (folder / "s.json").write_bytes(data)
     (folder / "s.json.meta").write_bytes(data)
     rows = Schema("json", ("x",), ("int",), (None,), newline="\n")
-    row_entry = ShardEntry(rows, num_samples, FileEntry("s.json", len(data)), None, FileEntry("s.json.meta", len(data)))
+    raw, meta = FileEntry("s.json", len(data), {}), FileEntry("s.json.meta", len(data), {})
+    row_entry = rows.shard(num_samples, raw, None, meta)
     for entry in (mds_entry(data, num_samples, {"int": 8}), mds_entry(data, num_samples, {"str": None}), row_entry):
         with contextlib.suppress(FormatError):
             shard = open_shard(entry, folder)

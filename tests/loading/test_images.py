@@ -25,8 +25,7 @@ from lightning_stream import (  # noqa: E402
     StreamingDataset,
 )
 from lightning_stream.errors import FormatError, MissingExtraError  # noqa: E402
-from lightning_stream.formats.encodings import jpeg  # noqa: E402
-from lightning_stream.loading import images  # noqa: E402
+from lightning_stream.loading import images, jpeg  # noqa: E402
 
 # torchvision deprecates its decoders, for those of TorchCodec.
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from multiprocessing import forkserver
 from typing import Any
 
@@ -15,27 +16,49 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noq
 from lightning_stream.loading import torch_private  # noqa: E402
 
 
-class Seen(IterableDataset[Any]):
+class Seeds(IterableDataset[Any]):
     def __iter__(self) -> Any:
-        yield get_worker_info().dataset
+        yield seen()
 
 
-def show(_: int) -> None:
-    torch_private.set_worker_dataset(get_worker_info(), "another")
+def seen() -> tuple[Any, ...]:
+    info = get_worker_info()
+    drawn = torch.randint(1 << 40, (2,)).tolist()
+    return drawn, info.id, info.num_workers, info.seed, torch.initial_seed(), torch.get_num_threads()
+
+
+def be_worker(index: int, seed: int, results: Any) -> None:
+    torch_private.become_worker(index, 2, seed, "the dataset")
+    results.put((seen(), get_worker_info().dataset))
 
 
 def as_it_is(value: Any) -> Any:
     return value
 
 
-def test_a_workers_dataset_can_be_replaced_and_its_processes_ended() -> None:
-    batches = iter(DataLoader(Seen(), batch_size=None, num_workers=1, worker_init_fn=show, collate_fn=as_it_is))
-    (process,) = torch_private.worker_processes(batches)
-    assert next(batches) == "another"
-    assert process.is_alive()
-    torch_private.end_workers(batches)
-    assert not process.is_alive()
-    assert torch_private.worker_processes(iter([])) == []
+def test_a_worker_is_as_those_of_torch() -> None:
+    generator = torch.Generator().manual_seed(3)
+    loader = DataLoader(Seeds(), batch_size=None, num_workers=2, collate_fn=as_it_is, generator=generator)
+    torchs = list(loader)
+    context, seed = multiprocessing.get_context("fork"), torchs[0][3]
+    results = context.SimpleQueue()
+    for index in range(2):
+        process = context.Process(target=be_worker, args=(index, seed, results))
+        process.start()
+        assert results.get() == (torchs[index], "the dataset")
+        process.join()
+
+
+def test_an_error_of_a_worker_is_raised_with_its_traceback() -> None:
+    def fail() -> None:
+        raise KeyError("no such column")
+
+    try:
+        fail()
+    except KeyError as error:
+        sent = pickle.loads(pickle.dumps(torch_private.error_of_worker(error, 3)))
+    with pytest.raises(KeyError, match=r"(?s)in DataLoader worker process 3.*in fail.*no such column"):
+        torch_private.raise_error(sent)
 
 
 def test_a_forkserver_preloads_the_package_unless_the_program_chose_modules(monkeypatch: pytest.MonkeyPatch) -> None:

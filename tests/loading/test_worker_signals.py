@@ -25,19 +25,13 @@ METHODS = pytest.mark.parametrize(
 )
 TRAINER = """
 import multiprocessing, os, signal, subprocess, sys, time
-from torch.utils.data import DataLoader, IterableDataset
-from lightning_stream.loading import worker_signals
-from lightning_stream.loading.worker_signals import leave_signals_to_the_trainer, let_terminate_end_at_once
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
 
-class Batches(IterableDataset):
-    def __init__(self, work, grace_s):
-        self.trainer, self.work, self.grace_s = os.getpid(), work, grace_s
-    def __iter__(self):
-        worker_signals._GRACE_S = self.grace_s
-        leave_signals_to_the_trainer(self.trainer)
-        leave_signals_to_the_trainer(self.trainer)
-        while True:
-            yield os.getpid(), self.work()
+class Worker:
+    def __init__(self, work):
+        self.work = work
+    def __call__(self, sample):
+        return os.getpid(), self.work()
 
 def nothing():
     pass
@@ -57,10 +51,17 @@ def stop_a_fork():
     os.kill(child, signal.SIGTERM)
     return os.waitpid(child, 0)[1]
 
-def start(work, method, grace_s=3600):
-    batches = iter(DataLoader(Batches(work, grace_s), batch_size=None, num_workers=1, multiprocessing_context=method))
-    let_terminate_end_at_once(batches._workers)
-    return batches
+def sleep():
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+
+def only(samples):
+    return samples[0]
+
+def start(work, method):
+    dataset = StreamingDataset({data!r}, transform=Worker(work))
+    options = dict(num_workers=1, prefetch_factor=1, multiprocessing_context=method, collate_fn=only)
+    return iter(StreamingDataLoader(dataset, 1, **options))
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
@@ -71,12 +72,16 @@ if __name__ == "__main__":
 def trainer(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
     """Run a trainer whose main part is the body."""
     script = tmp_path / "trainer.py"
-    script.write_text(TRAINER + textwrap.indent(body, "    "))
-    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+    with MDSWriter(out=tmp_path / "data", columns={"x": "int"}) as writer:
+        for number in range(100):
+            writer.write({"x": number})
+    script.write_text(TRAINER.format(data=str(tmp_path / "data")) + textwrap.indent(body, "    "))
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             yield process
         finally:
-            process.kill()
+            os.killpg(process.pid, signal.SIGKILL)  # of what it has forked, too
 
 
 def line(process: subprocess.Popen[str]) -> str:
@@ -105,11 +110,8 @@ for number in (signal.SIGINT, signal.SIGTERM):
     subprocess.run(["kill", f"-{{int(number)}}", str(worker)], check=True)
     for _ in range(5):
         assert next(batches)[0] == worker
-(process,) = [one for one in multiprocessing.active_children() if one.pid == worker]
-process.terminate()
-process.join(60)  # much less than the grace period
-print("ended", process.exitcode, flush=True)
-batches._shutdown_workers()
+batches.close()
+print("left", len(multiprocessing.active_children()), flush=True)
 last = start(nothing, {method!r})
 print(next(last)[0], flush=True)
 time.sleep(600)
@@ -122,8 +124,33 @@ def test_a_worker_outlives_a_jobs_signals_and_ends_when_its_trainer_asks_or_is_g
     tmp_path: Path, method: str
 ) -> None:
     with trainer(tmp_path, LIFE.format(method=method)) as process:
-        assert line(process) == "ended 0"
+        assert line(process) == "left 0"
         worker = int(line(process))
+        process.kill()
+        process.wait()
+        assert wait_for_end(worker, 60)
+
+
+BUSY = """
+others = start(nothing, "fork")
+next(others)
+batches = start(sleep, "fork")
+if os.fork() == 0:
+    time.sleep(600)  # it has inherited all that the trainer had open
+if os.fork() == 0:
+    os.close(1)
+    time.sleep(600)
+next(batches)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="asks Linux when a process ends")
+def test_a_worker_in_a_long_transform_ends_with_its_trainer_also_where_other_children_of_that_live(
+    tmp_path: Path,
+) -> None:
+    with trainer(tmp_path, BUSY) as process:
+        worker = int(line(process))
+        assert not wait_for_end(worker, 0.2)
         process.kill()
         process.wait()
         assert wait_for_end(worker, 60)
@@ -133,31 +160,13 @@ OTHERS = """
 for work in (stop_a_process, stop_a_fork):
     batches = start(work, "fork")
     print(next(batches)[1], flush=True)
-    batches._shutdown_workers()
-
-batches = start(nothing, "fork", grace_s=0.5)
-worker, _ = next(batches)
-(process,) = multiprocessing.active_children()
-os.kill(worker, signal.SIGTERM)
-process.join(60)
-print("after grace", process.exitcode, flush=True)
-batches._shutdown_workers()
-
-gone = subprocess.Popen(["true"])
-gone.wait()
-if (worker := os.fork()) == 0:
-    leave_signals_to_the_trainer(gone.pid)
-    time.sleep(600)
-    os._exit(1)
-print("no trainer", os.waitpid(worker, 0)[1], flush=True)
+    batches.close()
 """
 
 
-def test_what_a_worker_starts_ends_by_signals_and_the_worker_after_its_grace_or_without_a_trainer(
-    tmp_path: Path,
-) -> None:
+def test_what_a_worker_starts_ends_by_signals(tmp_path: Path) -> None:
     with trainer(tmp_path, OTHERS) as process:
-        assert [line(process) for _ in range(4)] == ["[-15, -2]", "15", "after grace 0", "no trainer 0"]
+        assert [line(process) for _ in range(2)] == ["(-15, -2)", "15"]
 
 
 JOB = """

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import signal
+import threading
+import time
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from support.data import write_ids
 
-from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import StateError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*")
@@ -73,3 +79,141 @@ def test_the_collections_of_a_worker_do_not_visit_what_the_trainer_made(data: Pa
     assert all(batch["frozen"].min() >= before + len(made) for batch in with_workers)
     with_workers.close()
     assert gc.get_freeze_count() == before
+
+
+def waits(sample: dict[str, Any], seconds: float = 60.0) -> dict[str, Any]:
+    time.sleep(seconds if sample["id"] == 40 else 0)
+    return sample
+
+
+def dies(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["id"] == 40:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+def fails(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["id"] == 40:
+        raise LookupError("no label for sample 40")
+    return sample
+
+
+@PERSISTENT
+def test_a_worker_that_dies_ends_the_iteration_and_the_next_one_has_new_workers(data: Path, persistent: bool) -> None:
+    loader = StreamingDataLoader(
+        StreamingDataset(remote=data, transform=dies), 8, num_workers=2, persistent_workers=persistent
+    )
+    for _ in range(2):
+        batches = iter(loader)
+        assert firsts(islice(batches, 5)) == list(range(0, 40, 8))
+        with pytest.raises(RuntimeError, match=r"worker 1 \(process \d+\) ended with exit code -9.*memory ran out"):
+            next(batches)
+        assert not multiprocessing.active_children()
+        loader.set_epoch(0)
+
+
+@PERSISTENT
+def test_an_error_comes_after_the_batches_before_it_and_ends_the_workers(data: Path, persistent: bool) -> None:
+    dataset = StreamingDataset(remote=data, transform=fails)
+    batches = iter(StreamingDataLoader(dataset, 8, num_workers=2, persistent_workers=persistent))
+    assert firsts(islice(batches, 5)) == list(range(0, 40, 8))
+    with pytest.raises(LookupError, match=r"(?s)worker process 1.*in fails.*no label for sample 40"):
+        next(batches)
+    assert not multiprocessing.active_children()
+
+
+def test_a_batch_that_does_not_come_in_time_is_an_error(data: Path) -> None:
+    loader = StreamingDataLoader(StreamingDataset(remote=data, transform=waits), 8, num_workers=2, timeout=1)
+    with pytest.raises(RuntimeError, match="no batch came within timeout=1 s"):
+        list(loader)
+    assert not multiprocessing.active_children()
+
+
+def test_a_workers_init_function_may_fail(data: Path) -> None:
+    def fail(worker: int) -> None:
+        raise LookupError(f"no device for worker {worker}")
+
+    loader = StreamingDataLoader(StreamingDataset(remote=data), 8, num_workers=2, worker_init_fn=fail)
+    with pytest.raises(LookupError, match="no device for worker 0"):
+        next(iter(loader))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_a_worker_is_ahead_by_as_many_batches_as_prefetch_factor_says(data: Path, tmp_path: Path, factor: int) -> None:
+    def note(sample: dict[str, Any]) -> dict[str, Any]:
+        (tmp_path / str(int(sample["id"]) // 8)).touch()
+        return sample
+
+    loader = StreamingDataLoader(
+        StreamingDataset(remote=data, transform=note), 8, num_workers=1, prefetch_factor=factor
+    )
+    for number, _ in enumerate(loader):
+        most = min(8, number + 1 + factor)
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < most and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)  # it would make more, if it did
+        assert len(list(tmp_path.iterdir())) == most
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_that_is_done_arrives_while_the_transform_of_the_next_one_waits(
+    data: Path, tmp_path: Path, num_workers: int
+) -> None:
+    def waits_for_the_trainer(sample: Any) -> Any:
+        last_of_worker = int(sample["id"]) // 8 - num_workers
+        deadline = time.monotonic() + 60
+        while last_of_worker >= 0 and not (tmp_path / str(last_of_worker)).exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the trainer has not got batch {last_of_worker}")
+            time.sleep(0.01)
+        return sample
+
+    dataset = StreamingDataset(remote=data, transform=waits_for_the_trainer)
+    for number, batch in enumerate(StreamingDataLoader(dataset, 8, num_workers=num_workers)):
+        assert batch["id"].tolist() == list(range(8 * number, 8 * number + 8))
+        (tmp_path / str(number)).touch()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_epochs_of_persistent_workers_are_those_of_one_process_also_after_one_that_was_left(
+    tmp_path: Path, num_workers: int
+) -> None:
+    with MDSWriter(out=tmp_path, columns={"x": "int32"}, size_limit=2000) as writer:
+        writer.write_batch({"x": np.arange(3000, dtype=np.int32)})
+
+    def loader(workers: int) -> StreamingDataLoader:
+        dataset = StreamingDataset(local=str(tmp_path), shuffle=True)
+        return StreamingDataLoader(dataset, 8, num_workers=workers, persistent_workers=workers > 0)
+
+    one, many = loader(0), loader(num_workers)
+    pids = set()
+    for limit in (None, 50, None, 1, None):
+        for number, (here, there) in enumerate(zip(one, many, strict=True), 1):
+            assert here["x"].tolist() == there["x"].tolist()
+            if number == limit:
+                break
+        pids |= {process.pid for process in multiprocessing.active_children()}
+        assert one.state_dict() == many.state_dict()
+    assert len(pids) == num_workers
+    many.close()
+
+
+@PERSISTENT
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_batches_that_are_pinned_in_a_thread_are_the_same_also_where_an_iteration_is_left(
+    data: Path, persistent: bool
+) -> None:
+    loader = StreamingDataLoader(
+        StreamingDataset(remote=data), 8, num_workers=2, persistent_workers=persistent, pin_memory=True
+    )
+    for _ in range(2):
+        batches = iter(loader)
+        seen = [next(batches)["id"][0].item(), next(batches)["id"][0].item()]
+        del batches
+        assert seen == [0, 8]
+        assert firsts(loader) == list(range(0, 64, 8))
+    loader.close()
+    assert not multiprocessing.active_children()
+    assert not [thread for thread in threading.enumerate() if thread.name == "pin"]

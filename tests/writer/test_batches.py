@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from lightning_stream.formats import shard_encoder
 from lightning_stream.writer import MDSWriter, shard_buffer
 
 ENCODINGS = {
@@ -159,12 +160,13 @@ def test_the_callers_memory_may_change_after_the_call(tmp_path: Path) -> None:
 @pytest.mark.parametrize("piece", [64, 77, 1000])
 def test_rows_of_blocks_are_whole_across_pieces_of_memory(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     monkeypatch.setattr(shard_buffer, "PIECE_BYTES", piece)
-    monkeypatch.setattr(shard_buffer, "_BLOCK_BYTES", 200)
+    monkeypatch.setattr(shard_encoder, "_CHUNK_BYTES", 200)
     blocks = [np.random.default_rng(k).integers(0, 255, (50, width), np.uint8) for k, width in enumerate((4, 70, 3))]
     held = shard_buffer.ShardBuffer(shard_buffer.Pool(), 0)
     held.add(b"begin")
-    held.add_rows(blocks[:1])
-    held.add_rows(blocks)
+    for columns in (blocks[:1], blocks):
+        for chunk in shard_encoder.EncodedBatch(np.full(50, 77), columns).chunks():
+            held.add(chunk)
     assert b"".join(held.parts()) == b"begin" + blocks[0].tobytes() + np.concatenate(blocks, axis=1).tobytes()
 
 

@@ -155,15 +155,6 @@ def file_bytes(image: Image.Image) -> bytes:
     return data
 
 
-def rgb(image: Image.Image) -> Image.Image:
-    """Return an image of any mode as RGB, 8 bits a color."""
-    if image.mode.startswith("I"):  # 16 bits, which `convert` would cut off at 255
-        image = pillow().fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
-    if image.mode == "P" and "transparency" in image.info:  # Pillow would warn
-        image = image.convert("RGBA")
-    return image.convert("RGB")
-
-
 def load_images(column: str, value: Any) -> None:
     """Read the pixels of an image, or of all images in a list; FormatError if they are damaged."""
     if isinstance(value, list):

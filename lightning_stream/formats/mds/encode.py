@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding, plain_values
-from lightning_stream.formats.encodings.base import BinaryColumn, Bytes2d
-from lightning_stream.formats.index.schema import MAX_FILE_BYTES, Schema, schema_object
-from lightning_stream.formats.shard_encoder import EncodedBatch, check_columns, column_error, named_error, offset_table
+from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.model import MAX_FILE_BYTES, Schema, to_text
+from lightning_stream.formats.shard_encoder import (
+    EncodedBatch,
+    EncodedColumn,
+    check_columns,
+    column_error,
+    named_error,
+    offset_table,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _DIGEST_BYTES = 8
 _READ_BYTES = 1 << 18
-_Column: TypeAlias = "tuple[Bytes2d, ...] | Sequence[Any]"  # blocks side by side, or one value per row
 
 
 class _NoValue:
@@ -43,10 +48,10 @@ class MdsEncoder:
         self._encodings = [get_encoding(encoding) for encoding in encodings]
         sizes = tuple(encoding.size for encoding in self._encodings)
         self.schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
-        self._config = json.dumps(schema_object(self.schema), sort_keys=True).encode()
+        self._config = to_text(self.schema)
         self.header_bytes = 8 + len(self._config)
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
-            (name, encoding, _kept(one), one.encode, one.size)
+            (name, encoding, _stored_type(one), one.encode, one.size)
             for name, encoding, one in zip(names, encodings, self._encodings, strict=True)
         ]
         num_variable = sizes.count(None)
@@ -57,9 +62,9 @@ class MdsEncoder:
         sizes: list[int] = []
         name = encoding = ""
         try:
-            for name, encoding, kept, encode, size in self._steps:
+            for name, encoding, stored, encode, size in self._steps:
                 value = sample[name]
-                data = value if type(value) is kept else encode(value)
+                data = value if type(value) is stored else encode(value)
                 if type(data) is not bytes:
                     data = _as_bytes(data)
                 if size is None:
@@ -85,15 +90,27 @@ class MdsEncoder:
         return head + [stored[name] for name in self.schema.names]
 
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
-        encoded: list[_Column] = []
+        encoded: list[EncodedColumn] = []
+        sizes = np.zeros(num_rows, np.int64)
+        heads: list[NDArray[np.int64]] = []
         for name, kind, encoding in zip(self.schema.names, self.schema.encodings, self._encodings, strict=True):
             if name not in columns:
                 raise ValueError(f"column {name!r} ({kind}) is missing in a batch that has {', '.join(columns)}.")
             try:
-                encoded.append(_encode_column(encoding, kind, columns[name], num_rows))
+                blocks = _encode_column(encoding, kind, columns[name], num_rows)
             except (TypeError, ValueError) as error:
                 raise named_error(name, error) from error
-        return _assemble(encoded, [size is None for size in self.schema.sizes], num_rows)
+            encoded += blocks
+            lengths = _lengths(blocks, num_rows)
+            sizes += lengths
+            if encoding.size is None:
+                heads.append(lengths)
+        if any((lengths >= 1 << 32).any() for lengths in heads):
+            raise ValueError("a value must stay under 4 GiB.")
+        if heads:
+            head = np.array(heads).T.astype("<u4", order="C").view(np.uint8).reshape(num_rows, -1)
+            return EncodedBatch(sizes + head.shape[1], [head, *encoded])
+        return EncodedBatch(sizes, encoded)
 
     def files(
         self, sizes: Sequence[int] | NDArray[Any], parts: Sequence[Any], gap_bytes: int = 0
@@ -162,102 +179,62 @@ def is_intact(path: Path) -> bool:
     return digest.digest() == wanted
 
 
-def _kept(encoding: Encoding) -> type:
+def _stored_type(encoding: Encoding) -> type:
     """Return the type of the values that are stored as they are."""
     return _NoValue if getattr(encoding, "checks_bytes", False) else bytes
 
 
-def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) -> _Column:
-    """Encode a batch's values of one column; values of a fixed size become blocks."""
+def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) -> list[EncodedColumn]:
+    """Encode a batch's values of one column: blocks side by side, or one list of values of any size."""
+    takes_bytes = _stored_type(encoding) is bytes
     if isinstance(values, BinaryColumn):
-        if values.encoding == name or (values.encoding == "bytes" and _kept(encoding) is bytes):
-            return values if encoding.size is None else (_same_size(values, encoding.size, name),)
+        if values.encoding == name or (values.encoding == "bytes" and takes_bytes):
+            return [_blocks_if_fixed(values, encoding.size, name)]
         values = plain_values(values)
     if isinstance(values, np.ndarray) and values.dtype.char == "V" and values.dtype.names is None:
         rows = values.reshape(len(values), 1).view(np.uint8)  # bytes of one size
-        if _kept(encoding) is bytes and encoding.size in (None, rows.shape[1]):
-            return (rows,)
+        if takes_bytes and encoding.size in (None, rows.shape[1]):
+            return [rows]
         values = [bytes(row) for row in rows]
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
         values = values.tolist()
     many = getattr(encoding, "encode_many", None)  # an object that is no `Encoding` may lack it
     column = None if many is None else many(values)
     if column is None:
-        kept, encode = _kept(encoding), encoding.encode
-        found = (value if type(value) is kept else encode(value) for value in values)
-        column = [data if type(data) is bytes else _as_bytes(data) for data in found]
-    if isinstance(column, list):
-        column = column if encoding.size is None else _same_size(column, encoding.size, name)
-    if isinstance(column, np.ndarray):
-        column = (column,)
-    if isinstance(column, tuple):
-        right = all(isinstance(one, np.ndarray) and one.dtype == np.uint8 for one in column)
-        right = right and all(block.ndim == 2 and len(block) == num_rows for block in column)
-        right = right and encoding.size in (None, _width(column))
-    else:
-        right = isinstance(column, list) and len(column) == num_rows
-    if not right:
+        stored, encode = _stored_type(encoding), encoding.encode
+        column = [_as_bytes(value if type(value) is stored else encode(value)) for value in values]
+    if isinstance(column, list) and len(column) == num_rows:
+        return [_blocks_if_fixed(column, encoding.size, name)]
+    blocks: list[Any] = list(column) if isinstance(column, tuple) else [column]
+    is_right = all(isinstance(block, np.ndarray) and block.dtype == np.uint8 for block in blocks)
+    is_right = is_right and all(block.ndim == 2 and len(block) == num_rows for block in blocks)
+    if not is_right or encoding.size not in (None, sum(block.shape[1] for block in blocks)):
         raise ValueError(f"{name}: encode_many must give {num_rows} values of its size: uint8[rows, width], or a list.")
-    return column
+    return blocks
 
 
 def _as_bytes(data: Any) -> bytes:
     """Return the result of an encoding as bytes: the length of an array is not its number of bytes."""
+    if type(data) is bytes:
+        return data
     try:
         return bytes(memoryview(data))
     except TypeError as error:
         raise TypeError(f"encode must give bytes; it gave {type(data).__name__}.") from error
 
 
-def _same_size(values: Sequence[Any], size: int, name: str) -> Bytes2d:
+def _blocks_if_fixed(values: Sequence[Any], size: int | None, name: str) -> EncodedColumn:
+    if size is None:
+        return values
     wrong = next((value for value in values if len(value) != size), None)
     if wrong is not None:
         raise ValueError(f"{name} takes {size} bytes; got {len(wrong)} bytes.")
     return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), size)
 
 
-def _assemble(columns: list[_Column], varies: list[bool], num_rows: int) -> EncodedBatch:
-    """Join columns: neighbours of fixed width become one block, with values of other columns between them."""
-    sizes = np.full(num_rows, 4 * sum(varies), np.int64)
-    heads: list[NDArray[np.int64]] = []
-    for column, in_head in zip(columns, varies, strict=True):
-        if isinstance(column, tuple):
-            lengths = np.full(num_rows, _width(column), np.int64)
-        else:
-            lengths = np.fromiter(map(len, column), np.int64, num_rows)
-        sizes += lengths
-        if in_head:
-            heads.append(lengths)
-    if any((lengths >= 1 << 32).any() for lengths in heads):
-        raise ValueError("a value must stay under 4 GiB.")
-    blocks: list[Bytes2d] = []
-    if heads:
-        blocks.append(np.ascontiguousarray(np.array(heads).T.astype("<u4")).view(np.uint8).reshape(num_rows, -1))
-    pieces: list[Sequence[Any]] = []
-    for column in columns:
-        if isinstance(column, tuple):
-            blocks += column
-            continue
-        if blocks:
-            pieces.append(_rows(blocks))
-        pieces.append(column)
-        blocks = []
-    if not pieces:
-        return EncodedBatch(sizes, blocks)
-    if blocks:
-        pieces.append(_rows(blocks))
-    parts: list[Any] = [b""] * (num_rows * len(pieces))
-    for k, piece in enumerate(pieces):
-        parts[k :: len(pieces)] = piece
-    return EncodedBatch(sizes, (), parts, len(pieces))
-
-
-def _width(blocks: Sequence[Bytes2d]) -> int:
-    return sum(block.shape[1] for block in blocks)
-
-
-def _rows(blocks: list[Bytes2d]) -> list[memoryview]:
-    block = np.ascontiguousarray(blocks[0]) if len(blocks) == 1 else np.concatenate(blocks, axis=1)
-    flat: memoryview = block.reshape(-1).data
-    width = block.shape[1]
-    return [flat[at : at + width] for at in range(0, len(flat), width)]
+def _lengths(blocks: list[EncodedColumn], num_rows: int) -> NDArray[np.int64]:
+    """Return the bytes of each value of a column."""
+    lengths = np.zeros(num_rows, np.int64)
+    for block in blocks:
+        lengths += block.shape[1] if isinstance(block, np.ndarray) else np.fromiter(map(len, block), np.int64, num_rows)
+    return lengths

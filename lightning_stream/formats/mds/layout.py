@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from lightning_stream.formats.encodings import Encoding, encoding_of_column, maker_of
-from lightning_stream.formats.index.schema import Schema
+from lightning_stream.formats.model import Schema
 
 Decoder = Callable[[Any], Any]
 Decoders = Mapping[str, Callable[[bytes], Any]]

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.index.schema import ShardEntry
 from lightning_stream.formats.mds.gather import gather
 from lightning_stream.formats.mds.layout import Decoders, record_layout
 from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
+from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import DECODE_ERRORS, Batch, Mapped, corrupt_error
 
 _OFFSETS = struct.Struct("<II")

@@ -10,11 +10,9 @@ late positions. That library delivers these repeats, so they belong to its order
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
 from lightning_stream.order.orders import ceil_div
-
-Ids = NDArray[np.int64]
 
 PARTITIONS = ("orig", "relaxed")
 PADDING = -1
@@ -29,7 +27,7 @@ def partition(
     batch_size: int,
     drop_first: int = 0,
     initial_nodes: int | None = None,
-) -> Ids:
+) -> Ints:
     """Assign the positions of an epoch: int64[batches, nodes * ranks * batch size], -1 for padding.
 
     Each of the ``canonical`` nodes holds consecutive positions. `relaxed` differs from `orig` where these and the
@@ -56,11 +54,11 @@ def partition(
     return _batches(rows, world * batch_size // began)
 
 
-def _divides(one: int, other: int) -> bool:
-    return one % other == 0 or other % one == 0
+def _divides(canonical: int, nodes: int) -> bool:
+    return canonical % nodes == 0 or nodes % canonical == 0
 
 
-def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int, drop_first: int) -> Ids:
+def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int, drop_first: int) -> Ints:
     """Positions of each rank in order of time: int64[ranks, samples of a rank]."""
     if not _divides(canonical, nodes):
         raise ValueError(
@@ -73,11 +71,11 @@ def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int
     if 0 < length < ranks_per_node:
         rows = np.concatenate([rows] * ceil_div(ranks_per_node, length), axis=1)[:, :ranks_per_node]
     rows = _repeat_late(rows, -rows.shape[1] % ranks_per_node, ranks_per_node)
-    ranks: Ids = rows.reshape(nodes, -1, ranks_per_node).transpose(0, 2, 1)
+    ranks: Ints = rows.reshape(nodes, -1, ranks_per_node).transpose(0, 2, 1)
     return ranks.reshape(nodes * ranks_per_node, -1)
 
 
-def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ids:
+def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ints:
     """Positions of each canonical node: int64[canonical, the same for all], short rows filled up with repeats."""
     ratio = max(nodes // canonical, 1)
     longest = ceil_div(num_samples, canonical)
@@ -95,14 +93,14 @@ def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ids:
     return _repeat_late(rows, padding, ratio)
 
 
-def _repeat_late(rows: Ids, padding: int, ratio: int) -> Ids:
+def _repeat_late(rows: Ints, padding: int, ratio: int) -> Ints:
     """Append `padding` columns: late columns of the row, moved so that no receiver gets what it just had."""
     first = max(rows.shape[1] - padding - ratio + 1, 0)
     return np.concatenate([rows, rows[:, first : first + padding]], axis=1) if padding else rows
 
 
-def _batches(rows: Ids, batch_size: int) -> Ids:
+def _batches(rows: Ints, batch_size: int) -> Ints:
     """The batches of all ranks, from each rank's positions: the last ones filled up with -1."""
     padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % batch_size)), constant_values=PADDING)
-    batches: Ids = padded.reshape(len(rows), -1, batch_size).transpose(1, 0, 2)
+    batches: Ints = padded.reshape(len(rows), -1, batch_size).transpose(1, 0, 2)
     return np.ascontiguousarray(batches).reshape(-1, len(rows) * batch_size)

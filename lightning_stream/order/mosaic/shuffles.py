@@ -7,21 +7,20 @@ order in which draws are made is part of the format: it may not be changed, merg
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.random import Generator, default_rng
 from numpy.typing import NDArray
 
-Ids = NDArray[np.int64]
+from lightning_stream.order.arrays import Ints, ranges, starts_of
 
 DEFAULT_BLOCK_SIZE = 1 << 18
+SHUFFLES = ("py1e", "py1br", "py1s", "py2s", "naive")
 _LEAST_BLOCK = {"py1e": 1, "py1br": 2}
 
 
 def shuffle(
-    algo: str, shard_sizes: Ids, num_canonical_nodes: int, seed: int, epoch: int, block_size: int = DEFAULT_BLOCK_SIZE
-) -> Ids:
+    algo: str, shard_sizes: Ints, num_canonical_nodes: int, seed: int, epoch: int, block_size: int = DEFAULT_BLOCK_SIZE
+) -> Ints:
     """The shuffled sample ids of an epoch: int64[sum of ``shard_sizes``], a permutation.
 
     The epoch is cut into canonical nodes, and every sample stays inside its node (except with `naive`). Only `py1e` and
@@ -38,109 +37,81 @@ def shuffle(
             f"py1e needs a sample for each canonical node; found {shard_sizes.sum()} and {num_canonical_nodes}; "
             f"set a smaller num_canonical_nodes, or draw more samples"
         )
-    return _ALGORITHMS[algo](shard_sizes, num_canonical_nodes, seed, default_rng(seed + epoch), block_size)
+    rng = default_rng(seed + epoch)
+    if algo == "naive":
+        return rng.permutation(int(shard_sizes.sum())).astype(np.int64, copy=False)
+    fixed = default_rng(seed)
+    shards = _shuffled(np.stack([starts_of(shard_sizes)[:-1], shard_sizes], axis=1), fixed)
+    if algo == "py2s":
+        return _py2s(shards, num_canonical_nodes, fixed, rng)
+    nodes = [_shuffled(spans, rng) for spans in _cut(shards, num_canonical_nodes)]
+    if algo == "py1br":
+        staggers = rng.integers(0, int(0.75 * block_size), (num_canonical_nodes,)).tolist()
+        pairs = zip(nodes, staggers, strict=True)
+        return np.concatenate([_shuffled_blocks(ranges(*spans.T), at, block_size, rng) for spans, at in pairs])
+    parts = []
+    for spans in nodes:
+        ids = _shuffled_within(ranges(*spans.T), spans[:, 1], rng)
+        parts.append(ids[np.argsort(_jittered(spans[:, 1], block_size, rng))] if algo == "py1e" else ids)
+    return np.concatenate(parts)
 
 
-def _cut(spans: Ids, num_canonical_nodes: int) -> list[Ids]:
-    """Cut spans, int64[n, 2] of (begin, end), at the even borders of the canonical nodes: spans of each node.
-
-    Empty spans stay with the node before them: they hold no samples, but take part in draws.
-    """
-    stops = np.concatenate([[0], np.cumsum(spans[:, 1] - spans[:, 0])])
-    total = int(stops[-1])
-    nodes, first, begin = [], 0, 0
-    for node in range(num_canonical_nodes):
-        end = total * (node + 1) // num_canonical_nodes
-        last = int(np.searchsorted(stops, end, side="right")) - 1
-        own = spans[first : last + (begin < end and stops[last] < end)].copy()
-        if begin < end:
-            own[0, 0] += begin - stops[first]
-            own[-1, 1] -= max(stops[first + len(own)] - end, 0)
-        nodes.append(own)
-        first, begin = last, end
-    return nodes
+def _shuffled(spans: Ints, rng: Generator) -> Ints:
+    """Spans of ids, int64[n, 2] of (begin, length), in another order."""
+    order = np.arange(len(spans))
+    rng.shuffle(order)
+    return spans[order]
 
 
-def _epoch_spans(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator) -> list[Ids]:
-    """Assign all shards, in their run-constant order, to canonical nodes, whose spans get the epoch's order."""
-    nodes = _cut(_shard_spans(sizes, default_rng(seed)), num_canonical_nodes)
-    for node, spans in enumerate(nodes):
-        order = np.arange(len(spans))
-        rng.shuffle(order)
-        nodes[node] = spans[order]
-    return nodes
-
-
-def _shard_spans(sizes: Ids, fixed: Generator) -> Ids:
-    """The ids of every shard as (begin, end), int64[shards, 2], in the run-constant order of shards."""
-    ends = np.cumsum(sizes)
-    order = np.arange(len(sizes))
-    fixed.shuffle(order)
-    return np.stack([ends - sizes, ends], axis=1)[order]
-
-
-def _ids_of(spans: Ids) -> Ids:
-    """Every id of the spans, one span after another."""
-    lengths = spans[:, 1] - spans[:, 0]
-    shifts = spans[:, 0] - (np.cumsum(lengths) - lengths)
-    ids: Ids = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shifts, lengths)
-    return ids
-
-
-def _shuffle_slices(ids: Ids, lengths: Ids, rng: Generator) -> None:
+def _shuffled_within(ids: Ints, lengths: Ints, rng: Generator) -> Ints:
     """Shuffle consecutive slices of `ids` in place, each by itself, in order."""
     begin = 0
     for length in lengths.tolist():
         rng.shuffle(ids[begin : begin + length])
         begin += length
-
-
-def _py1s(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:  # noqa: ARG001
-    spans = np.concatenate(_epoch_spans(sizes, num_canonical_nodes, seed, rng))
-    ids = _ids_of(spans)
-    _shuffle_slices(ids, spans[:, 1] - spans[:, 0], rng)
     return ids
 
 
-def _py1br(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:
-    nodes = _epoch_spans(sizes, num_canonical_nodes, seed, rng)
-    staggers = rng.integers(0, int(0.75 * block_size), (num_canonical_nodes,)).tolist()
-    parts = []
-    for spans, stagger in zip(nodes, staggers, strict=True):
-        ids = _ids_of(spans)
-        for begin, end in _blocks(len(ids), stagger, block_size, rng):
-            rng.shuffle(ids[begin:end])
-        parts.append(ids)
-    return np.concatenate(parts)
+def _cut(spans: Ints, num_canonical_nodes: int) -> list[Ints]:
+    """Cut spans at the even borders of the canonical nodes: spans of each node.
+
+    Empty spans stay with the node before them: they hold no samples, but take part in draws.
+    """
+    stops = starts_of(spans[:, 1])
+    total = int(stops[-1])
+    nodes = []
+    first = begin = 0
+    for node in range(num_canonical_nodes):
+        end = total * (node + 1) // num_canonical_nodes
+        last = int(np.searchsorted(stops, end, side="right")) - 1
+        of_node = spans[first : last + (begin < end and stops[last] < end)].copy()
+        if begin < end:
+            before = begin - stops[first]
+            of_node[0] += [before, -before]
+            of_node[-1, 1] -= max(stops[first + len(of_node)] - end, 0)
+        nodes.append(of_node)
+        first, begin = last, end
+    return nodes
 
 
-def _blocks(num_samples: int, stagger: int, block_size: int, rng: Generator) -> list[tuple[int, int]]:
-    """Cut a node into blocks of random size, moved back by `stagger`.
+def _shuffled_blocks(ids: Ints, stagger: int, block_size: int, rng: Generator) -> Ints:
+    """Shuffle a node in place, in blocks of random size that are moved back by `stagger`.
 
     The count advances by what a block holds, so the second block overlaps the first (and is shuffled after it), and
     the last `stagger` samples of a node may lie in no block at all: this is how the original behaves.
     """
-    low, high = int(0.75 * block_size), int(1.25 * block_size)
-    blocks, reached = [], 0
-    while reached < num_samples:
-        size = int(rng.integers(low, high))
-        begin, end = max(reached - stagger, 0), min(reached + size - stagger, num_samples)
-        blocks.append((begin, end))
-        reached += end - begin
-    return blocks
+    blocks: list[Ints] = []
+    reached = 0
+    while reached < len(ids):
+        size = int(rng.integers(int(0.75 * block_size), int(1.25 * block_size)))
+        blocks.append(ids[max(reached - stagger, 0) : min(reached + size - stagger, len(ids))])
+        reached += len(blocks[-1])
+    for block in blocks:
+        rng.shuffle(block)
+    return ids
 
 
-def _py1e(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:
-    parts = []
-    for spans in _epoch_spans(sizes, num_canonical_nodes, seed, rng):
-        ids = _ids_of(spans)
-        lengths = spans[:, 1] - spans[:, 0]
-        _shuffle_slices(ids, lengths, rng)
-        parts.append(ids[np.argsort(_jittered(lengths, block_size, rng))])
-    return np.concatenate(parts)
-
-
-def _jittered(lengths: Ids, block_size: int, rng: Generator) -> NDArray[np.float64]:
+def _jittered(lengths: Ints, block_size: int, rng: Generator) -> NDArray[np.float64]:
     """Where each sample of a node would like to be: its place, moved by up to half a block less its span."""
     low, high = int(0.75 * block_size), int(1.25 * block_size)
     num_samples = int(lengths.sum())
@@ -154,28 +125,12 @@ def _jittered(lengths: Ids, block_size: int, rng: Generator) -> NDArray[np.float
     return places
 
 
-def _py2s(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:  # noqa: ARG001
-    fixed = default_rng(seed)
-    spans = _shard_spans(sizes, fixed)
-    lengths = spans[:, 1] - spans[:, 0]
-    ids = _ids_of(spans)
-    _shuffle_slices(ids, lengths, fixed)
-    ends = np.cumsum(lengths)
+def _py2s(shards: Ints, num_canonical_nodes: int, fixed: Generator, rng: Generator) -> Ints:
+    """The samples of each shard are shuffled once for the run, and in an epoch again, within a canonical node."""
+    lengths = shards[:, 1]
+    ids = _shuffled_within(ranges(*shards.T), lengths, fixed)
     parts = []
-    for pieces in _cut(np.stack([ends - lengths, ends], axis=1), num_canonical_nodes):
-        turns = np.arange(len(pieces))
-        rng.shuffle(turns)
-        own = ids[_ids_of(pieces[turns])]
-        _shuffle_slices(own, (pieces[:, 1] - pieces[:, 0])[turns], rng)
-        parts.append(own)
+    for spans in _cut(np.stack([starts_of(lengths)[:-1], lengths], axis=1), num_canonical_nodes):
+        spans = _shuffled(spans, rng)
+        parts.append(_shuffled_within(ids[ranges(*spans.T)], spans[:, 1], rng))
     return np.concatenate(parts)
-
-
-def _naive(sizes: Ids, num_canonical_nodes: int, seed: int, rng: Generator, block_size: int) -> Ids:  # noqa: ARG001
-    return rng.permutation(int(sizes.sum())).astype(np.int64, copy=False)
-
-
-_ALGORITHMS: dict[str, Callable[[Ids, int, int, Generator, int], Ids]] = {
-    "py1e": _py1e, "py1br": _py1br, "py1s": _py1s, "py2s": _py2s, "naive": _naive
-}  # fmt: skip
-SHUFFLES = tuple(_ALGORITHMS)

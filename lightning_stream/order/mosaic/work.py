@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.random import default_rng
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints, ranges, starts_of
 from lightning_stream.order.draw import StreamWeights
 from lightning_stream.order.mosaic.partitions import PADDING, partition
 from lightning_stream.order.mosaic.shuffles import DEFAULT_BLOCK_SIZE, shuffle
@@ -18,7 +18,6 @@ from lightning_stream.order.snapshot import Snapshot
 if TYPE_CHECKING:
     from lightning_stream.order.config import MosaicConfig, OrderConfig
 
-Ids = NDArray[np.int64]
 
 _SAMPLES_IN_BLOCKS = 4_000_000
 
@@ -26,8 +25,8 @@ _SAMPLES_IN_BLOCKS = 4_000_000
 class Drawn(NamedTuple):
     """Drawn samples: of each shard every repeat of it, then what is drawn of it in part."""
 
-    sizes: Ids  # int64[n], samples of each repeat or part
-    ids: Ids  # int64[sum of sizes], the sample id of each drawn sample
+    sizes: Ints  # int64[n], samples of each repeat or part
+    ids: Ints  # int64[sum of sizes], the sample id of each drawn sample
 
 
 def chosen(
@@ -39,15 +38,19 @@ def chosen(
     Raises ValueError where the epoch would be empty, or a stream without samples would have to give some.
     """
     sizes = snapshot.stream_samples
-    if epoch_size is not None or any(one.proportion is not None for one in weights):
-        parts = np.array([one.proportion for one in weights], dtype=np.float64)
-        parts = sizes.astype(np.float64) if np.isnan(parts).any() else parts
+    if epoch_size is not None or any(weight.proportion is not None for weight in weights):
+        pairs = zip(weights, sizes.tolist(), strict=True)
+        parts = np.array(
+            [have if weight.proportion is None else weight.proportion for weight, have in pairs], dtype=float
+        )
         total = int(sizes.sum()) if epoch_size is None else epoch_size
         proportion = parts / max(parts.sum(), np.finfo(np.float64).tiny)
         choose = (total * proportion).astype(np.int64)
         choose[default_rng(seed).choice(len(sizes), total - int(choose.sum()), replace=False)] += 1
     else:
-        choose = np.array([one.absolute(have) for one, have in zip(weights, sizes.tolist(), strict=True)], np.int64)
+        choose = np.array(
+            [weight.absolute(have) for weight, have in zip(weights, sizes.tolist(), strict=True)], np.int64
+        )
         proportion = choose / max(int(choose.sum()), 1)
     bad = np.flatnonzero((sizes == 0) & (choose > 0)).tolist()
     if bad or not choose.sum():
@@ -58,41 +61,23 @@ def chosen(
     return choose.tolist(), proportion.tolist()
 
 
-def draw(snapshot: Snapshot, streams: Sequence[int], choose: Sequence[int], config: OrderConfig, epoch: int) -> Drawn:
-    """Draw from some streams. One generator serves the call, so a call for all streams differs from one for each."""
-    balanced = config.sampling_method == "balanced"
-    rng = default_rng(config.seed + epoch * balanced)
-    none = np.zeros(0, np.int64)
-    parts = [Drawn(none, none)]
-    for stream in streams:
-        sizes = snapshot.shard_sizes[stream]
-        if not len(sizes):
-            continue  # an empty dataset has no shards
-        use_epoch = config.shuffle and balanced
-        per_shard = sampling(sizes, choose[stream], config.sampling_granularity, config.seed, epoch, use_epoch)
-        begin = int(snapshot.shard_offsets[snapshot.stream_offsets[stream]])
-        parts.append(_drawn(sizes, per_shard, begin, rng))
-    return Drawn(np.concatenate([part.sizes for part in parts]), np.concatenate([part.ids for part in parts]))
-
-
-def _drawn(sizes: Ids, per_shard: Ids, begin: int, rng: np.random.Generator) -> Drawn:
+def _drawn(begins: Ints, sizes: Ints, per_shard: Ints, rng: np.random.Generator) -> Drawn:
+    """So many samples of each shard, whose first sample ids are ``begins``."""
     repeats, rest = np.divmod(per_shard, np.maximum(sizes, 1))
     times = repeats + (rest > 0)
     shard = np.repeat(np.arange(len(sizes)), times)
     lengths = sizes[shard]
     partial = np.cumsum(times)[rest > 0] - 1
     lengths[partial] = rest[rest > 0]
-    starts = np.cumsum(lengths) - lengths
-    shard_begins = begin + np.cumsum(sizes) - sizes
-    ids = np.arange(int(lengths.sum()), dtype=np.int64) + np.repeat(shard_begins[shard] - starts, lengths)
-    for at in partial.tolist():
-        own = shard[at]
-        picks = np.sort(rng.choice(int(sizes[own]), int(lengths[at]), replace=False))
-        ids[starts[at] : starts[at] + lengths[at]] = shard_begins[own] + picks
+    ids = ranges(begins[shard], lengths)
+    starts = starts_of(lengths)
+    for part in partial.tolist():
+        picks = rng.choice(int(sizes[shard[part]]), int(lengths[part]), replace=False)
+        ids[starts[part] : starts[part + 1]] = begins[shard[part]] + np.sort(picks)
     return Drawn(lengths, ids)
 
 
-def sampling(sizes: Ids, choose: int, granularity: int, seed: int, epoch: int, use_epoch: bool) -> Ids:
+def sampling(sizes: Ints, choose: int, granularity: int, seed: int, epoch: int, use_epoch: bool) -> Ints:
     """How many samples to draw from each shard of ``sizes`` samples: int64[shards], with sum ``choose``.
 
     Whole repeats of the stream come first. Then ``granularity`` samples of a shard at a time (the last pick may be
@@ -116,7 +101,7 @@ def sampling(sizes: Ids, choose: int, granularity: int, seed: int, epoch: int, u
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class EpochInputs:
     """All that an epoch's global batches depend on, except the position of a resume.
 
     ``nodes``, ``ranks`` of each and ``batch_size`` of a rank are this world; `chosen` has made ``choose, proportions``.
@@ -147,12 +132,24 @@ class Work:
         """Samples of a shuffle block of one stream alone: its proportion of the whole."""
         return int(self.block_size * self.proportions[stream])
 
-    def mixing(self) -> np.random.Generator:
-        """The generator that mixes the batches of streams over time."""
-        config = self.config
-        return default_rng(config.seed + self.epoch * (config.shuffle and config.sampling_method == "balanced"))
+    @property
+    def sampling_epoch(self) -> int:
+        """What the seed of samplings and of mixed batches moves by."""
+        return self.epoch * (self.config.shuffle and self.config.sampling_method == "balanced")
 
-    def order(self, drawn: Drawn, block_size: int) -> Ids:
+    def draw(self, streams: Sequence[int]) -> Drawn:
+        """Draw from some streams. One generator serves them, so all together draw other samples than each alone."""
+        config, snapshot = self.config, self.snapshot
+        rng = default_rng(config.seed + self.epoch * (config.sampling_method == "balanced"))
+        parts = []
+        for stream in streams:
+            sizes = snapshot.shard_sizes[stream]
+            settings = config.sampling_granularity, config.seed, self.sampling_epoch, True
+            begins = snapshot.shard_offsets[snapshot.stream_offsets[stream] :][: len(sizes)]
+            parts.append(_drawn(begins, sizes, sampling(sizes, self.choose[stream], *settings), rng))
+        return Drawn(*map(np.concatenate, zip(*parts, strict=True)))
+
+    def order(self, drawn: Drawn, block_size: int) -> Ints:
         """The sample id at each position of the drawn samples."""
         config = self.config
         if not config.shuffle:
@@ -160,34 +157,31 @@ class Work:
         nodes = config.canonical_nodes
         return drawn.ids[shuffle(config.algorithm, drawn.sizes, nodes, config.seed, self.epoch, block_size)]
 
-    def stream_orders(self, draws: Sequence[Drawn]) -> list[Ids]:
+    def stream_orders(self, draws: Sequence[Drawn]) -> list[Ints]:
         """As :meth:`order`, of each stream alone; refuses an empty one."""
         for stream, drawn in enumerate(draws):
             self.require_batches(stream, len(drawn.ids), self.global_batch)
         return [self.order(drawn, self.block_share(stream)) for stream, drawn in enumerate(draws)]
 
-    def require_batches(self, stream: int, found: int, batch_size: int) -> None:
+    def require_batches(self, stream: int, count: int, batch_size: int) -> None:
         """Refuse a stream in which nothing was found to fill a batch with."""
-        if not found:
+        if not count:
             raise ValueError(
                 f"each stream must fill at least one batch of its own; stream {stream} "
                 f"({self.snapshot.stream_names[stream]}) draws {self.choose[stream]} samples for batches of "
                 f"{batch_size}; lower the batch size, raise its weight, or omit it"
             )
 
-    def deal(self, num_samples: int, used: int = 0) -> Ids:
-        """Positions of an epoch assigned to this world: int64[batches, nodes * ranks * batch size]."""
-        world = (self.config.canonical_nodes, self.nodes, self.ranks, self.batch_size)
-        return partition(self.mosaic.partition, num_samples, *world, used, self.mosaic.initial_physical_nodes)
-
-    def turns(self, num_samples: int, nodes: int) -> Ids:
-        """Positions in the order in which so many nodes take them, one sample at a time."""
-        return partition(self.mosaic.partition, num_samples, self.config.canonical_nodes, nodes, self.ranks, 1)
+    def positions(self, num_samples: int, nodes: int, batch_size: int, used: int = 0) -> Ints:
+        """Positions of an epoch assigned to so many nodes: int64[batches, nodes * ranks * batch size]."""
+        mosaic, canonical = self.mosaic, self.config.canonical_nodes
+        world = (nodes, self.ranks, batch_size)
+        return partition(mosaic.partition, num_samples, canonical, *world, used, mosaic.initial_physical_nodes)
 
 
 def epoch_batches(
     data: tuple[Snapshot, Sequence[StreamWeights], OrderConfig], epoch: int, world: Sequence[int], used: int = 0
-) -> tuple[Ids, Ids]:
+) -> tuple[Ints, Ints]:
     """The batches of an epoch (as `partition` has them) without its first ``used`` samples, and all ids drawn for it.
 
     ``world`` is (nodes, ranks of each, samples in a batch of one rank). Raises ValueError where streams cannot fill it.
@@ -195,73 +189,72 @@ def epoch_batches(
     snapshot, weights, config = data
     assert config.mosaic is not None
     choose, proportions = chosen(snapshot, weights, config.epoch_size, config.seed)
-    work = Work(snapshot, config, config.mosaic, epoch, choose, proportions, *world)
-    method, draws_together = _METHODS[config.batching_method]
+    inputs = EpochInputs(snapshot, config, config.mosaic, epoch, choose, proportions, *world)
     streams = range(snapshot.num_streams)
-    groups = [list(streams)] if draws_together else [[stream] for stream in streams]
-    draws = [draw(snapshot, group, choose, config, epoch) for group in groups]
-    return method(work, draws, used), np.concatenate([one.ids for one in draws])
+    method = _METHODS.get(config.batching_method)
+    if method is None:  # "random": one generator draws the samples of all streams
+        drawn = inputs.draw(streams)
+        ids = inputs.order(drawn, inputs.block_size)
+        return _take(ids, inputs.positions(len(ids), inputs.nodes, inputs.batch_size, used)), drawn.ids
+    draws = [inputs.draw([stream]) for stream in streams]
+    batches = method(inputs, draws)[used // inputs.global_batch :]
+    return batches, np.concatenate([drawn.ids for drawn in draws])
 
 
-def _random(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
-    (drawn,) = draws
-    return _take(work.order(drawn, work.block_size), work.deal(len(drawn.ids), used))
-
-
-def _stratified(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
-    portions = _portions(work.proportions, work.global_batch).tolist()
-    orders = [ids[work.turns(len(ids), 1).reshape(-1)] for ids in work.stream_orders(draws)]
+def _stratified(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
+    portions = _portions(inputs.proportions, inputs.global_batch).tolist()
+    orders = [ids[inputs.positions(len(ids), 1, 1).reshape(-1)] for ids in inputs.stream_orders(draws)]
     steps = min(len(ids) // portion for ids, portion in zip(orders, portions, strict=True))
     columns = [ids[: steps * portion].reshape(steps, portion) for ids, portion in zip(orders, portions, strict=True)]
-    return np.concatenate(columns, axis=1)[used // work.global_batch :]
+    return np.concatenate(columns, axis=1)
 
 
-def _per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
+def _per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
     pools = []
-    for stream, ids in enumerate(work.stream_orders(draws)):
-        batches = work.deal(len(ids))
-        whole = batches[(batches != PADDING).all(axis=1)]
-        work.require_batches(stream, len(whole), work.global_batch)
-        pools.append(_take(ids, whole))
-    return _mixed(pools, work.mixing())[used // work.global_batch :]
+    for stream, ids in enumerate(inputs.stream_orders(draws)):
+        batches = inputs.positions(len(ids), inputs.nodes, inputs.batch_size)
+        full = batches[(batches != PADDING).all(axis=1)]
+        inputs.require_batches(stream, len(full), inputs.global_batch)
+        pools.append(_take(ids, full))
+    return _mixed(pools, default_rng(inputs.config.seed + inputs.sampling_epoch))
 
 
-def _device_per_stream(work: Work, draws: Sequence[Drawn], used: int) -> Ids:
-    nodes, canonical, size = work.nodes, work.config.canonical_nodes, work.batch_size
+def _device_per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
+    nodes, canonical, size = inputs.nodes, inputs.config.canonical_nodes, inputs.batch_size
     if canonical % nodes:
         raise ValueError(
             f"device_per_stream needs the nodes to divide num_canonical_nodes; found {nodes} and {canonical}; "
             f"set num_canonical_nodes to a multiple of {nodes}"
         )
-    for stream in range(len(work.choose)):
-        if work.config.shuffle and work.choose[stream] and not work.block_share(stream):
+    for stream, count in enumerate(inputs.choose):
+        if inputs.config.shuffle and count and not inputs.block_share(stream):
             raise ValueError(
                 f"device_per_stream splits a shuffle block over streams by proportion; stream {stream} gets none of "
-                f"{work.block_size}; raise shuffle_block_size or the stream's proportion"
+                f"{inputs.block_size}; raise shuffle_block_size or the stream's proportion"
             )
     pools = []
-    for stream, ids in enumerate(work.stream_orders(draws)):
-        turns = work.turns(len(ids), canonical)
-        own = turns.reshape(-1, nodes, canonical // nodes * work.ranks).transpose(1, 0, 2).reshape(nodes, -1)
-        count = own.shape[1] // size
-        work.require_batches(stream, count, size)
-        pools.append(_take(ids, own[:, : count * size].reshape(nodes, count, size)))
-    rng = work.mixing()
+    for stream, ids in enumerate(inputs.stream_orders(draws)):
+        positions = inputs.positions(len(ids), canonical, 1)
+        of_node = positions.reshape(-1, nodes, canonical // nodes * inputs.ranks).transpose(1, 0, 2).reshape(nodes, -1)
+        count = of_node.shape[1] // size
+        inputs.require_batches(stream, count, size)
+        pools.append(_take(ids, of_node[:, : count * size].reshape(nodes, count, size)))
+    rng = default_rng(inputs.config.seed + inputs.sampling_epoch)
     mixed = np.stack([_mixed([pool[node] for pool in pools], rng) for node in range(nodes)], axis=1)
-    num_ranks = nodes * work.ranks
+    num_ranks = nodes * inputs.ranks
     padding = np.full((num_ranks - len(mixed) % num_ranks, nodes, size), PADDING, dtype=np.int64)
-    return np.concatenate([mixed, padding]).reshape(-1, work.global_batch)[used // work.global_batch :]
+    return np.concatenate([mixed, padding]).reshape(-1, inputs.global_batch)
 
 
-def _take(ids: Ids, positions: Ids) -> Ids:
+def _take(ids: Ints, positions: Ints) -> Ints:
     """Look up positions, leaving padding as it is."""
     return np.where(positions == PADDING, PADDING, ids[positions])
 
 
-def _portions(proportions: Sequence[float], global_batch: int) -> Ids:
+def _portions(proportions: Sequence[float], global_batch: int) -> Ints:
     """Split a global batch by proportions: rounded down, then the largest remainders up."""
     exact = np.asarray(proportions) * global_batch
-    portions: Ids = np.floor(exact).astype(np.int64)
+    portions: Ints = np.floor(exact).astype(np.int64)
     short = global_batch - int(portions.sum())
     if short:
         # Equal remainders fall as numpy's default sort leaves them (on this processor), as in the original.
@@ -274,20 +267,19 @@ def _portions(proportions: Sequence[float], global_batch: int) -> Ids:
     return portions
 
 
-def _mixed(pools: Sequence[Ids], rng: np.random.Generator) -> Ids:
+def _mixed(pools: Sequence[Ints], rng: np.random.Generator) -> Ints:
     """Interleave the batches of streams in random order, each stream's own in their order."""
-    turns = np.repeat(np.arange(len(pools)), [len(pool) for pool in pools])
-    rng.shuffle(turns)
-    mixed = np.empty((len(turns), *pools[0].shape[1:]), dtype=np.int64)
+    streams = np.repeat(np.arange(len(pools)), [len(pool) for pool in pools])
+    rng.shuffle(streams)
+    mixed = np.empty((len(streams), *pools[0].shape[1:]), dtype=np.int64)
     for stream, pool in enumerate(pools):
-        mixed[turns == stream] = pool
+        mixed[streams == stream] = pool
     return mixed
 
 
-_METHODS: dict[str, tuple[Callable[[Work, Sequence[Drawn], int], Ids], bool]] = {
-    "random": (_random, True),
-    "stratified": (_stratified, False),
-    "per_stream": (_per_stream, False),
-    "device_per_stream": (_device_per_stream, False),
+_METHODS: dict[str, Callable[[EpochInputs, Sequence[Drawn]], Ints]] = {
+    "stratified": _stratified,
+    "per_stream": _per_stream,
+    "device_per_stream": _device_per_stream,
 }
-"""What makes the batches, and whether one generator draws the samples of all streams."""
+"""What makes the batches where each stream is drawn by itself."""

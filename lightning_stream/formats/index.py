@@ -1,0 +1,255 @@
+"""index.json, parsed into arrays. Entries are made on demand, so no shard has a Python object."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Collection, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.model import (
+    INDEX_NAME,
+    FileEntry,
+    Schema,
+    ShardEntry,
+    check_basename,
+    version_name,
+)
+from lightning_stream.formats.scan import Shards, read_entry, read_shards, read_top, snapshot_of
+
+__all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry", "version_name"]
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_REPLACE_LENGTHS = "Replace them: lightning-stream convert PATH --lengths NAME --overwrite."
+_decode_lengths = msgspec.json.Decoder(dict[str, tuple[FileEntry, ...]]).decode
+
+
+class Index:
+    """All shards of a dataset, in order.
+
+    Attributes:
+        data, where: The text of index.json in UTF-8; its path or URL, for messages.
+        schemas: The distinct schemas of the shards.
+        shard_sizes: int64[num_shards], number of samples.
+        raw_bytes, stored_bytes: int64[num_shards], bytes of the shard's files and of those joined to it, uncompressed
+            and as they are stored.
+        num_samples: The number of samples in all shards, also of deleted ones.
+        deleted: The file of the deleted samples, in which each has its number in 8 bytes; None if there are none.
+        joined: The columns that were added: each an index of as many shards, or of fewer where shards were appended
+            since. Sample i of its shard k has further columns of sample i of shard k.
+        chosen: The names of the columns that are read; None for all.
+        digest: Hex, of the raw files' names, sizes and hashes, the counts, and the columns. Another compression of the
+            same samples gives the same digest. Of data in another format: of its files and their parts.
+        source_digest: The digest of the data in another format that these shards were converted from, shard by shard,
+            so that both have one order; empty if there is none.
+    """
+
+    def __init__(self, data: bytes, where: str, snapshot: bytes = b"") -> None:
+        top = read_top(data, where)
+        shards = read_shards(data, top, where, snapshot)
+        numbers = shards.numbers
+        self.data, self.where = data, where
+        self.schemas, self.deleted, self.digest = shards.schemas, top.deleted, shards.digest
+        # After another change, such as an append, the shards are not only those that were converted.
+        former = top.converted_from
+        self.source_digest = former.source if former is not None and former.digest == self.digest else ""
+        self.versions, self._lengths_text = bytes(top.versions), bytes(top.lengths)
+        self._spans = numbers[:, :2].copy()
+        self.shard_sizes: NDArray[np.int64] = numbers[:, 2].copy()
+        self.raw_bytes: NDArray[np.int64] = numbers[:, 3].copy()
+        self.stored_bytes: NDArray[np.int64] = numbers[:, 4].copy()
+        self._schema_ids = numbers[:, 5].astype(np.int32)
+        self.num_samples = int(self.shard_sizes.sum())
+        self.chosen: frozenset[str] | None = None
+        joined = (b'{"shards": ' + bytes(shards) + b', "version": 2}' for shards in top.joined)
+        self.joined = tuple(Index(text, f"{where}, joined columns") for text in joined)
+        for other in self.joined:
+            if len(other) > self.num_shards or (other.shard_sizes != self.shard_sizes[: len(other)]).any():
+                raise self._does_not_fit(other)
+            self.raw_bytes[: len(other)] += other.raw_bytes
+            self.stored_bytes[: len(other)] += other.stored_bytes
+            self.digest = blake2b(f"{self.digest} joined {other.digest}".encode(), digest_size=32).hexdigest()
+        for schemas in self._schemas_of_shards if self.joined else ():
+            if sum(len(one.names) for one in schemas) > len({name for one in schemas for name in one.names}):
+                raise self._does_not_fit(self.joined[-1])
+
+    @staticmethod
+    def _does_not_fit(other: Index) -> FormatError:
+        names = ", ".join(sorted({name for schema in other.schemas for name in schema.names}))
+        return FormatError(
+            f"{other.where} must have the samples of the index's own shards, and other columns; found {names} for "
+            f"{other.num_samples:,} samples in {other.num_shards:,} shards. Restore the index."
+        )
+
+    @classmethod
+    def from_bytes(cls, data: bytes, where: str, snapshot: bytes = b"") -> Index:
+        """Parse the text of an index.json; FormatError if it is not one, or if a file name leaves the folder.
+
+        It is faster with what `to_keep` of the same index returned.
+        """
+        return cls(data.removeprefix(_BYTE_ORDER_MARK), where, snapshot)
+
+    def to_keep(self) -> bytes:
+        """Return what a later `from_bytes` is faster with; nothing for an index with added columns."""
+        if self.joined:
+            return b""
+        columns = (self._spans, self.shard_sizes, self.raw_bytes, self.stored_bytes, self._schema_ids)
+        return snapshot_of(Shards(np.column_stack(columns), self.schemas, self.digest), self.data)
+
+    @classmethod
+    def from_file(cls, path: Path) -> Index:
+        """Parse the index.json at ``path``."""
+        return cls.from_bytes(path.read_bytes(), str(path))
+
+    @property
+    def num_deleted(self) -> int:
+        """The number of deleted samples."""
+        return 0 if self.deleted is None else self.deleted.num_bytes // 8
+
+    @property
+    def num_shards(self) -> int:
+        """The number of shards."""
+        return len(self.shard_sizes)
+
+    @property
+    def table_version(self) -> int | None:
+        """The version of the Delta table whose files are read in place; None of any other dataset."""
+        found = re.match(rb'\{"listing": "[^"]*", "table_version": ([0-9]+)', self.data)
+        return None if found is None else int(found[1])
+
+    @cached_property
+    def lengths(self) -> dict[str, tuple[FileEntry, ...]]:
+        """The files of each length by its name, e.g. ``"tokens"``; their numbers add up to `num_samples`.
+
+        FormatError, only when they are asked for, if they do not fit the samples.
+        """
+        try:
+            lengths = _decode_lengths(self._lengths_text)
+        except (ValueError, RecursionError) as error:
+            raise self._wrong_lengths(f"the lengths must list files by name; {error}") from error
+        for name, files in lengths.items():
+            self._check_lengths(name, files)
+        return lengths
+
+    def _check_lengths(self, name: str, files: tuple[FileEntry, ...]) -> None:
+        total = 0
+        for file in files:
+            check_basename(file.basename, self.where)
+            count = file.num_samples or 0
+            total += count
+            if file.num_samples is None or file.num_bytes != 4 * count:
+                raise self._wrong_lengths(
+                    f"lengths have 4 bytes per sample; {file.basename} of lengths {name!r} has {file.num_bytes:,} "
+                    f"bytes for {count:,} samples"
+                )
+        if total != self.num_samples:
+            names = ", ".join(file.basename for file in files[:3]) or "no file"
+            raise self._wrong_lengths(
+                f"lengths have one number per sample; lengths {name!r} ({names}) have {total:,} numbers for "
+                f"{self.num_samples:,} samples"
+            )
+
+    def _wrong_lengths(self, rule: str) -> FormatError:
+        return FormatError(f"{self.where}: {rule}. {_REPLACE_LENGTHS}")
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Encoding by column name in the first shard, joined columns included."""
+        return self.column_sets[0] if self.num_shards else {}
+
+    @cached_property
+    def column_sets(self) -> list[dict[str, str]]:
+        """The different columns that shards have, joined columns included and only those that are chosen: encoding by
+        name. The first one is that of the first shard."""
+        sets = []
+        for own, *others in self._schemas_of_shards:
+            columns = own.columns
+            for other in others:
+                columns = dict(sorted((columns | other.columns).items()))  # as a writer stores them
+            sets.append({name: columns[name] for name in columns if self.chosen is None or name in self.chosen})
+        return [one for k, one in enumerate(sets) if list(one.items()) not in [list(each.items()) for each in sets[:k]]]
+
+    @cached_property
+    def _schemas_of_shards(self) -> list[tuple[Schema, ...]]:
+        """The different schemas that a shard and those joined to it have, the first shard's first."""
+        if not self.joined:
+            return [(schema,) for schema in self.schemas]
+        ids = np.full((1 + len(self.joined), self.num_shards), -1)
+        ids[0] = self._schema_ids
+        for row, other in zip(ids[1:], self.joined, strict=True):
+            row[: len(other)] = other._schema_ids  # noqa: SLF001 - of this class
+        _, firsts = np.unique(ids, axis=1, return_index=True)
+        parts = (self, *self.joined)
+        return [
+            tuple(one.schemas[number] for one, number in zip(parts, ids[:, shard].tolist(), strict=True) if number >= 0)
+            for shard in sorted(firsts.tolist())
+        ]
+
+    def schema(self, shard: int) -> Schema:
+        """Return the schema of one shard, without parsing its entry."""
+        return self.schemas[int(self._schema_ids[self._checked(shard)])]
+
+    def entry(self, shard: int) -> ShardEntry:
+        """Parse one shard's entry; IndexError unless 0 <= shard < num_shards."""
+        return read_entry(self.text(shard), f"{self.where}, shard {shard}")
+
+    def entries(self, shard: int) -> tuple[ShardEntry, ...]:
+        """Parse the entries of one shard and of those joined to it."""
+        return self.entry(shard), *(other.entry(shard) for other in self.joined if shard < len(other))
+
+    def cut(self, num_bytes: int) -> list[tuple[int, int]]:
+        """Return the bounds [begin, end) of groups of neighbouring shards, each of about so many raw bytes."""
+        groups = (np.cumsum(self.raw_bytes) - self.raw_bytes) // num_bytes
+        return list(pairwise([*np.flatnonzero(np.diff(groups, prepend=-1)).tolist(), self.num_shards]))
+
+    def choose(self, names: Collection[str]) -> Index:
+        """Return this index with some columns alone; joined shards that have none of them are not read then.
+
+        ValueError for names that no shard has.
+        """
+        known = dict.fromkeys(name for columns in self.column_sets for name in columns)
+        if absent := [name for name in names if name not in known]:
+            raise ValueError(f"columns: {self.where} has no column {', '.join(absent)}; it has {', '.join(known)}.")
+        if len(set(names)) == len(known):
+            return self
+        found = copy.copy(self)
+        vars(found).pop("column_sets")
+        vars(found).pop("_schemas_of_shards")
+        found.chosen = frozenset(names)
+        found.joined = tuple(one for one in self.joined if any(name in one.columns for name in names))
+        found.raw_bytes, found.stored_bytes = self.raw_bytes.copy(), self.stored_bytes.copy()
+        for other in set(self.joined) - set(found.joined):
+            found.raw_bytes[: len(other)] -= other.raw_bytes
+            found.stored_bytes[: len(other)] -= other.stored_bytes
+        return found
+
+    def text(self, shard: int) -> bytes:
+        """Return the JSON text of one shard's entry."""
+        begin, end = self._spans[self._checked(shard)]
+        return self.data[begin:end]
+
+    def _checked(self, shard: int) -> int:
+        if not 0 <= shard < self.num_shards:
+            raise IndexError(f"shard {shard} of an index with {self.num_shards} shards")
+        return shard
+
+    def __len__(self) -> int:
+        return self.num_shards
+
+
+def mixed_columns(indexes: Sequence[Index]) -> dict[str, bool] | None:
+    """Return all columns, and whether all shards have them in one encoding; None if all shards have the same."""
+    sets = [columns for index in indexes for columns in index.column_sets]
+    formats = {schema.format for index in indexes for schema in index.schemas}
+    if len(formats) <= 1 and len({tuple(columns.items()) for columns in sets}) <= 1:
+        return None
+    names = dict.fromkeys(name for columns in sets for name in columns)
+    return {name: len({columns.get(name) for columns in sets}) == 1 for name in names}

@@ -1,0 +1,330 @@
+"""Memory that a worker process shares with its trainer: what it has counted, and the batches that it makes.
+
+A queue of torch puts every tensor into a shared file of its own: with each batch both processes pay for new memory,
+which costs several times the reading. Here a worker makes or copies a batch in a slot of this memory, and the trainer
+gets tensors and arrays over it. The slot is free again once nothing refers to them, so a batch that is kept never
+changes. The memory is one sparse file without a name, mapped before the worker starts: addresses for large batches cost
+nothing until they are used.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+import os
+import pickle
+import select
+import sys
+import weakref
+from collections.abc import Callable
+from functools import cache
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lightning_stream.counters import LIVE_SETTINGS, NAMES
+from lightning_stream.formats.memory import MAP_OPTIONS
+from lightning_stream.loading.shared_position import memory_file
+
+_ALIGNED = 64  # each array in a slot begins at a multiple
+_SLOT_BYTES = 8 << 30  # of addresses
+_LEAST_SLOT_BYTES = 16 << 20  # where a process may not map more
+_MOST_LENT = 3  # slots that batches in the trainer refer to; what arrives meanwhile is copied
+_SPARE = 12  # slots for the time in which forked processes may read others
+_NUM_NUMBERS = len(NAMES) + len(LIVE_SETTINGS) + 1  # the last one is the process id
+_FREE, _SENT, _LENT, _FORKED = range(4)
+_IN_SLOT, _WHOLE = b"s", b"w"
+_LEAST_BYTES = 16 << 10  # of an array that goes into a slot
+_MOST_IN_PIPE = 32 << 10  # of a message, so that a pipe holds one
+
+Bytes = NDArray[np.uint8]
+
+
+class Arena:
+    """The memory of one worker; it ends with the last process that maps it.
+
+    Args:
+        num_waiting: Batches that may wait for the trainer at a time.
+
+    Attributes:
+        counters: float64[len(NAMES)], which the worker counts.
+        live_settings: float64[len(LIVE_SETTINGS)], which the trainer sets.
+        pid: float64[1]: the process id of a worker that can report where it stands, else 0.
+
+    Example::
+
+        arena = Arena(num_waiting=2)  # in the trainer, before the worker starts
+        results.send_bytes(arena.seal(batch))  # in the worker
+        batch = arena.open(results.recv_bytes())  # in the trainer
+    """
+
+    _fd = -1
+
+    def __init__(self, num_waiting: int, slot_bytes: int = _SLOT_BYTES, fd: int | None = None) -> None:
+        self._num_waiting = num_waiting
+        self._slot_bytes = slot_bytes
+        num_slots = num_waiting + _MOST_LENT + _SPARE
+        self._first = -(-(8 * _NUM_NUMBERS + num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self._fd = memory_file("worker", self._first) if fd is None else fd
+        self._memory = self._mapped(num_slots)
+        numbers = np.frombuffer(self._memory, np.float64, _NUM_NUMBERS)
+        self.counters = numbers[: len(NAMES)]
+        self.live_settings = numbers[len(NAMES) : -1]
+        self.pid = numbers[-1:]
+        self._states = np.frombuffer(self._memory, np.uint8, num_slots, 8 * _NUM_NUMBERS)
+        self._readers: list[list[_Fork]] = [[] for _ in range(num_slots)]  # processes that may read a slot
+        self._slot: int | None = None  # of the batch that is being made, which has used so many bytes of it
+        self._used = 0
+        _arenas.add(self)
+
+    def __reduce__(self) -> tuple[Callable[..., Arena], tuple[Any, ...]]:
+        return _attach, (self._num_waiting, self._slot_bytes, reduction.DupFd(self._fd))
+
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
+        if self._fd >= 0:
+            _close(self._fd)
+
+    def _mapped(self, num_slots: int) -> mmap.mmap:
+        """The memory, with as large slots as this process may map."""
+        while True:
+            num_bytes = self._first + num_slots * self._slot_bytes
+            try:
+                os.ftruncate(self._fd, num_bytes)
+                return mmap.mmap(self._fd, num_bytes, **MAP_OPTIONS)
+            except OSError:
+                self._slot_bytes //= 4
+                if self._slot_bytes < _LEAST_SLOT_BYTES:
+                    raise
+
+    # In the worker
+
+    def empty(self, num_bytes: int) -> memoryview | None:
+        """Memory for an array of the next batch, which `seal` then need not copy; None if there is none."""
+        if not self._take_slot() or self._used + num_bytes > self._slot_bytes:
+            return None
+        begin = self._used
+        self._used += _aligned(num_bytes)
+        return self._slice(begin, begin + num_bytes).data
+
+    def seal(self, batch: Any) -> bytes:
+        """The message of a batch. Long arrays are in a slot, if there is room; all others in the message."""
+        try:
+            pickler = _Pickler()
+            stream = pickler.pickled(batch)
+            arrays = pickler.arrays
+            if len(stream) > _MOST_IN_PIPE:
+                arrays.append(np.frombuffer(stream, np.uint8))
+                stream = b""
+            ranges = self._placed(arrays) if arrays else []
+            if ranges is None:
+                return _WHOLE + _Pickler(keeps_arrays=False).pickled(batch)
+            if not ranges:
+                return _WHOLE + stream
+            self._states[self._slot] = _SENT
+            return _IN_SLOT + pickle.dumps((self._slot, ranges, stream))
+        finally:
+            self._slot = None
+            self._used = 0
+
+    def _take_slot(self) -> bool:
+        """Choose a free slot for the batch that is being made; returns whether there is one."""
+        if self._slot is None:
+            free = np.flatnonzero(self._states == _FREE)
+            self._slot = int(free[0]) if len(free) else None
+        return self._slot is not None
+
+    def _placed(self, arrays: list[Bytes]) -> list[tuple[int, int]] | None:
+        """Where each array is in the slot: those that were not made there are copied; None if they have no room."""
+        if not self._take_slot():
+            return None
+        slot = self._slice(0, self._slot_bytes)
+        base = _address(slot)
+        end = self._used
+        ranges, to_copy = [], []
+        for array in arrays:
+            begin = _address(array) - base
+            if not 0 <= begin <= self._slot_bytes - array.nbytes:
+                begin = end
+                end += _aligned(array.nbytes)
+                to_copy.append((begin, array))
+            ranges.append((begin, begin + array.nbytes))
+        if end > self._slot_bytes:
+            return None
+        for begin, array in to_copy:
+            slot[begin : begin + array.nbytes] = array
+        return ranges
+
+    def _slice(self, begin: int, end: int, slot: int | None = None) -> Bytes:
+        number = self._slot if slot is None else slot
+        assert number is not None
+        return np.frombuffer(self._memory, np.uint8, end - begin, self._first + number * self._slot_bytes + begin)
+
+    # In the trainer
+
+    def open(self, message: bytes) -> Any:
+        """The batch of a message, over the memory of its slot; over a copy of it where too many slots are in use."""
+        if message[:1] == _WHOLE:
+            return pickle.loads(memoryview(message)[1:])  # noqa: S301 - our own
+        slot, ranges, stream = pickle.loads(memoryview(message)[1:])  # noqa: S301 - our own
+        lends = np.count_nonzero(self._states == _LENT) < _MOST_LENT
+        memory = self._slice(0, max(end for _, end in ranges), slot)  # every view of it keeps it alive
+        self._states[slot] = _LENT
+        weakref.finalize(memory, _take_back, self._states, slot, self._readers[slot], os.getpid()).atexit = False
+        arrays = [memory[begin:end] if lends else memory[begin:end].copy() for begin, end in ranges]
+        del memory
+        self._free_unread()
+        return pickle.loads(stream or arrays.pop().data, buffers=arrays)  # noqa: S301 - our own
+
+    def discard(self, message: bytes) -> None:
+        """Free the slot of a message that is not opened."""
+        if message[:1] == _IN_SLOT:
+            self._states[pickle.loads(message[1:])[0]] = _FREE  # noqa: S301 - our own
+
+    def note_fork(self, fork: _Fork) -> None:
+        """Keep the slots that the forked process may read until it has ended."""
+        for slot in np.flatnonzero(self._states == _LENT).tolist():
+            self._readers[slot].append(fork)
+
+    def _free_unread(self) -> None:
+        for slot in np.flatnonzero(self._states == _FORKED).tolist():
+            readers = self._readers[slot]
+            readers[:] = [fork for fork in readers if not fork.has_ended()]
+            if not readers:
+                self._states[slot] = _FREE
+
+
+def _attach(num_waiting: int, slot_bytes: int, handle: Any) -> Arena:
+    """The memory of the trainer, in a worker that did not inherit it."""
+    return Arena(num_waiting, slot_bytes, handle.detach())
+
+
+def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int) -> None:
+    """Free a slot to which nothing in the trainer refers any more; forked processes do not own it."""
+    if os.getpid() == pid:
+        states[slot] = _FORKED if readers else _FREE
+
+
+class _Fork:
+    """A process that was forked from this one, or one of its own: as long as any lives, it may read what it inherited.
+
+    Each of them has the writing end of a pipe, which ends with the last one.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._events = select.poll()
+        self._events.register(fd, 0)  # the end of a pipe is reported always
+
+    def has_ended(self) -> bool:
+        """Whether all of these processes have ended."""
+        return bool(self._events.poll(0))
+
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:
+        _close(self._fd)
+
+
+_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
+_pipes: list[tuple[int, int]] = []  # of the forks in progress
+
+
+def _before_fork() -> None:
+    _pipes.append(os.pipe())
+
+
+def _after_fork_in_parent() -> None:
+    reading, writing = _pipes.pop()
+    os.close(writing)
+    fork = _Fork(reading)
+    for arena in list(_arenas):
+        arena.note_fork(fork)
+
+
+def _after_fork_in_child() -> None:
+    os.close(_pipes.pop()[0])  # the other end stays open as long as this process
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED) * _ALIGNED
+
+
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a batch without the bytes of its long tensors and arrays, which go into `arrays`.
+
+    Tensors that share memory share it afterwards. Memory that several processes share already is left to torch.
+    """
+
+    def __init__(self, keeps_arrays: bool = True) -> None:
+        self.arrays: list[Bytes] = []
+        self._least_bytes = _LEAST_BYTES if keeps_arrays else sys.maxsize
+        self._file = io.BytesIO()
+        self.dispatch_table = _reducers()
+        super().__init__(self._file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._stays)
+
+    def pickled(self, batch: Any) -> bytes:
+        """The bytes of a batch."""
+        self.dump(batch)
+        return self._file.getvalue()
+
+    def _stays(self, buffer: pickle.PickleBuffer) -> bool:
+        """Whether an array is pickled with its bytes."""
+        array = np.frombuffer(buffer.raw(), np.uint8)
+        if array.nbytes < self._least_bytes:
+            return True
+        self.arrays.append(array)
+        return False
+
+
+@cache
+def _reducers() -> dict[type, Callable[[Any], Any]]:
+    """How this process pickles values: as it does for other processes, but arrays and tensors as buffers.
+
+    A dict: a pickler that asks a method for each value takes twice as long.
+    """
+    torchs = dict(reduction.ForkingPickler(io.BytesIO()).dispatch_table)
+
+    def tensor(value: Any) -> Any:
+        is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
+        if not is_plain or value.is_quantized or value.is_conj() or value.is_neg():
+            return torchs[torch.Tensor](value)
+        arguments = value.dtype, value.storage_offset(), value.shape, value.stride()
+        return _tensor, (value.untyped_storage(), *arguments)
+
+    def storage(value: Any) -> Any:
+        if value.device.type != "cpu" or value.is_shared():
+            return torchs[torch.UntypedStorage](value)
+        memory: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
+        return _storage, (pickle.PickleBuffer(memory),)
+
+    return {**torchs, torch.Tensor: tensor, torch.UntypedStorage: storage, np.ndarray: _reduced}
+
+
+def _tensor(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+
+
+def _storage(memory: Any) -> torch.UntypedStorage:
+    return torch.from_numpy(np.frombuffer(memory, np.uint8)).untyped_storage()
+
+
+def _reduced(array: Any) -> Any:
+    flags = array.flags
+    if array.dtype.hasobject or array.dtype.kind in "mM" or not flags.forc:  # no buffer has these
+        return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    dtype = array.dtype if array.dtype.kind == "V" else array.dtype.str
+    return _array, (pickle.PickleBuffer(array), array.shape, dtype, "C" if flags.c_contiguous else "F")
+
+
+def _array(memory: Any, shape: tuple[int, ...], dtype: Any, order: Any) -> NDArray[Any]:
+    array: NDArray[Any] = np.ndarray(shape, dtype, memory, order=order)
+    return array if array.flags.writeable else array.copy(order)

@@ -1,0 +1,279 @@
+"""Worker processes that make a loader's batches.
+
+Each has two pipes: the trainer sends jobs (where to begin) and, for each batch that it takes, that another one may be
+made; the worker sends messages of batches, whose bytes are in an `Arena`. A message costs both sides some 15 us of
+processor time, where a queue of torch's costs them 90 and 110. A worker ends with its pipe, so also with its trainer.
+"""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import select
+from collections.abc import Callable, Generator
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import cycle
+from multiprocessing import util
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pickle import loads
+from typing import Any
+
+from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.loading import torch_private
+from lightning_stream.loading.arena import Arena
+from lightning_stream.loading.batches import BatchMaker, Delivery
+from lightning_stream.loading.shared_position import Start
+from lightning_stream.loading.source import BatchSettings
+from lightning_stream.loading.worker_signals import can_report, leave_signals_to_the_trainer
+from lightning_stream.processes import job_signals_wait
+
+_BATCH, _ERROR, _END = b"b", b"e", b""  # how a worker's message begins
+_TAKEN, _STOP = b"t", b"s"  # what the trainer sends beside jobs, which are longer
+_END_S = 5.0  # for a worker to end by itself
+_EXIT_PRIORITY = 10  # before multiprocessing ends processes at the interpreter's exit
+
+_trainer_ends: dict[int, Connection] = {}  # of the pipes to the workers of this process, by id
+
+
+def _close_in_child() -> None:
+    """Close the trainer's ends of pipes in a forked process, or a worker would not end with its trainer."""
+    for end in _trainer_ends.values():
+        end.close()
+    _trainer_ends.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+@dataclass
+class WorkerTask:
+    """What a worker process does for its whole life.
+
+    Attributes:
+        maker: Makes the batches.
+        num_workers: The workers of the loader.
+        num_waiting: Batches that may wait for the trainer.
+        seed: Of the global random generators, in which workers differ.
+        dataset: The value of ``get_worker_info().dataset``.
+        init: The user's function, called with the worker's number; None for none.
+    """
+
+    maker: BatchMaker
+    num_workers: int
+    num_waiting: int
+    seed: int
+    dataset: Any
+    init: Callable[[int], None] | None
+
+
+class WorkerPool:
+    """The worker processes of one loader: `batches` gives them a job, as often as one wants; `close` ends them.
+
+    Args:
+        task: What they do.
+        context: How they are started: a context of multiprocessing, its name, or None for the default.
+        timeout_s: Seconds to wait for a batch; 0 for ever.
+
+    Attributes:
+        arenas: Their memory.
+    """
+
+    def __init__(self, task: WorkerTask, context: Any, timeout_s: float) -> None:
+        # What every forked worker would import with its first batch, which takes some 30 ms in each.
+        get_encoding("int")
+        torch_private.import_nested_tensors()
+        torch_private.start_servers(context)
+        if context is None or isinstance(context, str):
+            context = multiprocessing.get_context(context)
+        self.arenas = [Arena(task.num_waiting) for _ in range(task.num_workers)]
+        self._timeout_s = timeout_s
+        self._workers: list[_Worker] = []
+        self.close = util.Finalize(self, _end_workers, (self._workers,), exitpriority=_EXIT_PRIORITY)
+        with job_signals_wait():
+            for index, arena in enumerate(self.arenas):
+                self._workers.append(_Worker(index, task, arena, context))
+
+    def batches(self, settings: BatchSettings, start: Start) -> Generator[Delivery]:
+        """The batches from a start to the end of its epoch, of which each worker makes one in turn.
+
+        Raises:
+            RuntimeError: A worker ended; or no batch came in time.
+        """
+        job = bytes(ForkingPickler.dumps((settings, start)))
+        for worker in self._workers:
+            worker.begin(job)
+        for worker in cycle(self._workers):
+            delivery = worker.take(self._timeout_s)
+            if delivery is None:
+                return
+            yield delivery
+            del delivery  # or the memory of a batch would stay in use while the next ones are made
+
+    def stop(self) -> None:
+        """End the job in progress: the workers make no further batch of it."""
+        for worker in self._workers:
+            worker.stop()
+
+
+def _end_workers(workers: list[_Worker]) -> None:
+    for worker in workers:
+        worker.hang_up()
+    for worker in workers:
+        worker.end()
+
+
+class _Worker:
+    """The trainer's side of one worker process."""
+
+    def __init__(self, index: int, task: WorkerTask, arena: Arena, context: Any) -> None:
+        self._index = index
+        self._arena = arena
+        self._is_busy = False
+        jobs, self._jobs = context.Pipe(duplex=False)
+        self._results, results = context.Pipe(duplex=False)
+        for end in (self._jobs, self._results):
+            _trainer_ends[id(end)] = end
+        self._process = context.Process(target=_work, args=(index, task, arena, jobs, results), daemon=True)
+        self._process.start()
+        jobs.close()
+        results.close()
+        self._events = select.poll()
+        self._events.register(self._results, select.POLLIN)
+        self._events.register(self._process.sentinel, select.POLLIN)
+
+    def begin(self, job: bytes) -> None:
+        """Give it a job; what it still sends of the last one is dropped."""
+        while self._is_busy:
+            message = self._receive(0.0)
+            if message[:1] == _BATCH:
+                self._arena.discard(message[1:])
+            self._is_busy = message[:1] == _BATCH
+        self._send(job)
+        self._is_busy = True
+
+    def take(self, timeout_s: float) -> Delivery | None:
+        """Its next batch; None at the end of the job."""
+        message = self._receive(timeout_s)
+        self._is_busy = message[:1] == _BATCH
+        if message == _END:
+            return None
+        if message[:1] == _ERROR:
+            torch_private.raise_error(loads(message[1:]))  # noqa: S301 - our own
+        delivery: Delivery = self._arena.open(message[1:])
+        self._send(_TAKEN)
+        return delivery
+
+    def stop(self) -> None:
+        """Let it make no further batch of its job."""
+        if self._is_busy:
+            self._send(_STOP)
+
+    def hang_up(self) -> None:
+        """Let it end."""
+        _trainer_ends.pop(id(self._jobs), None)
+        self._jobs.close()
+
+    def end(self) -> None:
+        """Wait for its end."""
+        self._process.join(_END_S)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+        _trainer_ends.pop(id(self._results), None)
+        self._results.close()
+        self._process.close()
+
+    def _send(self, message: bytes) -> None:
+        with suppress(OSError):  # it has ended: `_receive` says so
+            self._jobs.send_bytes(message)
+
+    def _receive(self, timeout_s: float) -> bytes:
+        ready = self._events.poll(1000 * timeout_s or None)
+        if not ready:
+            raise RuntimeError(f"no batch came within timeout={timeout_s} s: a shard or the transform is slow")
+        if any(fd == self._results.fileno() for fd, _ in ready):
+            with suppress(EOFError, OSError):
+                return bytes(self._results.recv_bytes())
+        self._process.join(_END_S)
+        code = self._process.exitcode
+        reason = " It was killed: perhaps memory ran out, then use fewer num_workers." if code == -9 else ""
+        raise RuntimeError(
+            f"a worker process lives as long as its iteration; worker {self._index} (process {self._process.pid}) "
+            f"ended with exit code {code}.{reason}"
+        )
+
+
+def _work(index: int, task: WorkerTask, arena: Arena, jobs: Connection, results: Connection) -> None:
+    """The life of a worker process."""
+    leave_signals_to_the_trainer(jobs.fileno())
+    gc.freeze()  # each collection would visit the trainer's objects, and so copy a forked worker's memory
+    inbox = _Inbox(jobs, task.num_waiting)
+    is_new = True
+    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer is gone, or needs no more
+        while (job := inbox.next_job()) is not None:
+            with closing(_messages(index, task, arena, job, is_new)) as messages:
+                while inbox.may_make() and (message := next(messages, None)) is not None:
+                    results.send_bytes(message)
+                    inbox.num_waiting += 1
+            results.send_bytes(_END)
+            is_new = False
+
+
+def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes, is_new: bool) -> Generator[bytes]:
+    """Those of the batches of a job, or of an error."""
+    try:
+        if is_new:
+            _set_up(index, task, arena)
+        settings, start = loads(job)  # noqa: S301 - our own
+        with closing(task.maker.batches(settings, start, index, task.num_workers)) as batches:
+            for delivery in batches:
+                yield _BATCH + arena.seal(delivery)
+                del delivery
+    except Exception as error:  # noqa: BLE001 - the trainer raises it
+        yield _ERROR + bytes(ForkingPickler.dumps(torch_private.error_of_worker(error, index)))
+
+
+def _set_up(index: int, task: WorkerTask, arena: Arena) -> None:
+    """Become a worker, before the first batch."""
+    torch_private.become_worker(index, task.num_workers, task.seed, task.dataset)
+    counters = task.maker.source.reader.counters
+    counters.values = arena.counters
+    counters.live_settings = arena.live_settings
+    arena.pid[0] = os.getpid() if can_report() else 0
+    task.maker.memory = arena.empty
+    if task.init is not None:
+        task.init(index)
+
+
+class _Inbox:
+    """What the trainer sends to a worker. `num_waiting` counts the batches that it has not taken yet."""
+
+    def __init__(self, jobs: Connection, most_waiting: int) -> None:
+        self._jobs = jobs
+        self._most_waiting = most_waiting
+        self.num_waiting = 0
+
+    def next_job(self) -> bytes | None:
+        """Wait for the next job; None where the trainer has no more."""
+        while (message := self._receive()) is not None:
+            if message not in (_TAKEN, _STOP):
+                self.num_waiting = 0
+                return message
+        return None
+
+    def may_make(self) -> bool:
+        """Wait until the trainer may wait for another batch; False where it ends the job."""
+        while self.num_waiting >= self._most_waiting:
+            if self._receive() != _TAKEN:
+                return False
+            self.num_waiting -= 1
+        return True
+
+    def _receive(self) -> bytes | None:
+        try:
+            return self._jobs.recv_bytes()
+        except (EOFError, OSError):
+            return None
