@@ -23,8 +23,8 @@ from lightning_stream import (  # noqa: E402
     World,
 )
 from lightning_stream.order import chain as chains  # noqa: E402
-from lightning_stream.order.rows import PackedRows  # noqa: E402
 from lightning_stream.order.chain import Chain, Stage  # noqa: E402
+from lightning_stream.order.rows import PackedRows  # noqa: E402
 
 PACK = Packing(row_length=64, window=50, long_documents="truncate")
 

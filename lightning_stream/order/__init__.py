@@ -9,7 +9,7 @@ mosaicml-streaming.
 from __future__ import annotations
 
 from lightning_stream.order.balance import Balance
-from lightning_stream.order.batches import BatchPlan, EpochOrder, Tail, prefetch_shards, Tail, prefetch_shards
+from lightning_stream.order.batches import BatchPlan, EpochOrder, Tail, prefetch_shards
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
 from lightning_stream.order.downloads import DownloadPlan, plan_downloads
 from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest

@@ -312,7 +312,9 @@ def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: in
 # The ways to divide an order.
 
 
-def check_request(request: Request, problems: Sequence[str] = (), *, must_divide: bool = True, owns: bool = False) -> None:
+def check_request(
+    request: Request, problems: Sequence[str] = (), *, must_divide: bool = True, owns: bool = False
+) -> None:
     """Raise ValueError, with all reasons, for an order that cannot be divided this way.
 
     ``must_divide``: every batch must give all replicas equally many samples. ``owns``: the order itself decides which
@@ -395,7 +397,9 @@ def divide_by_budget(request: Request) -> Division:
     assert isinstance(order, ByLength)
     check_request(request, must_divide=False)
     left = order.size % request.batch_size if request.tail == "drop" else 0
-    return Division(order, CountedCuts(order, request.start, order.size - left), _by_sample(request, request.accumulate))
+    return Division(
+        order, CountedCuts(order, request.start, order.size - left), _by_sample(request, request.accumulate)
+    )
 
 
 def _by_sample(request: Request, num_micro: int | None = None) -> Owners:
@@ -452,12 +456,12 @@ def _ends_anywhere(request: Request, at: int, whole: int, least: int = 0) -> Seq
     return [*ends[:-2], border, ends[-1]]
 
 
-def _ends_of_streams(request: Request, at: int, whole: int) -> Sequence[int]:
+def _ends_of_streams(request: Request, at: int, _whole: int) -> Sequence[int]:
     """Each stream's remainder is a batch; ``"exact"`` moves no border: the batch before is another stream's."""
     return [end for end in _interleave(request).remainder_ends if end > at]
 
 
-def _ends_of_blocks(request: Request, at: int, whole: int) -> Sequence[int]:
+def _ends_of_blocks(request: Request, at: int, _whole: int) -> Sequence[int]:
     """As many blocks as a batch has, the streams' remainders being short ones."""
     order = _interleave(request)
     edges = [*range(at + order.block, order.full_end + 1, order.block), *order.remainder_ends]

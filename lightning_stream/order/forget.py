@@ -22,7 +22,6 @@ import numpy as np
 from lightning_stream.order.arrays import Bools, Ints
 from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.orders import Order, positions_of
-from lightning_stream.order.orders import Order, positions_of
 from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 

@@ -60,8 +60,7 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
     """
     order, snapshot = run.epoch(epoch), run.snapshot
     batch_size = order.samples_in(batch_size)
-    documents = EpochOrder(order.epoch, order.order.below if isinstance(order.order, PackedRows) else order.order, order.divide)
-    plan = BatchPlan(documents, batch_size=batch_size, tail="pad")
+    plan = BatchPlan(order.documents, batch_size=batch_size, tail="pad")
     count, edge = plan.num_batches, max(1, plan.num_batches // _END)
     evenly, first, last = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS), _picks(count - edge, count, _AT_ENDS)
     scores = {k: score(plan.ids(k), snapshot.num_samples) for k in sorted({0, *evenly, *first, *last})}

@@ -160,10 +160,10 @@ class RunOrder:
         end = begin + per_epoch if self.mixture.end is None else min(begin + per_epoch, self.mixture.end)
         end = max(begin, end)
         firsts, counts = self.mixture.ends(begin), self.mixture.ends(end)
-        orders = [
-            Concat(partial(self._own_epoch, stream), max(size, 1), int(firsts[stream]) * block, int(counts[stream]) * block)
-            for stream, size in enumerate(self.snapshot.stream_samples.tolist())
-        ]
+        orders = []
+        for stream, size in enumerate(self.snapshot.stream_samples.tolist()):
+            bounds = int(firsts[stream]) * block, int(counts[stream]) * block
+            orders.append(Concat(partial(self._own_epoch, stream), max(size, 1), *bounds))
         return Interleave(orders, self.mixture, counts, np.zeros_like(counts), block, begin, end)
 
     def where(self, sample_id: int, epoch: int) -> Ints:

@@ -135,9 +135,7 @@ class ByCost(ByNode):
         costs = self._balance.costs_of(self.order, at)
         count = self.num_micro_batches(k, begin, end, self._balance.device_batch_size)
         nodes = self.order.nodes(at)
-        offsets, filler, ends = balanced_split(
-            nodes, costs, self.world, equal=self.is_equal, num_micro_batches=count
-        )
+        offsets, filler, ends = balanced_split(nodes, costs, self.world, equal=self.is_equal, num_micro_batches=count)
         return ReplicaBatch(at[offsets], at[offsets], filler, ends=ends)
 
 

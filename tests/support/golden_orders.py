@@ -35,8 +35,8 @@ from lightning_stream.order import (
     where,
 )
 from lightning_stream.order import ledger as ledgers
-from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.micro_batches import MicroBatches

@@ -95,9 +95,7 @@ class _TableOrder(Order):
 class MosaicOrder(_TableOrder):
     """One epoch in an order of mosaicml-streaming; `ids` has the order of the world that the training run began in."""
 
-    def __init__(
-        self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int
-    ) -> None:
+    def __init__(self, snapshot: Snapshot, weights: Sequence[StreamWeights], config: OrderConfig, epoch: int) -> None:
         self._data = snapshot, weights, config
         self._epoch = epoch
         self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
