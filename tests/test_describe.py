@@ -22,7 +22,7 @@ from lightning_stream import (  # noqa: E402
     StreamingDataset,
     World,
 )
-from lightning_stream.order.batching.packed import PackedOrder  # noqa: E402
+from lightning_stream.order.rows import PackedRows  # noqa: E402
 from lightning_stream.questions import describe as chains  # noqa: E402
 from lightning_stream.questions.describe import Chain, Stage  # noqa: E402
 
@@ -182,7 +182,7 @@ def test_many_documents_are_packed_only_when_that_is_asked_for(folder: str, monk
     counted = loader.describe()
     assert loader.describe(count_rows=True) == counted
     monkeypatch.setattr(chains, "_WORTH_COUNTING", 100)
-    monkeypatch.setattr(PackedOrder, "totals", lambda _: pytest.fail("the epoch was planned"))
+    monkeypatch.setattr(PackedRows, "totals", lambda _: pytest.fail("the epoch was planned"))
     chain = loader.describe()
     assert chain["pack"].counts == {"documents per epoch": 400}
     assert "count_rows=True" in chain["pack"].note

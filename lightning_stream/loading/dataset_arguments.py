@@ -9,11 +9,11 @@ from typing import Any
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.order import MosaicConfig, OrderConfig, Schedule, StreamWeights
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.config import MOSAIC_ALGORITHMS
 from lightning_stream.order.mosaic.partitions import PARTITIONS
-from lightning_stream.order.plan import check_weights
 from lightning_stream.order.rules import count, violations
+from lightning_stream.order.run import check_weights
 from lightning_stream.reading.stream import Stream, labels_of, name_of, weights_of, with_split
 
 

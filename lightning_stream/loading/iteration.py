@@ -18,6 +18,7 @@ from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.order import OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.order.rows import Landmark
 from lightning_stream.questions import Occurrence
 from lightning_stream.questions.describe import Chain
 
@@ -183,10 +184,13 @@ class LoaderIterator:
             return self.start
         return replace(self.start, position=self.last_batch.end)
 
-    def reorder(self, order: OrderConfig) -> None:
-        """Continue in another order, which is the same up to `upcoming`; a global batch in progress is completed."""
+    def reorder(self, order: OrderConfig, landmark: Landmark | None) -> None:
+        """Continue in another order, which is the same up to `upcoming`; a global batch in progress is completed.
+
+        ``landmark`` is what is known of both orders here.
+        """
         if self.start is not None:
-            self.start, self._is_outdated = replace(self.start, order=order), True
+            self.start, self._is_outdated = replace(self.start, order=order, landmark=landmark), True
 
     def state_dict(self) -> dict[str, Any]:
         """The position of this iteration as plain values; other iterations do not change it."""

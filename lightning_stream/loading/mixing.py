@@ -93,14 +93,12 @@ class MixtureChanges:
         earliest = [run.settled(one.epoch, one.position) for one in seen]
         at = max(earliest + [change.at for change in schedule.changes])
         order = structs.replace(order, schedule=schedule.changed(at, weights, skip))
-        if landmark is not None:
-            self._source.order(order).epoch(here.epoch).learn(landmark)
         if iteration is not None:
-            iteration.reorder(order)
+            iteration.reorder(order, landmark)
         if self._driver is not None:
             self._driver.reorder(order)
         elif iteration is None:
-            self.continue_from(replace(here, order=order))
+            self.continue_from(replace(here, order=order, landmark=landmark))
         return at
 
     def batches_from(self, start: Position, settings: BatchSettings | None = None) -> MadeBatches:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.order import OrderConfig
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
 from lightning_stream.order.rules import TEXT, violations
 from lightning_stream.reading.reader import SampleReader

@@ -24,9 +24,8 @@ from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.torch_private import iteration_key
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batches import TAILS, EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.order.rank_split import TAILS
 from lightning_stream.questions import Occurrence
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.order import Position
-from lightning_stream.order.batching.packed import Landmark
+from lightning_stream.order.rows import Landmark
 from lightning_stream.threads import lock_over_forks
 
 _MAX_WORKERS, _MAX_ITERATIONS = 1024, 64

@@ -26,12 +26,12 @@ from lightning_stream.loading.randomness import SeededCall, preserved_generators
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, Tail, World
 from lightning_stream.order.balance import Balance, Cost
-from lightning_stream.order.batching import METHODS
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
+from lightning_stream.order.methods import METHODS
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
-from lightning_stream.order.rank_split import ceil_div
+from lightning_stream.order.orders import ceil_div
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.questions import Delivery, Occurrence, where
 from lightning_stream.reading.bad_samples import BadData
@@ -59,11 +59,8 @@ class BatchSettings:
 
     def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
-        order = source.order(self.order).epoch(start.epoch)
-        if start.landmark is not None:
-            order.learn(start.landmark)
         return BatchPlan(
-            order,
+            source.order(self.order).epoch(start.epoch, start.landmark),
             batch_size=self.global_batch_size,
             world=self.world,
             tail=self.tail,

@@ -9,14 +9,14 @@ mosaicml-streaming.
 from __future__ import annotations
 
 from lightning_stream.order.balance import Balance
-from lightning_stream.order.batching.base import BatchPlan, EpochOrder
+from lightning_stream.order.batches import BatchPlan, EpochOrder, Tail, prefetch_shards
 from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
 from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest
 from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, mosaic_position, mosaic_state
-from lightning_stream.order.plan import RunOrder, prefetch_shards
 from lightning_stream.order.position import Position
-from lightning_stream.order.rank_split import ReplicaBatch, Tail, num_micro_batches
+from lightning_stream.order.run import RunOrder
 from lightning_stream.order.schedule import MixtureChange, Schedule
+from lightning_stream.order.shares import ReplicaBatch, num_micro_batches
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.world import World
 

@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_stream.order.rank_split import ceil_div
+from lightning_stream.order.arrays import Bools, Ints
+from lightning_stream.order.orders import Order, ceil_div, positions_of
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
-    from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-    from lightning_stream.order.plan import RunOrder
+    from lightning_stream.order.batches import BatchPlan
+    from lightning_stream.order.run import RunOrder
 
-Cost = Callable[[NDArray[np.int64]], NDArray[Any]]  # from sample ids, or from lengths
+Cost = Callable[[Ints], NDArray[Any]]  # from sample ids, or from lengths
 
 _LARGEST = 2**32  # so that the sum of a batch's costs fits into 64 bits
 _MOST_EXCHANGES = 32
@@ -42,11 +43,11 @@ class _Costs:
     lengths: Callable[[], NDArray[np.integer]]
     cost: Cost
 
-    def __call__(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+    def __call__(self, ids: Ints) -> NDArray[Any]:
         return self.cost(self.lengths()[ids].astype(np.int64))
 
 
-def _as_they_are(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def _as_they_are(lengths: Ints) -> Ints:
     return lengths
 
 
@@ -78,16 +79,16 @@ class Balance:
         cost = cost or _as_they_are
         return cls(_Costs(lengths, cost), device_batch_size, cost)
 
-    def costs_of(self, order: EpochOrder, begin: int, end: int) -> NDArray[np.int64]:
-        """The costs of the positions [begin, end) as whole numbers."""
-        rows = order.rows(begin, end)
+    def costs_of(self, order: Order, at: Ints) -> Ints:
+        """The costs of some positions as whole numbers."""
+        rows = None if self.of_lengths is None else order.spans(at)
         if rows is None or self.of_lengths is None:
-            return whole_costs(self.costs(order.ids(begin, end)), end - begin)
-        each = whole_costs(self.of_lengths(rows.num_tokens), len(rows.num_tokens))
-        return np.add.reduceat(each, rows.edges[:-1])
+            return whole_costs(self.costs(order.ids(at)), len(at))
+        of_documents = whole_costs(self.of_lengths(rows.num_tokens), len(rows.num_tokens))
+        return np.add.reduceat(of_documents, rows.edges[:-1])
 
 
-def whole_costs(given: ArrayLike, count: int) -> NDArray[np.int64]:
+def whole_costs(given: ArrayLike, count: int) -> Ints:
     """The costs of ``count`` samples as whole numbers of at most 2**32: fractions and larger ones are scaled to that.
 
     Raises:
@@ -108,7 +109,7 @@ def whole_costs(given: ArrayLike, count: int) -> NDArray[np.int64]:
     return costs.astype(np.int64)
 
 
-def deal(costs: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int64]]:
+def deal(costs: Ints, sizes: Sequence[int]) -> list[Ints]:
     """Divide things into groups of given sizes and nearly equal cost: the indices of each group, ascending.
 
     From the most expensive on (ties: the first one), each goes to the group that has the lowest cost so far among those
@@ -132,7 +133,7 @@ def deal(costs: NDArray[np.int64], sizes: Sequence[int]) -> list[NDArray[np.int6
     return [np.array(sorted(group), dtype=np.int64) for group in groups]
 
 
-def _exchanged(costs: NDArray[np.int64], groups: NDArray[np.int64]) -> NDArray[np.int64]:
+def _exchanged(costs: Ints, groups: Ints) -> Ints:
     """Groups (int64[groups, size]) after exchanges between the most expensive and the cheapest one, the next two, ...
 
     Each pair exchanges the two things that make the pair most equal, until the most expensive group is within 0.1 % of
@@ -186,7 +187,7 @@ def imbalance(plan: BatchPlan, balance: Balance) -> tuple[float, float]:
         ratios = []
         for k in batches:
             begin, end = plan.bounds(k)
-            costs = balance.costs_of(order, begin, end).astype(np.float64)
+            costs = balance.costs_of(order.order, positions_of(begin, end)).astype(np.float64)
             shares = [each.share(k) for each in plans]
             sums = np.array([costs[share.positions[~share.filler] - begin].sum() for share in shares])
             ratios.append(float(sums.max() / max(sums.mean(), 1e-9)))
@@ -195,9 +196,9 @@ def imbalance(plan: BatchPlan, balance: Balance) -> tuple[float, float]:
 
 
 def balanced_split(
-    canonical: NDArray[np.int64], costs: NDArray[np.int64], world: World, *, equal: bool, num_micro_batches: int
-) -> tuple[NDArray[np.int64], NDArray[np.bool_], tuple[int, ...]]:
-    """As `rank_split.split`, for the replica of ``world``; and where its micro-batches end.
+    canonical: Ints, costs: Ints, world: World, *, equal: bool, num_micro_batches: int
+) -> tuple[Ints, Bools, tuple[int, ...]]:
+    """As `ByNode`, for the replica of ``world``; and where its micro-batches end.
 
     Only the groups of :func:`num_groups` are grouped by canonical node. Inside them, costs decide. Padding repeats the
     cheapest sample of the replica.
@@ -218,7 +219,7 @@ def balanced_split(
     return own[order], filler[order], ends
 
 
-def _cut(costs: NDArray[np.int64], count: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
+def _cut(costs: Ints, count: int) -> tuple[Ints, tuple[int, ...]]:
     """Cut a share into micro-batches: the new order of its samples, and where each micro-batch ends."""
     sizes = sorted((len(costs) * (i + 1) // count - len(costs) * i // count for i in range(count)), reverse=True)
     parts = sorted(deal(costs, sizes), key=lambda part: (-len(part), -int(costs[part].sum())))

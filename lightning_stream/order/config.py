@@ -11,10 +11,8 @@ import msgspec
 from msgspec import Struct, structs
 
 from lightning_stream.errors import StateError, VersionMismatch
-from lightning_stream.order.batching import METHODS, SCHEDULED
-from lightning_stream.order.batching.base import EpochOrder
-from lightning_stream.order.batching.buckets import LengthBuckets
-from lightning_stream.order.mosaic.epoch import MosaicEpoch
+from lightning_stream.order.buckets import LengthBuckets
+from lightning_stream.order.methods import METHODS, MOSAIC, SCHEDULED, BatchingMethod
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 from lightning_stream.order.packing import RowPacking
@@ -108,8 +106,8 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
     def __post_init__(self) -> None:
         problems = violations(structs.asdict(self), _RULES)
         method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
-        if method is not None:
-            problems += [sentence for name, sentence in method.fixes.items() if getattr(self, name) is None]
+        if method is not None and method.fixed is not None and getattr(self, method.fixed) is None:
+            problems.append(method.lacks)
         problems += self._mosaic_problems() + self._length_problems(method)
         if self.schedule is not None and not problems:
             problems = self._schedule_problems(self.schedule)
@@ -129,9 +127,9 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             )
         return problems
 
-    def _length_problems(self, method: type[EpochOrder] | None) -> list[str]:
+    def _length_problems(self, method: BatchingMethod | None) -> list[str]:
         problems = []
-        kind = method if self.mosaic is None else MosaicEpoch
+        kind = method if self.mosaic is None else MOSAIC
         if self.needs_lengths and kind is not None and not kind.can_be_packed:
             able = [name for name, other in METHODS.items() if other.can_be_packed]
             what = "Rows are packed from" if self.packing else "Samples are sorted by length in"
@@ -141,7 +139,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         return problems
 
     def _schedule_problems(self, schedule: Schedule) -> list[str]:
-        problems, length = [], self.batching.stretch_length_of(self)
+        problems, length = [], self.batching.block_of(self)
         if self.mosaic is not None:
             problems.append(f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it.")
         if schedule.unit == "steps" and self.batch_size is None:
@@ -204,7 +202,9 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             values["window"] = -(-_ACTIVE_PARTS // max(values["canonical_nodes"], 1))
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
         method = METHODS.get(values["batching_method"])
-        values.update(dict.fromkeys(sizes) | {name: sizes[name] for name in (method.fixes if method else ())})
+        values.update(dict.fromkeys(sizes))
+        if method is not None and method.fixed is not None:
+            values[method.fixed] = sizes[method.fixed]
         if schedule is not None and schedule.unit == "steps":
             values["batch_size"] = (resumed and resumed.batch_size) or batch_size
         quick_start = values["shuffle"] and mosaic is None and values["quick_start"] is not False
@@ -217,10 +217,10 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         return self.packing is not None or self.buckets is not None
 
     @property
-    def batching(self) -> type[EpochOrder]:
-        """The class of this order's epochs. Nothing else compares the names of the methods."""
+    def batching(self) -> BatchingMethod:
+        """What this order does with the streams. Nothing else compares the names of the methods."""
         if self.mosaic is not None:
-            return MosaicEpoch
+            return MOSAIC
         return (METHODS if self.schedule is None else SCHEDULED)[self.batching_method]
 
     def to_state(self) -> dict[str, Any]:

@@ -22,13 +22,13 @@ from msgspec import structs
 
 from lightning_stream.order.arrays import Bools, Ints
 from lightning_stream.order.bitmap import as_ids
+from lightning_stream.order.orders import Order, positions_of
 from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from lightning_stream.order.batching.base import EpochOrder
-    from lightning_stream.order.plan import RunOrder
     from lightning_stream.order.position import Position
+    from lightning_stream.order.run import RunOrder
 
 _CHUNK = 1 << 18
 _WORTH_A_SCAN = 1000  # reading the order costs 0.1 us a position, and finding one sample about 100 us
@@ -176,22 +176,22 @@ def first_seen(run: RunOrder, forgotten: Forgotten, end: tuple[int, int]) -> tup
     for epoch in range(end[0] + 1):
         order = run.epoch(epoch)
         last = end[1] if epoch == end[0] else order.num_samples
-        first = _first_drawn(order.drawn, forgotten, order.settled(last))
+        first = _first_drawn(order.order.below, forgotten, order.order.unchanged_from(last))
         if first is not None:
-            return epoch, bisect_right(range(last), first, key=lambda at: order.settled(at + 1))
+            return epoch, bisect_right(range(last), first, key=lambda at: order.order.unchanged_from(at + 1))
     return None
 
 
-def _first_drawn(order: EpochOrder, forgotten: Forgotten, end: int) -> int | None:
+def _first_drawn(order: Order, forgotten: Forgotten, end: int) -> int | None:
     """The first position before ``end`` that has one of these samples.
 
     Few samples are searched for one by one; with many of them, the order is read, since the first one comes soon.
     """
     if len(forgotten.ids) * _WORTH_A_SCAN < end:
-        firsts = [at for sample_id in forgotten.ids.tolist() for at in order.positions(sample_id)[:1] if at < end]
+        firsts = [at for sample_id in forgotten.ids.tolist() for at in order.find(sample_id)[:1] if at < end]
         return min(firsts, default=None)
     for begin in range(0, end, _CHUNK):
-        hits = forgotten.among(order.ids(begin, min(begin + _CHUNK, end)))
+        hits = forgotten.among(order.ids(positions_of(begin, min(begin + _CHUNK, end))))
         if hits.any():
             return begin + int(hits.argmax())
     return None

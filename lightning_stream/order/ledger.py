@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import BatchPlan, EpochOrder
+from lightning_stream.order.batches import BatchPlan, EpochOrder
 from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
 from lightning_stream.order.snapshot import Snapshot
 

@@ -9,12 +9,12 @@ from functools import cached_property
 from itertools import accumulate, islice
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import BatchPlan
+from lightning_stream.order.arrays import Bools, Ints
+from lightning_stream.order.batches import BatchPlan
 from lightning_stream.order.ledger import Substitution
 from lightning_stream.order.packing import RowSpans
-from lightning_stream.order.rank_split import ReplicaBatch
+from lightning_stream.order.shares import ReplicaBatch
 
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
 
@@ -39,20 +39,20 @@ class Place:
 class MicroBatch(Place):
     """The samples of a micro-batch, and its place in the epoch."""
 
-    ids: NDArray[np.int64]  # int64[n], sample ids
-    positions: NDArray[np.int64]  # int64[n], their positions in the epoch
-    filler: NDArray[np.bool_]  # bool[n], True for padding: a repeat that must not count
+    ids: Ints  # int64[n], sample ids
+    positions: Ints  # int64[n], their positions in the epoch
+    filler: Bools  # bool[n], True for padding: a repeat that must not count
     substitutions: tuple[Substitution, ...] = ()  # delivered in place of some `ids` that could not be read
     rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows; then `ids` are fingerprints
     version: int = 0  # number of the version of the data in which its global batch begins
 
     @property
-    def sample_ids(self) -> NDArray[np.int64]:
+    def sample_ids(self) -> Ints:
         """The samples that must be read."""
         return self.delivered if self.rows is None else self.rows.ids
 
     @property
-    def delivered(self) -> NDArray[np.int64]:
+    def delivered(self) -> Ints:
         """int64[n]: the delivered sample ids, after substitutions."""
         if not self.substitutions:
             return self.ids
@@ -172,6 +172,6 @@ class MicroBatches:
 
     def _made(self, k: int, piece: int, count: int, share: ReplicaBatch) -> MicroBatch:
         place = self._place(k, piece, count)
-        version = self.plan.order.version_at(place[1])
+        version = self.plan.order.order.version_at(place[1])
         made = MicroBatch(*place, share.ids, share.positions, share.filler, rows=share.rows, version=version)
         return made if self._padding else made.without_padding()

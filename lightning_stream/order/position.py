@@ -15,14 +15,13 @@ from msgspec import Meta, Struct, structs
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import ledger as ledgers
-from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-from lightning_stream.order.batching.packed import Landmark
+from lightning_stream.order.batches import TAILS, BatchPlan, EpochOrder, Tail
 from lightning_stream.order.config import ORDER_VERSION, OrderConfig
 from lightning_stream.order.draw import weights_digest
 from lightning_stream.order.forget import first_seen
-from lightning_stream.order.plan import RunOrder
-from lightning_stream.order.rank_split import TAILS, Tail
+from lightning_stream.order.rows import Landmark
 from lightning_stream.order.rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
+from lightning_stream.order.run import RunOrder
 from lightning_stream.order.snapshot import Snapshot
 from lightning_stream.order.switches import switch_difference
 from lightning_stream.order.world import World
@@ -130,13 +129,10 @@ class Position:
 
     def order_in(self, run: RunOrder) -> EpochOrder:
         """The order of this position's epoch. A landmark of this data and these settings makes it fast to read here."""
-        order = run.epoch(self.epoch)
         is_known = (self.order, self.weights, self.snapshot.digest) == (
             run.config, weights_digest(run.weights), run.origin.digest
         )  # fmt: skip
-        if self.landmark is not None and is_known:
-            order.learn(self.landmark)
-        return order
+        return run.epoch(self.epoch, self.landmark if is_known else None)
 
     def num_steps(self, run: RunOrder | None) -> int:
         """Global batches of this epoch that are done, in the run of its state; batches of a budget need the run."""

@@ -13,17 +13,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.arrays import Ints
+from lightning_stream.order.batches import Tail
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.config import OrderConfig, Switch
 from lightning_stream.order.draw import StreamWeights
+from lightning_stream.order.orders import Concat, Order, ceil_div, positions_of
 from lightning_stream.order.permutation import RngStream, random_u64
-from lightning_stream.order.plan import RunOrder
-from lightning_stream.order.rank_split import Tail, ceil_div
+from lightning_stream.order.run import RunOrder
 from lightning_stream.order.snapshot import Snapshot
 
 _CHUNK = 1 << 20
@@ -36,7 +35,7 @@ class DataVersion:
     snapshot: Snapshot
     members: Bitmap
 
-    def ids(self, own: NDArray[np.int64]) -> NDArray[np.int64]:
+    def ids(self, own: Ints) -> Ints:
         """The ids among all data of the samples with these ids in this version."""
         count = self.snapshot.num_samples
         is_prefix = not count or self.members[count - 1] == count - 1  # as after appends
@@ -95,75 +94,65 @@ class SwitchedRun(RunOrder):
                 break
         return epoch, step * batch_size
 
-    def _epoch(self, epoch: int) -> EpochOrder:
+    def order_of_samples(self, epoch: int) -> Order:
         switches = self.config.switches
-        number = sum((one.epoch, one.position) <= (epoch, 0) for one in switches)
-        order = PiecedOrder(epoch, [Piece(0, number, self._runs[number].epoch(epoch), (self._versions[number].ids,))])
+        number = sum((switch.epoch, switch.position) <= (epoch, 0) for switch in switches)
+        order = self._runs[number].order_of_samples(epoch)
+        parts = [_Part(0, number, order, (self._versions[number].ids,))]
+        pieces = VersionedOrder(parts, order.size)
         for number, switch in enumerate(switches, 1):
             if switch.epoch == epoch and switch.position:
-                order = self._switched(order, switch.position, number)
-        return order
+                pieces = self._switched(pieces, epoch, switch.position, number)
+        return pieces
 
-    def _switched(self, order: PiecedOrder, position: int, number: int) -> PiecedOrder:
+    def _switched(self, order: VersionedOrder, epoch: int, position: int, number: int) -> VersionedOrder:
         """An epoch's order up to a position, and behind it the samples of a version that have not come yet."""
-        if position > order.num_samples:
-            raise ValueError(f"A switch must be in its epoch, which has {order.num_samples} samples; found {position}.")
+        if position > order.size:
+            raise ValueError(f"A switch must be in its epoch, which has {order.size} samples; found {position}.")
         version = self._versions[number]
         is_left = version.members.mask.copy()
         for begin in range(0, position, _CHUNK):
-            is_left[order.ids(begin, min(begin + _CHUNK, position))] = False
+            is_left[order.ids(positions_of(begin, min(begin + _CHUNK, position)))] = False
         left = Bitmap.of_mask(is_left[version.members.mask])
-        pieces = [piece for piece in order.pieces if piece.begin < position]
+        parts = [part for part in order.parts if part.begin < position]
         if len(left):
-            (seed,) = random_u64(RngStream.VERSIONS, self.config.seed, order.epoch, number, size=1).tolist()
+            (seed,) = random_u64(RngStream.VERSIONS, self.config.seed, epoch, number, size=1).tolist()
             config = structs.replace(self._plain, seed=seed >> 1)
-            rest = RunOrder(version.snapshot.subset(left), self.weights, config).epoch(order.epoch)
-            pieces.append(Piece(position, number, rest, (left.select, version.ids)))
-        return PiecedOrder(order.epoch, pieces, position + len(left))
+            rest = RunOrder(version.snapshot.subset(left), self.weights, config).order_of_samples(epoch)
+            parts.append(_Part(position, number, rest, (left.select, version.ids)))
+        return VersionedOrder(parts, position + len(left))
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
-    """The positions of an epoch from ``begin`` on, which are those of an order from 0 on, in a version of the data.
-
-    The ids of that order pass through functions.
-    """
+class _Part(Order):
+    """The samples of an order in a version of the data, whose ids pass through functions."""
 
     begin: int
     version: int
-    order: EpochOrder
-    ids: tuple[Callable[[NDArray[np.int64]], NDArray[np.int64]], ...]
+    order: Order
+    id_maps: tuple[Callable[[Ints], Ints], ...]
+
+    def ids(self, at: Ints) -> Ints:
+        ids = self.order.ids(at)
+        for id_map in self.id_maps:
+            ids = id_map(ids)
+        return ids
+
+    def nodes(self, at: Ints) -> Ints:
+        return self.order.nodes(at)
 
 
-class PiecedOrder(EpochOrder):
-    """An epoch made of pieces of other orders, each up to the begin of the next one."""
+class VersionedOrder(Concat):
+    """An epoch made of the orders of several versions, each up to the begin of the next one."""
 
-    def __init__(self, epoch: int, pieces: Sequence[Piece], num_samples: int | None = None) -> None:
-        self.epoch, self.pieces = epoch, tuple(pieces)
-        self.num_samples = self.full_end = pieces[0].order.num_samples if num_samples is None else num_samples
+    find = Order.find  # an id of all data need not be one of a version
 
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        parts = []
-        for piece, first, last in self._within(begin, end):
-            found = piece.order.ids(first, last)
-            for passed in piece.ids:
-                found = passed(found)
-            parts.append(found)
-        return np.concatenate([np.zeros(0, np.int64), *parts])
+    def __init__(self, parts: Sequence[_Part], size: int) -> None:
+        self.parts = tuple(parts)
+        super().__init__(self.parts.__getitem__, [part.begin for part in parts], 0, size)
 
     def version_at(self, position: int) -> int:
-        return [piece.version for piece in self.pieces if piece.begin <= position][-1]
-
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        parts = [piece.order.canonical(first, last) for piece, first, last in self._within(begin, end)]
-        return np.concatenate([np.zeros(0, np.int64), *parts])
-
-    def _within(self, begin: int, end: int) -> list[tuple[Piece, int, int]]:
-        """The pieces in a range of positions, with the first and the last position that each gives of its own."""
-        self.check_range(begin, end)
-        ends = [*(piece.begin for piece in self.pieces[1:]), self.num_samples]
-        pairs = [(one, max(begin, one.begin), min(end, stop)) for one, stop in zip(self.pieces, ends, strict=True)]
-        return [(one, first - one.begin, last - one.begin) for one, first, last in pairs if first < last]
+        return [part.version for part in self.parts if part.begin <= position][-1]
 
 
 def switch_difference(

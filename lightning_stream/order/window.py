@@ -13,309 +13,259 @@ active shards of 400 (random: 92).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
+from lightning_stream.order.arrays import Ints, starts_of
 from lightning_stream.order.draw import Draw, ShardDraws
+from lightning_stream.order.orders import EveryNth, Order, places_by, positions_of
 from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
 from lightning_stream.order.spread import spread_parts
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
+_Ids = NDArray[np.int64] | NDArray[np.uint32]
 
 
-class Parts:
-    """The drawn shards as numbered parts, in their order: each pass over a shard, then its subset. O(shards)."""
+class Window(Order):
+    """The rolling window over drawn shards: position p is entry p // C of canonical node p mod C.
 
-    def __init__(self, draw: Draw, epoch: int, drawn: ShardDraws) -> None:
-        self._draw, self._epoch, self.drawn = draw, epoch, drawn
-        self._sizes = draw.snapshot.sizes[drawn.shard]
-        self._ends = np.cumsum(drawn.count)
-        self.num_samples = int(self._ends[-1]) if len(self._ends) else 0
-        self._single = bool((drawn.count <= self._sizes).all())  # one part of each shard
-        parts = np.ones_like(drawn.count) if self._single else (drawn.count - 1) // self._sizes + 1
-        self._last = np.cumsum(parts) - 1  # the last part of each shard
-        self.num_parts = int(self._last[-1]) + 1 if len(self._last) else 0
-        self._subsets: dict[int, NDArray[np.int64]] = {}
-
-    def find(self, sample: int) -> tuple[int, int, int]:
-        """The part that holds the sample with this number, the sample's index in it, and the part's length."""
-        entry = int(np.searchsorted(self._ends, sample, side="right"))
-        count, size = int(self.drawn.count[entry]), int(self._sizes[entry])
-        number, inside = divmod(sample - int(self._ends[entry]) + count, size)
-        return int(self._last[entry]) - (count - 1) // size + number, inside, min(size, count - number * size)
-
-    def span(self, first: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Parts [first, end): the shard of each, and its samples."""
-        if self._single:
-            return self.drawn.shard[first:end], self.drawn.count[first:end].copy()
-        part = np.arange(first, end)
-        entry = np.searchsorted(self._last, part)
-        count, size = self.drawn.count[entry], self._sizes[entry]
-        number = (count - 1) // size - self._last[entry] + part
-        return self.drawn.shard[entry], np.minimum(size, count - number * size)
-
-    def ids(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
-        """Sample ids of one part in the order in which they are drawn, without so many at its begin and at its end."""
-        return self._draw.delivered(self._epoch, self._drawn(part, before, behind))
-
-    def _drawn(self, part: int, before: int, behind: int) -> NDArray[np.int64]:
-        """The drawn ids of a part, ascending: those of :meth:`ids`, unless they are forgotten."""
-        entry = part if self._single else int(np.searchsorted(self._last, part))
-        shard, size = int(self.drawn.shard[entry]), int(self._sizes[entry])
-        subset = int(self.drawn.count[entry]) % size
-        if not subset or part < self._last[entry]:
-            return self._draw.ids(self._epoch, shard, size, before, size - behind)
-        # Kept, since each batch needs it: a draw of half of a shard of 10^6 samples takes 18 ms.
-        ids = kept(self._subsets, part, lambda _: self._draw.ids(self._epoch, shard, subset, 0, subset), 2)
-        return ids[before : subset - behind]
-
-    def numbers_of(self, sample_id: int) -> list[int]:
-        """The numbers, as in :meth:`find`, under which a sample is delivered, ascending."""
-        drawn = self._draw.drawn_for(self._epoch, sample_id)
-        return sorted(number for one in drawn for number in self._numbers_drawn(one))
-
-    def _numbers_drawn(self, sample_id: int) -> list[int]:
-        shard, inside = (int(one[0]) for one in self._draw.snapshot.locate(np.array([sample_id])))
-        entry = int(self._entry_of[shard])
-        if entry < 0:
-            return []
-        count, size = int(self.drawn.count[entry]), int(self._sizes[entry])
-        begin, (passes, subset) = int(self._ends[entry]) - count, divmod(count, size)
-        numbers = [begin + number * size + inside for number in range(passes)]
-        if subset:
-            at = np.flatnonzero(self._drawn(int(self._last[entry]), 0, 0) == sample_id)
-            numbers += (begin + passes * size + at).tolist()
-        return numbers
-
-    @cached_property
-    def _entry_of(self) -> NDArray[np.int64]:
-        """Where each shard is among the drawn ones; -1 for one that is not drawn."""
-        entry_of = np.full(self._draw.snapshot.num_shards, -1, dtype=np.int64)
-        entry_of[self.drawn.shard] = np.arange(len(self.drawn.shard))
-        return entry_of
-
-
-class IndexOrder:
-    """``shuffle=False``: index order. One canonical node, since neighbours share their shard without any grouping."""
-
-    def __init__(self, parts: Parts) -> None:
-        self._parts, self.num_samples = parts, parts.num_samples
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end)."""
-        pieces, at = [np.empty(0, dtype=np.int64)], begin
-        while at < end:
-            part, inside, count = self._parts.find(at)
-            pieces.append(self._parts.ids(part, inside, max(0, count - inside - (end - at))))
-            at += count - inside
-        return pieces[1] if len(pieces) == 2 else np.concatenate(pieces)
-
-    def ids_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample ids at positions that lie near each other."""
-        begin = int(positions.min())
-        return self.ids(begin, int(positions.max()) + 1)[positions - begin]
-
-    def split(self, most: int) -> list[IndexOrder]:  # noqa: ARG002
-        """One sequence: see `WindowOrder.split`."""
-        return [self]
-
-    def positions(self, sample_id: int) -> list[int]:
-        """All positions of a sample, ascending."""
-        return self._parts.numbers_of(sample_id)
-
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """All positions belong to the one canonical node."""
-        return np.zeros(max(end - begin, 0), dtype=np.int64)
-
-
-class WindowOrder:
-    """The rolling window over parts, in the run-constant order in which canonical nodes get their shards.
-
-    ``key`` is (seed, epoch, set of streams), a part of every key; C and w are ``canonical_nodes`` and ``window``.
+    Args:
+        draw, epoch: What an epoch draws.
+        drawn: The shards, in the run-constant order in which canonical nodes get them.
+        key: (seed, epoch, set of streams), a part of every random key; None keeps the index order, which has one
+            canonical node, since neighbours share their shard without any grouping.
+        num_nodes, window: C and w.
+        quick_start: Whether the first w - 1 parts of a node are read as they are stored.
     """
 
     def __init__(
-        self, parts: Parts, key: tuple[int, int, int], *, canonical_nodes: int, window: int, quick_start: bool = False
+        self,
+        draw: Draw,
+        epoch: int,
+        drawn: ShardDraws,
+        key: tuple[int, int, int] | None,
+        num_nodes: int,
+        window: int,
+        quick_start: bool,
     ) -> None:
-        self.parts, self.key, self.canonical_nodes, self.window = parts, key, canonical_nodes, window
-        self.quick_start = quick_start
-        self.num_samples = parts.num_samples
-        if parts.num_parts > _MOST_PARTS:
+        self.draw = draw
+        self.epoch = epoch
+        self.key = key
+        self.num_nodes = 1 if key is None else num_nodes
+        self.window = 1 if key is None else window
+        self.stored_parts = window - 1 if quick_start else 0
+        # The parts: each pass over a shard, then the subset that is drawn of it.
+        sizes = draw.snapshot.sizes[drawn.shard]
+        passes = -(-drawn.count // np.maximum(sizes, 1))
+        if int(passes.sum()) > _MOST_PARTS:
             raise ValueError(
                 f"A shuffled epoch takes 16 bytes for each pass over a shard, at most {_MOST_PARTS} of them, but "
-                f"{parts.num_parts} are drawn. Lower repeat, choose or epoch_size: an epoch may be shorter."
+                f"{passes.sum()} are drawn. Lower repeat, choose or epoch_size: an epoch may be shorter."
             )
-        shard = parts.drawn.shard
-        self.first_group = int(shard.min(initial=2**62)) // canonical_nodes
-        self.num_groups = max(int(shard.max(initial=0)) // canonical_nodes - self.first_group + 1, 1)
-        self._nodes: dict[int, NodeWindow] = {}
-        self._chunks: dict[int, NDArray[np.int64]] = {}
+        last = np.cumsum(passes) - 1
+        self.shard = np.repeat(drawn.shard, passes)
+        self.sizes = np.repeat(sizes, passes)
+        self.sizes[last] = drawn.count - (passes - 1) * sizes
+        self.begins = starts_of(self.sizes)
+        self.size = int(self.begins[-1])
+        self.first_group = int(drawn.shard.min(initial=2**62)) // self.num_nodes
+        self.num_groups = max(int(drawn.shard.max(initial=0)) // self.num_nodes - self.first_group + 1, 1)
+        # Ids in memory: half as much where they fit.
+        self.dtype = np.uint32 if draw.snapshot.num_samples <= 2**32 else np.int64
+        self._windows: dict[int, _NodeWindow] = {}
+        self._chunks: dict[int, Ints] = {}
 
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end). Small ranges are cut from a chunk that is read at once, for speed."""
-        if end - begin > _CHUNK or begin >= end:
-            return self.read(begin, end)
-        pieces = []
-        for first in range(begin // _CHUNK * _CHUNK, end, _CHUNK):
-            ids = kept(self._chunks, first, lambda at: self.read(at, min(at + _CHUNK, self.num_samples)), 2)
-            pieces.append(ids[max(begin - first, 0) : end - first])
-        return np.concatenate(pieces)
+    def ids(self, at: Ints) -> Ints:
+        if not len(at) or at[-1] - at[0] >= _CHUNK:
+            return self._read(at)
+        # Small ranges are cut from a chunk that is read at once, for speed.
+        first = int(at[0]) // _CHUNK * _CHUNK
+        chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, _CHUNK)]
+        return (chunks[0] if len(chunks) == 1 else np.concatenate(chunks))[at - first]
 
-    def read(self, begin: int, end: int, step: int = 1) -> NDArray[np.int64]:
-        """Sample ids at positions begin, begin + step, ... below ``end``; ``step`` divides C."""
-        count = self.canonical_nodes
-        out = np.empty(max((end - begin + step - 1) // step, 0), dtype=np.int64)
-        for k, first in enumerate(range(begin, min(begin + count, end), step)):
-            node, index = first % count, first // count
-            stop = index + (end - first + count - 1) // count
-            out[k :: count // step] = self._node(node).ids(index, stop)
+    def _chunk(self, begin: int) -> Ints:
+        return self._read(positions_of(begin, min(begin + _CHUNK, self.size)))
+
+    def _read(self, at: Ints) -> Ints:
+        out = np.empty_like(at)
+        count = self.num_nodes
+        if len(at) and at[-1] - at[0] == len(at) - 1:  # without a gap, the entries of each node need no search
+            for place, first in enumerate(range(int(at[0]), int(at[0]) + min(count, len(at)))):
+                index = first // count
+                length = len(out[place::count])
+                out[place::count] = self._node(first % count).read(index, index + length)
+            return out
+        indices, nodes = np.divmod(at, count)
+        for node, places in places_by(nodes):
+            inside = indices[places]
+            begin = int(inside[0])
+            out[places] = self._node(node).read(begin, int(inside[-1]) + 1)[inside - begin]
         return out
 
-    def ids_at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Sample ids at positions that lie near each other; canonical nodes that have none of them cost nothing."""
-        out, (indices, nodes) = np.empty_like(positions), np.divmod(positions, self.canonical_nodes)
-        for node in np.unique(nodes).tolist():
-            own = np.flatnonzero(nodes == node)
-            begin, end = int(indices[own].min()), int(indices[own].max()) + 1
-            out[own] = self._node(node).ids(begin, end)[indices[own] - begin]
-        return out
+    def nodes(self, at: Ints) -> Ints:
+        return at % self.num_nodes
 
-    def split(self, most: int) -> list[EveryNth]:
-        """As many sequences as possible, at most ``most``, of equally many canonical nodes each."""
-        nodes = self.canonical_nodes
-        count = max(count for count in range(1, min(nodes, most) + 1) if nodes % count == 0)
-        return [EveryNth(self, first, count) for first in range(count)]
+    def sequences(self, most: int) -> Sequence[Order]:
+        divisors = (count for count in range(1, min(self.num_nodes, most) + 1) if self.num_nodes % count == 0)
+        count = max(divisors, default=1)
+        return [self] if count == 1 else [EveryNth(self, first, count) for first in range(count)]
 
-    def _node(self, node: int) -> NodeWindow:
-        return kept(self._nodes, node, partial(NodeWindow, self), self.canonical_nodes)
-
-    def positions(self, sample_id: int) -> list[int]:
-        """All positions of a sample, ascending. O(samples of two shards), and O(parts) the first time in a node."""
-        size, longer = divmod(self.num_samples, self.canonical_nodes)
-        found = []
-        for number in self.parts.numbers_of(sample_id):
+    def find(self, sample_id: int) -> list[int]:
+        """All positions of a sample. O(samples of two shards), and O(parts) the first time in a node."""
+        size, longer = divmod(self.size, self.num_nodes)
+        positions = []
+        for part, inside in self._draws_of(sample_id):
+            number = int(self.begins[part]) + inside
             node = number // (size + 1) if number < longer * (size + 1) else (number - longer) // size
-            found.append(self._node(node).index_of(number) * self.canonical_nodes + node)
-        return sorted(found)
+            positions.append(self._node(node).index_of(part, inside) * self.num_nodes + node)
+        return sorted(positions)
 
-    def canonical(self, begin: int, end: int) -> NDArray[np.int64]:
-        """The canonical node of each position: p mod C."""
-        return np.arange(begin, max(end, begin), dtype=np.int64) % self.canonical_nodes
+    def _node(self, node: int) -> _NodeWindow:
+        return kept(self._windows, node, partial(_NodeWindow, self), self.num_nodes)
 
+    def part_ids(self, part: int) -> Ints:
+        """The drawn ids of one part, ascending; others may be delivered for forgotten ones."""
+        size = int(self.sizes[part])
+        return self.draw.ids(self.epoch, int(self.shard[part]), size, 0, size)
 
-class EveryNth:
-    """The samples at positions first, first + step, ... of an order: those of some of its canonical nodes."""
-
-    def __init__(self, whole: WindowOrder, first: int, step: int) -> None:
-        self._whole, self._first, self._step = whole, first, step
-        self.num_samples = len(range(first, whole.num_samples, step))
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at positions [begin, end) of this sequence."""
-        first, step = self._first + self._step * begin, self._step
-        return self._whole.read(first, min(self._first + step * end, self._whole.num_samples), step)
-
-
-SampleOrder = IndexOrder | WindowOrder
-"""The order of one set of drawn samples in one epoch, readable at any position."""
-
-
-class NodeWindow:
-    """The rolling window of one canonical node, whose samples are cut out of all parts; a part on a border is cut."""
-
-    def __init__(self, whole: WindowOrder, node: int) -> None:
-        nodes, parts = whole.canonical_nodes, whole.parts
-        self._parts, self._window, self._key = parts, whole.window, (*whole.key, node)
-        self._in_disk_order = whole.window - 1 if whole.quick_start else 0  # so many parts, the first ones
-        size, longer = divmod(whole.num_samples, nodes)
-        begin = size * node + min(node, longer)
-        end = begin + size + (node < longer)
-        (self._first, self._before, _), (last, inside, count) = parts.find(begin), parts.find(end - 1)
-        self._behind = count - inside - 1  # samples of the last part that the next node has, as `_before` of the first
-        self._num_parts = last + 1 - self._first
-        shards, sizes = self._span()
-        group = shards // nodes - whole.first_group
-        # The part at each place of the epoch, counted from the first, and where each mixing block ends.
-        self._order = spread_parts(self._key, group, whole.num_groups, nodes, self._window)
-        self._ends = block_ends(sizes[self._order], self._window)
-        self._permuted: dict[int, tuple[NDArray[np.int64], tuple[int, ...]]] = {}
-        self._mixing_blocks: dict[int, NDArray[np.int64]] = {}
-
-    def _span(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The shard of each part, and its samples in this node."""
-        shards, sizes = self._parts.span(self._first, self._first + self._num_parts)
-        sizes[0] -= self._before
-        sizes[-1] -= self._behind
-        return shards, sizes
-
-    def ids(self, begin: int, end: int) -> NDArray[np.int64]:
-        """Sample ids at this node's indices [begin, end)."""
-        pieces, at, block = [], begin, int(np.searchsorted(self._ends, begin, side="right"))
-        while at < end:
-            ids, stop = kept(self._mixing_blocks, block, self._mixing_block, 2), int(self._ends[block])
-            start = stop - len(ids)
-            pieces.append(ids[at - start : min(end, stop) - start])
-            at, block = min(end, stop), block + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
-
-    def _mixing_block(self, block: int) -> NDArray[np.int64]:
-        is_last = block == len(self._order) - 1
-        pieces = []
-        for place in range(max(0, block - self._window + 1), block + 1):
-            ids, begins = kept(self._permuted, place, self._part, self._window + 1)
-            piece = block - place
-            pieces.append(ids[begins[piece] : len(ids) if is_last else begins[piece + 1]])
-        ids = np.concatenate(pieces)
-        return ids[permutation(RngStream.MIXING_BLOCK, *self._key, block, size=len(ids))]
-
-    def _part(self, place: int) -> tuple[NDArray[np.int64], tuple[int, ...]]:
-        """The ids of the part at a place, permuted, and where its pieces begin."""
-        part = int(self._order[place])
-        before = self._before if part == 0 else 0
-        behind = self._behind if part == len(self._order) - 1 else 0
-        ids = self._parts.ids(self._first + part, before, behind)
-        if place >= self._in_disk_order:
-            ids = ids[permutation(RngStream.SAMPLES, *self._key, place, size=len(ids))]
-        return ids, piece_begins(len(ids), min(place, self._window), self._window)  # all later places are alike
-
-    def index_of(self, number: int) -> int:
-        """The index in this node of the sample that has this number among the drawn ones, see `Parts.find`.
-
-        The inverse of :meth:`ids`, without its sorts: first through the permutation of the part, to its piece and the
-        mixing block of that, then through the permutation of the block.
-        """
-        part, inside, _ = self._parts.find(number)
-        places, sizes = self._places
-        place = int(places[part - self._first])
-        inside -= self._before if part == self._first else 0
-        size, last = int(sizes[place]), self._num_parts - 1
-        at = inside
-        if place >= self._in_disk_order:
-            at = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=inside)
-        begins = piece_begins(size, min(place, self._window), self._window)
-        block = min(place + bisect_right(begins, at) - 1, last)
-        before = at - begins[block - place]
-        for earlier in range(max(0, block - self._window + 1), place):
-            size = int(sizes[earlier])
-            begins = piece_begins(size, min(earlier, self._window), self._window)
-            before += (size if block == last else begins[block - earlier + 1]) - begins[block - earlier]
-        begin, end = (int(self._ends[block - 1]) if block else 0), int(self._ends[block])
-        key = (*self._key, block)
-        return begin + place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - begin, index=before)
+    def _draws_of(self, sample_id: int) -> list[tuple[int, int]]:
+        """The parts that deliver a sample, and its place in each."""
+        draws = []
+        for drawn_id in self.draw.drawn_for(self.epoch, sample_id):
+            shard = int(self.draw.snapshot.shards_of(np.array([drawn_id]))[0])
+            shards, parts = self._by_shard
+            first, end = np.searchsorted(shards, [shard, shard + 1]).tolist()
+            for part in parts[first:end].tolist():
+                if self.sizes[part] == self.draw.snapshot.sizes[shard]:  # all of it
+                    places = [drawn_id - int(self.draw.snapshot.shard_offsets[shard])]
+                else:
+                    places = np.flatnonzero(self.part_ids(part) == drawn_id).tolist()
+                draws += [(part, inside) for inside in places]
+        return draws
 
     @cached_property
-    def _places(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The place of each part, and the size of the part at each place."""
-        places = np.empty_like(self._order)
-        places[self._order] = np.arange(self._num_parts)
-        return places, self._span()[1][self._order]
+    def _by_shard(self) -> tuple[Ints, Ints]:
+        parts = np.argsort(self.shard, kind="stable")
+        return self.shard[parts], parts
 
 
-def block_ends(sizes: NDArray[np.int64], window: int) -> NDArray[np.int64]:
+class _NodeWindow:
+    """The rolling window of one canonical node, whose samples are cut out of all parts; a part on a border is cut."""
+
+    def __init__(self, order: Window, node: int) -> None:
+        size, longer = divmod(order.size, order.num_nodes)
+        begin = size * node + min(node, longer)
+        end = begin + size + (node < longer)
+        self._order = order
+        self._key = None if order.key is None else (*order.key, node)
+        self._window = order.window
+        self._first = int(np.searchsorted(order.begins, begin, side="right")) - 1
+        stop = int(np.searchsorted(order.begins, end))
+        sizes = order.sizes[self._first : stop].copy()
+        # Samples of the first part that the node before has, and of the last one that the next node has.
+        self._before = begin - int(order.begins[self._first])
+        self._behind = int(order.begins[stop]) - end
+        sizes[0] -= self._before
+        sizes[-1] -= self._behind
+        self._parts = self._part_order(order.shard[self._first : stop])
+        self._sizes = sizes[self._parts]
+        self._starts = np.append(0, block_ends(self._sizes, self._window))
+        self._unread: dict[int, tuple[int, _Ids]] = {}
+        self._blocks: dict[int, _Ids] = {}
+
+    def _part_order(self, shard: Ints) -> Ints:
+        """The part at each place of the epoch, counted from the first."""
+        if self._key is None or len(shard) == 1:
+            return np.arange(len(shard))
+        order = self._order
+        groups = shard // order.num_nodes - order.first_group
+        return spread_parts(self._key, groups, order.num_groups, order.num_nodes, self._window)
+
+    def read(self, begin: int, end: int) -> _Ids:
+        """Sample ids of the entries [begin, end) of this node."""
+        block = int(np.searchsorted(self._starts, begin, side="right")) - 1
+        pieces = []
+        while begin < end:
+            ids = kept(self._blocks, block, self._block, 2)
+            start = int(self._starts[block])
+            pieces.append(ids[begin - start : end - start])
+            begin, block = start + len(ids), block + 1
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _block(self, block: int) -> _Ids:
+        ids = np.concatenate([self._piece(place, block) for place in self._places_in(block)])
+        for place in [place for place in list(self._unread) if place not in self._places_in(block)]:
+            self._unread.pop(place, None)
+        order = self._order
+        if order.draw.forgotten is not None:
+            ids = order.draw.delivered(order.epoch, ids.astype(np.int64)).astype(order.dtype)
+        return ids if self._key is None else ids[_permuted(RngStream.MIXING_BLOCK, *self._key, block, size=len(ids))]
+
+    def _places_in(self, block: int) -> range:
+        return range(max(0, block - self._window + 1), block + 1)
+
+    def _bounds(self, place: int, block: int) -> tuple[int, int]:
+        """The entries of the part at a place that a block holds; the last block holds the rest."""
+        size = int(self._sizes[place])
+        begins = piece_begins(size, min(place, self._window), self._window)  # all later places are alike
+        is_last = block == len(self._sizes) - 1
+        return begins[block - place], size if is_last else begins[block - place + 1]
+
+    def _piece(self, place: int, block: int) -> _Ids:
+        """What a block holds of the part at a place. The rest is kept for the next blocks: half a part on average."""
+        begin, end = self._bounds(place, block)
+        start, ids = self._unread.get(place, (begin + 1, None))
+        if ids is None or start > begin:
+            start, ids = 0, self._permuted_part(place)
+        self._unread[place] = end, ids[end - start :].copy()
+        return ids[begin - start : end - start]
+
+    def _permuted_part(self, place: int) -> _Ids:
+        part = int(self._parts[place])
+        ids = self._order.part_ids(self._first + part).astype(self._order.dtype)
+        begin = self._before if part == 0 else 0
+        end = len(ids) - (self._behind if part == len(self._parts) - 1 else 0)
+        ids = ids[begin:end]
+        if self._key is None or place < self._order.stored_parts:
+            return ids
+        return ids[_permuted(RngStream.SAMPLES, *self._key, place, size=len(ids))]
+
+    def index_of(self, part: int, inside: int) -> int:
+        """The entry of this node that has a sample of a part: the inverse of `read`, without its sorts."""
+        place = int(self._places[part - self._first])
+        entry = inside - (self._before if part == self._first else 0)
+        size = int(self._sizes[place])
+        if self._key is not None and place >= self._order.stored_parts:
+            entry = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=entry)
+        begins = piece_begins(size, min(place, self._window), self._window)
+        block = min(place + bisect_right(begins, entry) - 1, len(self._sizes) - 1)
+        bounds = [self._bounds(earlier, block) for earlier in range(self._places_in(block).start, place)]
+        before = sum(end - begin for begin, end in bounds) + entry - begins[block - place]
+        start, end = self._starts[block : block + 2].tolist()
+        if self._key is None:
+            return int(start + before)
+        key = (*self._key, block)
+        return int(start + place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - start, index=before))
+
+    @cached_property
+    def _places(self) -> Ints:
+        """The place of each part."""
+        places = np.empty_like(self._parts)
+        places[self._parts] = np.arange(len(self._parts))
+        return places
+
+
+def _permuted(purpose: RngStream, *key: int, size: int) -> Ints:
+    """A random permutation; that of one sample needs no random numbers."""
+    return np.zeros(size, dtype=np.int64) if size < 2 else permutation(purpose, *key, size=size)
+
+
+def block_ends(sizes: Ints, window: int) -> Ints:
     """int64[K]: where each mixing block of a node ends. O(K + w**2)."""
     num_parts = len(sizes)
     head = min(window - 1, num_parts)
@@ -344,7 +294,7 @@ def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
     filling = max(0, window - 1 - place)
     half = size // (2 * window)
     even, longer = divmod(size - half * filling, window - filling)
-    piece = np.arange(window + 1, dtype=np.int64)
-    late = np.maximum(piece - filling, 0)
-    begins = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
+    number = np.arange(window + 1, dtype=np.int64)
+    late = np.maximum(number - filling, 0)
+    begins = half * np.minimum(number, filling) + even * late + np.minimum(late, longer)
     return tuple(begins.tolist())

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from lightning_stream.order.batching.buckets import LengthBuckets
-from lightning_stream.order.batching.packed import PackedOrder
+from lightning_stream.order.batches import Tail
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.config import OrderConfig, Switch
 from lightning_stream.order.draw import StreamWeights, weights_digest
 from lightning_stream.order.packing import RowPacking
-from lightning_stream.order.plan import RunOrder
 from lightning_stream.order.position import SnapshotSummary
-from lightning_stream.order.rank_split import Tail
+from lightning_stream.order.rows import PackedRows
+from lightning_stream.order.run import RunOrder
 from lightning_stream.order.schedule import Schedule
 
 PUBLIC_NAMES = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
@@ -229,8 +229,8 @@ def _packed(pack: RowPacking, run: RunOrder | None, epoch: int, count_rows: bool
     if not counts_rows(run, count_rows):
         note = "describe(count_rows=True) plans the epoch and counts its rows and padding"
         return replace(stage, counts={"documents per epoch": run.num_samples}, note=note)
-    order = run.epoch(epoch)
-    assert isinstance(order, PackedOrder)
+    order = run.epoch(epoch).order
+    assert isinstance(order, PackedRows)
     found = order.totals()
     counts: dict[str, Any] = {"rows": found.num_rows, "tokens": found.num_tokens, "padding tokens": found.padding}
     counts["padding_percent"] = 100 * found.padding / max(1, found.num_rows * pack.row_length)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import BatchPlan
-from lightning_stream.order.plan import RunOrder
-from lightning_stream.order.rank_split import Tail
+from lightning_stream.order.batches import BatchPlan, Tail
+from lightning_stream.order.run import RunOrder
 from lightning_stream.order.world import World
 
 FACTOR_WORTH_A_WARNING = 1.05
@@ -136,15 +135,13 @@ def _reads_of(plans: Sequence[BatchPlan]) -> Iterator[tuple[int, NDArray[np.int6
     ``plans`` cut one order into the same batches, one for each replica. Whole batches are read once for all replicas:
     their `shares` would read them for each, which takes 45 times as long for 64 replicas.
     """
-    plan, size = plans[0], plans[0].batch_size
-    order = plan.order
-    whole = plan.num_whole_batches if order.splits_samples and plan.must_divide else 0
+    plan, size, replicas = plans[0], plans[0].batch_size, range(len(plans))
+    whole = plan.num_whole_batches if plan.splits_samples else 0
     step = max(1, _CHUNK // size)
     for k in range(0, whole, step):
-        first, last = plan.bounds(k)[0], plan.bounds(min(k + step, whole) - 1)[1]
-        nodes = order.canonical(first, last).reshape(-1, size)
-        ids = order.ids(first, last).reshape(-1, size)
-        grouped = np.take_along_axis(ids, np.argsort(nodes, axis=1, kind="stable"), axis=1)
-        yield from enumerate(np.split(grouped, len(plans), axis=1))
+        count = min(step, whole - k)
+        first, last = plan.bounds(k)[0], plan.bounds(k + count - 1)[1]
+        ids = plan.order.ids(first, last)[plan.positions(k, count, replicas) - first]
+        yield from ((replica, ids[:, replica]) for replica in replicas)
     for k in range(whole, plan.num_batches):
         yield from ((replica, replica_plan.share(k).sample_ids) for replica, replica_plan in enumerate(plans))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batching.base import BatchPlan
-from lightning_stream.order.plan import RunOrder
+from lightning_stream.order.batches import BatchPlan
+from lightning_stream.order.run import RunOrder
 
 NUM_SEGMENTS = 100
 _EVENLY = 32

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order.balance import Balance
-from lightning_stream.order.batching.base import BatchPlan
-from lightning_stream.order.plan import RunOrder
+from lightning_stream.order.batches import BatchPlan
 from lightning_stream.order.position import Position
+from lightning_stream.order.run import RunOrder
 from lightning_stream.order.world import World
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.ledger import Substitution, replacements
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.packing import RowSpans

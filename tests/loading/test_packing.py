@@ -14,7 +14,7 @@ from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingD
 from lightning_stream.errors import FormatError, StateError
 from lightning_stream.loading.packing import read_rows
 from lightning_stream.order import micro_batches
-from lightning_stream.order.batching import packed
+from lightning_stream.order import rows as packed
 from lightning_stream.order.packing import RowPacking, pack_window
 
 LENGTH = 64

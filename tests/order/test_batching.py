@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,9 @@ from support.orders import run_over
 
 import lightning_stream.order
 from lightning_stream.order import BatchPlan, World
-from lightning_stream.order.batching import METHODS
-from lightning_stream.order.batching.base import RandomOrder
-from lightning_stream.order.batching.interleave import Interleave
+from lightning_stream.order.batches import divide_evenly
+from lightning_stream.order.methods import METHODS
+from lightning_stream.order.orders import EvenMerge, Order
 
 prop = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -34,7 +35,7 @@ def merged(lengths):
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.data())
 def test_a_stratified_merge_can_be_read_at_any_position(lengths, data):
     wanted = merged(lengths)
-    merge = Interleave(np.array(lengths, dtype=np.int64), epoch=0, seed=None)
+    merge = EvenMerge(np.array(lengths, dtype=np.int64), epoch=0, seed=None)
     begin = data.draw(st.integers(0, len(wanted)))
     end = data.draw(st.integers(begin, len(wanted)))
     if wanted:
@@ -45,7 +46,7 @@ def test_a_stratified_merge_can_be_read_at_any_position(lengths, data):
 @prop
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=25), st.integers(0, 2**62), st.integers(0, 5))
 def test_a_jittered_merge_read_in_pieces_is_the_merge_read_at_once(lengths, seed, epoch):
-    merge = Interleave(np.array(lengths, dtype=np.int64), epoch, seed)
+    merge = EvenMerge(np.array(lengths, dtype=np.int64), epoch, seed)
     total = sum(lengths)
     if not total:
         return
@@ -60,7 +61,7 @@ def test_a_jittered_merge_read_in_pieces_is_the_merge_read_at_once(lengths, seed
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=22))
 def test_in_any_window_of_a_stratified_mix_each_stream_is_near_its_share(lengths):
     total = sum(lengths)
-    sequence, _ = Interleave(np.array(lengths, dtype=np.int64), epoch=0, seed=None).read(0, total)
+    sequence, _ = EvenMerge(np.array(lengths, dtype=np.int64), epoch=0, seed=None).read(0, total)
     most = 2 if len(lengths) <= 3 else 3
     for stream, length in enumerate(lengths):
         ahead = np.concatenate([[0], np.cumsum(sequence == stream)]) - np.arange(total + 1) * length / total
@@ -69,7 +70,7 @@ def test_in_any_window_of_a_stratified_mix_each_stream_is_near_its_share(lengths
 
 def test_a_stratified_merge_of_huge_streams_is_read_in_little_time():
     lengths = np.array([10**12, 7 * 10**11, 3], dtype=np.int64)
-    sequence, index = Interleave(lengths, epoch=0, seed=None).read(10**12, 10**12 + 1000)
+    sequence, index = EvenMerge(lengths, epoch=0, seed=None).read(10**12, 10**12 + 1000)
     assert 560 <= (sequence == 0).sum() <= 620
     assert all((np.diff(index[sequence == stream]) == 1).all() for stream in range(2))
 
@@ -156,12 +157,21 @@ def test_the_name_of_a_method_is_compared_nowhere():
                 assert "batching_method" not in ast.unparse(node), f"{file.name}, line {node.lineno}"
 
 
-def test_a_new_method_is_one_class_and_one_line(monkeypatch):
-    class Backwards(RandomOrder):
-        def ids(self, begin, end):
-            return super().ids(self.num_samples - end, self.num_samples - begin)[::-1]
+def test_a_new_method_is_one_value(monkeypatch):
+    class Backwards(Order):
+        def __init__(self, order):
+            self.size, self.nodes, self._order = order.size, order.nodes, order
 
-    monkeypatch.setitem(METHODS, "stratified", Backwards)
+        def ids(self, at):
+            return self._order.ids(self.size - 1 - at[::-1])[::-1]
+
+        def nodes(self, at):
+            return self._order.nodes(at)
+
+    def divide(request):
+        return divide_evenly(replace(request, order=Backwards(request.order)))
+
+    monkeypatch.setitem(METHODS, "stratified", replace(METHODS["random"], divide=divide))
     run = run_of([[40] * 3, [30] * 2], "stratified", shuffle=False)
     plan = BatchPlan(run.epoch(0), batch_size=12)
     assert np.array_equal(np.concatenate([plan.ids(k) for k in range(plan.num_batches)]), np.arange(180)[::-1])

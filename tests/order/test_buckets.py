@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from support.orders import run_over
 
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, World
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.micro_batches import MicroBatches
 
 prop = settings(max_examples=60, deadline=None, derandomize=True)
@@ -134,13 +134,12 @@ def test_a_resume_far_in_an_epoch_plans_few_windows():
     lengths = np.random.default_rng(0).integers(1, 500, 200_000)
     run = run_of(lengths, tokens=50_000, window=4096)
     order = run.epoch(0)
-    at = next(end for end in order.ends(150_000 // 4096) if end > 150_000)
+    at = next(end for end in order.order.ends(150_000 // 4096) if end > 150_000)
     mark, steps = order.landmark(at), order.batches_before(at)
-    fresh = run_of(lengths, tokens=50_000, window=4096).epoch(0)
+    fresh = run_of(lengths, tokens=50_000, window=4096).epoch(0, mark)
     planned = []
-    plan = fresh._plan
-    fresh._plan = lambda number: planned.append(number) or plan(number)
-    fresh.learn(mark)
+    plan = fresh.order.plan
+    fresh.order.plan = lambda number, at: planned.append(number) or plan(number, at)
     assert fresh.batches_before(at) == steps
     assert len(set(planned)) == 1
 
@@ -170,7 +169,7 @@ def test_batches_of_similar_lengths_have_little_padding():
 def test_a_change_behind_the_windows_that_were_begun_changes_nothing_before():
     run = run_of(range(100), window=24)
     order = run.epoch(0)
-    assert [order.settled(at) for at in (0, 1, 24, 25, 97, 100)] == [0, 24, 24, 48, 100, 100]
+    assert [order.order.unchanged_from(at) for at in (0, 1, 24, 25, 97, 100)] == [0, 24, 24, 48, 100, 100]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 from support.compositions import BATCH, COMPOSITIONS, Composition, Data, balance_of, run_of
 
 from lightning_stream.order import BatchPlan, Position, RunOrder, World, choose_per_stream, ledger
-from lightning_stream.order.batching.base import EpochOrder
+from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 
 Row = Any  # a sample id, or the (sample, first token, tokens) of the spans of a packed row

@@ -13,7 +13,7 @@ from support.orders import run_over
 
 from lightning_stream.errors import SettingsMismatch
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.forget import Forgotten, first_seen, forgetting, plan_replay
 from lightning_stream.order.packing import RowPacking
 
@@ -99,7 +99,7 @@ def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(
     run = run_over(SIZES, lengths=LENGTHS, batch_size=12, shuffle=True, canonical_nodes=2, **WINDOWS[kind])
     whole = Training(run, every=1).train(2)
     states = [Position.from_state(state) for state, _ in whole.checkpoints]
-    for ids in ([5], [100], [160, 20], [int(run.epoch(0).drawn.ids(0, 170)[-1])], range(80, 93)):
+    for ids in ([5], [100], [160, 20], [int(run.epoch(0).order.below.ids(np.arange(170))[-1])], range(80, 93)):
         replay = plan_replay(run, ids, states)
         again = forgetting(run, replay.forgotten)
         never = Training(again, every=1).train(2)

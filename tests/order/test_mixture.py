@@ -24,7 +24,7 @@ from lightning_stream.order import (
     World,
     ledger,
 )
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.mixture import Mixture, Shares, Tree, leaves, plan_tree
 
 NAMES = "abcdefghij"

@@ -15,7 +15,7 @@ from support.orders import run_over
 
 from lightning_stream.errors import StateError
 from lightning_stream.order import MosaicConfig, Position, RunOrder
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 
 NUMBERS = (-1, 0, 1, 2, 24, 48, 2**40, 2**63, 0.0, 1.5, float("nan"))
 VALUES: tuple[Any, ...] = (*NUMBERS, None, True, False, "", "drop", "0" * 16, [], [[0, 24]], {})

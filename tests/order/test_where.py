@@ -13,7 +13,7 @@ from support.orders import run_over
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, StreamWeights, World
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
-from lightning_stream.order.window import WindowOrder
+from lightning_stream.order.window import Window
 from lightning_stream.questions import Delivery, where
 
 WEIGHTS = [{}, {"repeat": 0.4}, {"repeat": 2.7}, {"repeat": 3}, {"choose": 11}, {"proportion": 1.5}]
@@ -152,7 +152,7 @@ def test_where_over_many_epochs_looks_up_no_samples(method, monkeypatch):
                 for number, piece in enumerate(pieces)
                 for row in np.flatnonzero((piece.ids == 7) & ~piece.filler).tolist()
             ]
-    monkeypatch.setattr(WindowOrder, "ids", None)
+    monkeypatch.setattr(Window, "ids", None)
     assert where(run, position, 7, delivery, range(4)) == wanted
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.orders import run_over
 
 from lightning_stream.order import BatchPlan, World
-from lightning_stream.order.batching.buckets import LengthBuckets
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.questions import plan_downloads
 from lightning_stream.questions.downloads import better_canonical_nodes, estimate_factor, warning_about
 

@@ -34,8 +34,8 @@ from lightning_stream.order import (
     World,
 )
 from lightning_stream.order import ledger as ledgers
-from lightning_stream.order.batching.buckets import LengthBuckets
 from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.micro_batches import MicroBatches

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from lightning_stream.order.arrays import Ints
-from lightning_stream.order.rank_split import ceil_div
+from lightning_stream.order.orders import ceil_div
 
 PARTITIONS = ("orig", "relaxed")
 PADDING = -1

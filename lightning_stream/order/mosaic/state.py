@@ -8,12 +8,12 @@ from typing import Any
 from msgspec import structs
 
 from lightning_stream.errors import StateError
+from lightning_stream.order.batches import Tail
 from lightning_stream.order.config import MOST_NODES, OrderConfig
-from lightning_stream.order.mosaic.epoch import MosaicEpoch
-from lightning_stream.order.plan import RunOrder
+from lightning_stream.order.mosaic.epoch import MosaicOrder
 from lightning_stream.order.position import MOST_EPOCHS, Position
-from lightning_stream.order.rank_split import Tail
 from lightning_stream.order.rules import count, violations
+from lightning_stream.order.run import RunOrder
 
 _NODES = "initial_physical_nodes"  # older versions of that library do not record it
 _RULES = {
@@ -52,8 +52,8 @@ def mosaic_position(state: Mapping[str, Any], run: RunOrder, *, batch_size: int,
     """The position that a state of mosaicml-streaming stands for, in a run made with :func:`mosaic_config`."""
     _check(state)
     start = Position.start(run, batch_size=batch_size, tail=tail, epoch=state["epoch"])
-    order = run.epoch(state["epoch"])
-    assert isinstance(order, MosaicEpoch)
+    order = run.epoch(state["epoch"]).order
+    assert isinstance(order, MosaicOrder)
     return start.advanced(run, order.position_after(state["sample_in_epoch"]))
 
 
@@ -67,8 +67,8 @@ def mosaic_state(position: Position, run: RunOrder) -> dict[str, int]:
             f"mosaicml-streaming can continue a run in one of its own orders; this one has shuffle_algo="
             f"{position.order.algorithm!r}. Continue it with lightning-stream; one with shuffle_algo='py1e' could move"
         )
-    order = run.epoch(position.epoch)
-    assert isinstance(order, MosaicEpoch)
+    order = run.epoch(position.epoch).order
+    assert isinstance(order, MosaicOrder)
     delivered = order.delivered_before(position.position)
     if delivered is None:
         raise StateError(

@@ -13,7 +13,7 @@ from support.mosaic_work import epoch_work
 from support.orders import run_over
 
 from lightning_stream.order import BatchPlan, MosaicConfig, RunOrder, StreamWeights, World
-from lightning_stream.order.batching import METHODS
+from lightning_stream.order.methods import METHODS
 from lightning_stream.order.mosaic.shuffles import SHUFFLES
 
 SHARDS = [[37, 37, 37, 9], [50, 50, 20], [11] * 7]

@@ -10,19 +10,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
-from lightning_stream.order.batching.base import BatchPlan, EpochOrder
-from lightning_stream.order.batching.packed import PackedOrder
+from lightning_stream.order.arrays import Ints
+from lightning_stream.order.batches import EpochOrder, divide_by_budget
 from lightning_stream.order.config import OrderConfig
 from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.mixture import Mixture
+from lightning_stream.order.mosaic.epoch import MosaicOrder
+from lightning_stream.order.orders import Concat, EvenMerge, Interleave, Order, positions_of
 from lightning_stream.order.permutation import stable_argsort
+from lightning_stream.order.rows import ByLength, Counted, Landmark, PackedRows
 from lightning_stream.order.schedule import Schedule
-from lightning_stream.order.snapshot import Snapshot
+from lightning_stream.order.snapshot import Snapshot, max_active
 from lightning_stream.order.spread import deal_shards
-from lightning_stream.order.window import IndexOrder, Parts, SampleOrder, WindowOrder
+from lightning_stream.order.window import Window
 
+_ALL_STREAMS = 2**32  # the key of the one order over all streams together
 _KEPT_EPOCHS = 2
+_KEPT_SAMPLES = 1 << 14  # of a stream's own epochs: a batch may have many of a small stream
 
 
 class RunOrder:
@@ -70,8 +75,8 @@ class RunOrder:
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity, forgotten)
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
-        self._epochs: dict[int, EpochOrder] = {}
-        self._own_epochs: dict[tuple[int, int], SampleOrder] = {}
+        self._epochs: dict[tuple[int, tuple[Counted, ...]], EpochOrder] = {}
+        self._own_epochs: dict[int, dict[int, Order]] = {}
 
     def __reduce__(self) -> tuple[partial[RunOrder], tuple[Any, ...]]:
         """Pickle the settings, and the lengths if there are any."""
@@ -98,25 +103,70 @@ class RunOrder:
         """The streams of all samples of a run with a schedule, counted through its epochs."""
         config = self.config
         assert config.schedule is not None
-        length = config.batching.stretch_length_of(config)
+        length = config.batching.block_of(config)
         sizes, step = self.snapshot.stream_samples.tolist(), config.batch_size or 1
         if config.packing is not None:
             step *= config.packing.row_length  # of tokens
         return Mixture(config.schedule, sizes, stretch_length=length, step_length=step)
 
-    def epoch(self, epoch: int) -> EpochOrder:
-        """The order of one epoch; the last few are kept. O(parts)."""
+    def epoch(self, epoch: int, landmark: Landmark | None = None) -> EpochOrder:
+        """The order of one epoch; the last few are kept. O(parts).
+
+        ``landmark`` is what a state of the same settings has counted of packed rows or batches of a budget: counting
+        begins there. That of another epoch is ignored.
+        """
         if epoch < 0:
             raise ValueError(f"Epochs count from 0; found {epoch}.")
-        return kept(self._epochs, epoch, self._epoch, _KEPT_EPOCHS)
+        counted = () if landmark is None or landmark.epoch != epoch else landmark.windows
+        return kept(self._epochs, (epoch, counted), self._epoch, _KEPT_EPOCHS)
 
-    def _epoch(self, epoch: int) -> EpochOrder:
-        order = self.config.batching(self, epoch)
-        if self.config.buckets is not None:
-            return self.config.buckets.order(self, order)
-        return order if self.config.packing is None else PackedOrder(self, order)
+    def _epoch(self, key: tuple[int, tuple[Counted, ...]]) -> EpochOrder:
+        epoch, counted = key
+        config = self.config
+        order = self.order_of_samples(epoch)
+        random_key = (config.seed, epoch) if config.shuffle else None
+        if self.lengths is not None and config.packing is not None:
+            order = PackedRows(order, self.lengths, config.packing, random_key, counted)
+        if self.lengths is not None and config.buckets is not None:
+            order = ByLength(order, self.lengths, config.buckets, self.snapshot.streams_of, random_key, counted)
+        has_budget = config.buckets is not None and config.buckets.batch_tokens is not None
+        return EpochOrder(epoch, order, divide_by_budget if has_budget else config.batching.divide)
 
-    def where(self, sample_id: int, epoch: int) -> NDArray[np.int64]:
+    def order_of_samples(self, epoch: int) -> Order:
+        """The samples of an epoch, before they are packed or sorted by length."""
+        method = self.config.batching
+        if self.config.mosaic is not None:
+            return MosaicOrder(self.snapshot, self.weights, self.config, epoch)
+        if self.config.schedule is not None:
+            return self._scheduled(epoch)
+        if method.is_mixed:
+            return self._mixed(epoch)
+        return self._window(epoch, tuple(range(self.snapshot.num_streams)), _ALL_STREAMS)
+
+    def _mixed(self, epoch: int) -> Order:
+        """The drawn samples of all streams, interleaved evenly."""
+        method, config = self.config.batching, self.config
+        orders = [self._window(epoch, (stream,), stream) for stream in range(self.snapshot.num_streams)]
+        block = method.block_of(config)
+        counts, remainders = np.divmod(np.array([order.size for order in orders], dtype=np.int64), block)
+        merge = EvenMerge(counts, epoch, config.seed if method.jitter and config.shuffle else None)
+        return Interleave(orders, merge, counts, remainders, block, 0, int(counts.sum()))
+
+    def _scheduled(self, epoch: int) -> Order:
+        """What a schedule takes of each stream's endless sequence of own epochs."""
+        block = self.config.batching.block_of(self.config)
+        per_epoch = self.num_samples // block
+        begin = epoch * per_epoch
+        end = begin + per_epoch if self.mixture.end is None else min(begin + per_epoch, self.mixture.end)
+        end = max(begin, end)
+        firsts, counts = self.mixture.ends(begin), self.mixture.ends(end)
+        orders = []
+        for stream, size in enumerate(self.snapshot.stream_samples.tolist()):
+            bounds = int(firsts[stream]) * block, int(counts[stream]) * block
+            orders.append(Concat(partial(self._own_epoch, stream), max(size, 1), *bounds))
+        return Interleave(orders, self.mixture, counts, np.zeros_like(counts), block, begin, end)
+
+    def where(self, sample_id: int, epoch: int) -> Ints:
         """All positions of an epoch that have this sample, ascending: int64[n], without planning the epoch.
 
         Of rows, each that holds it, once. Packed rows plan the windows before it, and orders of mosaicml-streaming and
@@ -129,7 +179,7 @@ class RunOrder:
         """
         if not 0 <= sample_id < self.snapshot.num_samples:
             raise ValueError(f"Sample ids count from 0 to {self.snapshot.num_samples - 1} here; found {sample_id}.")
-        return np.array(self.epoch(epoch).positions(sample_id), dtype=np.int64)
+        return np.array(self.epoch(epoch).order.find(sample_id), dtype=np.int64)
 
     def settled(self, epoch: int, position: int) -> int:
         """The first sample, counted through all epochs, that may change without a change of what comes before.
@@ -138,24 +188,30 @@ class RunOrder:
         """
         while position and not (order := self.epoch(epoch)).reaches(position) and order.num_samples:
             epoch, position = epoch + 1, position - order.num_samples
-        return epoch * self.num_samples + (self.epoch(epoch).settled(position) if position else 0)
+        changed = self.epoch(epoch).order.unchanged_from(position) if position else 0
+        return epoch * self.num_samples + changed
 
     def active_shards(self) -> int:
-        """Shards in use at once, over all nodes."""
-        return self.config.batching.active_shards(self)
+        """Shards in use at once, over all nodes: w for each canonical node of each group; O(samples) for Mosaic's."""
+        config = self.config
+        if config.mosaic is not None:
+            order = self.order_of_samples(0)
+            return max_active(self.snapshot.shards_of(order.ids(positions_of(0, order.size))))
+        most = config.canonical_nodes * config.window if config.shuffle else 1
+        return sum(min(most, len(sizes)) for sizes in config.batching.shard_groups(self.snapshot))
 
-    def sample_order(self, epoch: int, streams: tuple[int, ...], key: int) -> SampleOrder:
+    def _window(self, epoch: int, streams: tuple[int, ...], key: int) -> Order:
         """The order of the drawn samples of some streams; ``key`` is part of its random keys."""
-        parts, config = Parts(self._draw, epoch, self._drawn_shards(epoch, streams)), self.config
-        if not config.shuffle:
-            return IndexOrder(parts)
-        nodes, key_of_all, quick = config.canonical_nodes, (config.seed, epoch, key), config.quick_start
-        return WindowOrder(parts, key_of_all, canonical_nodes=nodes, window=config.window, quick_start=quick)
+        config = self.config
+        keys = (config.seed, epoch, key) if config.shuffle else None
+        drawn = self._drawn_shards(epoch, streams)
+        return Window(self._draw, epoch, drawn, keys, config.canonical_nodes, config.window, config.quick_start)
 
-    def own_epoch(self, epoch: int, stream: int) -> SampleOrder:
+    def _own_epoch(self, stream: int, epoch: int) -> Order:
         """The order of a stream's own epoch, of each of its samples once; the last few are kept."""
-        make = partial(self.sample_order, epoch, (stream,))
-        return kept(self._own_epochs, (epoch, stream), lambda key: make(key[1]), _KEPT_EPOCHS * len(self.weights))
+        orders = self._own_epochs.setdefault(stream, {})
+        count = _KEPT_EPOCHS + _KEPT_SAMPLES // max(1, int(self.snapshot.stream_samples[stream]))
+        return kept(orders, epoch, lambda epoch: self._window(epoch, (stream,), stream), count)
 
     def _drawn_shards(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
         """What is drawn, in the run-constant order of shards (index order without shuffling)."""
@@ -171,7 +227,7 @@ class RunOrder:
         return drawn
 
     @cached_property
-    def _places(self) -> NDArray[np.int64]:
+    def _places(self) -> Ints:
         """Each shard's place in the run-constant order that is cut into canonical nodes."""
         return deal_shards(self.config.seed, self.snapshot.num_shards, self.config.canonical_nodes)
 
@@ -212,13 +268,3 @@ def _check_schedule(
 def _refuse_schedule(problems: Sequence[str]) -> None:
     if problems:
         raise ValueError("A schedule must suit the streams. " + " ".join(problems))
-
-
-def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> NDArray[np.int64]:
-    """The shards that this rank needs for global batches [k_begin, k_end), in the order of first use."""
-    if k_begin >= k_end:
-        return np.empty(0, dtype=np.int64)
-    shards = np.concatenate([snapshot.shards_of(plan.share(k).sample_ids) for k in range(k_begin, k_end)])
-    _, first = np.unique(shards, return_index=True)
-    first.sort()
-    return shards[first]

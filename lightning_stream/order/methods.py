@@ -1,0 +1,77 @@
+"""The batching methods as values: what each does with the streams. Nothing else compares their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lightning_stream.order.arrays import Ints
+from lightning_stream.order.batches import Division, Request, divide_blocks, divide_by_stream, divide_evenly
+from lightning_stream.order.mosaic.epoch import divide_by_table
+
+if TYPE_CHECKING:
+    from lightning_stream.order.config import OrderConfig
+    from lightning_stream.order.snapshot import Snapshot
+
+
+@dataclass(frozen=True)
+class BatchingMethod:
+    """How the streams come into batches.
+
+    Attributes:
+        divide: How an epoch is divided into batches.
+        is_mixed: Whether streams have orders of their own, which are interleaved.
+        jitter: Whether a shuffled run draws the distances between a stream's blocks at random.
+        fixed: The batch size that the order keeps from its first start, by its name in `OrderConfig`: so many samples
+            of one stream stay together.
+        lacks: The message where that is None.
+        mixes_streams: Whether every global batch holds samples of several streams.
+        can_be_packed: Whether its samples can be packed into rows.
+        can_switch: Whether a run may switch versions of its data.
+        can_be_balanced: Whether costs may decide which replica gets which sample.
+    """
+
+    divide: Callable[[Request], Division]
+    is_mixed: bool = True
+    jitter: bool = True
+    fixed: str | None = None
+    lacks: str = ""
+    mixes_streams: bool = False
+    can_be_packed: bool = True
+    can_switch: bool = False
+    can_be_balanced: bool = True
+
+    def block_of(self, config: OrderConfig) -> int:
+        """Consecutive samples of one stream that stay together, where the method keeps any."""
+        return 1 if self.fixed is None else getattr(config, self.fixed) or 1
+
+    def shard_groups(self, snapshot: Snapshot) -> Sequence[Ints]:
+        """The shard sizes of each set of shards that has an order of its own."""
+        return snapshot.shard_sizes if self.is_mixed else (snapshot.sizes,)
+
+
+METHODS: dict[str, BatchingMethod] = {
+    "random": BatchingMethod(divide_evenly, is_mixed=False, can_switch=True),
+    "stratified": BatchingMethod(divide_evenly, jitter=False, mixes_streams=True),
+    "per_stream": BatchingMethod(
+        divide_by_stream,
+        fixed="batch_size",
+        lacks="per_stream makes every global batch from one stream: it needs a batch size from the start.",
+        can_be_packed=False,  # a batch is of one stream, and rows are of several documents
+    ),
+    "device_per_stream": BatchingMethod(
+        divide_blocks,
+        fixed="device_block",
+        lacks="device_per_stream needs the batch size per device from the start.",
+        mixes_streams=True,
+        can_be_packed=False,
+        can_be_balanced=False,
+    ),
+}
+
+SCHEDULED: dict[str, BatchingMethod] = {**METHODS, "random": METHODS["stratified"]}
+"""The methods of a run with a mixture schedule, which orders each stream on its own."""
+
+MOSAIC = BatchingMethod(divide_by_table, is_mixed=False, can_be_packed=False, can_be_balanced=False)
+"""The orders of mosaicml-streaming, which decide all by themselves."""

@@ -1,0 +1,321 @@
+"""The samples of an epoch as sequences that can be read at any positions, and the ways to compose them.
+
+    Window      the drawn shards of some streams, shuffled by a rolling window, or in index order (window.py)
+    Concat      sequences one after another: a stream's own epochs, the versions of the data in one epoch
+    Interleave  blocks of several sequences, in the order that a merge gives: `EvenMerge`, or a `Mixture`
+    Regrouped   windows of a sequence, packed into rows or sorted by length (rows.py)
+
+Every sequence answers for ascending positions, int64[n]: `ids`, `nodes` (what shares are grouped by); and the inverse,
+`find`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.order.arrays import Ints, starts_of
+from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
+
+if TYPE_CHECKING:
+    from lightning_stream.order.packing import RowSpans
+
+_SEARCHED = 1 << 20  # positions at once
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """``number / divisor`` rounded up."""
+    return (number + divisor - 1) // divisor
+
+
+def positions_of(begin: int, end: int) -> Ints:
+    """The positions [begin, end) as an array."""
+    return np.arange(begin, end, dtype=np.int64)
+
+
+def places_by(key: Ints) -> Iterator[tuple[int, Ints]]:
+    """Each value of ``key``, ascending, with the places that have it."""
+    if len(key) and key[0] == key[-1] and (key == key[0]).all():
+        yield int(key[0]), np.arange(len(key))
+        return
+    for value in np.unique(key).tolist():
+        yield value, np.flatnonzero(key == value)
+
+
+class Order(ABC):
+    """A sequence of samples, or of rows of them.
+
+    Attributes:
+        size: How many. Of rows, which are counted window by window, it is far cheaper to ask `reaches`.
+        full_end: Positions [0, full_end) are cut into global batches of B one after another; behind them lie the
+            remainders of the streams.
+    """
+
+    size: int
+
+    @property
+    def full_end(self) -> int:
+        return self.size
+
+    @abstractmethod
+    def ids(self, at: Ints) -> Ints:
+        """The sample id at each position; of rows, the fingerprint of each."""
+
+    @abstractmethod
+    def nodes(self, at: Ints) -> Ints:
+        """The canonical node of each position."""
+
+    def find(self, sample_id: int) -> list[int]:
+        """All positions of a sample, ascending. Here O(size), by a search."""
+        positions: list[int] = []
+        for begin in range(0, self.size, _SEARCHED):
+            at = positions_of(begin, min(begin + _SEARCHED, self.size))
+            positions += at[self.ids(at) == sample_id].tolist()
+        return positions
+
+    def reaches(self, position: int) -> bool:
+        """Whether the positions before this one are cut into global batches of B one after another."""
+        return position <= self.full_end
+
+    def sequences(self, most: int) -> Sequence[Order]:
+        """At most so many sequences that need different shards, to be packed separately."""
+        return [self]
+
+    def spans(self, at: Ints) -> RowSpans | None:
+        """What the rows at some positions hold; None where positions are samples."""
+        return None
+
+    @property
+    def below(self) -> Order:
+        """The order whose windows are packed or rearranged, where they are; else this one."""
+        return self
+
+    @property
+    def arranged_together(self) -> int:
+        """Samples of `below` whose places depend on each other."""
+        return 1
+
+    def unchanged_from(self, position: int) -> int:
+        """The first position of `below` that changes nothing before a position of this order."""
+        return position
+
+    def version_at(self, position: int) -> int:
+        """The number of the version of the data at a position, where a run switches between several."""
+        return 0
+
+
+class EveryNth(Order):
+    """Positions first, first + step, ... of an order: some of its canonical nodes."""
+
+    def __init__(self, parent: Order, first: int, step: int) -> None:
+        self._parent = parent
+        self._first = first
+        self._step = step
+        self.size = len(range(first, parent.size, step))
+
+    def ids(self, at: Ints) -> Ints:
+        return self._parent.ids(self._first + self._step * at)
+
+    def nodes(self, at: Ints) -> Ints:
+        return self._parent.nodes(self._first + self._step * at)
+
+
+class Concat(Order):
+    """Sequences one after another: number n begins at position ``begins[n]`` and is made when it is read.
+
+    With one number for ``begins``, every sequence has that size, without end: a stream's own epochs. Of these,
+    [begin, end) is what `find` searches.
+    """
+
+    def __init__(self, make: Callable[[int], Order], begins: Sequence[int] | int, begin: int, end: int) -> None:
+        self._make = make
+        self._begins = begins
+        self._bounds = (begin, end)
+        self.size = end
+
+    def ids(self, at: Ints) -> Ints:
+        return self._gathered(at, lambda order, inside: order.ids(inside))
+
+    def nodes(self, at: Ints) -> Ints:
+        return self._gathered(at, lambda order, inside: order.nodes(inside))
+
+    def _gathered(self, at: Ints, read: Callable[[Order, Ints], Ints]) -> Ints:
+        out = np.empty_like(at)
+        for number, places in places_by(self._number(at)):
+            out[places] = read(self._make(number), at[places] - self._begin_of(number))
+        return out
+
+    def _number(self, at: Ints) -> Ints:
+        if isinstance(self._begins, int):
+            return at // self._begins
+        return np.searchsorted(self._begins, at, side="right") - 1
+
+    def _begin_of(self, number: int) -> int:
+        return number * self._begins if isinstance(self._begins, int) else self._begins[number]
+
+    def find(self, sample_id: int) -> list[int]:
+        begin, end = self._bounds
+        if end <= begin:
+            return []
+        first, last = self._number(np.array([begin, end - 1])).tolist()
+        positions = []
+        for number in range(first, last + 1):
+            start = self._begin_of(number)
+            stop = end if number == last else self._begin_of(number + 1)
+            positions += [start + at for at in self._make(number).find(sample_id) if begin <= start + at < stop]
+        return positions
+
+
+class Merge(Protocol):
+    """Which of several sequences each entry of a merge is of, and its number there."""
+
+    def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
+        """The sequence and the number of each entry in [begin, end)."""
+
+    def find(self, stream: int, number: int, begin: int, end: int, /) -> int | None:
+        """The entry of [begin, end) that has a number of a sequence; None if it is left out."""
+
+
+class EvenMerge:
+    """Sequences merged evenly: entry j of a sequence of n has the key (j + u) / n, ties by sequence.
+
+    u is 1/2, or with a seed a number in [0, 1) of (seed, epoch, sequence, j). Keys are IEEE doubles, whose division is
+    correctly rounded everywhere, so equal fractions tie and every machine merges alike. O(sequences + range).
+    """
+
+    def __init__(self, counts: Ints, epoch: int, seed: int | None) -> None:
+        self._counts = counts
+        self._total = int(counts.sum())
+        self._salt = None if seed is None else random_u64(RngStream.JITTER, seed, epoch, size=len(counts))
+
+    def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
+        # At key t, a sequence of n has between t * n - 1 and t * n + 1 entries below; so all together are within their
+        # number of t * total.
+        margin = len(self._counts) + 1
+        below = (begin - margin) / self._total * self._counts
+        above = (end + margin) / self._total * self._counts
+        low = np.clip(np.floor(below).astype(np.int64) - 1, 0, self._counts)
+        high = np.clip(np.ceil(above).astype(np.int64) + 1, 0, self._counts)
+        starts = starts_of(high - low)
+        sequence = np.repeat(np.arange(len(low)), high - low)
+        number = np.arange(len(sequence)) - (starts[:-1] - low)[sequence]
+        order = np.argsort(self._keys(sequence, number), kind="stable")
+        skipped = begin - int(low.sum())
+        order = order[skipped : skipped + end - begin]
+        return sequence[order], number[order]
+
+    def find(self, stream: int, number: int, begin: int, end: int) -> int:
+        key = float(self._keys(np.array([stream]), np.array([number]))[0])
+        near = int(key * self._total)
+        margin = len(self._counts) + 2
+        begin = max(near - margin, begin)
+        sequences, numbers = self.read(begin, min(near + margin, end))
+        return begin + int(np.flatnonzero((sequences == stream) & (numbers == number))[0])
+
+    def _keys(self, sequence: Ints, number: Ints) -> NDArray[np.float64]:
+        if self._salt is None:
+            return (number + 0.5) / self._counts[sequence]
+        scattered = mix64(self._salt[sequence] + number.astype(np.uint64) * MIX_STEP)
+        jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
+        return (number + jitter) / self._counts[sequence]
+
+
+class Interleave(Order):
+    """Blocks of several sequences, in the order that a merge gives; then the remainder of each sequence.
+
+    With blocks of 2 samples, streams of 9 and 4 samples, and B = 4::
+
+        positions   0 1 2 3 4 5 6 7 8 9 10 11 | 12
+        stream      a a b b a a a a b b a  a  | a       six whole blocks, evenly; then the remainder of each stream
+        number      0 1 0 1 2 3 4 5 2 3 6  7  | 8
+
+    Args:
+        orders: The sequences.
+        merge: The sequence of each block.
+        counts: int64[sequences]: the whole blocks of each, up to the end of this order.
+        remainders: int64[sequences]: the samples of each behind these.
+        block: Samples of a block.
+        begin, end: The blocks of the merge that this order has.
+    """
+
+    def __init__(
+        self, orders: Sequence[Order], merge: Merge, counts: Ints, remainders: Ints, block: int, begin: int, end: int
+    ) -> None:
+        self._orders = orders
+        self._merge = merge
+        self._counts = counts
+        self._blocks = (begin, end)
+        self.block = block
+        self._with_remainder = np.flatnonzero(remainders)
+        self._borders = (end - begin) * block + starts_of(remainders[self._with_remainder])
+        self.size = int(self._borders[-1])
+        self._located: tuple[Ints, Ints, Ints] | None = None
+
+    @property
+    def full_end(self) -> int:
+        return int(self._borders[0])
+
+    @property
+    def remainder_ends(self) -> list[int]:
+        """The positions behind each sequence's remainder."""
+        ends: list[int] = self._borders[1:].tolist()
+        return ends
+
+    def ids(self, at: Ints) -> Ints:
+        return self._gathered(at, lambda order, numbers: order.ids(numbers))
+
+    def nodes(self, at: Ints) -> Ints:
+        """The canonical node of each position: by the sequence's own number."""
+        return self._gathered(at, lambda order, numbers: order.nodes(numbers))
+
+    def _gathered(self, at: Ints, read: Callable[[Order, Ints], Ints]) -> Ints:
+        sequence, number = self.locate(at)
+        out = np.empty_like(at)
+        for which, places in places_by(sequence):
+            out[places] = read(self._orders[which], number[places])
+        return out
+
+    def locate(self, at: Ints) -> tuple[Ints, Ints]:
+        """The sequence of each position, and the sample's number there."""
+        located = self._located  # of the same array, since ids follow nodes
+        if located is None or located[0] is not at:
+            located = self._located = (at, *self._locate(at))
+        return located[1], located[2]
+
+    def _locate(self, at: Ints) -> tuple[Ints, Ints]:
+        sequence, number = np.empty_like(at), np.empty_like(at)
+        num_full = int(np.searchsorted(at, self.full_end))
+        if num_full:
+            blocks = at[:num_full] // self.block
+            first = int(blocks[0])
+            begin = self._blocks[0] + first
+            which, numbers = self._merge.read(begin, begin + int(blocks[-1]) - first + 1)
+            sequence[:num_full] = which[blocks - first]
+            number[:num_full] = numbers[blocks - first] * self.block + at[:num_full] % self.block
+        rest = at[num_full:]
+        entry = np.searchsorted(self._borders, rest, side="right") - 1
+        sequence[num_full:] = self._with_remainder[entry]
+        number[num_full:] = self._counts[sequence[num_full:]] * self.block + rest - self._borders[entry]
+        return sequence, number
+
+    def find(self, sample_id: int) -> list[int]:
+        positions = []
+        for which, order in enumerate(self._orders):
+            for number in order.find(sample_id):
+                position = self._position(which, number)
+                positions += [] if position is None else [position]
+        return sorted(positions)
+
+    def _position(self, which: int, number: int) -> int | None:
+        """The inverse of `locate`; None for a number that a mixture skips."""
+        block, inside = divmod(number, self.block)
+        begin, end = self._blocks
+        if block < self._counts[which]:
+            entry = self._merge.find(which, block, begin, end)
+            return None if entry is None else (entry - begin) * self.block + inside
+        place = int(np.searchsorted(self._with_remainder, which))
+        return int(self._borders[place]) + number - int(self._counts[which]) * self.block

@@ -1,0 +1,533 @@
+"""An order whose windows are planned one by one, by the samples' lengths: packed into rows, or sorted by length.
+
+Window w has the positions [wW, (w+1)W) of the order below, and its plan is a pure function of their lengths. How many
+rows (or batches of a budget of tokens) a window has is known once it is planned. So they are counted from the beginning
+of the epoch, or from the windows that a state has counted.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import StateError
+from lightning_stream.lazy import kept
+from lightning_stream.order.arrays import Ints
+from lightning_stream.order.buckets import LengthBuckets
+from lightning_stream.order.orders import Order, ceil_div, places_by, positions_of
+from lightning_stream.order.packing import RowPacking, RowSpans, pack_window, sampled
+from lightning_stream.order.permutation import RngStream, permutation, random_u64
+
+_KEPT_WINDOWS = 3
+_ALTERNATIVES = 16
+_ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
+_DOCUMENTS_AT_ONCE = 1 << 20
+_ALL = 2**62
+
+Counted = tuple[int, int, int]
+"""A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
+
+
+@dataclass(frozen=True)
+class Landmark:
+    """What a state holds of an epoch's rows: for each sequence a window, and the rows before it and before the next.
+
+    With a budget of tokens there is one sequence, and batches are counted. () is the beginning of the epoch.
+    """
+
+    epoch: int = 0
+    windows: tuple[Counted, ...] = ()
+
+
+@dataclass(frozen=True)
+class PackedTotals:
+    """What an epoch of rows holds. ``num_long`` documents have more tokens than a row; ``lost_tokens`` are theirs."""
+
+    num_rows: int
+    num_tokens: int
+    padding: int
+    num_long: int
+    lost_tokens: int
+
+
+class WindowCounts:
+    """How many rows or batches come before each window, counted window by window as far as they are asked for.
+
+    Threads may share it: what a window has never changes, so a number that two of them write stays the same.
+
+    Args:
+        num_windows: All of them.
+        count_in: How many a window has.
+        counted: Where to begin; None for the first window.
+    """
+
+    def __init__(self, num_windows: int, count_in: Callable[[int], int], counted: Counted | None = None) -> None:
+        self.num_windows = num_windows
+        self._count_in = count_in
+        self._known: tuple[int, list[int]] = (0, [0])  # a window, and the count before it and before each later one
+        if counted is not None and counted[0] <= num_windows:
+            window, before, behind = counted
+            self._known = (window, [before, behind] if behind > before else [before])
+
+    def up_to(self, most: int) -> int:
+        """The smaller of ``most`` and the number of all."""
+        _, counts = self._known
+        return min(most, self._grown(self._known, lambda: counts[-1] >= most)[-1])
+
+    def before(self, window: int) -> int:
+        """How many come before a window."""
+        known = self._from(window < self._known[0])
+        return self._grown(known, lambda: known[0] + len(known[1]) > window)[window - known[0]]
+
+    def find(self, number: int) -> Counted:
+        """The window that has a row or batch with this number; behind the last one, the end."""
+        known = self._from(number < self._known[1][0])
+        counts = self._grown(known, lambda: known[1][-1] > number)
+        place = bisect_right(counts, number) - 1
+        return known[0] + place, counts[place], counts[min(place + 1, len(counts) - 1)]
+
+    def _from(self, is_before: bool) -> tuple[int, list[int]]:
+        """What is known; counted again from the first window where something before the known ones is asked for."""
+        if is_before:
+            self._known = (0, [0])
+        return self._known
+
+    def _grown(self, known: tuple[int, list[int]], is_enough: Callable[[], bool]) -> list[int]:
+        """Count windows until it is enough, or all are known."""
+        base, counts = known
+        while not is_enough() and base + len(counts) <= self.num_windows:
+            end = len(counts)
+            counts[end : end + 1] = [counts[end - 1] + self._count_in(base + end - 1)]  # a thread writes the same
+        return counts
+
+
+Planned = TypeVar("Planned")
+
+
+class Regrouped(Order, Generic[Planned]):
+    """An order whose windows are planned one by one. ``key`` is (seed, epoch, ...); None keeps the order in them."""
+
+    def __init__(self, below: Order, length: int, key: tuple[int, ...] | None) -> None:
+        self._below = below
+        self._length = length
+        self._key = key
+        self.num_windows = ceil_div(below.size, length)
+        self._windows: dict[int, Planned] = {}
+
+    def window(self, number: int) -> Planned:
+        """The plan of a window; the last few are kept."""
+        return kept(self._windows, number, self._planned, _KEPT_WINDOWS)
+
+    def _planned(self, number: int) -> Planned:
+        begin = number * self._length
+        return self.plan(number, positions_of(begin, min(begin + self._length, self._below.size)))
+
+    @abstractmethod
+    def plan(self, number: int, at: Ints) -> Planned:
+        """A window, from its positions in the order below."""
+
+    def permuted(self, purpose: RngStream, number: int, count: int) -> Ints:
+        """The random order of what a window was divided into."""
+        return np.arange(count) if self._key is None else permutation(purpose, *self._key, number, size=count)
+
+
+class PackedSequence(Regrouped[RowSpans]):
+    """The rows of one sequence of samples.
+
+    Args:
+        documents: All of them are packed, so a sample that is drawn twice is packed twice.
+        lengths: Tokens of every sample by its id: a 1-d array of integers, in memory or memory-mapped.
+        packing: How documents are packed.
+        key: (seed, epoch, number of the sequence); None keeps the rows of a window in the order of their documents.
+        counted: A window from which on rows are counted; None for the first one.
+    """
+
+    def __init__(
+        self,
+        documents: Order,
+        lengths: NDArray[np.integer],
+        packing: RowPacking,
+        key: tuple[int, ...] | None,
+        counted: Counted | None = None,
+    ) -> None:
+        super().__init__(documents, packing.window, key)
+        self._lengths = lengths
+        self._packing = packing
+        self.counts = WindowCounts(self.num_windows, lambda number: len(self.window(number)), counted)
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """All rows. This plans every window."""
+        return self.counts.up_to(_ALL)
+
+    def plan(self, number: int, at: Ints) -> RowSpans:
+        ids = self._below.ids(at)
+        rows = pack_window(self._lengths[ids], self._packing.row_length, self._packing.long_documents)
+        rows = replace(rows, ids=ids[rows.ids])
+        return rows if self._key is None else rows.take(self.permuted(RngStream.ROWS, number, len(rows)))
+
+    def ids(self, at: Ints) -> Ints:
+        return self.spans(at).fingerprints()
+
+    def nodes(self, at: Ints) -> Ints:
+        return np.zeros_like(at)
+
+    def spans(self, at: Ints) -> RowSpans:
+        """The spans of some rows, in this order."""
+        spans = []
+        places = []
+        ordered = np.sort(at)
+        while len(ordered):
+            window, before, behind = self.counts.find(int(ordered[0]))
+            planned = self.window(window)
+            if len(planned) != behind - before:
+                raise StateError(
+                    f"The landmark of a state must be of its order: window {window} has {len(planned)} rows, not "
+                    f"{behind - before}. The state is damaged; load another checkpoint."
+                )
+            places.append(np.flatnonzero((at >= before) & (at < behind)))
+            spans.append(planned.take(at[places[-1]] - before))
+            ordered = ordered[np.searchsorted(ordered, behind) :]
+        return RowSpans.joined(spans, places)
+
+    def rows_with(self, sample_id: int, window: int) -> list[int]:
+        """The rows of a window that have a sample, each once. Counts the rows of all windows before it."""
+        rows = self.window(window)
+        inside = np.unique(np.searchsorted(rows.edges, np.flatnonzero(rows.ids == sample_id), side="right") - 1)
+        numbers: list[int] = (self.counts.before(window) + inside).tolist()
+        return numbers
+
+
+class PackedRows(Order):
+    """The rows of an epoch: `ids` are fingerprints of rows, and `spans` is what they hold.
+
+    The documents are divided into several sequences, each packed by itself. These give one row each, one after another;
+    those that have rows left at the end of the epoch continue. A sequence is one canonical node, or several in a small
+    epoch. If all nodes were packed together, every row would have documents of all nodes, and every machine would
+    download all the data. ::
+
+        sequence 0   a0 a1 a2 a3 a4          position   0  1  2  3  4  5  6  7  8  9 10
+        sequence 1   b0 b1 b2 b3 b4 b5       row       a0 b0 a1 b1 a2 b2 a3 b3 a4 b4 b5
+
+    Args:
+        documents: The order of the samples that are packed.
+        lengths, packing: See `PackedSequence`.
+        key: (seed, epoch); None where samples are not shuffled.
+        counted: The windows that a state has counted, see `Landmark`; of another number of sequences they are ignored.
+    """
+
+    def __init__(
+        self,
+        documents: Order,
+        lengths: NDArray[np.integer],
+        packing: RowPacking,
+        key: tuple[int, int] | None,
+        counted: Sequence[Counted] = (),
+    ) -> None:
+        self._documents = documents
+        self._lengths = lengths
+        self._packing = packing
+        parts = documents.sequences(max(1, documents.size // packing.window))
+        starts = counted if len(counted) == len(parts) else [None] * len(parts)
+        self._sequences = [
+            PackedSequence(part, lengths, packing, key and (*key, number), start)
+            for number, (part, start) in enumerate(zip(parts, starts, strict=True))
+        ]
+        # Of sequences without documents no row is ever asked for.
+        self._filled = np.array([number for number, part in enumerate(parts) if part.size], dtype=np.int64)
+
+    @property
+    def below(self) -> Order:
+        return self._documents
+
+    @property
+    def arranged_together(self) -> int:
+        return self._packing.window * len(self._sequences)
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Rows of the epoch. This plans every window that was not counted before."""
+        return int(self._borders[2][-1])
+
+    def reaches(self, position: int) -> bool:
+        """Whether there are so many rows. Plans windows of all sequences until that is known."""
+        if position <= 0 or not len(self._filled):
+            return position <= 0
+        return self._all_have(ceil_div(position, len(self._filled))) or position <= self.size
+
+    def _all_have(self, num_rows: int) -> bool:
+        """Whether every sequence has so many rows."""
+        return all(self._sequences[number].counts.up_to(num_rows) == num_rows for number in self._filled.tolist())
+
+    @cached_property
+    def _borders(self) -> tuple[Ints, Ints, Ints]:
+        """The rows of each sequence; the numbers of rows after which some of them end; and the positions of these."""
+        totals = np.array([self._sequences[number].size for number in self._filled.tolist()], dtype=np.int64)
+        rows = np.unique(np.append(0, totals))
+        return totals, rows, np.minimum(totals, rows[:, None]).sum(axis=1)
+
+    def locate(self, at: Ints) -> tuple[Ints, Ints]:
+        """The sequence of each position, and its row there."""
+        last = int(at.max(initial=-1))
+        if not self.reaches(last + 1):
+            raise ValueError(f"Positions must be within the epoch, [0, {self.size}); found {last}.")
+        row, place = np.divmod(at, max(1, len(self._filled)))
+        if len(at) and not self._all_have(int(row.max()) + 1):
+            totals, rows, begins = self._borders
+            for border, here in places_by(np.searchsorted(begins, at, side="right") - 1):
+                left = np.flatnonzero(totals > rows[border])
+                rounds, inside = np.divmod(at[here] - begins[border], len(left))
+                row[here] = rows[border] + rounds
+                place[here] = left[inside]
+        return self._filled[place], row
+
+    def spans(self, at: Ints) -> RowSpans:
+        sequence, row = self.locate(at)
+        groups = list(places_by(sequence))
+        spans = [self._sequences[number].spans(row[places]) for number, places in groups]
+        return RowSpans.joined(spans, [places for _, places in groups])
+
+    def ids(self, at: Ints) -> Ints:
+        parts = [at[first : first + _ROWS_AT_ONCE] for first in range(0, len(at), _ROWS_AT_ONCE)]
+        return np.concatenate([at[:0], *(self.spans(part).fingerprints() for part in parts)])
+
+    def nodes(self, at: Ints) -> Ints:
+        return self.locate(at)[0]
+
+    def find(self, sample_id: int) -> list[int]:
+        """All positions whose rows hold a sample. Counts the rows of the windows before it."""
+        positions = set()
+        documents = (divmod(at, len(self._sequences)) for at in self._documents.find(sample_id))
+        for window, sequence in {(number // self._packing.window, sequence) for number, sequence in documents}:
+            rows = self._sequences[sequence].rows_with(sample_id, window)
+            positions |= {self._position(sequence, row) for row in rows}
+        return sorted(positions)
+
+    def _position(self, sequence: int, row: int) -> int:
+        """The inverse of `locate`."""
+        place = int(np.searchsorted(self._filled, sequence))
+        if self._all_have(row + 1):
+            return row * len(self._filled) + place
+        totals = self._borders[0]
+        return int(np.minimum(totals, row).sum()) + int((totals[:place] > row).sum())
+
+    def _rows_before(self, position: int) -> list[int]:
+        """The rows of each sequence that come before a position."""
+        rows = np.zeros(len(self._sequences), dtype=np.int64)
+        if self.reaches(position + 1):
+            (sequence,), (row,) = self.locate(np.array([position]))
+            totals = [self._sequences[number].counts.up_to(int(row) + 1) for number in self._filled.tolist()]
+            rows[self._filled] = np.minimum(totals, row + (self._filled < sequence))
+        else:
+            rows[self._filled] = self._borders[0]
+        before: list[int] = rows.tolist()
+        return before
+
+    def cursor(self, position: int) -> tuple[Counted, ...]:
+        """What a state holds, so that a resume at this position plans few windows; () at the beginning."""
+        windows = []
+        for sequence, row in zip(self._sequences, self._rows_before(position), strict=True):
+            number, before, behind = sequence.counts.find(row)
+            # A change of the mixture may still change the rows of a window that is not begun.
+            windows.append((number, before, before if row == before else behind))
+        return tuple(windows) if position else ()
+
+    def unchanged_from(self, position: int) -> int:
+        """The end of all windows that a row before the position is of."""
+        begun = [0]
+        for sequence, row in zip(self._sequences, self._rows_before(position), strict=True):
+            window, before, _ = sequence.counts.find(row)
+            begun.append(window + (row > before))
+        return min(max(begun) * self.arranged_together, self._documents.size)
+
+    def totals(self) -> PackedTotals:
+        """Count the rows of the epoch and what they hold. This plans every window that was not counted before."""
+        tokens = num_long = lost = 0
+        for begin in range(0, self._documents.size, _DOCUMENTS_AT_ONCE):
+            at = positions_of(begin, min(begin + _DOCUMENTS_AT_ONCE, self._documents.size))
+            lengths = self._lengths[self._documents.ids(at)]
+            packed = int(self._packing.packed_tokens(lengths).sum())
+            tokens += packed
+            lost += int(lengths.sum(dtype=np.int64)) - packed
+            num_long += int(np.count_nonzero(lengths > self._packing.row_length))
+        padding = self.size * self._packing.row_length - tokens
+        return PackedTotals(self.size, tokens, padding, num_long, lost)
+
+    def alternatives(self, position: int, seed: int, epoch: int) -> RowSpans:
+        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
+        (sequence,), (row,) = self.locate(np.array([position]))
+        window, before, _ = self._sequences[sequence].counts.find(int(row))
+        rows = self._sequences[sequence].window(window)
+        others = np.delete(np.arange(len(rows)), row - before)
+        if not len(others):
+            return rows.take(others)
+        numbers = random_u64(RngStream.SUBSTITUTE, seed, epoch, position, size=_ALTERNATIVES)
+        return rows.take(others[(numbers % np.uint64(len(others))).astype(np.int64)])
+
+    @property
+    def documents_per_row(self) -> int:
+        """About so many, at least 1."""
+        mean = int(sampled(self._lengths).mean()) if len(self._lengths) else 1
+        return max(1, self._packing.row_length // max(1, mean))
+
+
+class _Sorted(NamedTuple):
+    """A planned window: the sample and the canonical node of each position, and where its batches end."""
+
+    ids: Ints
+    nodes: Ints
+    ends: tuple[int, ...] = ()
+
+
+class ByLength(Regrouped[_Sorted]):
+    """Samples of similar lengths together: padding a batch to its longest sample is cheap if all are about as long.
+
+    The samples of a window are sorted by length and divided over its global batches, which keep a random order. Every
+    position keeps its canonical node and its stream: machines read the same shards as without, and mixtures stay exact.
+
+        lengths in the order below   9 2 7 3 | 8 1 2 9 | 3 8 1 7     a window of three batches
+        sorted, in batches           1 1 2 2 | 3 3 7 7 | 8 8 9 9
+        permuted                     8 8 9 9 | 1 1 2 2 | 3 3 7 7
+
+    With a budget of tokens, batches differ in size: each takes the longest samples left, as many as the budget has room
+    for if all are padded to the longest one. Their sizes are multiples of ``batch_size``, except for the epoch's last.
+
+    Args:
+        samples: The order whose windows are rearranged.
+        lengths: Of every sample by its id.
+        buckets: How they are rearranged.
+        streams_of: The stream of each sample.
+        key: (seed, epoch); None where samples are not shuffled.
+        counted: The window that a state has counted, of a budget; see `Landmark`.
+    """
+
+    def __init__(
+        self,
+        samples: Order,
+        lengths: NDArray[np.integer],
+        buckets: LengthBuckets,
+        streams_of: Callable[[Ints], Ints],
+        key: tuple[int, int] | None,
+        counted: Sequence[Counted] = (),
+    ) -> None:
+        super().__init__(samples, buckets.window, key)
+        self.size = samples.size
+        self._lengths = lengths
+        self._buckets = buckets
+        self._streams_of = streams_of
+        start = counted[0] if len(counted) == 1 else None
+        self._counts = WindowCounts(self.num_windows, lambda number: len(self.ends(number)), start)
+
+    @property
+    def full_end(self) -> int:
+        return self.size if self.has_budget else self._below.full_end
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether batches are as large as a budget of tokens has room for."""
+        return self._buckets.batch_tokens is not None
+
+    @property
+    def below(self) -> Order:
+        return self._below
+
+    @property
+    def arranged_together(self) -> int:
+        return self._length
+
+    def ids(self, at: Ints) -> Ints:
+        return self._gathered(at, lambda window: window.ids)
+
+    def nodes(self, at: Ints) -> Ints:
+        return self._gathered(at, lambda window: window.nodes)
+
+    def _gathered(self, at: Ints, column: Callable[[_Sorted], Ints]) -> Ints:
+        out = np.empty_like(at)
+        for number, places in places_by(at // self._length):
+            out[places] = column(self.window(number))[at[places] - number * self._length]
+        return out
+
+    def unchanged_from(self, position: int) -> int:
+        return min(ceil_div(position, self._length) * self._length, self.size)
+
+    def find(self, sample_id: int) -> list[int]:
+        positions = []
+        for number in sorted({at // self._length for at in self._below.find(sample_id)}):
+            places = np.flatnonzero(self.window(number).ids == sample_id)
+            positions += (number * self._length + places).tolist()
+        return positions
+
+    def plan(self, number: int, at: Ints) -> _Sorted:
+        ids = self._below.ids(at)
+        nodes = self._below.nodes(at)
+        if self.has_budget:
+            return self._within_budget(number, ids, nodes)
+        group = nodes * 2**32 + self._streams_of(ids)
+        size = self._buckets.batch_size
+        num_full = len(at) // size
+        # The batch of each position, by its place in the order of lengths; a last partial batch stays the last.
+        batch = np.append(self.permuted(RngStream.BUCKETS, number, num_full), num_full)
+        places = np.lexsort((np.repeat(batch, size)[: len(at)], group))
+        ids[places] = ids[np.lexsort((self._lengths[ids], group))]
+        return _Sorted(ids, nodes)
+
+    def _within_budget(self, number: int, ids: Ints, nodes: Ints) -> _Sorted:
+        # The longest samples first; every node gives one in turn.
+        by_node = np.lexsort((-self._lengths[ids].astype(np.int64), nodes))
+        starts = np.searchsorted(nodes[by_node], nodes[by_node])
+        order = by_node[np.lexsort((nodes[by_node], np.arange(len(ids)) - starts))]
+        batches = np.split(order, self._batch_ends(self._lengths[ids[order]])[:-1])
+        rest = [batches.pop()] if len(ids) % self._buckets.batch_size else []  # the last batch of the epoch
+        batches = [batches[place] for place in self.permuted(RngStream.BUCKETS, number, len(batches)).tolist()] + rest
+        order = np.concatenate(batches)
+        ends = number * self._length + np.cumsum([len(batch) for batch in batches])
+        return _Sorted(ids[order], nodes[order], tuple(ends.tolist()))
+
+    def _batch_ends(self, lengths: NDArray[np.integer]) -> list[int]:
+        """Where the batches of a budget end, before they are permuted."""
+        longest = np.maximum.accumulate(lengths[::-1])[::-1]  # of each sample and all behind it
+        multiple = self._buckets.batch_size
+        tokens = self._buckets.batch_tokens or 0
+        ends: list[int] = []
+        begin = 0
+        while begin < len(lengths):
+            room = max(1, tokens // max(int(longest[begin]), 1) // multiple) * multiple
+            left = len(lengths) - begin
+            begin += min(room, left // multiple * multiple or left)
+            ends.append(begin)
+        return ends
+
+    # What follows is of batches of a budget.
+
+    def ends(self, window: int) -> tuple[int, ...]:
+        """The positions behind the batches of a window; none if there is no such window."""
+        return self.window(window).ends if window < self.num_windows else ()
+
+    def window_of(self, position: int) -> int:
+        """The window of a position; behind the last one, the number of all windows."""
+        return position // self._length
+
+    def batches_before(self, position: int) -> int:
+        """Global batches from the epoch's begin that end at or before a position. Counts those of windows before it."""
+        window = self.window_of(position)
+        inside = bisect_right(self.ends(window), position) if position % self._length else 0
+        return self._counts.before(window) + inside
+
+    def cursor(self, position: int) -> tuple[Counted, ...]:
+        """What a state holds, so that a resume need not count the batches before it."""
+        window = self.window_of(position)
+        if not window:
+            return ()
+        return ((window, self._counts.before(window), self._counts.before(min(window + 1, self.num_windows))),)
+
+    def samples_in(self, num_positions: int) -> int:
+        """A batch counts as ``batch_size``, the least that it has; here as the mean of the first window."""
+        ends = self.ends(0)
+        return ceil_div(num_positions * ends[-1], len(ends) * self._buckets.batch_size) if ends else num_positions

@@ -1,0 +1,212 @@
+"""Which replica gets which samples of a global batch: by canonical node, by block of one stream, or by cost."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lightning_stream.order.arrays import Bools, Ints
+from lightning_stream.order.balance import Balance, balanced_split
+from lightning_stream.order.orders import Interleave, Order, ceil_div, places_by, positions_of
+from lightning_stream.order.world import World
+
+if TYPE_CHECKING:
+    from lightning_stream.order.packing import RowSpans
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaBatch:
+    """One replica's part of one global batch, or of a micro-batch of it."""
+
+    ids: Ints  # int64[n], sample ids
+    positions: Ints  # int64[n], the position of each in the epoch
+    filler: Bools  # bool[n], True for padding: a repeat that no count, metric or ledger includes
+    device_block: int = 1  # samples that must stay together in a micro-batch (1 unless ``device_per_stream``)
+    ends: tuple[int, ...] | None = None  # where the micro-batches end, if the order itself fixes that
+    rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows; then `ids` are fingerprints
+
+    def __len__(self) -> int:
+        """Samples, padding included."""
+        return len(self.ids)
+
+    @property
+    def sample_ids(self) -> Ints:
+        """The samples that must be read."""
+        return self.ids if self.rows is None else self.rows.ids
+
+    @property
+    def num_samples(self) -> int:
+        """Samples, padding excluded."""
+        return len(self.ids) - int(self.filler.sum())
+
+    def micro_batches(self, count: int) -> list[ReplicaBatch]:
+        """Cut evenly into ``count`` parts, see `BatchPlan.num_micro_batches`; sizes differ by at most one block.
+
+        Blocks are cut only where there are more parts than blocks. A share of fewer samples than parts gets padding.
+        """
+        if count == 1:
+            return [self]
+        if len(self) < count:
+            at = np.minimum(np.arange(count), len(self) - 1)
+            filler = self.filler[at] | (np.arange(count) >= len(self))
+            return self._take(at, filler).micro_batches(count)
+        block = self.device_block if ceil_div(len(self), self.device_block) >= count else 1
+        blocks = ceil_div(len(self), block)
+        ends = [min(blocks * number // count * block, len(self)) for number in range(count + 1)]
+        if self.ends is not None and len(self.ends) == count:
+            ends = [0, *self.ends]
+        return [self._take(np.arange(begin, end), self.filler[begin:end], block) for begin, end in pairwise(ends)]
+
+    def _take(self, at: Ints, filler: Bools, block: int = 1) -> ReplicaBatch:
+        rows = None if self.rows is None else self.rows.take(at)
+        return ReplicaBatch(self.ids[at], self.positions[at], filler, block, rows=rows)
+
+
+def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:
+    """How many micro-batches of at most ``batch_size`` every replica cuts its even share of ``num_samples`` into."""
+    return max(1, ceil_div(ceil_div(num_samples, num_replicas), batch_size))
+
+
+class Owners(ABC):
+    """Who gets what of a global batch, which has the positions [begin, end)."""
+
+    @abstractmethod
+    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        """This replica's part of global batch ``k``, with positions in the place of ids."""
+
+    @abstractmethod
+    def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        """This replica's part of global batch ``k``."""
+
+    @abstractmethod
+    def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
+        """How many micro-batches every replica cuts its share into."""
+
+
+class ByNode(Owners):
+    """A batch is stably grouped by canonical node and cut evenly.
+
+    With ``is_equal`` all replicas get the same number: where one has a sample less, padding repeats a near one of the
+    same batch. Without, only an empty replica gets one sample of padding. ``num_micro`` are the micro-batches of every
+    batch, where they do not follow from the number of samples.
+    """
+
+    def __init__(self, order: Order, world: World, *, is_equal: bool, num_micro: int | None = None) -> None:
+        self.order = order
+        self.world = world
+        self.is_equal = is_equal
+        self._num_micro = num_micro
+
+    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        grouped = np.argsort(self.order.nodes(positions_of(begin, end)), kind="stable")
+        offsets, filler = dealt(grouped[:, None], np.zeros((len(grouped), 1), np.bool_), self.world, self.is_equal)
+        at = begin + offsets
+        return ReplicaBatch(at, at, filler)
+
+    def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        places = self.places(k, begin, end)
+        rows = self.order.spans(places.positions)
+        if rows is not None:
+            return replace(places, ids=rows.fingerprints(), rows=rows)
+        ids = self.order.ids(positions_of(begin, end))
+        return replace(places, ids=ids[places.positions - begin])
+
+    def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
+        if self._num_micro is not None:
+            return self._num_micro
+        return num_micro_batches(end - begin, device_batch_size, self.world.num_replicas)
+
+
+class ByCost(ByNode):
+    """Samples of nearly equal cost for every replica; see `Balance`."""
+
+    def __init__(
+        self, order: Order, world: World, balance: Balance, *, is_equal: bool, num_micro: int | None = None
+    ) -> None:
+        super().__init__(order, world, is_equal=is_equal, num_micro=num_micro)
+        self._balance = balance
+
+    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        at = positions_of(begin, end)
+        costs = self._balance.costs_of(self.order, at)
+        count = self.num_micro_batches(k, begin, end, self._balance.device_batch_size)
+        nodes = self.order.nodes(at)
+        offsets, filler, ends = balanced_split(nodes, costs, self.world, equal=self.is_equal, num_micro_batches=count)
+        return ReplicaBatch(at[offsets], at[offsets], filler, ends=ends)
+
+
+class ByBlock(ByNode):
+    """Replicas get whole device blocks of one stream each, of the first ``num_batches`` batches; behind them, samples.
+
+    Within each stream a batch is stably grouped by canonical node and cut into blocks; a short last block is filled up.
+    """
+
+    def __init__(
+        self, order: Interleave, world: World, *, is_equal: bool, per_replica: int, num_full: int, num_batches: int
+    ) -> None:
+        super().__init__(order, world, is_equal=is_equal)
+        self._interleave = order
+        self._per_replica = per_replica
+        self._num_full = num_full
+        self._num_batches = num_batches
+
+    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        if k >= self._num_batches:
+            return super().places(k, begin, end)
+        at = positions_of(begin, end)
+        block = self._interleave.block
+        blocks, filler = blocks_of(self.order.nodes(at), self._interleave.locate(at)[0], block)
+        offsets, filler = dealt(blocks, filler, self.world, is_equal=True)
+        return ReplicaBatch(at[offsets], at[offsets], filler, block)
+
+    def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
+        if k >= self._num_batches:
+            return super().num_micro_batches(k, begin, end, device_batch_size)
+        block = self._interleave.block
+        if device_batch_size % block and block % device_batch_size:
+            raise ValueError(
+                f"device_per_stream keeps blocks of {block} samples, the batch per device that the run began with; a "
+                f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
+            )
+        # Blocks are filled up, so the share itself is counted.
+        length = self._per_replica if k < self._num_full else len(self.places(k, begin, end))
+        return ceil_div(length, device_batch_size)
+
+
+def dealt(units: Ints, filler: Bools, world: World, is_equal: bool) -> tuple[Ints, Bools]:
+    """One replica's part of units, int64[n, size] of offsets; and which of these are padding.
+
+    With ``is_equal`` all replicas get as many units: padding repeats a near one. Without, at least one.
+    """
+    count = len(units)
+    begin = count * world.replica // world.num_replicas
+    end = count * (world.replica + 1) // world.num_replicas
+    least = ceil_div(count, world.num_replicas) if is_equal else 1
+    lacking = max(0, least - (end - begin))
+    chosen = np.append(np.arange(begin, end), np.full(lacking, min(begin, count - 1)))
+    is_filler = filler[chosen]
+    is_filler[end - begin :] = True
+    return units[chosen].reshape(-1), is_filler.reshape(-1)
+
+
+def blocks_of(nodes: Ints, streams: Ints, block: int) -> tuple[Ints, Bools]:
+    """The blocks of one stream each, int64[n, block] of offsets, and which of these fill a short one up.
+
+    They are ordered by the middle of the canonical nodes that they hold, so that neighbours share shards.
+    """
+    tables = []
+    fillers = []
+    middles = []
+    for _, places in places_by(streams):
+        places = places[np.argsort(nodes[places], kind="stable")]
+        count = ceil_div(len(places), block)
+        missing = count * block - len(places)
+        tables.append(np.append(places, np.full(missing, places[-1])).reshape(count, block))
+        fillers.append((np.arange(count * block) >= len(places)).reshape(count, block))
+        middles.append((np.arange(count) + 0.5) / count)
+    order = np.argsort(np.concatenate(middles), kind="stable")
+    return np.concatenate(tables)[order], np.concatenate(fillers)[order]
