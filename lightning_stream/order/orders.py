@@ -81,6 +81,10 @@ class Order(ABC):
         """Whether the positions before this one are cut into global batches of B one after another."""
         return position <= self.full_end
 
+    def reads_to(self, end: int) -> bool:
+        """Whether the positions before this one can be read."""
+        return self.reaches(end) or end <= self.size
+
     def sequences(self, most: int) -> Sequence[Order]:
         """At most so many sequences that need different shards, to be packed separately."""
         return [self]
