@@ -225,7 +225,8 @@ class EvenMerge:
             return (number + 0.5) / self._counts[sequence]
         scattered = mix64(self._salt[sequence] + number.astype(np.uint64) * MIX_STEP)
         jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
-        return (number + jitter) / self._counts[sequence]
+        keys: NDArray[np.float64] = (number + jitter) / self._counts[sequence]
+        return keys
 
 
 class Interleave(Order):

@@ -204,7 +204,8 @@ class _ByTable(Owners):
         """bool[batches, ranks, batch size]: what is delivered."""
         if self._request.tail == "exact":
             return self._table.counted[part]
-        return self._table.rows[part] != PADDING
+        is_sample: Bools = self._table.rows[part] != PADDING
+        return is_sample
 
 
 def divide_by_table(request: Request) -> Division:
