@@ -28,7 +28,7 @@ from lightning_stream.order.spread import spread_parts
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
-_Ids = NDArray[np.int64] | NDArray[np.uint32]
+_Ids = NDArray[np.integer]
 
 
 class Window(Order):
