@@ -104,7 +104,7 @@ class EpochOrder:
 
     def _range(self, begin: int, end: int) -> Ints:
         """The positions [begin, end). Raises ValueError for those outside the epoch."""
-        if not 0 <= begin <= end or not (self.reaches(end) or end <= self.num_samples):
+        if not 0 <= begin <= end or not self.order.reads_to(end):
             raise ValueError(f"Positions must be within the epoch, [0, {self.num_samples}); found [{begin}, {end}).")
         return positions_of(begin, end)
 

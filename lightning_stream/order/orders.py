@@ -81,6 +81,10 @@ class Order(ABC):
         """Whether the positions before this one are cut into global batches of B one after another."""
         return position <= self.full_end
 
+    def reads_to(self, end: int) -> bool:
+        """Whether the positions before this one can be read."""
+        return self.reaches(end) or end <= self.size
+
     def sequences(self, most: int) -> Sequence[Order]:
         """At most so many sequences that need different shards, to be packed separately."""
         return [self]
@@ -221,7 +225,8 @@ class EvenMerge:
             return (number + 0.5) / self._counts[sequence]
         scattered = mix64(self._salt[sequence] + number.astype(np.uint64) * MIX_STEP)
         jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
-        return (number + jitter) / self._counts[sequence]
+        keys: NDArray[np.float64] = (number + jitter) / self._counts[sequence]
+        return keys
 
 
 class Interleave(Order):

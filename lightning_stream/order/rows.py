@@ -364,7 +364,7 @@ class PackedRows(Order):
         """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
         (sequence,), (row,) = self.locate(np.array([position]))
         window, before, _ = self._sequences[sequence].counts.find(int(row))
-        rows = self._sequences[sequence].window(window)
+        rows: RowSpans = self._sequences[sequence].window(window)
         others = np.delete(np.arange(len(rows)), row - before)
         if not len(others):
             return rows.take(others)

@@ -28,7 +28,7 @@ from lightning_stream.order.spread import spread_parts
 
 _CHUNK = 1 << 12
 _MOST_PARTS = 2**28
-_Ids = NDArray[np.int64] | NDArray[np.uint32]
+_Ids = NDArray[np.integer]
 
 
 class Window(Order):
@@ -189,13 +189,16 @@ class _NodeWindow:
     def read(self, begin: int, end: int) -> _Ids:
         """Sample ids of the entries [begin, end) of this node."""
         block = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        pieces = []
+        pieces: list[_Ids] = []
         while begin < end:
-            ids = kept(self._blocks, block, self._block, 2)
+            stored = kept(self._blocks, block, self._block, 2)
             start = int(self._starts[block])
-            pieces.append(ids[begin - start : end - start])
-            begin, block = start + len(ids), block + 1
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+            pieces.append(stored[begin - start : end - start])
+            begin, block = start + len(stored), block + 1
+        if len(pieces) == 1:
+            return pieces[0]
+        ids: _Ids = np.concatenate(pieces)
+        return ids
 
     def _block(self, block: int) -> _Ids:
         ids = np.concatenate([self._piece(place, block) for place in self._places_in(block)])
@@ -227,7 +230,7 @@ class _NodeWindow:
 
     def _permuted_part(self, place: int) -> _Ids:
         part = int(self._parts[place])
-        ids = self._order.part_ids(self._first + part).astype(self._order.dtype)
+        ids: _Ids = self._order.part_ids(self._first + part).astype(self._order.dtype)
         begin = self._before if part == 0 else 0
         end = len(ids) - (self._behind if part == len(self._parts) - 1 else 0)
         ids = ids[begin:end]

@@ -391,7 +391,7 @@ def test_packing_needs_lengths_and_a_method_whose_samples_can_be_packed():
 def test_the_totals_of_an_epoch_are_those_of_its_rows(lengths, packing, drop):
     packing = replace(packing, long_documents="drop") if drop else packing
     run = run_of(lengths, packing)
-    rows, totals = epoch_rows(run), run_of(lengths, packing).epoch(0).totals()
+    rows, totals = epoch_rows(run), run_of(lengths, packing).epoch(0).order.totals()
     tokens = sum(count for row in rows for _, _, count in row)
     assert (totals.num_rows, totals.num_tokens) == (len(rows), tokens)
     assert totals.padding == len(rows) * packing.row_length - tokens

@@ -87,6 +87,10 @@ class _TableOrder(Order):
         ids[inside] = self._ids[at[inside] - self._shift]
         return ids
 
+    def reads_to(self, end: int) -> bool:
+        """Whether the positions before this one can be read: another world may reach further."""
+        return True
+
     def nodes(self, at: Ints) -> Ints:
         """Zeros: the order itself assigns samples to ranks."""
         return np.zeros_like(at)
@@ -108,6 +112,10 @@ class MosaicOrder(_TableOrder):
             nodes, ranks = 1, 1
         self._first = self.table(nodes, ranks, batch_size // (nodes * ranks))
         super().__init__(self._first, 0)
+
+    def __reduce__(self) -> tuple[type[MosaicOrder], tuple[object, ...]]:
+        """Pickle the settings, not the arrays made from them."""
+        return MosaicOrder, (*self._data, self._epoch)
 
     def position_after(self, delivered: int) -> int:
         """The position after so many delivered samples, repeats included: that library counts these."""
@@ -196,7 +204,8 @@ class _ByTable(Owners):
         """bool[batches, ranks, batch size]: what is delivered."""
         if self._request.tail == "exact":
             return self._table.counted[part]
-        return self._table.rows[part] != PADDING
+        is_sample: Bools = self._table.rows[part] != PADDING
+        return is_sample
 
 
 def divide_by_table(request: Request) -> Division:

@@ -91,7 +91,7 @@ def test_every_ranks_batches_are_those_of_the_original(shared_golden):
             mosaic=MosaicConfig(case["partition_algo"], case["shuffle_block_size"]),
             world=world,
         ).epoch(case["epoch"])
-        start = order.position_after(case["sample_in_epoch"])
+        start = order.order.position_after(case["sample_in_epoch"])
         batches = [g for g in range(workers * work.shape[3]) if (work[:, :, g % workers, g // workers] >= 0).any()]
         for rank in range(nodes * ranks):
             here = World(rank, nodes * ranks, ranks)
