@@ -179,7 +179,8 @@ class _PartitionPlace(Transaction):
 
 def row_bytes(batch: EncodedBatch) -> list[memoryview]:
     """Return the bytes of each row of a batch."""
-    data, ends = memoryview(b"".join(batch.chunks())), np.cumsum(batch.sizes).tolist()
+    data = memoryview(b"".join(batch.chunks()))
+    ends = np.cumsum(batch.sizes).tolist()
     return [data[end - size : end] for end, size in zip(ends, batch.sizes.tolist(), strict=True)]
 
 
@@ -220,5 +221,5 @@ def index_bytes(receipts: Sequence[Receipt], folder: str = "") -> bytes:
     """The index over all shards of these partitions, in their order; with file names relative to ``folder``."""
     shards = array_text(to_text(entry) for receipt in receipts for entry in receipt.shards)
     lengths = joined_lengths(receipt.lengths for receipt in receipts)
-    index = with_lengths(b'{"version": 2, "shards": ' + shards + b"}", lengths)
+    index = with_lengths(b'{"version": 2, "shards": %b}' % shards, lengths)
     return index.replace(f'"basename": "{folder}/'.encode(), b'"basename": "') if folder else index

@@ -86,10 +86,11 @@ class Publication:
             StoreError: A file that a receipt lists is not at the place as this process sees it.
             FileExistsError, ConflictError: Another writer changed the dataset meanwhile; it stays as that one left it.
         """
-        place, index = self.place, index_bytes(receipts)
+        place = self.place
+        index = index_bytes(receipts)
         if source_digest:
-            former = {"digest": Index.from_bytes(index, place.store.url).digest, "source": source_digest}
-            index = with_keys(index, {"converted_from": to_text(former)})
+            digest = Index.from_bytes(index, place.store.url).digest
+            index = with_keys(index, {"converted_from": to_text({"digest": digest, "source": source_digest})})
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
         for side in place.sides:
             check_seen(side.store, side.look(), wanted)

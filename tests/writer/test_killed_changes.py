@@ -52,7 +52,7 @@ class Watcher:
         self.num_looks += 1
         if self._pinned is None and version.number >= 5:
             self._pinned = version.index.digest, live(values, deleted)
-        if self._pinned is not None and self.num_looks % 4 == 0:
+        if self._pinned is not None and self.num_looks % 8 == 0:
             self._run_the_pinned()
 
     def _run_the_pinned(self) -> None:
@@ -115,6 +115,7 @@ def _place(kind: str, folder: Path, request: Any) -> tuple[str, Any]:
     return "s3://changes/set", options_of(endpoint)
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
