@@ -115,8 +115,9 @@ class RowSpans:
 
     def take(self, rows: Ints) -> RowSpans:
         """These rows, int64[n], in this order."""
-        edges = starts_of(np.diff(self.edges)[rows])
-        at = ranges(self.edges[rows], np.diff(edges))
+        counts = np.diff(self.edges)[rows]
+        edges = starts_of(counts)
+        at = np.repeat(self.edges[rows] - edges[:-1], counts) + np.arange(edges[-1])
         return RowSpans(edges, self.ids[at], self.first[at], self.num_tokens[at])
 
     def fingerprints(self) -> Ints:
