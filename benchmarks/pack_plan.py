@@ -23,6 +23,7 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -36,7 +37,7 @@ from lightning_stream.order.packing import RowPacking
 
 WINDOW, REPLICAS, MICRO_BATCH = 16_384, 8, 2
 ROWS_PER_SHARD, FEW = 1 << 16, 1_000_000
-ARRANGED = {
+ARRANGED: dict[str, dict[str, Any]] = {
     "packed": {"pack": Packing(row_length=2048)},
     "batch_tokens": {"bucket_by": "tokens", "batch_tokens": 32 * 2048},
 }
@@ -148,10 +149,10 @@ def prepare_documents(job: Job) -> None:
 def first_batch(count: int | None, kind: str, job: Job) -> Result:
     """Of ``--many`` documents where ``count`` is None."""
     folder = job.folder / str(count or job.sizes.many)
-    size = {"batch_size": 32} if kind == "packed" else {}
+    batch_size = 32 if kind == "packed" else None
     clock = Clock()
     dataset = StreamingDataset(local=str(folder), shuffle=True, **ARRANGED[kind])
-    loader = StreamingDataLoader(dataset, num_workers=2, **size)
+    loader = StreamingDataLoader(dataset, batch_size, num_workers=2)
     next(iter(loader))
     result = clock.stop(1)
     loader.close()
