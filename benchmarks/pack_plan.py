@@ -23,8 +23,10 @@ import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import xxhash
 from frame import Clock, Group, Job, Result, main
 
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset
@@ -35,7 +37,7 @@ from lightning_stream.questions.downloads import estimate_factor
 
 WINDOW, REPLICAS, MICRO_BATCH = 16_384, 8, 2
 ROWS_PER_SHARD, FEW = 1 << 16, 1_000_000
-ARRANGED = {
+ARRANGED: dict[str, dict[str, Any]] = {
     "packed": {"pack": Packing(row_length=2048)},
     "batch_tokens": {"bucket_by": "tokens", "batch_tokens": 32 * 2048},
 }
@@ -134,7 +136,8 @@ def write_documents(folder: Path, count: int) -> None:
     index["shards"] = [{**shard, "raw_data": {**shard["raw_data"], "basename": name}} for name in basenames]
     repeated = np.tile(lengths, len(basenames))
     repeated.tofile(folder / file["basename"])
-    file.update(bytes=repeated.nbytes, samples=len(repeated))
+    digest = xxhash.xxh3_64(repeated.view(np.uint8).data).hexdigest()  # readers verify it
+    file.update(bytes=repeated.nbytes, samples=len(repeated), hashes={"xxh3_64": digest})
     (folder / "index.json").write_text(json.dumps(index))
 
 
@@ -146,10 +149,10 @@ def prepare_documents(job: Job) -> None:
 def first_batch(count: int | None, kind: str, job: Job) -> Result:
     """Of ``--many`` documents where ``count`` is None."""
     folder = job.folder / str(count or job.sizes.many)
-    size = {"batch_size": 32} if kind == "packed" else {}
+    batch_size = 32 if kind == "packed" else None
     clock = Clock()
     dataset = StreamingDataset(local=str(folder), shuffle=True, **ARRANGED[kind])
-    loader = StreamingDataLoader(dataset, num_workers=2, **size)
+    loader = StreamingDataLoader(dataset, batch_size, num_workers=2)
     next(iter(loader))
     result = clock.stop(1)
     loader.close()
