@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 from support.compositions import BATCH, COMPOSITIONS, Composition, Data, balance_of, run_of
 
 from lightning_stream.order import BatchPlan, Position, RunOrder, World, choose_per_stream, ledger
@@ -168,7 +169,8 @@ class Chain:
         run = run_of(self.one, self.data, resumed=order)
         at = run.settled(self.position.epoch, self.position.position)
         assert order.schedule is not None
-        self.position = replace(self.position, order=replace(order, schedule=order.schedule.changed(at, weights)))
+        schedule = order.schedule.changed(at, weights)
+        self.position = replace(self.position, order=structs.replace(order, schedule=schedule))
 
     def check(self) -> None:
         """Compare with the run that never stopped, which takes its changes from the last state."""
