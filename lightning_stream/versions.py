@@ -341,9 +341,7 @@ def _refuse_compacted(base: Index, now: Index, store: Store) -> None:
         raise ConflictError(f"{store.url} was compacted meanwhile, so its samples have other ids. Call this again.")
 
 
-def _put_column(
-    place: Transaction, encoder: MdsEncoder, reader: SampleReader, values: Any, shards: list[bytes]
-) -> int:
+def _put_column(place: Transaction, encoder: MdsEncoder, reader: SampleReader, values: Any, shards: list[bytes]) -> int:
     """Put a shard with a further column for each shard of a version from ``len(shards)`` on, and list them there.
 
     Returns the number of samples that got a value.

@@ -53,7 +53,7 @@ class WorkerTask:
     """What a worker process does for its whole life.
 
     Attributes:
-        maker: Makes the batches.
+        maker, settings: Makes the batches, and how the data is divided into them.
         num_workers: The workers of the loader.
         num_waiting: Batches that may wait for the trainer.
         seed: Of the global random generators, in which workers differ.
@@ -62,6 +62,7 @@ class WorkerTask:
     """
 
     maker: BatchMaker
+    settings: BatchSettings
     num_workers: int
     num_waiting: int
     seed: int
@@ -78,7 +79,7 @@ class WorkerPool:
         timeout_s: Seconds to wait for a batch; 0 for ever.
 
     Attributes:
-        arenas: Their memory.
+        settings, arenas: Those of the batches; the memory of the workers.
     """
 
     def __init__(self, task: WorkerTask, context: Any, timeout_s: float) -> None:
@@ -89,6 +90,7 @@ class WorkerPool:
         if context is None or isinstance(context, str):
             context = multiprocessing.get_context(context)
         self.arenas = [Arena(task.num_waiting) for _ in range(task.num_workers)]
+        self.settings = task.settings
         self._timeout_s = timeout_s
         self._workers: list[_Worker] = []
         self.close = util.Finalize(self, _end_workers, (self._workers,), exitpriority=_EXIT_PRIORITY)
@@ -96,13 +98,13 @@ class WorkerPool:
             for index, arena in enumerate(self.arenas):
                 self._workers.append(_Worker(index, task, arena, context))
 
-    def batches(self, settings: BatchSettings, start: Start) -> Generator[Delivery]:
+    def batches(self, start: Start) -> Generator[Delivery]:
         """The batches from a start to the end of its epoch, of which each worker makes one in turn.
 
         Raises:
             RuntimeError: A worker ended; or no batch came in time.
         """
-        job = bytes(ForkingPickler.dumps((settings, start)))
+        job = bytes(ForkingPickler.dumps(start))
         for worker in self._workers:
             worker.begin(job)
         for worker in cycle(self._workers):
@@ -227,8 +229,8 @@ def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes, is_new: bo
     try:
         if is_new:
             _set_up(index, task, arena)
-        settings, start = loads(job)  # noqa: S301 - our own
-        with closing(task.maker.batches(settings, start, index, task.num_workers)) as batches:
+        start = loads(job)  # noqa: S301 - our own
+        with closing(task.maker.batches(task.settings, start, index, task.num_workers)) as batches:
             for delivery in batches:
                 yield _BATCH + arena.seal(delivery)
                 del delivery

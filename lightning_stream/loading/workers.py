@@ -112,15 +112,15 @@ class Workers:
                 f"timeout= is how long to wait for a batch of a worker; found timeout={loader.timeout} and no workers. "
                 "Omit it, or pass num_workers=1 or more"
             )
-        make: Callable[[BatchSettings, Start], Generator[Delivery]] = maker.batches
+        make: Callable[[Start], Generator[Delivery]] = partial(maker.batches, settings)
         end_workers: Callable[[bool], None] | None = None
         if loader.workers == "threads" and loader.num_workers:
             ahead = loader.num_workers * (loader.prefetch_factor or _PREFETCHED)
-            make = partial(_in_threads, maker, loader.num_workers, ahead, loader.timeout)
+            make = partial(_in_threads, maker, settings, loader.num_workers, ahead, loader.timeout)
         elif loader.num_workers:
             pool, end_workers = self._pool(maker, settings, start, loader)
             make = pool.batches
-        batches = make(settings, start)
+        batches = make(start)
         if loader.pin_memory:
             batches = _pinned(batches, loader, ahead=_PREFETCHED if end_workers else 0)
 
@@ -138,6 +138,8 @@ class Workers:
     ) -> tuple[WorkerPool, Callable[[bool], None]]:
         """Worker processes, and what ends one iteration over them; an iteration inside another one has its own."""
         keeps = loader.persistent_workers and not self._kept_is_in_use
+        if keeps and self._kept is not None and self._kept.settings != settings:
+            self.release()
         pool = self._kept if keeps and self._kept is not None else self._started(maker, settings, start, loader)
         if keeps:
             self._kept = pool
@@ -162,6 +164,7 @@ class Workers:
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))  # as torch's loader draws it
         task = WorkerTask(
             maker,
+            settings,
             loader.num_workers,
             loader.prefetch_factor or _PREFETCHED,
             seed,
@@ -192,7 +195,7 @@ class Workers:
 
 
 def _in_threads(
-    maker: BatchMaker, num_threads: int, ahead: int, timeout_s: float, settings: BatchSettings, start: Start
+    maker: BatchMaker, settings: BatchSettings, num_threads: int, ahead: int, timeout_s: float, start: Start
 ) -> Generator[Delivery]:
     """Batches in their order, while threads of this process make those that follow, so many at most."""
     pending: deque[futures.Future[Delivery]] = deque()

@@ -23,7 +23,7 @@ from lightning_stream.order.rows import ByLength, Counted, Landmark, PackedRows
 from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.snapshot import Snapshot, max_active
 from lightning_stream.order.spread import deal_shards
-from lightning_stream.order.window import Window
+from lightning_stream.order.window import Stored, Window
 
 _ALL_STREAMS = 2**32  # the key of the one order over all streams together
 _KEPT_EPOCHS = 2
@@ -203,8 +203,10 @@ class RunOrder:
     def _window(self, epoch: int, streams: tuple[int, ...], key: int) -> Order:
         """The order of the drawn samples of some streams; ``key`` is part of its random keys."""
         config = self.config
-        keys = (config.seed, epoch, key) if config.shuffle else None
         drawn = self._drawn_shards(epoch, streams)
+        if not config.shuffle:
+            return Stored(self._draw, epoch, drawn)
+        keys = config.seed, epoch, key
         return Window(self._draw, epoch, drawn, keys, config.canonical_nodes, config.window, config.quick_start)
 
     def _own_epoch(self, stream: int, epoch: int) -> Order:

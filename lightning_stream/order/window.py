@@ -37,8 +37,7 @@ class Window(Order):
     Args:
         draw, epoch: What an epoch draws.
         drawn: The shards, in the run-constant order in which canonical nodes get them.
-        key: (seed, epoch, set of streams), a part of every random key; None keeps the index order, which has one
-            canonical node, since neighbours share their shard without any grouping.
+        key: (seed, epoch, set of streams), a part of every random key.
         num_nodes, window: C and w.
         quick_start: Whether the first w - 1 parts of a node are read as they are stored.
     """
@@ -48,7 +47,7 @@ class Window(Order):
         draw: Draw,
         epoch: int,
         drawn: ShardDraws,
-        key: tuple[int, int, int] | None,
+        key: tuple[int, int, int],
         num_nodes: int,
         window: int,
         quick_start: bool,
@@ -56,8 +55,8 @@ class Window(Order):
         self.draw = draw
         self.epoch = epoch
         self.key = key
-        self.num_nodes = 1 if key is None else num_nodes
-        self.window = 1 if key is None else window
+        self.num_nodes = num_nodes
+        self.window = window
         self.stored_parts = window - 1 if quick_start else 0
         # The parts: each pass over a shard, then the subset that is drawn of it.
         sizes = draw.snapshot.sizes[drawn.shard]
@@ -154,6 +153,57 @@ class Window(Order):
         return self.shard[parts], parts
 
 
+class Stored(Order):
+    """The drawn shards as they are stored, one after another: ``shuffle=False``. O(shards) for any repeat.
+
+    It has one canonical node, since neighbours share their shard without any grouping.
+    """
+
+    def __init__(self, draw: Draw, epoch: int, drawn: ShardDraws) -> None:
+        self._draw = draw
+        self._epoch = epoch
+        self._shard = drawn.shard
+        self._begins = starts_of(drawn.count)
+        self._sizes = draw.snapshot.sizes[drawn.shard]
+        self._whole = drawn.count - drawn.count % np.maximum(self._sizes, 1)  # samples of whole passes
+        self.size = int(self._begins[-1])
+        self._subsets: dict[int, Ints] = {}
+
+    def ids(self, at: Ints) -> Ints:
+        entry = np.searchsorted(self._begins, at, side="right") - 1
+        inside = at - self._begins[entry]
+        ids = self._draw.snapshot.shard_offsets[self._shard[entry]] + inside % self._sizes[entry]
+        for number in np.unique(entry[inside >= self._whole[entry]]).tolist():
+            places = np.flatnonzero((entry == number) & (inside >= self._whole[entry]))
+            ids[places] = self._subset(number)[inside[places] - int(self._whole[number])]
+        return self._draw.delivered(self._epoch, ids)
+
+    def nodes(self, at: Ints) -> Ints:
+        return np.zeros_like(at)
+
+    def find(self, sample_id: int) -> list[int]:
+        """All positions of a sample. O(passes over its shard)."""
+        positions: list[int] = []
+        for drawn_id in self._draw.drawn_for(self._epoch, sample_id):
+            (shard,), (place,) = self._draw.snapshot.locate(np.array([drawn_id]))
+            for number in np.flatnonzero(self._shard == shard).tolist():
+                begin = int(self._begins[number])
+                whole = int(self._whole[number])
+                positions += range(begin + int(place), begin + whole, int(self._sizes[number]))
+                positions += (begin + whole + np.flatnonzero(self._subset(number) == drawn_id)).tolist()
+        return sorted(positions)
+
+    def _subset(self, number: int) -> Ints:
+        """The ids that are drawn of a shard beside its whole passes, ascending."""
+        return kept(self._subsets, number, self._drawn_subset, 2)
+
+    def _drawn_subset(self, number: int) -> Ints:
+        count = int(self._begins[number + 1] - self._begins[number] - self._whole[number])
+        if not count:
+            return np.empty(0, dtype=np.int64)
+        return self._draw.ids(self._epoch, int(self._shard[number]), count, 0, count)
+
+
 class _NodeWindow:
     """The rolling window of one canonical node, whose samples are cut out of all parts; a part on a border is cut."""
 
@@ -162,7 +212,7 @@ class _NodeWindow:
         begin = size * node + min(node, longer)
         end = begin + size + (node < longer)
         self._order = order
-        self._key = None if order.key is None else (*order.key, node)
+        self._key = (*order.key, node)
         self._window = order.window
         self._first = int(np.searchsorted(order.begins, begin, side="right")) - 1
         stop = int(np.searchsorted(order.begins, end))
@@ -180,7 +230,7 @@ class _NodeWindow:
 
     def _part_order(self, shard: Ints) -> Ints:
         """The part at each place of the epoch, counted from the first."""
-        if self._key is None or len(shard) == 1:
+        if len(shard) == 1:
             return np.arange(len(shard))
         order = self._order
         groups = shard // order.num_nodes - order.first_group
@@ -207,7 +257,7 @@ class _NodeWindow:
         order = self._order
         if order.draw.forgotten is not None:
             ids = order.draw.delivered(order.epoch, ids.astype(np.int64)).astype(order.dtype)
-        return ids if self._key is None else ids[_permuted(RngStream.MIXING_BLOCK, *self._key, block, size=len(ids))]
+        return ids[_permuted(RngStream.MIXING_BLOCK, *self._key, block, size=len(ids))]
 
     def _places_in(self, block: int) -> range:
         return range(max(0, block - self._window + 1), block + 1)
@@ -234,7 +284,7 @@ class _NodeWindow:
         begin = self._before if part == 0 else 0
         end = len(ids) - (self._behind if part == len(self._parts) - 1 else 0)
         ids = ids[begin:end]
-        if self._key is None or place < self._order.stored_parts:
+        if place < self._order.stored_parts:
             return ids
         return ids[_permuted(RngStream.SAMPLES, *self._key, place, size=len(ids))]
 
@@ -243,15 +293,13 @@ class _NodeWindow:
         place = int(self._places[part - self._first])
         entry = inside - (self._before if part == self._first else 0)
         size = int(self._sizes[place])
-        if self._key is not None and place >= self._order.stored_parts:
+        if place >= self._order.stored_parts:
             entry = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=entry)
         begins = piece_begins(size, min(place, self._window), self._window)
         block = min(place + bisect_right(begins, entry) - 1, len(self._sizes) - 1)
         bounds = [self._bounds(earlier, block) for earlier in range(self._places_in(block).start, place)]
         before = sum(end - begin for begin, end in bounds) + entry - begins[block - place]
         start, end = self._starts[block : block + 2].tolist()
-        if self._key is None:
-            return int(start + before)
         key = (*self._key, block)
         return int(start + place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - start, index=before))
 
