@@ -87,7 +87,7 @@ def test_processes_of_a_node_make_each_shard_once(tmp_path: Path) -> None:
 
         from lightning_stream.cache import shards
 
-        shards.write_as_mds = logged  # type: ignore[assignment]
+        vars(shards)["write_as_mds"] = logged
         data = opened(remote, tmp_path / "local")
         assert [data[k] for k in range(NUM_SAMPLES)] == [row(k) for k in range(NUM_SAMPLES)]
 
