@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Annotated, Any, Literal
 from zlib import crc32
@@ -60,6 +60,11 @@ class SnapshotSummary:
             for digest, table in zip(snapshot.stream_digests, tables, strict=True)
         )
         return cls(snapshot.digest, snapshot.num_samples, snapshot.num_shards, versions)
+
+    def to_save(self) -> _SavedSnapshot:
+        """The summary as a state holds it: without versions where there are none."""
+        saved = self.digest, self.num_samples, self.num_shards
+        return _SavedSnapshot(*saved, self.versions) if self.versions else _SavedSnapshot(*saved)
 
     def has_streams_of(self, snapshot: Snapshot) -> bool:
         """Whether the data is known to be of the same versions of the same streams, perhaps other samples of them."""
@@ -268,7 +273,7 @@ class Position:
             "tail": self.tail,
             "order": self.order.to_state(),
             "weights": self.weights,
-            "snapshot": plain(_SavedSnapshot(*astuple(self.snapshot))),
+            "snapshot": plain(self.snapshot.to_save()),
             "ledger": f"{self.ledger:016x}",
         }
         if self.landmark is not None and self.landmark.epoch == self.epoch and self.landmark.windows:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+pytest.importorskip("torch", reason="LocalDataset needs torch: uv sync")
+
 from lightning_stream import LocalDataset
 from lightning_stream.formats.encodings import encoding_names
 from lightning_stream.writer import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
