@@ -11,8 +11,6 @@ from support.released_places import PLACES, digest_at
 
 _KINDS = ("mds", "json", "csv", "tsv", "xsv")
 _COMPRESSED_BY_CRAMJAM = {f"{kind} {number}" for kind in _KINDS for number in range(12, 18)}
-    f"{kind} {number}" for kind in ("mds", "json", "csv", "tsv", "xsv") for number in range(12, 18)
-}
 _DIGESTS = json.loads(Path(__file__).with_name("golden_places.json").read_text())
 
 
