@@ -59,7 +59,7 @@ _schema_of = attrgetter(*Schema.__struct_fields__)
 
 
 def read_top(data: bytes, where: str) -> Top:
-    """Read the text of an index without its entries; FormatError with ``where`` if it is none."""
+    """Read the text of an index without its entries; FormatError with ``where`` if it is not an index."""
     try:
         top = _decode_top(data)
     except (ValueError, RecursionError) as error:  # msgspec's own are ValueErrors

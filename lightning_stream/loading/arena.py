@@ -102,7 +102,7 @@ class Arena:
     # In the worker
 
     def empty(self, num_bytes: int) -> memoryview | None:
-        """Memory for an array of the next batch, which `seal` then need not copy; None if there is none."""
+        """Memory for an array of the next batch, which `seal` then need not copy; None without room."""
         if not self._take_slot() or self._used + num_bytes > self._slot_bytes:
             return None
         begin = self._used
@@ -227,15 +227,17 @@ class _Fork:
 
 
 _arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
-_pipes: list[tuple[int, int]] = []  # of the forks in progress
+_pipes: list[tuple[int, int] | None] = []  # of the forks in progress; None without any memory that they could read
 
 
 def _before_fork() -> None:
-    _pipes.append(os.pipe())
+    _pipes.append(os.pipe() if len(_arenas) else None)
 
 
 def _after_fork_in_parent() -> None:
-    reading, writing = _pipes.pop()
+    if (pipe := _pipes.pop()) is None:
+        return
+    reading, writing = pipe
     os.close(writing)
     fork = _Fork(reading)
     for arena in list(_arenas):
@@ -243,7 +245,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    os.close(_pipes.pop()[0])  # the other end stays open as long as this process
+    if (pipe := _pipes.pop()) is not None:
+        os.close(pipe[0])  # the other end stays open as long as this process
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -48,6 +48,11 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
+def late_batch(timeout_s: float) -> RuntimeError:
+    """The error where no batch came in time."""
+    return RuntimeError(f"no batch came within timeout={timeout_s} s: a shard or the transform is slow")
+
+
 @dataclass
 class WorkerTask:
     """What a worker process does for its whole life.
@@ -195,7 +200,7 @@ class _Worker:
     def _receive(self, timeout_s: float) -> bytes:
         ready = self._events.poll(1000 * timeout_s or None)
         if not ready:
-            raise RuntimeError(f"no batch came within timeout={timeout_s} s: a shard or the transform is slow")
+            raise late_batch(timeout_s)
         if any(fd == self._results.fileno() for fd, _ in ready):
             with suppress(EOFError, OSError):
                 return bytes(self._results.recv_bytes())

@@ -24,7 +24,7 @@ from lightning_stream.loading.meter import Meter
 from lightning_stream.loading.randomness import SeededCall, sample_seed
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
-from lightning_stream.loading.worker_pool import WorkerPool, WorkerTask
+from lightning_stream.loading.worker_pool import WorkerPool, WorkerTask, late_batch
 from lightning_stream.processes import num_cores
 from lightning_stream.threads import DaemonPool
 
@@ -130,7 +130,8 @@ class Workers:
                 end_workers(failed)
 
         made = MadeBatches(batches, end, partial(maker.verified, settings))
-        self._live.add(made)
+        if loader.num_workers or loader.pin_memory:
+            self._live.add(made)
         return made
 
     def _pool(
@@ -216,7 +217,7 @@ def _result(batch: futures.Future[Delivery], timeout_s: float) -> Delivery:
     except futures.TimeoutError as error:
         if batch.done():
             raise  # an error of the user's own
-        raise RuntimeError(f"no batch came within timeout={timeout_s} s: a shard or the transform is slow") from error
+        raise late_batch(timeout_s) from error
 
 
 class _Stream(IterableDataset[Delivery]):

@@ -38,7 +38,7 @@ class Cuts(ABC):
 
     @abstractmethod
     def bounds(self, k: int) -> tuple[int, int]:
-        """The first position of batch ``k``, and the one behind its last; ValueError if there is none."""
+        """The first position of batch ``k``, and the one behind its last; ValueError if there is no such batch."""
 
     def has(self, k: int) -> bool:
         """Whether there is a batch ``k``. Cheap far from the epoch's end."""
