@@ -127,6 +127,4 @@ def test_writing_the_same_samples_gives_the_same_bytes(tmp_path: Path) -> None:
     assert {path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file()} == set(released)
     for name, path in released.items():
         if name.parts[0].partition("_")[0] not in ("br", "bz2", "gz", "zstd") and name.parts[0] != "csv_zstd":
-            assert (tmp_path / name).read_bytes() == path.read_bytes(), (
-                name
-            )  # other releases of a codec give other bytes
+            assert (tmp_path / name).read_bytes() == path.read_bytes(), name  # a codec's releases differ
