@@ -16,6 +16,8 @@ import pytest
 from hypothesis import settings
 from servers import processes, s3
 
+from lightning_stream.formats import encodings
+
 settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("ci")
 
@@ -72,6 +74,17 @@ def s3_endpoint(request: pytest.FixtureRequest) -> str:
     """Ceph where it is installed, else moto."""
     has_ceph = shutil.which("radosgw") and shutil.which("ceph-mon")
     return str(request.getfixturevalue("ceph_endpoint" if has_ceph else "moto_endpoint"))
+
+
+@pytest.fixture(autouse=True)
+def _own_encodings_end_with_their_test() -> Iterator[None]:
+    """What a test, or the code of a page, registers is no encoding of the tests after it."""
+    before = dict(encodings._REGISTER)
+    yield
+    if before != encodings._REGISTER:
+        encodings._REGISTER.clear()
+        encodings._REGISTER.update(before)
+        encodings.get_encoding.cache_clear()
 
 
 @pytest.fixture

@@ -313,16 +313,6 @@ def test_damaged_bytes_raise_what_readers_expect(name: str, data: bytes) -> None
         get_encoding(name).decode(data)
 
 
-@pytest.fixture
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lightning_stream.formats import encodings
-
-    get_encoding("int")
-    monkeypatch.setattr(encodings, "_REGISTER", dict(encodings._REGISTER))
-    get_encoding.cache_clear()
-
-
-@pytest.mark.usefixtures("registered")
 def test_a_pair_of_functions_is_an_encoding() -> None:
     register_encoding(
         "complex",
@@ -338,7 +328,6 @@ def test_a_pair_of_functions_is_an_encoding() -> None:
     assert get_encoding("complex").size is None
 
 
-@pytest.mark.usefixtures("registered")
 def test_an_encoding_object_is_registered_by_name() -> None:
     class Upper(Encoding):
         def encode(self, value: Any) -> bytes:
@@ -361,7 +350,6 @@ def test_an_encoding_object_is_registered_by_name() -> None:
         register_encoding("none", object())  # type: ignore[arg-type]
 
 
-@pytest.mark.usefixtures("registered")
 def test_packages_offer_encodings_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.metadata import EntryPoint
 

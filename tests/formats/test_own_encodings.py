@@ -13,19 +13,11 @@ import numpy as np
 import pytest
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats import encodings
-from lightning_stream.formats.encodings import Encoding, get_encoding, register_encoding
+from lightning_stream.formats.encodings import Encoding, register_encoding
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.gather import gather
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.writer import MDSWriter
-
-
-@pytest.fixture(autouse=True)
-def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    get_encoding("int")
-    monkeypatch.setattr(encodings, "_REGISTER", dict(encodings._REGISTER))
-    get_encoding.cache_clear()
 
 
 class Complex(Encoding):
