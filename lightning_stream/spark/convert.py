@@ -14,7 +14,6 @@ from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.errors import LightningStreamError, MissingExtraError
 from lightning_stream.fingerprint import function_text
-from lightning_stream.spark.parquet_scan import ParquetScan
 from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
@@ -152,12 +151,9 @@ class Conversion:
         if publication.done:
             _LOG.info("continuing an earlier run: %d partitions are written already", len(publication.done))
         job, session = replace(self.job, done=publication.done), self.dataframe.sparkSession
-        scan = ParquetScan.of(self.dataframe) if job.udf is None else None
-        # Tasks that read Parquet themselves get the number of their partition as the only row.
-        source = self.dataframe if scan is None else session.range(0, len(scan.partitions), 1, len(scan.partitions))
         with small_batches(session, self.batch_rows):
             try:
-                rows = source.mapInArrow(_task(job, scan, self.batch_rows), RESULT).collect()
+                rows = self.dataframe.mapInArrow(_task(job), RESULT).collect()
             except Exception as error:
                 if (cause := _explained(error)) is None:
                     raise
@@ -175,20 +171,15 @@ class Conversion:
         }
 
 
-def _task(job: SparkJob, scan: ParquetScan | None, batch_rows: int | None) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """What each task does with its rows; with a scan, they are the numbers of the partitions that it reads."""
+def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """What each task does with its rows."""
 
     def write(batches: Iterator[Any]) -> Iterator[Any]:
-        if scan is None:
-            from pyspark import TaskContext
+        from pyspark import TaskContext
 
-            context = TaskContext.get()
-            assert context is not None
-            yield from write_partition(job, context.partitionId(), batches)
-            return
-        for batch in batches:
-            for number in batch.column(0).to_pylist():
-                yield from write_partition(job, number, scan.read(number, batch_rows))
+        context = TaskContext.get()
+        assert context is not None
+        yield from write_partition(job, context.partitionId(), batches)
 
     return write
 
