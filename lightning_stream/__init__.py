@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from lightning_stream.dataset import LocalDataset, StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.loader import StreamingDataLoader
-    from lightning_stream.loading.exporters import export_prometheus
     from lightning_stream.loading.images import DecodeCenterCrop, DecodeRandomCrop
     from lightning_stream.loading.jpeg import decode_jpeg
     from lightning_stream.loading.packing import Packing
+    from lightning_stream.monitoring.exporters import export_prometheus
     from lightning_stream.order import Position, Schedule, World
     from lightning_stream.reading.stream import Stream
     from lightning_stream.spark import StreamToTorchDataset as StreamToTorchDataset
@@ -48,7 +48,7 @@ _NAMES = {
     "formats.encodings": "register_encoding",
     "loading.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
-    "loading.exporters": "export_prometheus",
+    "monitoring.exporters": "export_prometheus",
     "loading.images": "DecodeCenterCrop DecodeRandomCrop",
     "loading.packing": "Packing",
     "order": "Position Schedule World",

@@ -34,7 +34,6 @@ NAMES = (
     "evictions",  # shards that were deleted to make space
     "bad_samples",  # found since the process began
 )
-LIVE_SETTINGS = ("predownload", "fetch_threads")  # they may change while a loader runs
 _adding = lock_over_forks()
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 
@@ -62,20 +61,14 @@ class Counters:
     Attributes:
         spent: `waited_s`, `transform_s` and `collate_s` of the thread that asks: seconds that it has waited for shards,
             spent in the user's transform, and in collating.
-        live_settings: What the loader sets while it runs, float64[len(LIVE_SETTINGS)]; 0: as the dataset has it.
     """
 
     def __init__(self, values: NDArray[np.float64] | None = None) -> None:
         self.values = np.zeros(len(NAMES)) if values is None else values
-        self.live_settings: NDArray[np.float64] = np.zeros(len(LIVE_SETTINGS))
         self.spent = _Spent()
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()
-
-    def live_setting(self, name: str) -> int | None:
-        """The value that the loader sets now; None: as the dataset has it."""
-        return int(self.live_settings[LIVE_SETTINGS.index(name)]) or None
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.cache import CacheConfig
+from lightning_stream.distributed import Dimensions, WorldLike
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
 from lightning_stream.loading.dataset_arguments import (
@@ -25,7 +26,6 @@ from lightning_stream.loading.dataset_arguments import (
     mosaic_settings,
     whole_numbers,
 )
-from lightning_stream.loading.distributed import Dimensions, WorldLike
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.plain import PlainIterations

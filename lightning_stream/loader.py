@@ -11,16 +11,15 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader
 
 from lightning_stream.dataset import StreamingDataset, plain_iterations_of, source_of
+from lightning_stream.distributed import WorldLike, detect_world
 from lightning_stream.errors import StateError, suggesting
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.accelerate import Prepared, is_prepared
 from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.dataset_arguments import check_blocks
-from lightning_stream.loading.distributed import WorldLike, detect_world
 from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, check_classes, device_batch, refuse_order
-from lightning_stream.loading.meter import Made
 from lightning_stream.loading.mixing import MixtureChanges
 from lightning_stream.loading.questions import LoaderQuestions
 from lightning_stream.loading.randomness import SeededCall
@@ -28,6 +27,7 @@ from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches, Workers, choose_workers
+from lightning_stream.monitoring.meter import Made
 from lightning_stream.order import OrderConfig, Position, Tail, World
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.questions.cache_need import ReadAhead
@@ -245,7 +245,8 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check()
         each = run.epoch(start.epoch).samples_per_position if self.epochs_differ else 1
-        self.meter.settings, self.meter.epoch_positions = self.loading_settings(), run.num_samples / each
+        self.meter.total.settings = self.loading_settings()
+        self.meter.total.epoch_positions = run.num_samples / each
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
         return start, self.batches_from(start, settings)

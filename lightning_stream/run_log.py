@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from lightning_stream.errors import CacheError, redact
-from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.shared_files import LOCK_FDS, try_flock
 
 LOG_NAME = "data_log.jsonl"

@@ -28,7 +28,7 @@ class DaemonPool:
     def __init__(self, num_threads: int, name: str) -> None:
         self.num_threads, self._name = num_threads, name
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._idle = threading.Semaphore(0)
+        self._load = _Load()
         self._guard = threading.Lock()
         self._started = 0
         self._closed = False
@@ -41,14 +41,16 @@ class DaemonPool:
             if self._closed:
                 raise RuntimeError("this pool is closed")
             self._calls.put((future, call, args))
-            if not self._idle.acquire(blocking=False) and self._started < self.num_threads:
-                self._start()
+            self._load.add(1)
+            self._grow()
         return future
 
-    def _start(self) -> None:
-        self._started += 1
-        name = f"{self._name}-{self._started}"
-        threading.Thread(target=_serve, args=(self._calls, self._idle), name=name, daemon=True).start()
+    def _grow(self) -> None:
+        """Start threads until each call that has not ended has one, or there are as many as there may be."""
+        while self._started < min(self.num_threads, self._load.num_calls):
+            self._started += 1
+            name = f"{self._name}-{self._started}"
+            threading.Thread(target=_serve, args=(self._calls, self._load), name=name, daemon=True).start()
 
     def resize(self, num_threads: int) -> None:
         """Run calls in at most so many threads from now on; threads above that end after the calls given before."""
@@ -56,8 +58,7 @@ class DaemonPool:
             if self._closed:
                 return
             self.num_threads = num_threads
-            for _ in range(min(self._calls.qsize(), num_threads - self._started)):
-                self._start()
+            self._grow()
             while self._started > num_threads:
                 self._started -= 1
                 self._calls.put(None)
@@ -115,13 +116,24 @@ def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = Fal
     source.add_done_callback(done)
 
 
-def _serve(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
+class _Load:
+    """How many calls of a pool have not ended."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+        self._guard = threading.Lock()
+
+    def add(self, num_calls: int) -> None:
+        with self._guard:
+            self.num_calls += num_calls
+
+
+def _serve(calls: SimpleQueue[_Call | None], load: _Load) -> None:
     """A thread's life. It knows its queue, not its pool, which may so be forgotten without being closed."""
     while (given := calls.get()) is not None:
         _run(*given)
         del given  # not held while waiting: a call may refer to much
-        idle.release()
-    idle.acquire(blocking=False)  # it was idle until it was asked to end
+        load.add(-1)
 
 
 def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -43,6 +43,19 @@ def test_a_pool_that_grows_begins_the_calls_that_wait() -> None:
         assert len({call.result() for call in calls}) == 5
 
 
+def test_a_busy_pool_that_grows_runs_as_many_calls_as_it_may() -> None:
+    gate, met = threading.Semaphore(0), threading.Barrier(17)
+    with DaemonPool(4, "test") as pool:
+        busy = [pool.submit(gate.acquire) for _ in range(40)]  # ten times as many as threads
+        for _ in range(40):
+            gate.release()
+        assert all(call.result(20) for call in busy)
+        calls = [pool.submit(met.wait, 20) for _ in range(16)]
+        pool.resize(16)
+        met.wait(20)
+        assert len({call.result(20) for call in calls}) == 16
+
+
 def test_closing_a_pool_that_shrank_cancels_what_was_given_after_that() -> None:
     gate, begun = threading.Event(), threading.Barrier(3)
 

@@ -161,7 +161,7 @@ def _read(dataset: FoundDataset, transform: Any, options: Namespace, out: Output
     """Read batches for a while, and print where the time went, what limits it, and the rates for a plan."""
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.loader import StreamingDataLoader
-    from lightning_stream.loading.verdict import verdict_of
+    from lightning_stream.monitoring.verdict import verdict_of
 
     if transform is None and any(kind.startswith(_IMAGES) for kind in dataset.index.columns.values()):
         transform = _loaded

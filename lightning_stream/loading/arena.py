@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lightning_stream.counters import LIVE_SETTINGS, NAMES
+from lightning_stream.counters import NAMES
 from lightning_stream.formats.memory import MAP_OPTIONS
 from lightning_stream.loading.shared_position import memory_file
 
@@ -34,7 +34,7 @@ _SLOT_BYTES = 8 << 30  # of addresses
 _LEAST_SLOT_BYTES = 16 << 20  # where a process may not map more
 _MOST_LENT = 3  # slots that batches in the trainer refer to; what arrives meanwhile is copied
 _SPARE = 12  # slots for the time in which forked processes may read others
-_NUM_NUMBERS = len(NAMES) + len(LIVE_SETTINGS) + 1  # the last one is the process id
+_NUM_NUMBERS = len(NAMES) + 1  # the last one is the process id
 _FREE, _SENT, _LENT, _FORKED = range(4)
 _IN_SLOT, _WHOLE = b"s", b"w"
 _LEAST_BYTES = 16 << 10  # of an array that goes into a slot
@@ -51,7 +51,6 @@ class Arena:
 
     Attributes:
         counters: float64[len(NAMES)], which the worker counts.
-        live_settings: float64[len(LIVE_SETTINGS)], which the trainer sets.
         pid: float64[1]: the process id of a worker that can report where it stands, else 0.
 
     Example::
@@ -72,7 +71,6 @@ class Arena:
         self._memory = self._mapped(num_slots)
         numbers = np.frombuffer(self._memory, np.float64, _NUM_NUMBERS)
         self.counters = numbers[: len(NAMES)]
-        self.live_settings = numbers[len(NAMES) : -1]
         self.pid = numbers[-1:]
         self._states = np.frombuffer(self._memory, np.uint8, num_slots, 8 * _NUM_NUMBERS)
         self._readers: list[list[_Fork]] = [[] for _ in range(num_slots)]  # processes that may read a slot

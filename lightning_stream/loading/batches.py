@@ -10,10 +10,10 @@ from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
-from lightning_stream.loading.meter import Made
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
+from lightning_stream.monitoring.meter import Made
 from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable

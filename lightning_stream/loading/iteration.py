@@ -12,10 +12,10 @@ from typing import Any, Protocol
 from weakref import WeakSet, ref
 
 from lightning_stream.errors import StateError, StoreError
-from lightning_stream.loading.meter import Made, Meter
 from lightning_stream.loading.source import BatchSettings
-from lightning_stream.loading.stats import LoaderStats
 from lightning_stream.loading.workers import MadeBatches
+from lightning_stream.monitoring.meter import Made, Meter
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.rows import Landmark

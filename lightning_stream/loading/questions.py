@@ -9,17 +9,14 @@ from html import escape
 from time import perf_counter
 from typing import Any, Literal
 
-import numpy as np
-
-from lightning_stream.counters import LIVE_SETTINGS, NAMES
 from lightning_stream.errors import LightningStreamError
-from lightning_stream.loading.meter import PARTS, STAGES, Mark, Meter
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
-from lightning_stream.loading.stats import LoaderStats, LoadingSettings
-from lightning_stream.loading.watch import Watch
 from lightning_stream.loading.workers import Workers
+from lightning_stream.monitoring.meter import Mark, Meter
+from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
+from lightning_stream.monitoring.watch import Watch
 from lightning_stream.order import Position, RunOrder
 from lightning_stream.order.balance import can_balance
 from lightning_stream.order.forget import Replay
@@ -37,11 +34,6 @@ from lightning_stream.questions.describe import (
 from lightning_stream.questions.tracing import Explanation, TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.look_ahead import furthest_ahead
-
-_MEASURED = (
-    "num_batches", "num_samples", "num_tokens", "num_iterations", "num_ready", "wait_s", "longest_wait_s",
-    "compute_s", "cpu_s", "all_cpu_s", "queued_s", "validation_s", "num_positions", "epoch_positions",
-)  # fmt: skip
 
 
 def _as_html(shown: Any) -> str:
@@ -144,19 +136,7 @@ class LoaderQuestions:
 
         Example: ``print(loader.stats())`` after training prints a table, and what to change.
         """
-        meter, reader = self.meter, self._source.reader
-        measured = {name: getattr(meter, name) for name in _MEASURED}
-        counted = dict(zip(NAMES, (reader.counters.values + meter.counters()).tolist(), strict=True))
-        return LoaderStats(
-            **measured,
-            epoch_fraction=min(1.0, meter.reached / meter.epoch_positions) if meter.epoch_positions else 0.0,
-            pauses=dict(meter.pauses),
-            waits=dict(zip(PARTS, meter.waits, strict=True)),
-            first_waits=dict(zip(PARTS, meter.first_waits, strict=True)),
-            work=dict(zip(STAGES, meter.work, strict=True)),
-            counters=counted,
-            settings=meter.settings or LoadingSettings(),
-        )
+        return self.meter.stats(self._source.reader.counters)
 
     @contextmanager
     def aside(self, what: Literal["validation", "checkpoint"]) -> Iterator[None]:
@@ -196,49 +176,24 @@ class LoaderQuestions:
             with loader.watch(after_s=60):
                 train(loader)
         """
-        return Watch(self, after_s, say)  # type: ignore[arg-type]  # the loader itself
+        return Watch(self, after_s, say)
 
     def loading_settings(self) -> LoadingSettings:
         """The settings that decide how fast the loader is."""
         source, settings, world = self._source, self.settings(), self.detect_world()
         size, reader = settings.device_batch_size, source.reader
-        limit_bytes, live = reader.defaults.config.limit_bytes, reader.counters.live_setting
-        predownload = live("predownload") or source.predownload
+        limit_bytes = reader.defaults.config.limit_bytes
         return LoadingSettings(
             batch_size=size,
             num_workers=self.num_workers,
             workers=self.workers,
             num_cores=max(1, num_cores() // world.ranks_per_node),
-            fetch_threads=live("fetch_threads") or reader.config.fetch_threads,
+            fetch_threads=reader.config.fetch_threads,
             persistent_workers=self.persistent_workers or self.workers == "threads",
-            predownload=size * furthest_ahead(predownload, size, is_limited=limit_bytes is not None),
+            predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
             cache_limit=limit_bytes,
             dataset_bytes=sum(int(index.raw_bytes.sum()) for index in reader.indexes),
         )
-
-    def tune(self, *, predownload: int | None = None, fetch_threads: int | None = None) -> None:
-        """Change how shards are fetched, also while batches are made: order and batches stay the same.
-
-        It holds for this process and its workers from the next batch that each begins, and for later iterations.
-
-        Args:
-            predownload: Samples that each worker fetches ahead; 0: as the dataset has it; None: as it is.
-            fetch_threads: Shards that each worker fetches at the same time; 0: 4, the default; None: as it is.
-
-        Raises:
-            ValueError: A value is negative.
-
-        Example: ``loader.tune(predownload=4096, fetch_threads=16)``
-        """
-        given = {"predownload": predownload, "fetch_threads": fetch_threads}
-        if wrong := {name: value for name, value in given.items() if value is not None and value < 0}:
-            raise ValueError(f"settings of a running loader are at least 0; found {wrong}. 0 takes the dataset's value")
-        own = zip(LIVE_SETTINGS, self.meter.live_settings.tolist(), strict=True)
-        values = [now if given[name] is None else given[name] for name, now in own]
-        self._source.reader.counters.live_settings = self.meter.live_settings
-        self.meter.set_live(np.array(values, np.float64))
-        if self.meter.settings is not None:
-            self.meter.settings = self.loading_settings()
 
     def explain(self, position: Position | None = None) -> Explanation:
         """The next epoch, batch and sample ids, from here or from a position."""

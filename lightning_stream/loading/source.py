@@ -17,10 +17,10 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
+from lightning_stream.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns, collate_samples
-from lightning_stream.loading.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.loading.packing import Bucketing, Packing, read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators
 from lightning_stream.loading.shared_position import Start

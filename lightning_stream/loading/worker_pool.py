@@ -246,9 +246,7 @@ def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes, is_new: bo
 def _set_up(index: int, task: WorkerTask, arena: Arena) -> None:
     """Become a worker, before the first batch."""
     torch_private.become_worker(index, task.num_workers, task.seed, task.dataset)
-    counters = task.maker.source.reader.counters
-    counters.values = arena.counters
-    counters.live_settings = arena.live_settings
+    task.maker.source.reader.counters.values = arena.counters
     arena.pid[0] = os.getpid() if can_report() else 0
     task.maker.memory = arena.empty
     if task.init is not None:

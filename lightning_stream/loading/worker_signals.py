@@ -12,11 +12,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from lightning_stream.monitoring.watch import REPORT
 from lightning_stream.processes import JOB_SIGNALS, do_nothing, leave_job_signals_to_the_parent
 from lightning_stream.stores.retry import requests_in_flight
 
 _GRACE_S = 1.0  # for a batch in progress, once the trainer is gone or wants no more
-REPORT = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None  # asks a worker where it stands
 _OWN_SIGNALS = () if REPORT is None else (REPORT,)
 _watching: list[int] = []  # this process, once it watches its trainer
 

@@ -20,11 +20,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stream.errors import StateError
 from lightning_stream.loading.batches import BatchMaker, Delivery
-from lightning_stream.loading.meter import Meter
 from lightning_stream.loading.randomness import SeededCall, sample_seed
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.worker_pool import WorkerPool, WorkerTask, late_batch
+from lightning_stream.monitoring.meter import Meter
 from lightning_stream.processes import num_cores
 from lightning_stream.threads import DaemonPool
 

@@ -182,7 +182,7 @@ class ReaderProcess:
         self._max_open_shards = max_open_shards
         self._is_limited = is_limited
         self._taken_back: deque[list[int]] = deque()
-        self._fetch_threads = self._configured_threads = fetch_threads
+        self._fetch_threads = fetch_threads
         self._counters = counters or Counters()
         self._wanted = 0  # shards that this process is to fetch, or fetches
         self._unfinished = 0  # these, and those that other processes fetch
@@ -247,10 +247,6 @@ class ReaderProcess:
         Other threads wait for what another process fetches already: the workers of a node need the same shards first,
         and would all wait for the few that one of them fetches.
         """
-        threads = self._counters.live_setting("fetch_threads") or self._configured_threads
-        if threads != self._fetch_threads:
-            self._fetch_threads = threads
-            self._fetchers.resize(threads)
         fetches = [(Fetch(), *shard) for shard in shards]
         with self.lock:
             if self._later is not None and self._unfinished:

@@ -63,7 +63,7 @@ def read_ahead(
     """Yield micro-batches of a plan, while the shards of those that follow are fetched.
 
     Without a ``predownload``, it looks further ahead while connections are idle: in an order that reads shard after
-    shard, the next batches need too few. The loader may change it at any time. However it ends, it takes back what it
+    shard, the next batches need too few. However it ends, it takes back what it
     has announced. The caller reads at most `in_progress` of the latest batches, or else the next one is not requested.
     """
     reader.spare_requests(spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers))
@@ -74,9 +74,9 @@ def read_ahead(
     try:
         # Once all shards are open, which they then stay, nothing is fetched or evicted any more.
         while not reader.has_all_open or waiting:
-            samples = reader.counters.live_setting("predownload") or predownload
             further = reader.could_fetch_more()
-            allowed = 0 if reader.has_all_open else furthest_ahead(samples, device_batch_size, is_limited=not further)
+            allowed = furthest_ahead(predownload, device_batch_size, is_limited=not further)
+            allowed = 0 if reader.has_all_open else allowed
             if len(waiting) <= allowed and (info := next(infos, None)) is not None:
                 waiting.append((info, reader.read_ahead(info.sample_ids)))
                 continue

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from lightning_stream.dataset import source_of
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.meter import Mark
-from lightning_stream.loading.stats import INPUT_BOUND, LoaderStats
-from lightning_stream.loading.verdict import Verdict, verdict_of
-from lightning_stream.loading.watch import Watch
+from lightning_stream.monitoring.meter import Mark
+from lightning_stream.monitoring.stats import INPUT_BOUND, LoaderStats
+from lightning_stream.monitoring.verdict import Verdict, verdict_of
+from lightning_stream.monitoring.watch import Watch
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.agreement import gathered_numbers
 

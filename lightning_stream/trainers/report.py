@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from lightning_stream.dataset import source_of
 from lightning_stream.errors import LightningStreamError, redact
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.stats import LoaderStats
-from lightning_stream.loading.verdict import Verdict
+from lightning_stream.monitoring.stats import LoaderStats
+from lightning_stream.monitoring.verdict import Verdict
 from lightning_stream.pages import write_run_page
 from lightning_stream.run_log import (
     LOG_NAME,

@@ -11,8 +11,8 @@ from transformers.trainer_callback import ExportableState
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.meter import Mark
-from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.monitoring.meter import Mark
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.trainers.monitor import DataMonitor
 
 _log = logging.getLogger(__name__)

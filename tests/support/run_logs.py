@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.run_log import LOG_NAME, LaunchEnd, LaunchStart, Message, Record, Row, line_of, numbers_of
 
 

@@ -6,8 +6,8 @@ import random
 from dataclasses import dataclass, field, replace
 
 from lightning_stream.counters import NAMES
-from lightning_stream.loading.meter import PARTS, STAGES, Made, Mark, Meter
-from lightning_stream.loading.stats import LoaderStats, LoadingSettings
+from lightning_stream.monitoring.meter import Made, Mark, Meter
+from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
 
 
 @dataclass(frozen=True)
@@ -99,22 +99,8 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
     counters = dict.fromkeys(NAMES, 0.0)
     for _ in range(loop.epochs):
         clock = _epoch(loop, rng, meter, clock, counters)
-    names = (
-        "num_batches", "num_samples", "num_iterations", "num_ready", "wait_s", "longest_wait_s",
-        "compute_s", "cpu_s", "all_cpu_s", "queued_s", "validation_s",
-    )  # fmt: skip
-    return LoaderStats(
-        **{
-            name: getattr(meter, name)
-            for name in (*names, "compute_s", "cpu_s", "all_cpu_s", "queued_s", "validation_s")
-        },
-        pauses=meter.pauses,
-        waits=dict(zip(PARTS, meter.waits, strict=True)),
-        first_waits=dict(zip(PARTS, meter.first_waits, strict=True)),
-        work=dict(zip(STAGES, meter.work, strict=True)),
-        counters=counters,
-        settings=replace(loop.settings, predownload=loop.ahead * loop.settings.batch_size),
-    )
+    settings = replace(loop.settings, predownload=loop.ahead * loop.settings.batch_size)
+    return replace(meter.total, counters=counters, settings=settings)
 
 
 def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters: dict[str, float]) -> float:
@@ -134,7 +120,7 @@ def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters:
         made = worker.make(allowed)
         got = max(asked, made.ended) + (worker.noisy(loop.sending) if num_workers else 0.0)
         meter.note(asked, got, made, None, number == 0)
-        meter.num_samples += loop.settings.batch_size
+        meter.total.num_samples += loop.settings.batch_size
         handed.append(got)
     fetched = sum(worker.num_fetched for worker in workers)
     counters["shards_fetched"] += fetched

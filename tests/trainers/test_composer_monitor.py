@@ -10,7 +10,7 @@ import pytest
 from support.composer_runs import EPOCHS, NUM_SAMPLES, STEPS_PER_EPOCH, Run, write_shards
 from support.metered_loading import check_parts, spend
 
-from lightning_stream.loading.verdict import Verdict
+from lightning_stream.monitoring.verdict import Verdict
 from lightning_stream.trainers import monitor as trainers_monitor
 from lightning_stream.trainers.composer import callback as composer_callback
 

@@ -20,7 +20,7 @@ from support.lightning_runs import EPOCHS, NUM_SAMPLES, Recorder, Run, checkpoin
 from support.metered_loading import check_parts, spend
 
 from lightning_stream import StreamingCallback, StreamingDataLoader
-from lightning_stream.loading.verdict import Verdict
+from lightning_stream.monitoring.verdict import Verdict
 from lightning_stream.trainers import monitor as trainers_monitor
 
 STEPS_PER_EPOCH = 11

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.loading.verdict import Verdict  # noqa: E402
+from lightning_stream.monitoring.verdict import Verdict  # noqa: E402
 from lightning_stream.trainers import monitor as trainers_monitor  # noqa: E402
 from lightning_stream.trainers.monitor import DataMonitor  # noqa: E402
 
@@ -23,7 +23,7 @@ BATCH, NUM_SAMPLES = 8, 128
 RANK = """
 import json, os, sys, time, torch
 from lightning_stream import StreamingDataLoader, StreamingDataset
-from lightning_stream.loading.verdict import verdict_of
+from lightning_stream.monitoring.verdict import verdict_of
 from lightning_stream.trainers.monitor import DataMonitor
 rank, said, seen = int(sys.argv[2]), [], []
 torch.distributed.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)

@@ -17,8 +17,8 @@ import pytest
 pytest.importorskip("torch")
 
 from lightning_stream import MDSWriter, PositionTracker, RunReport, Stream, StreamingDataLoader, StreamingDataset
-from lightning_stream.loading.stats import LoaderStats
-from lightning_stream.loading.verdict import Verdict
+from lightning_stream.monitoring.stats import LoaderStats
+from lightning_stream.monitoring.verdict import Verdict
 from lightning_stream.pages import run_page, write_run_page
 from lightning_stream.run_log import LOG_NAME, PAGE_NAME, Launch, Run, read_run
 from lightning_stream.trainers import report as reports

@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 from support.metered_loading import spend  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
-from lightning_stream.loading.verdict import Verdict  # noqa: E402
+from lightning_stream.monitoring.verdict import Verdict  # noqa: E402
 from lightning_stream.trainers import monitor as trainers_monitor  # noqa: E402
 from lightning_stream.trainers.transformers import StreamingTrainerCallback  # noqa: E402
 

@@ -22,8 +22,8 @@ from msgspec import structs
 from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.iteration import LoaderIterator
-from lightning_stream.loading.meter import Mark
 from lightning_stream.loading.plain import PlainIterations
+from lightning_stream.monitoring.meter import Mark
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.report import RunReport, chosen_folder

@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_stream.dataset import StreamingDataset, plain_iterations_of
+from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import missing_extra
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.distributed import WorldLike
 from lightning_stream.order import Tail
 from lightning_stream.reading.stream import Stream
 from lightning_stream.trainers.composer.counting import BatchCounter

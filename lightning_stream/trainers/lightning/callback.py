@@ -17,7 +17,7 @@ from typing import Any
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.plain import STATE_KEY
-from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import Position
 from lightning_stream.order.mosaic.state import is_mosaic_state
 from lightning_stream.trainers.lightning import loops, rules

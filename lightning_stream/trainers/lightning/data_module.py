@@ -12,9 +12,9 @@ from typing import Any, Literal
 import torch
 
 from lightning_stream.dataset import StreamingDataset
+from lightning_stream.distributed import detect_world
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.distributed import detect_world
-from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import Tail, World
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is, sampler_replicas

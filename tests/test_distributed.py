@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from support.data import write_ids  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 
-from lightning_stream.loading.distributed import detect_world  # noqa: E402
+from lightning_stream.distributed import detect_world  # noqa: E402
 from lightning_stream.order import World  # noqa: E402
 
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -192,7 +192,7 @@ import json, os, sys
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from lightning_stream import StreamingDataLoader, StreamingDataset
-from lightning_stream.loading.distributed import detect_world
+from lightning_stream.distributed import detect_world
 dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
 world = detect_world(mesh)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from multiprocessing import active_children
 from time import perf_counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from weakref import ref
 
-from lightning_stream.loading.iteration import Loader
-from lightning_stream.loading.worker_signals import REPORT
+from lightning_stream.monitoring.meter import Meter
+from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.stores.retry import requests_in_flight
 
 if TYPE_CHECKING:
@@ -22,6 +23,18 @@ if TYPE_CHECKING:
 _LOOK_S = 1.0
 _FIRST_WORD_S = 5.0
 _RARER = 3.0  # each message about the first batch comes after so many times the wait of the one before
+REPORT = signal.SIGRTMAX - 1 if hasattr(signal, "SIGRTMAX") else None  # asks a worker where it stands
+
+
+class Watched(Protocol):
+    """A loader."""
+
+    @property
+    def meter(self) -> Meter:
+        """What this process measures at it."""
+
+    def stats(self) -> LoaderStats:
+        """What was measured so far, with what workers have counted."""
 
 
 class Watch:
@@ -31,7 +44,7 @@ class Watch:
         loader, after_s, say: See `StreamingDataLoader.watch`. A loader that is no longer used is not watched.
     """
 
-    def __init__(self, loader: Loader, after_s: float, say: Callable[[str], object]) -> None:
+    def __init__(self, loader: Watched, after_s: float, say: Callable[[str], object]) -> None:
         if after_s <= 0:
             raise ValueError(f"after_s must be positive; found {after_s}. Pass the seconds to wait for a batch")
         self._loader, self._after_s, self._say = ref(loader), after_s, say
@@ -61,8 +74,8 @@ class Watch:
                 self._look(loader, since, perf_counter() - since)
             del loader  # it is not kept alive
 
-    def _look(self, loader: Loader, since: float, waited_s: float) -> None:
-        if loader.meter.num_batches == 0 and waited_s >= self._next_word_s:
+    def _look(self, loader: Watched, since: float, waited_s: float) -> None:
+        if loader.meter.total.num_batches == 0 and waited_s >= self._next_word_s:
             self._next_word_s = _RARER * waited_s
             self._say(_first_word(loader, waited_s))
         if waited_s >= self._after_s and self._reported != since:
@@ -71,7 +84,7 @@ class Watch:
             self._say(f"No batch came for {waited_s:.0f} s: stderr has the stacks of all threads.")
 
 
-def _first_word(loader: Loader, waited_s: float) -> str:
+def _first_word(loader: Watched, waited_s: float) -> str:
     counted = loader.stats().counters
     failed = f"; {counted['retries']:,.0f} requests failed and were sent again" if counted["retries"] else ""
     return (
@@ -80,7 +93,7 @@ def _first_word(loader: Loader, waited_s: float) -> str:
     )
 
 
-def _report(loader: Loader, waited_s: float) -> None:
+def _report(loader: Watched, waited_s: float) -> None:
     """Write where this process and its workers stand. The signal does not end a worker, see `worker_signals`."""
     alive = {child.pid for child in active_children()}
     workers = [pid for pid in loader.meter.worker_pids() if pid in alive]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from weakref import ref
 
+from lightning_stream.distributed import detect_world
 from lightning_stream.errors import missing_extra
-from lightning_stream.loading.distributed import detect_world
-from lightning_stream.loading.meter import PARTS
-from lightning_stream.loading.stats import LoaderStats
+from lightning_stream.monitoring.stats import PARTS, LoaderStats
 
 if TYPE_CHECKING:
     from prometheus_client.registry import Collector, CollectorRegistry
@@ -61,22 +60,6 @@ def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
         yield _Metric(name, description, "", True, "", {"": float(value)})
 
 
-class _Sources:
-    """What is exported, which is not kept alive, with the labels of each."""
-
-    def __init__(self, sources: HasStats | Mapping[str, HasStats], labels: Mapping[str, str] | None) -> None:
-        named = sources if isinstance(sources, Mapping) else {"": sources}
-        self._refs = {name: ref(source) for name, source in named.items()}
-        self._labels = labels
-
-    def read(self) -> Iterator[tuple[dict[str, str], Iterator[_Metric]]]:
-        """The labels and the metrics of each that still exists."""
-        own = {"rank": str(detect_world(None).rank)} if self._labels is None else dict(self._labels)
-        for name, source in self._refs.items():
-            if (found := source()) is not None:
-                yield {**own, "loader": name} if name else own, _metrics(found.stats())
-
-
 def export_prometheus(
     source: HasStats | Mapping[str, HasStats],
     registry: CollectorRegistry | None = None,
@@ -109,28 +92,32 @@ def export_prometheus(
         from prometheus_client.registry import Collector
     except ModuleNotFoundError as error:
         raise missing_extra("prometheus-client", "prometheus", "export_prometheus") from error
-    sources = _Sources(source, labels)
+    named = source if isinstance(source, Mapping) else {"": source}
+    references = {name: ref(measured) for name, measured in named.items()}
 
-    def family(metric: _Metric, labels: Iterable[str]) -> Any:
+    def family(metric: _Metric, labels: list[str]) -> Any:
         kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
         name = "_".join(filter(None, ("lightning_stream", metric.name, metric.unit)))
-        return kind(name, metric.description, labels=[*labels, *filter(None, [metric.label])], unit=metric.unit)
+        return kind(name, metric.description, labels=labels + [metric.label] * bool(metric.label), unit=metric.unit)
 
     class LoaderCollector(Collector):  # type: ignore[misc,unused-ignore]
         """Reads the stats of the loaders."""
 
         def describe(self) -> Iterator[Any]:
-            return (family(metric, ()) for metric in _metrics(LoaderStats()))
+            return (family(metric, []) for metric in _metrics(LoaderStats()))
 
         def collect(self) -> Iterator[Any]:
-            read = [[(own, metric) for metric in metrics] for own, metrics in sources.read()]
-            for same in zip(*read, strict=True):
-                own, metric = same[0]
-                found = family(metric, own)
-                for own, metric in same:
+            families: dict[str, Any] = {}
+            common = {"rank": str(detect_world(None).rank)} if labels is None else dict(labels)
+            for name, reference in references.items():
+                if (measured := reference()) is None:
+                    continue
+                own = {**common, "loader": name} if name else common
+                for metric in _metrics(measured.stats()):
+                    samples = families.setdefault(metric.name, family(metric, [*own]))
                     for key, value in metric.values.items():
-                        found.add_metric([*own.values(), *([key] if metric.label else [])], value)
-                yield found
+                        samples.add_metric([*own.values(), *([key] if metric.label else [])], value)
+            yield from families.values()
 
     collector = LoaderCollector()
     (registry or REGISTRY).register(collector)

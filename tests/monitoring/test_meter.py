@@ -23,7 +23,7 @@ from support.metered_loading import BATCH, check_parts, loader_over, served, spe
 
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset
 from lightning_stream.counters import NAMES, Counters
-from lightning_stream.loading.meter import Made, Meter, divided
+from lightning_stream.monitoring.meter import Made, Meter, divided
 
 NUM_SAMPLES = 1024
 LIMIT_US = 25

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from support.simulated_loading import Loop, measured
 
-from lightning_stream.loading.stats import LoaderStats, LoadingSettings
-from lightning_stream.loading.verdict import verdict_of
+from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
+from lightning_stream.monitoring.verdict import verdict_of
 
 SEEDS = 20
 TWO = LoadingSettings(batch_size=32, num_workers=2, num_cores=8, dataset_bytes=10 << 30)
@@ -218,5 +218,5 @@ def test_threads_get_remedies_that_threads_can_have() -> None:
     busy = verdict_of(measured(Loop(reading=0.6, settings=threads), 0))
     assert (busy.cause, busy.setting) == ("decoding", "num_workers")
     waits = verdict_of(measured(Loop(latency=2.0, transfer=0.1, shard_every=1, settings=threads), 0))
-    assert (waits.cause, waits.setting, waits.value) == ("store_latency", "fetch_threads", 8)
-    assert "Raise fetch_threads from 4 to 8 (loader.tune)" in waits.remedy
+    assert (waits.cause, waits.setting, waits.value) == ("store_latency", "workers", "processes")
+    assert "Pass workers='processes', of which each fetches 4 shards at a time" in waits.remedy

@@ -1,14 +1,15 @@
-"""`LoaderStats`: what a loader has measured, as one frozen value with the metrics that follow from it."""
+"""`LoaderStats`: what a loader has measured, which adds itself up, with the metrics that follow from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 from lightning_stream.counters import NAMES
-from lightning_stream.loading.meter import PARTS, PAUSES, STAGES
 
+STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
+PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
+PAUSES = ("checkpoint", "garbage_collection", "other_ranks")  # of the time between batches
 INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
 _MB = 1e6
 _LEAST_SHOWN_MB_S = 0.05
@@ -51,11 +52,12 @@ class LoadingSettings:
         return 1 if self.workers == "threads" else max(1, self.num_workers)
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoaderStats:
     """What one process has measured at its loader: since it was made, or between two moments.
 
-    Its `str` is a table of where the time went, with a verdict.
+    `StreamingDataLoader.stats` returns a value of its own, which nothing that is measured later changes. Its `str` is a
+    table of where the time went, with a verdict.
 
     Attributes:
         num_batches, num_samples, num_tokens: What was handed out, padding excluded; tokens of packed rows only.
@@ -98,11 +100,11 @@ class LoaderStats:
     all_cpu_s: float = 0.0
     queued_s: float = 0.0
     validation_s: float = 0.0
-    pauses: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
-    waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    first_waits: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    work: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    counters: Mapping[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
+    pauses: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
+    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    first_waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    work: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
     settings: LoadingSettings = field(default_factory=LoadingSettings)
 
     def __sub__(self, before: LoaderStats) -> LoaderStats:
@@ -115,14 +117,10 @@ class LoaderStats:
         return replace(later._combined(self, 1), longest_wait_s=longest_wait_s)
 
     def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
-        found: dict[str, Any] = {name: getattr(self, name) for name in _OF_THE_MOMENT}
-        for name in _SUMMED:
-            own, others = getattr(self, name), getattr(other, name)
-            if isinstance(own, dict):
-                found[name] = {key: own[key] + sign * others[key] for key in own}
-            else:
-                found[name] = own + sign * others
-        return LoaderStats(**found)
+        others = other.numbers()
+        summed = {name: number + sign * others[name] for name, number in self.numbers().items()}
+        of_the_moment = {name: getattr(self, name) for name in _OF_THE_MOMENT}
+        return replace(LoaderStats.of_numbers(summed), **of_the_moment)
 
     @property
     def elapsed_s(self) -> float:
@@ -181,17 +179,27 @@ class LoaderStats:
         return sum(self.counters[name] for name in ("download_s", "verify_s", "decompress_s", "convert_s"))
 
     @property
+    def computing_s(self) -> float:
+        """Seconds of making batches in which no shard was waited for, over all workers."""
+        return sum(self.work.values()) - self.work["fetching"]
+
+    def making_s(self, num_workers: int, computing_s: float) -> float:
+        """Seconds in which so many workers make these batches, which takes so long in one of them.
+
+        Workers share the making, and all their threads the fetching: the slower of both counts.
+        """
+        makers = max(1, num_workers)
+        readers = 1 if self.settings.workers == "threads" else makers
+        return max(computing_s / makers, self.fetching_s / (readers * self.settings.fetch_threads))
+
+    @property
     def headroom(self) -> float:
         """How many times as fast as training the data could be; below 1, training waits. 0 if nothing was measured.
 
         The workers have so much time to make batches, and their threads to fetch shards, as training takes; without
         workers, training waits in any case.
         """
-        makers = max(1, self.settings.num_workers)
-        making_s = max(
-            (sum(self.work.values()) - self.work["fetching"]) / makers,
-            self.fetching_s / (self.settings.num_readers * self.settings.fetch_threads),
-        )
+        making_s = self.making_s(self.settings.num_workers, self.computing_s)
         return self.compute_s / making_s if making_s > 0 and self.settings.num_workers else 0.0
 
     @property
@@ -209,26 +217,26 @@ class LoaderStats:
 
     def numbers(self) -> dict[str, float]:
         """All that can be added up, as flat numbers by name, e.g. ``"waits.fetching"``; see `of_numbers`."""
-        found: dict[str, float] = {}
+        numbers: dict[str, float] = {}
         for name in _SUMMED:
             value = getattr(self, name)
-            if isinstance(value, Mapping):
-                found |= {f"{name}.{key}": number for key, number in value.items()}
+            if isinstance(value, dict):
+                numbers |= {f"{name}.{key}": number for key, number in value.items()}
             else:
-                found[name] = value
-        return found
+                numbers[name] = value
+        return numbers
 
     @classmethod
     def of_numbers(cls, numbers: Mapping[str, float]) -> LoaderStats:
         """The value that had these `numbers`; those that are missing are 0."""
-        found: dict[str, Any] = {}
+        stats = cls()
         for name in _SUMMED:
-            empty = getattr(cls(), name)
-            if isinstance(empty, Mapping):
-                found[name] = {key: numbers.get(f"{name}.{key}", 0.0) for key in empty}
+            zero = getattr(stats, name)
+            if isinstance(zero, dict):
+                zero.update({key: numbers.get(f"{name}.{key}", 0.0) for key in zero})
             else:
-                found[name] = type(empty)(numbers.get(name, 0))
-        return cls(**found)
+                setattr(stats, name, type(zero)(numbers.get(name, 0)))
+        return stats
 
     def metrics(self) -> dict[str, float]:
         """The values for a trainer's loggers, by their names."""
@@ -250,7 +258,7 @@ class LoaderStats:
         return found
 
     def __str__(self) -> str:
-        from lightning_stream.loading.verdict import verdict_of  # it reads these values
+        from lightning_stream.monitoring.verdict import verdict_of  # it reads these values
 
         if not self.num_batches:
             return "No batch was handed out yet."
@@ -281,4 +289,4 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%" if share < INPUT_BOUND else f"{100 * share:.0f}%"
 
 
-_SUMMED = tuple(one.name for one in fields(LoaderStats) if one.name not in _OF_THE_MOMENT)
+_SUMMED = tuple(each.name for each in fields(LoaderStats) if each.name not in _OF_THE_MOMENT)

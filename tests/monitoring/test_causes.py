@@ -19,8 +19,8 @@ from servers.web import WebServer
 from support.metered_loading import BATCH, loader_over, served, spend, write_metered
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
-from lightning_stream.loading.stats import LoaderStats
-from lightning_stream.loading.verdict import verdict_of
+from lightning_stream.monitoring.stats import LoaderStats
+from lightning_stream.monitoring.verdict import verdict_of
 
 RETRIES = {"stream_config": {"options": {"first_pause_s": 0.05, "retries": 20}}}
 

@@ -11,7 +11,7 @@ from servers.fault_proxy import FaultProxy, Plan
 from support.metered_loading import served, write_metered
 
 from lightning_stream import StreamingDataLoader, StreamingDataset
-from lightning_stream.loading import watch as watching
+from lightning_stream.monitoring import watch as watching
 
 LONGEST_S = 60
 
