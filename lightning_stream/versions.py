@@ -23,7 +23,7 @@ from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEn
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.model import MAX_FILE_BYTES, to_text
 from lightning_stream.formats.shard import Shard, open_shard
-from lightning_stream.order.bitmap import Bitmap, as_ids
+from lightning_stream.order.bitmap import as_ids
 from lightning_stream.reading.bad_samples import bad_data
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.filters import Evaluation
@@ -319,8 +319,7 @@ def _checked(ids: Any, index: Index) -> NDArray[np.int64]:
 def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_unsafe_types: bool) -> NDArray[np.int64]:
     """The ids of the samples of a version for which a function returns True."""
     with closing(_reader(stream, allow_unsafe_types)) as reader:
-        everything = Bitmap.of_mask(np.ones(reader.snapshot.num_samples, dtype=np.bool_))
-        mask = Evaluation(reader, everything, where, bad_data("raise", "raise", None, 0)).mask()
+        mask = Evaluation(reader, where, bad_data("raise", "raise", None, 0)).mask()
         return reader.original_ids(np.flatnonzero(mask))
 
 

@@ -45,7 +45,7 @@ def dataset(folder: Path, options: dict[str, Any], seed: int) -> StreamingDatase
     )  # fmt: skip
     # One in ten answers has a bit flipped: twice in a row is no rarity here.
     defaults = found.reader.defaults
-    found.reader.defaults = replace(defaults, config=replace(defaults.config, refetches=20))
+    found.reader.shards.defaults = replace(defaults, config=replace(defaults.config, refetches=20))
     return found
 
 

@@ -82,9 +82,9 @@ def test_a_batch_is_gathered_as_columns_in_the_order_asked_for(dataset: Streamin
 
 
 def test_of_more_shards_than_may_be_open_those_used_longest_ago_are_closed(dataset: StreamingDataset) -> None:
-    dataset.reader.config = ReaderConfig(max_open_shards=3)
+    dataset.reader.shards.config = ReaderConfig(max_open_shards=3)
     offsets = dataset.snapshot.shard_offsets.tolist()
-    held = dataset.reader._mine().open
+    held = dataset.reader.shards.pool.open
     for _ in range(2):
         assert sorted(number for ids in ids_of(StreamingDataLoader(dataset, 16)) for number in ids) == [*range(167)]
         assert len(held) == 3

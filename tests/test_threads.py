@@ -131,7 +131,7 @@ stream = Stream(remote=sys.argv[1], local=sys.argv[2], options={"timeout_s": 60.
 reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
 from servers.shards import make_dataset
 from pathlib import Path
-reader.indexes = [make_dataset(Path(sys.argv[2]) / "unused", 8)]
+reader.shards.indexes = [make_dataset(Path(sys.argv[2]) / "unused", 8)]
 reader.read_ahead(np.arange(80))
 import socket
 socket.create_connection(("127.0.0.1", int(sys.argv[3]))).recv(1)  # until the fetch is on its way

@@ -66,7 +66,7 @@ class FoundDataset:
     def reader(self, folder: str | None, options: Options) -> SampleReader:
         """A reader of it, with the index that was read to find it."""
         reader = reader_over([self.stream(folder, options)])
-        reader.indexes = (self.index,)
+        reader.shards.indexes = (self.index,)
         return reader
 
 
@@ -333,7 +333,7 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
             dataset.stream(place, options.store_options, **weight)
             for dataset, place, weight in zip(datasets, places, weights, strict=True)
         ])  # fmt: skip
-        reader.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
+        reader.shards.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
         readers.append(Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader))
     return readers
 

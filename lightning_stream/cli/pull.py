@@ -46,7 +46,7 @@ def run(options: Namespace, out: Output) -> int:
                 out.progress(f"{number:,} of {index.num_shards:,} shards")
         for name in index.lengths:
             reader.lengths(name)
-        _ = reader.kept  # which samples are deleted is a file, too
+        _ = reader.members  # which samples are deleted is a file, too
         about = {"url": dataset.store.url, "folder": str(cache.folder), "shards": len(entries), "new_shards": num_new}
         out.add("datasets", about)
     return ExitCode.OK

@@ -159,5 +159,5 @@ class MdsReader(Reader):
             with closing(SampleReader([stream], CacheDefaults(), config)) as reader:
                 if columns is not None:
                     is_mds = all(schema.format == "mds" for schema in self._index.schemas)
-                    reader.indexes = (self._index.choose(list(columns)) if is_mds else self._index,)
+                    reader.shards.indexes = (self._index.choose(list(columns)) if is_mds else self._index,)
                 yield reader

@@ -37,7 +37,6 @@ from lightning_stream.questions import Delivery, Occurrence, where
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import versions_of, weights_of
-from lightning_stream.reading.subset import SubsetReader
 from lightning_stream.reading.switched import SwitchedReader
 
 _AVERAGED = 1 << 20  # lengths at once
@@ -193,7 +192,7 @@ class SampleSource:
             "pack": self.packing is not None,
             "bucket_by or batch_tokens": self.buckets is not None,
             "forget": self.forget is not None,
-            "filter, filter_lengths, exclude_ids or a subset": isinstance(self.reader, SubsetReader),
+            "filter, filter_lengths, exclude_ids or a subset": self.reader.parent is not None,
             "on_bad_sample or on_bad_shard": self.bad_data.policy.substitutes,
         }
         if found := [name for name, is_given in refused.items() if is_given]:
@@ -301,7 +300,7 @@ class SampleSource:
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
         chosen = Bitmap.of_ids(as_ids(ids, "ids"), self.snapshot.num_samples)
-        reader, forget = SubsetReader(self.reader, chosen), self.forget
+        reader, forget = self.reader.only(chosen), self.forget
         if forget is not None:
             kept = forget[chosen.mask[forget]]
             forget = chosen.count_before(kept) if len(kept) else None

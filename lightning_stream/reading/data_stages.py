@@ -10,7 +10,6 @@ from lightning_stream.questions.describe import Stage, weights_in
 from lightning_stream.reading.lengths import summary
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import name_of, weights_of
-from lightning_stream.reading.subset import SubsetReader
 
 
 def stages_of_reader(reader: SampleReader, lengths: Iterable[str] = (), run: RunOrder | None = None) -> list[Stage]:
@@ -18,14 +17,14 @@ def stages_of_reader(reader: SampleReader, lengths: Iterable[str] = (), run: Run
 
     With the run, every stream of several shows how many of its samples an epoch draws.
     """
-    subsets, whole = list[SubsetReader](), reader
-    while isinstance(whole, SubsetReader):
-        subsets.insert(0, whole)
-        whole = whole.whole
+    chosen, whole = list[Stage](), reader
+    while whole.parent is not None:
+        chosen.insert(0, _chosen(whole, whole.parent))
+        whole = whole.parent
     measured = [Stage(name, {}, summary(reader.lengths(name)), reader.lengths_digest(name)) for name in lengths]
     return [
         _streams(whole, run),
-        *map(_chosen, subsets),
+        *chosen,
         *([Stage("lengths", parts=tuple(measured))] if measured else []),
     ]
 
@@ -47,8 +46,8 @@ def _streams(reader: SampleReader, run: RunOrder | None) -> Stage:
     return Stage("streams", {}, total, snapshot.digest, parts=tuple(parts))
 
 
-def _chosen(reader: SubsetReader) -> Stage:
-    before, kept = reader.whole.snapshot.num_samples, reader.snapshot.num_samples
+def _chosen(reader: SampleReader, parent: SampleReader) -> Stage:
+    before, kept = parent.snapshot.num_samples, reader.snapshot.num_samples
     counts = {"samples kept": kept, "kept_percent": 100 * kept / max(1, before)}
     rules = tuple(Stage(rule, {}, {"samples left": left}) for rule, left in reader.left.items())
     return Stage("filter" if rules else "subset", {}, counts, reader.snapshot.digest, parts=rules)

@@ -13,7 +13,7 @@ from lightning_stream.formats.index import Index
 from lightning_stream.order.bitmap import Bitmap
 
 
-def kept_samples(caches: Sequence[ShardCache], indexes: Sequence[Index]) -> Bitmap | None:
+def undeleted_samples(caches: Sequence[ShardCache], indexes: Sequence[Index]) -> Bitmap | None:
     """The samples of all streams that are not deleted, among those in their shards; None if no stream has deleted any.
 
     Raises:
@@ -21,12 +21,12 @@ def kept_samples(caches: Sequence[ShardCache], indexes: Sequence[Index]) -> Bitm
     """
     if all(index.deleted is None for index in indexes):
         return None
-    masks = []
+    mask = np.ones(sum(index.num_samples for index in indexes), np.bool_)
+    begin = 0
     for cache, index in zip(caches, indexes, strict=True):
-        mask = np.ones(index.num_samples, dtype=np.bool_)
-        mask[deleted_samples(cache, index)] = False
-        masks.append(mask)
-    return Bitmap.of_mask(np.concatenate(masks))
+        mask[begin + deleted_samples(cache, index)] = False
+        begin += index.num_samples
+    return Bitmap.of_mask(mask)
 
 
 def deleted_samples(cache: ShardCache, index: Index) -> NDArray[np.int64]:

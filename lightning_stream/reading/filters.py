@@ -26,14 +26,13 @@ from lightning_stream.order.rules import AMOUNT
 from lightning_stream.processes import Progress, ShardRange, num_processes, pickled, refuse_in_worker, run_partitions
 from lightning_stream.reading.bad_samples import UNREADABLE, BadData, BadDataPolicy
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.subset import SubsetReader
 
 Keep = Callable[[dict[str, Any]], bool]
 LengthRule = tuple[float | None, float | None] | Callable[..., NDArray[np.bool_]]
 LengthRules = Mapping[str | tuple[str, ...], LengthRule]
 Ids = Iterable[int] | NDArray[np.int64] | str | os.PathLike[str]
 
-_VERSION = 1  # grows when a kept result of the same name would differ
+_VERSION = 2  # grows when a kept result of the same name would differ
 _MIN_SAMPLES, _MOST_PARTS = 4096, 256  # a killed evaluation loses a part of each process
 _ALONE_S = 5.0  # processes take as long to start
 _WAIT_S = 7 * 24 * 3600.0  # for another process's evaluation; a process that dies is not waited for
@@ -80,7 +79,7 @@ class Filters:
     def applied(self, reader: SampleReader) -> SampleReader:
         """The reader of the samples that are kept: the given one where there are no rules."""
         rules = (self.filter, self.filter_lengths, self.exclude_ids)
-        return reader if all(rule is None for rule in rules) else SubsetReader(reader, self.chosen)
+        return reader if all(rule is None for rule in rules) else reader.only(self.chosen)
 
     def chosen(self, reader: SampleReader) -> tuple[Bitmap, dict[str, int]]:
         """The samples that are kept, and how many are left after each rule, by the rule.
@@ -99,7 +98,8 @@ class Filters:
             mask &= _passed(reader, names, rule)
             left[f"filter_lengths[{names!r}]={_text(rule)}"] = int(mask.sum())
         if self.filter is not None and mask.any():
-            mask = Evaluation(reader, Bitmap.of_mask(mask), self.filter, BadData(self.policy)).mask()
+            passing = reader.only(Bitmap.of_mask(mask))
+            mask[mask] = Evaluation(passing, self.filter, BadData(self.policy)).mask()
             left[f"filter={_text(self.filter)}"] = int(mask.sum())
         if not mask.any():
             found = ", ".join(f"{rule} left {count:,}" for rule, count in left.items())
@@ -119,10 +119,9 @@ def ids_of(given: Ids, name: str = "exclude_ids") -> NDArray[np.integer]:
 
 def _not_excluded(given: Ids, reader: SampleReader) -> NDArray[np.bool_]:
     """bool[num_samples]: the samples of a reader that are not among these ids of the streams' samples."""
-    kept = reader.kept
-    mask = np.ones(reader.snapshot.num_samples if kept is None else kept.size, dtype=np.bool_)
+    mask = np.ones(reader.shards.snapshot.num_samples, dtype=np.bool_)
     mask[_ids(given, len(mask))] = False
-    return mask if kept is None else mask[kept.mask]
+    return mask if reader.members is None else mask[reader.members.mask]
 
 
 def _ids(given: Ids, size: int) -> NDArray[np.int64]:
@@ -174,12 +173,11 @@ class Evaluation:
     """
 
     reader: SampleReader
-    candidates: Bitmap
     keep: Keep
-    bad_data: BadData  # of the reader's ids, which are not those of the subset
+    bad_data: BadData
 
     def mask(self) -> NDArray[np.bool_]:
-        """bool[num_samples]: the candidates that the function keeps."""
+        """bool[num_samples]: the samples that the function keeps."""
         if (packed := self._results.read(self.name)) is None:
             refuse_in_worker("the filter")  # which would wait for this process
             done = partial(self._results.read, self.name)
@@ -195,7 +193,7 @@ class Evaluation:
     def name(self) -> str:
         """The name of the result."""
         decoders = sorted((self.reader.config.decoders or {}).items())
-        texts = [f"filter {_VERSION}", self.reader.snapshot.subset(self.candidates).digest, function_text(self.keep)]
+        texts = [f"filter {_VERSION}", self.reader.snapshot.digest, function_text(self.keep)]
         texts += [f"{column} {function_text(decode)}" for column, decode in decoders]
         return f"filter-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:32]}"
 
@@ -207,20 +205,15 @@ class Evaluation:
 
     def _of_shard(self, shard: int) -> NDArray[np.bool_]:
         """bool[samples of the shard]."""
-        begin, end = self.reader.snapshot.shard_offsets[shard : shard + 2]
-        first, last = self.candidates.count_before(np.array([begin, end]))
-        ids = self.candidates.select(np.arange(first, last))
-        kept = np.zeros(end - begin, dtype=np.bool_)
+        ids = np.arange(*self.reader.snapshot.shard_offsets[shard : shard + 2])
         announced = self.reader.read_ahead(ids)
         try:
             with suppress(*UNREADABLE):  # the samples tell that; the answers are kept, so they need the verified shard
                 for sample_id in ids[:1].tolist():
                     self.reader.open_for(sample_id)
-            for sample_id in ids.tolist():
-                kept[sample_id - begin] = self._keeps(sample_id)
+            return np.array(list(map(self._keeps, ids.tolist())), np.bool_)
         finally:
             self.reader.done_with(announced)
-        return kept
 
     def _keeps(self, sample_id: int) -> bool:
         """Whether a sample is kept; one that cannot be read is, where training would substitute it."""
@@ -235,7 +228,7 @@ class Evaluation:
             if not isinstance(answer, (bool, np.bool_)):
                 raise TypeError(f"a filter returns True or False; found {answer!r}")
         except Exception as error:
-            note = f"While filtering sample {sample_id}."
+            note = f"While filtering sample {self.reader.original_ids(np.array([sample_id]))[0]}."
             error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
             raise
         return bool(answer)

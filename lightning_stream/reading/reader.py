@@ -7,10 +7,10 @@ number of shards mapped, and fetches those that are needed soon in threads of it
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,67 +27,107 @@ from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading import early
-from lightning_stream.reading.deleted import kept_samples
 from lightning_stream.reading.fetches import Announced, ReaderProcess, UseFlat
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.proofs import Deliveries, EarlyRead
-from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, cache_of, index_of, name_of
+from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, name_of
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.threads import DaemonPool
 
 T = TypeVar("T")
+Choice: TypeAlias = tuple[Bitmap, Mapping[str, int]]
+Choose: TypeAlias = Callable[["SampleReader"], Choice]
 
 
 class SampleReader:
     """Reads samples of several streams by sample id. Picklable; safe under fork and threads.
 
-    Nothing is read or fetched before the first use.
+    Nothing is read or fetched before the first use. `shards` is what the readers share that `only` makes.
     """
 
     def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
-        self.streams = tuple(streams)
-        self.defaults = defaults
-        self.config, self.counters = config, Counters()
+        self.shards = StreamShards(streams, defaults, config)
         self.delivered = Deliveries()  # early, in this process
-        self._process: ReaderProcess | None = None
+        self.parent: SampleReader | None = None
+        self._choose: Bitmap | Choose | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
         self._length_digests: dict[str, str] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_process": None, "_lengths": {}}  # another process maps the files itself
+    def only(self, chosen: Bitmap | Choose) -> SampleReader:
+        """A reader of some of these samples alone, which shares the shards; its sample ids count them.
 
-    @cached_property
+        Args:
+            chosen: Their ids here; or what finds them on first use, with how many each rule left.
+        """
+        part = SampleReader(self.streams, self.defaults, self.config)
+        part.shards, part.delivered, part.parent, part._choose = self.shards, self.delivered, self, chosen
+        return part
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The function that chose the samples, e.g. a lambda, is no longer needed and may not be picklable.
+        choose = None if "_choice" in self.__dict__ else self._choose
+        return {**self.__dict__, "_lengths": {}, "_choose": choose}
+
+    @property
+    def streams(self) -> tuple[Stream, ...]:
+        """The streams, of which each has the samples behind those of the one before."""
+        return self.shards.streams
+
+    @property
+    def defaults(self) -> CacheDefaults:
+        """The settings of the caches."""
+        return self.shards.defaults
+
+    @property
+    def config(self) -> ReaderConfig:
+        """The settings."""
+        return self.shards.config
+
+    @property
+    def counters(self) -> Counters:
+        """What was measured."""
+        return self.shards.counters
+
+    @property
     def caches(self) -> tuple[ShardCache, ...]:
         """One cache per stream."""
-        return tuple(cache_of(stream, self.defaults, self.counters) for stream in self.streams)
+        return self.shards.caches
 
-    @cached_property
+    @property
     def indexes(self) -> tuple[Index, ...]:
         """One parsed index per stream; fetched on first use."""
-        return tuple(index_of(stream, cache) for stream, cache in zip(self.streams, self.caches, strict=True))
+        return self.shards.indexes
 
     @cached_property
-    def kept(self) -> Bitmap | None:
-        """Which of the samples in the shards are not deleted; None if no version has deleted any."""
-        return kept_samples(self.caches, self.indexes)
+    def _choice(self) -> Choice:
+        assert self.parent is not None
+        assert self._choose is not None
+        return (self._choose, {}) if isinstance(self._choose, Bitmap) else self._choose(self.parent)
+
+    @property
+    def left(self) -> Mapping[str, int]:
+        """How many samples of the parent were left after each rule, by the rule; none where ids were given."""
+        return self._choice[1]
+
+    @cached_property
+    def members(self) -> Bitmap | None:
+        """Which of the samples in the shards these are; None where these are all of them."""
+        if self.parent is None:
+            return self.shards.undeleted
+        chosen, before = self._choice[0], self.parent.members
+        if before is None:
+            return chosen
+        mask = before.mask
+        mask[mask] = chosen.mask
+        return Bitmap.of_mask(mask)
 
     @cached_property
     def snapshot(self) -> Snapshot:
         """The data as the order sees it."""
-        return self._in_shards if self.kept is None else self._in_shards.subset(self.kept)
-
-    @cached_property
-    def _in_shards(self) -> Snapshot:
-        """The samples in the shards, also deleted ones."""
-        about = [(one.digest, one.source_digest, one.table_version) for one in self.indexes]
-        sizes, names = [one.shard_sizes for one in self.indexes], list(map(name_of, self.streams))
-        return Snapshot.of(sizes, names, *zip(*about, strict=True))
-
-    @cached_property
-    def shards(self) -> StreamShards:
-        """The shards of all streams, with those of added columns."""
-        return StreamShards(self.caches, self.indexes, self.config)
+        if self.parent is not None:
+            return self.parent.snapshot.subset(self._choice[0])
+        return self.shards.snapshot if self.members is None else self.shards.snapshot.subset(self.members)
 
     def lengths(self, name: str) -> NDArray[np.uint32]:
         """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
@@ -112,11 +152,11 @@ class SampleReader:
         return self._length_digests[name]
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
-        found = read_lengths(self.caches, self.indexes, name)
-        if self.kept is not None:
-            found = found[self.kept.mask]
-            found.setflags(write=False)
-        return found
+        lengths = read_lengths(self.caches, self.indexes, name)
+        if self.members is not None:
+            lengths = lengths[self.members.mask]
+            lengths.setflags(write=False)
+        return lengths
 
     def require_samples(self) -> None:
         """Raise ValueError where there is nothing to iterate over."""
@@ -133,11 +173,11 @@ class SampleReader:
 
     def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of these samples in the streams: others only after deletions, or where a filter or subset chose."""
-        return ids if self.kept is None else self.kept.select(ids)
+        return ids if self.members is None else self.members.select(ids)
 
     def _locate(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The shard that holds each sample, and its index in it."""
-        return self._in_shards.locate(ids if self.kept is None else self.kept.select(ids))
+        return self.shards.snapshot.locate(self.original_ids(ids))
 
     def sample(self, sample_id: int) -> dict[str, Any]:
         """Read one sample: column name to value.
@@ -145,7 +185,10 @@ class SampleReader:
         Raises:
             FormatError: It cannot be decoded; names the sample, its stream, its shard and the column.
         """
-        offsets, row = self._in_shards.shard_offsets, sample_id if self.kept is None else self.kept[sample_id]
+        offsets, row = (
+            self.shards.snapshot.shard_offsets,
+            sample_id if self.members is None else self.members[sample_id],
+        )
         within = row - int(offsets[number := int(offsets.searchsorted(row, side="right")) - 1])
         if not self.shards.num_joined:
             return self._part_of_sample(sample_id, number, within)
@@ -155,7 +198,7 @@ class SampleReader:
 
     def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
-        process, by_range, at = self._mine(), False, within
+        process, by_range, at = self.shards.pool, False, within
         self.counters.spent.reading_early = ()
         before = process.num_fetched_again
         if (shard := process.open.get(number)) is None:
@@ -175,8 +218,9 @@ class SampleReader:
                 process.ranges.distrust(number, entry)
             if by_range or process.fetched_again(number, cache, entry, process.open.lease(number, shard), before):
                 return self._part_of_sample(sample_id, number, within)
-            stream = int(self.snapshot.streams_of(np.array([sample_id]))[0])
-            where = f"sample {sample_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
+            ids = np.array([sample_id])
+            stream, original_id = int(self.snapshot.streams_of(ids)[0]), int(self.original_ids(ids)[0])
+            where = f"sample {original_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
         self._note_early(process)
         return sample
@@ -194,7 +238,7 @@ class SampleReader:
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard, without reading from it."""
-        process = self._mine()
+        process = self.shards.pool
         numbers = self.shards.with_joined(self.snapshot.shards_of(np.array([sample_id]))).tolist()
         with process.reading(numbers):
             for number in numbers:
@@ -235,7 +279,7 @@ class SampleReader:
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
         if self.shards.mixed_columns is None:
-            found = self._mine().open.flat_arrays(*self._locate(ids), names, use)
+            found = self.shards.pool.open.flat_arrays(*self._locate(ids), names, use)
             if found is not None:
                 return found
         return use(*flat_copies(self.batch(ids), names))
@@ -245,11 +289,11 @@ class SampleReader:
         columns = self._gathered(ids, out)
         for name, values in columns.items() if self.config.load_images else ():
             load_images(name, values)
-        self._note_early(self._mine())
+        self._note_early(self.shards.pool)
         return columns
 
     def _gathered(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
-        (of_shard, within), process, mixed = self._locate(ids), self._mine(), self.shards.mixed_columns
+        (of_shard, within), process, mixed = self._locate(ids), self.shards.pool, self.shards.mixed_columns
         if self.shards.num_joined:
             return merge_groups(self._joined(process, of_shard, within), self.shards.columns, len(ids), out)
         if mixed is None and (columns := process.open.gather(of_shard, within, out)):
@@ -296,10 +340,14 @@ class SampleReader:
     def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
 
-        Pass the result to `done_with` once the samples were read, or will not be.
+        Not those whose samples here are so few that they come by ranges. Pass the result to `done_with` once the
+        samples were read, or will not be.
         """
-        process, of_shard = self._mine(), self.shards.with_joined(self.snapshot.shards_of(ids))
-        if self._stay_open(process, of_shard):
+        process, shards = self.shards.pool, self.snapshot.shards_of(ids)
+        if self.members is not None:
+            shards = shards[~np.isin(shards, list(filter(self._is_few, np.unique(shards).tolist())))]
+        of_shard = self.shards.with_joined(shards)
+        if not self.shards.is_limited and process.open.has(of_shard):
             return None
         numbers = list(dict.fromkeys(of_shard.tolist()))
         with process.lock:
@@ -307,23 +355,24 @@ class SampleReader:
             process.begin(numbers, self.entry)
         return announced
 
-    def _stay_open(self, process: ReaderProcess, numbers: NDArray[np.int64]) -> bool:
-        return self.defaults.config.limit_bytes is None and process.open.has(numbers)
+    def _is_few(self, number: int) -> bool:
+        """Whether all samples that are read of a shard cost less than the shard."""
+        return self.ranges_are_cheaper(number, int(self.snapshot.sizes[number]))
 
     @property
     def has_all_open(self) -> bool:
         """Whether every shard is mapped, and stays so."""
-        if self.defaults.config.limit_bytes is not None:
+        if self.shards.is_limited:
             return False
-        return len(self._mine().open) == self.shards.num_files <= self.config.max_open_shards
+        return len(self.shards.pool.open) == self.shards.num_files <= self.config.max_open_shards
 
     def spare_requests(self, count: int) -> None:
         """Let this process request so many ranges of shards that are being fetched anyway."""
-        self._mine().spare_requests = count
+        self.shards.pool.spare_requests = count
 
     def could_fetch_more(self) -> bool:
         """Whether connections are idle while others fetch; always False under a cache limit."""
-        return self.defaults.config.limit_bytes is None and self._mine().could_fetch_more()
+        return not self.shards.is_limited and self.shards.pool.could_fetch_more()
 
     def done_with(self, announced: Announced | None) -> None:
         """Take back what `read_ahead` announced, once: shards that no other batch needs are not fetched any more and,
@@ -352,11 +401,11 @@ class SampleReader:
 
     def hurry(self, numbers: list[int]) -> None:
         """Begin to fetch all of these shards that are not here, at once."""
-        self._mine().hurry([number for number in numbers if not self.is_present(number)], self.entry)
+        self.shards.pool.hurry([number for number in numbers if not self.is_present(number)], self.entry)
 
     def agreeing(self, reads: Sequence[EarlyRead], *, by_range: bool) -> set[EarlyRead]:
         """Those of the early reads of one shard that have the bytes of the verified shard, or of other ranges."""
-        process, number = self._mine(), reads[0].number
+        process, number = self.shards.pool, reads[0].number
         if by_range:
             cache, entry = self.entry(number)
             indices = np.unique(np.concatenate([read.indices for read in reads]))
@@ -377,9 +426,9 @@ class SampleReader:
 
     def plan(self, next_use: NextUse) -> None:
         """Under a cache limit, evict first what this and all other plans need last, until `forget`."""
-        if self.defaults.config.limit_bytes is None:
+        if not self.shards.is_limited:
             return
-        plans = self._mine().plans
+        plans = self.shards.pool.plans
         if not plans:
             for stream, cache in enumerate(self.caches):
                 cache.plan(partial(next_use_of_file, self.shards.files(stream), plans))
@@ -387,31 +436,17 @@ class SampleReader:
 
     def forget(self, next_use: NextUse) -> None:
         """End a plan."""
-        if self._process is not None:
-            self._process.plans.pop(id(next_use), None)
+        self.shards.pool.plans.pop(id(next_use), None)
 
     def close(self) -> None:
         """Close every mapped shard."""
-        if self._process is not None and self._process.pid == os.getpid():
-            self._process.close()
-        self._process = None
-
-    def _mine(self) -> ReaderProcess:
-        """The shards of this process; a forked child starts with none."""
-        found = self._process
-        if found is None or found.pid != os.getpid():
-            config, is_limited = self.config, self.defaults.config.limit_bytes is not None
-            settings = (config.fetch_threads, self.shards.open, config.max_open_shards, is_limited)
-            made = ReaderProcess(self.shards.num_shards, *settings, self.shards.num_joined, self.counters)
-            made.pools += [] if found is None else found.pools
-            self._process = found = made
-        return found
+        self.shards.close()
 
     def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
         cache, entry = self.entry(number)
         is_whole = isinstance(cache.store, DownloadHook)
-        return not is_whole and self._mine().ranges.cheaper(number, cache, entry, num_samples)
+        return not is_whole and self.shards.pool.ranges.cheaper(number, cache, entry, num_samples)
 
     def _shard(self, process: ReaderProcess, number: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller has announced that it reads it."""

@@ -7,6 +7,7 @@ second added columns have the numbers from 2n on, and so on.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,9 +18,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
+from lightning_stream.counters import Counters
 from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
 from lightning_stream.formats.rows import as_mds
 from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.order import Snapshot
+from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.reading.deleted import undeleted_samples
+from lightning_stream.reading.fetches import ReaderProcess
+from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of, name_of
 
 Decoders = Mapping[str, Callable[[bytes], Any]]
 
@@ -47,31 +54,95 @@ class ReaderConfig:
 
 
 class StreamShards:
-    """The shards of streams, of which each has a cache and an index."""
+    """The shards of streams: their caches and indexes, and what one process has of them. Picklable."""
 
-    def __init__(self, caches: Sequence[ShardCache], indexes: Sequence[Index], config: ReaderConfig) -> None:
-        self._caches, self._indexes, self._config = caches, indexes, config
-        self._offsets: NDArray[np.int64] = np.cumsum([0, *map(len, indexes)])
-        self.num_shards = int(self._offsets[-1])
-        # Whether each shard has a first, a second... shard joined to it.
-        self.has_joined: NDArray[np.bool_] = np.zeros(
-            (max((len(index.joined) for index in indexes), default=0), self.num_shards), np.bool_
-        )
-        for first, index in zip(self._offsets.tolist(), indexes, strict=False):
-            for row, other in zip(self.has_joined, index.joined, strict=False):
+    def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
+        self.streams, self.defaults, self.config = tuple(streams), defaults, config
+        self.counters = Counters()
+        self._pool: ReaderProcess | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None}  # another process maps the files itself
+
+    @cached_property
+    def caches(self) -> tuple[ShardCache, ...]:
+        """One cache per stream."""
+        return tuple(cache_of(stream, self.defaults, self.counters) for stream in self.streams)
+
+    @cached_property
+    def indexes(self) -> tuple[Index, ...]:
+        """One parsed index per stream; fetched on first use."""
+        return tuple(index_of(stream, cache) for stream, cache in zip(self.streams, self.caches, strict=True))
+
+    @cached_property
+    def undeleted(self) -> Bitmap | None:
+        """Which of the samples in the shards are not deleted; None if no version has deleted any."""
+        return undeleted_samples(self.caches, self.indexes)
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """The samples in the shards, also deleted ones."""
+        about = [(index.digest, index.source_digest, index.table_version) for index in self.indexes]
+        sizes, names = [index.shard_sizes for index in self.indexes], list(map(name_of, self.streams))
+        return Snapshot.of(sizes, names, *zip(*about, strict=True))
+
+    @property
+    def pool(self) -> ReaderProcess:
+        """The shards that this process has open; a forked child starts with none."""
+        pool = self._pool
+        if pool is None or pool.pid != os.getpid():
+            config = self.config
+            settings = (config.fetch_threads, self.open, config.max_open_shards, self.is_limited)
+            made = ReaderProcess(self.num_shards, *settings, self.num_joined, self.counters)
+            made.pools += [] if pool is None else pool.pools
+            self._pool = pool = made
+        return pool
+
+    def close(self) -> None:
+        """Close every mapped shard of this process."""
+        if self._pool is not None and self._pool.pid == os.getpid():
+            self._pool.close()
+        self._pool = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the caches have a limit."""
+        return self.defaults.config.limit_bytes is not None
+
+    @cached_property
+    def num_shards(self) -> int:
+        """The shards of the streams, without those that are joined to them."""
+        return self.snapshot.num_shards
+
+    @cached_property
+    def has_joined(self) -> NDArray[np.bool_]:
+        """Whether each shard has a first, a second... shard joined to it."""
+        num_joined = max((len(index.joined) for index in self.indexes), default=0)
+        has_joined = np.zeros((num_joined, self.num_shards), np.bool_)
+        for first, index in zip(self.snapshot.stream_offsets.tolist(), self.indexes, strict=False):
+            for row, other in zip(has_joined, index.joined, strict=False):
                 row[first : first + len(other)] = True
-        self.num_joined = len(self.has_joined)
-        self.num_files = self.num_shards + int(self.has_joined.sum())
+        return has_joined
+
+    @cached_property
+    def num_joined(self) -> int:
+        """The most shards that are joined to one."""
+        return len(self.has_joined)
+
+    @cached_property
+    def num_files(self) -> int:
+        """All shards, also those that are joined to others."""
+        return self.num_shards + int(self.has_joined.sum())
 
     @cached_property
     def mixed_columns(self) -> dict[str, bool] | None:
         """All columns, and whether all shards have them in one encoding; None where all shards have the same."""
-        return mixed_columns(self._indexes)
+        return mixed_columns(self.indexes)
 
     @cached_property
     def columns(self) -> dict[str, bool]:
         """As `mixed_columns`, also where all shards have the same columns."""
-        same = dict.fromkeys(self._indexes[0].column_sets[0], True) if self.mixed_columns is None else {}
+        same = dict.fromkeys(self.indexes[0].column_sets[0], True) if self.mixed_columns is None else {}
         return self.mixed_columns or same
 
     def with_joined(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -92,36 +163,36 @@ class StreamShards:
         """Cache and index entry of a shard."""
         joined, shard = divmod(number, self.num_shards)
         stream = self._stream_of(shard)
-        index = self._indexes[stream].joined[joined - 1] if joined else self._indexes[stream]
-        return self._caches[stream], index.entry(shard - int(self._offsets[stream]))
+        index = self.indexes[stream].joined[joined - 1] if joined else self.indexes[stream]
+        return self.caches[stream], index.entry(shard - int(self.snapshot.stream_offsets[stream]))
 
     def files(self, stream: int) -> dict[str, int]:
         """The shards of a stream by the names of their files; a joined shard counts as the one that it is joined to."""
-        first, index = int(self._offsets[stream]), self._indexes[stream]
+        first, index = int(self.snapshot.stream_offsets[stream]), self.indexes[stream]
         return {as_mds(entry).raw.basename: first + k for k in range(len(index)) for entry in index.entries(k)}
 
     def open(self, number: int, entry: ShardEntry, folder: Path) -> Shard:
         """Open a shard, to read those of its columns that are chosen."""
         stream = self._stream_of(number % self.num_shards)
         decoders: Decoders | None = self._decoders[stream]
-        if decoders and self._indexes[stream].joined:  # the others are those of the shards beside it
+        if decoders and self.indexes[stream].joined:  # the others are those of the shards beside it
             decoders = {name: one for name, one in decoders.items() if name in entry.schema.names}
         return open_shard(
             entry,
             folder,
-            allow_unsafe_types=self._config.allow_unsafe_types,
+            allow_unsafe_types=self.config.allow_unsafe_types,
             decoders=decoders,
-            columns=self._indexes[stream].chosen,
+            columns=self.indexes[stream].chosen,
         )
 
     def _stream_of(self, shard: int) -> int:
-        return int(np.searchsorted(self._offsets, shard, side="right")) - 1
+        return int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
 
     @cached_property
     def _decoders(self) -> list[Decoders | None]:
         """The decoders of each stream's columns; ValueError for those of no column."""
-        given = self._config.decoders or {}
-        known = [{name for columns in index.column_sets for name in columns} for index in self._indexes]
+        given = self.config.decoders or {}
+        known = [{name for columns in index.column_sets for name in columns} for index in self.indexes]
         if absent := set(given).difference(*known):
             raise ValueError(
                 f"decoders: no column {min(absent)!r}; there are {', '.join(sorted(set().union(*known)))}."

@@ -44,7 +44,7 @@ class SwitchedReader(SampleReader):
         return sorted({step for stream in self.streams for step, _ in versions_of(stream)})
 
     @cached_property
-    def kept(self) -> Bitmap | None:
+    def members(self) -> Bitmap | None:
         """Which of the samples in the shards any version has."""
         mask = np.logical_or.reduce([mask for _, mask in self._versions])
         return None if mask.all() else Bitmap.of_mask(mask)
@@ -52,7 +52,7 @@ class SwitchedReader(SampleReader):
     @cached_property
     def versions(self) -> list[DataVersion]:
         """The data of each version."""
-        kept = slice(None) if self.kept is None else self.kept.mask
+        kept = slice(None) if self.members is None else self.members.mask
         return [DataVersion(reader.snapshot, Bitmap.of_mask(mask[kept])) for reader, mask in self._versions]
 
     def sample(self, sample_id: int) -> dict[str, Any]:
@@ -116,13 +116,15 @@ class SwitchedReader(SampleReader):
     def _version(self, step: int) -> tuple[SampleReader, NDArray[np.bool_]]:
         streams = [with_version(stream, version_at(stream, step)) for stream in self.streams]
         reader = SampleReader(streams, self.defaults, self.config)
-        reader.indexes = tuple(map(version_index, streams, reader.caches))  # with any columns
+        reader.shards.indexes = tuple(map(version_index, streams, reader.caches))  # with any columns
         masks = []
         begin = 0
         for stream, index, last in zip(self.streams, reader.indexes, self.indexes, strict=True):
             _check_same_ids(stream, index, last)
             mask = np.zeros(last.num_samples, np.bool_)
-            mask[: index.num_samples] = True if reader.kept is None else reader.kept.mask[begin:][: index.num_samples]
+            mask[: index.num_samples] = (
+                True if reader.members is None else reader.members.mask[begin:][: index.num_samples]
+            )
             masks.append(mask)
             begin += index.num_samples
         return reader, np.concatenate(masks)

@@ -208,7 +208,7 @@ class FrameCache:
         """A reader of these partitions; of all if None."""
         reader = SampleReader((Stream(remote=self.uri),), CacheDefaults(CacheConfig()), ReaderConfig())
         if receipts is not None:
-            reader.indexes = (Index.from_bytes(index_bytes(receipts), self.uri),)
+            reader.shards.indexes = (Index.from_bytes(index_bytes(receipts), self.uri),)
         return reader
 
 

@@ -39,13 +39,13 @@ def limited(shards: Path, folder: Path, num_shards: int = 40, **options: Any) ->
     assert dataset.snapshot.num_shards == NUM_SHARDS
     size = int(dataset.reader.indexes[0].raw_bytes.max())
     config = replace(dataset.reader.defaults.config, limit_bytes=num_shards * size, room_wait_s=1)
-    dataset.reader.defaults = replace(dataset.reader.defaults, config=config)
-    vars(dataset.reader).pop("caches")  # made before the limit was known
+    dataset.reader.shards.defaults = replace(dataset.reader.defaults, config=config)
+    vars(dataset.reader.shards).pop("caches")  # made before the limit was known
     return dataset
 
 
 def assert_nothing_is_held(dataset: StreamingDataset) -> None:
-    process = dataset.reader._process
+    process = dataset.reader.shards.pool
     assert process is not None
     assert (len(process.open), dict(process.awaited), process.fetches, process.plans) == (0, {}, {}, {})
 
@@ -88,7 +88,7 @@ def test_an_iteration_takes_back_only_what_it_announced(shards: Path, tmp_path: 
     dataset = limited(shards, tmp_path)
     first, second = (iter(StreamingDataLoader(dataset, 8)) for _ in range(2))
     seen = next(first)["id"].tolist()
-    process = dataset.reader._process
+    process = dataset.reader.shards.pool
     assert process is not None
     alone = dict(process.awaited)
     next(second)
@@ -119,7 +119,7 @@ def test_fetches_that_wait_for_a_thread_are_not_begun_once_nobody_needs_them(
     dataset = StreamingDataset(remote=shards, local=tmp_path, batch_size=8)
     batches = iter(dataset)
     next(batches)
-    process = dataset.reader._process
+    process = dataset.reader.shards.pool
     assert process is not None
     assert len(process.fetches) > 4 + 1
     batches.close()  # type: ignore[attr-defined]

@@ -161,7 +161,7 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
     assert dataset[7] == sample(7)
     dataset.reader.fetch(np.array([0]))
     assert dataset[8] == sample(8)  # the shard's now, and the same
-    ranges = dataset.reader._mine().ranges
+    ranges = dataset.reader.shards.pool.ranges
     assert (ranges._tables, ranges._versions, ranges._spent, ranges._held_bytes) == ({}, {}, {}, 0)
 
     def flipped(cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
@@ -394,6 +394,8 @@ def test_a_subset_of_a_subset_has_one_reader_of_shards_which_close_closes(served
     inner = served.dataset(tmp_path, shuffle=False).subset(range(200))
     dataset = inner.subset(range(100))
     next(iter(StreamingDataLoader(dataset, 4)))
-    assert dataset.reader._mine() is inner.reader._mine() is inner.reader.whole._mine()
+    assert dataset.reader.shards is inner.reader.shards
+    held = dataset.reader.shards.pool.open
+    assert len(held)
     dataset.reader.close()
-    assert [reader._process for reader in (dataset.reader, inner.reader, inner.reader.whole)] == [None] * 3
+    assert not held

@@ -102,7 +102,7 @@ def test_shards_that_are_closed_while_they_are_read_stay_mapped(
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(read, seed) for seed in range(4)]:
             done.result(60)
-    process = reader._process
+    process = reader.shards.pool
     assert process is not None
     assert len(process.open) <= (2 if limit_bytes is None else 0)
     assert (dict(process.awaited), process.fetches) == ({}, {})
@@ -111,7 +111,7 @@ def test_shards_that_are_closed_while_they_are_read_stay_mapped(
 def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: Path) -> None:
     reader = reader_of(shards, tmp_path, 100_000)
     announced = reader.read_ahead(np.arange(NUM_SAMPLES))
-    process = reader._process
+    process = reader.shards.pool
     assert process is not None
     held = [process.lock, process._counting, process._fetchers._guard, process._waiters._guard]
     is_held, go = threading.Event(), threading.Event()
