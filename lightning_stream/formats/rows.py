@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from msgspec.structs import replace
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import describe
@@ -29,12 +30,14 @@ from lightning_stream.formats.model import (
     ShardEntry,
     to_text,
 )
-from lightning_stream.formats.samples import DECODE_ERRORS, corrupt_error
 from lightning_stream.formats.shard_encoder import EncodedBatch, column_error, offset_table
 
 _decode_json = json.JSONDecoder().decode
 ROWS = "rows"  # the kind of the origin of what is made of them
 _BLOCK_BYTES = 1 << 20  # of rows that are encoded at once
+_FAULT = "(the row)"
+_ROW_ERRORS = (ArithmeticError, KeyError, RecursionError, TypeError, ValueError)  # not those of the machine
+_ABSENT: dict[str, Any] = {"str": "", "int": 0, "float": 0.0}  # the values of a row that could not be read
 
 
 def _text(value: Any) -> str:
@@ -125,16 +128,27 @@ class RowEncoder:
 def as_mds(entry: ShardEntry, mark: str = "") -> ShardEntry:
     """Return what a cache holds of a shard: of rows, an MDS shard that `write_as_mds` makes. ``mark`` is of the files.
 
-    Other rows of the same name have another stamp.
+    Other rows of the same name have another stamp. Its first column says why a row could not be read, so that the
+    others can be: what to do about such a sample is left to who reads it.
     """
     if entry.format == "mds":
         return entry
     files = [(raw.num_bytes, sorted(raw.hashes.items())) for raw, _ in entry.files]
-    columns = (entry.schema.columns, entry.schema.newline, entry.schema.separator)
+    schema = entry.schema
+    columns = (_FAULT, schema.columns, schema.newline, schema.separator)
     stamp = xxhash.xxh3_64_hexdigest(repr((entry.format, entry.num_samples, files, columns, mark)).encode())
     origin = Origin(ROWS, entry.raw.basename, entry.raw.num_bytes, stamp, 0, entry.num_samples)
     made = FileEntry(f"{entry.raw.basename}.mds", entry.raw.num_bytes, {}, origin=origin)
-    return entry.schema.shard(entry.num_samples, made)
+    fault = _FAULT
+    while fault in schema.names:
+        fault += " "
+    schema = replace(
+        schema,
+        names=(fault, *schema.names),
+        encodings=("fault", *schema.encodings),
+        sizes=(None, *schema.sizes),
+    )
+    return schema.shard(entry.num_samples, made)
 
 
 def is_made_from(path: Path, origin: Origin) -> bool:
@@ -145,26 +159,28 @@ def is_made_from(path: Path, origin: Origin) -> bool:
 def write_as_mds(entry: ShardEntry, files: Sequence[Path], to: Path, mark: str = "") -> None:
     """Write the rows of a shard as an MDS shard; ``files`` are its raw ones, the rows and their offsets.
 
-    FormatError for files that do not match the index, and for a row that is not one of the shard's columns.
+    FormatError for files that do not match the index.
     """
-    origin = as_mds(entry, mark).raw.origin
+    made = as_mds(entry, mark)
+    origin = made.raw.origin
     if origin is None or entry.raw_meta is None or len(files) < 2:
         raise FormatError(f"{entry.raw.basename}: an entry of format {entry.format} must have 'raw_meta'.")
     data = MappedFile(files[0], entry.raw.num_bytes)
     meta = MappedFile(files[1], entry.raw_meta.num_bytes)
     offsets = sample_offsets(meta, entry.num_samples, data.num_bytes).astype(np.int64)
     parse = _row_parser(entry.schema)
-    encoder = MdsEncoder.of_rows(entry.schema, origin.stamp.encode())
+    absent = [_ABSENT[kind] for kind in entry.encodings]
+    encoder = MdsEncoder.of_rows(made.schema, origin.stamp.encode())
     cuts = np.flatnonzero(np.diff(offsets[:-1] // _BLOCK_BYTES, prepend=-1)).tolist()
     with ShardDraft(encoder, entry.num_samples, to) as draft:
         for begin, end in pairwise([*cuts, entry.num_samples]):
             rows: list[Sequence[Any]] = []
-            try:
-                for first, last in pairwise(offsets[begin : end + 1].tolist()):
-                    rows.append(parse(bytes(data.view[first:last])))
-            except DECODE_ERRORS as error:
-                raise corrupt_error(entry.raw.basename, begin + len(rows), "(the row)", error) from error
-            draft.add(dict(zip(entry.schema.names, zip(*rows, strict=True), strict=True)), len(rows))
+            for first, last in pairwise(offsets[begin : end + 1].tolist()):
+                try:
+                    rows.append(["", *parse(bytes(data.view[first:last]))])
+                except _ROW_ERRORS as error:  # noqa: PERF203 - of this row alone
+                    rows.append([f"{type(error).__name__}: {error!s:.300}", *absent])
+            draft.add(dict(zip(made.names, zip(*rows, strict=True), strict=True)), len(rows))
         try:
             draft.finish()
         except ValueError as error:

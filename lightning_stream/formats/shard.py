@@ -127,6 +127,7 @@ def open_shard(
     if made is entry:
         return Shard(entry, folder, **settings)
     settings["decoders"] = None  # rows have no stored bytes
+    settings["columns"] = entry.schema.names if columns is None else columns  # not why one could not be read
     if (folder / made.raw.basename).exists():
         return Shard(made, folder, **settings)
     with TemporaryDirectory(prefix="lightning-stream-") as scratch:

@@ -144,8 +144,8 @@ def _opened(store: Store, entries: Sequence[ShardEntry], names: Sequence[str]) -
             folder = held.enter_context(ShardCache(store, home).lease(entry)).folder
             encodings = entry.schema.columns
             decoders = {name: found for name in own if (found := decoder_of(encodings[name])) is not None}
-            chosen: dict[str, Any] = {"decoders": decoders, "columns": own} if entry.format == "mds" else {}
-            shards.append(held.enter_context(contextlib.closing(open_shard(entry, folder, **chosen))))
+            shard = open_shard(entry, folder, decoders=decoders, columns=own)
+            shards.append(held.enter_context(contextlib.closing(shard)))
         yield shards
 
 

@@ -118,20 +118,94 @@ def test_a_file_that_does_not_match_its_hash_is_refused_before_it_is_made(tmp_pa
         opened(remote, tmp_path / "local")[0]
 
 
-@pytest.mark.parametrize(
-    ("kind", "old", "new"), [(JSONWriter, b'"n": 7,', b'"n": x,'), (CSVWriter, b"7,1.75", b"x,1.75")]
-)
-def test_a_malformed_row_is_an_error_that_names_shard_and_row(
-    tmp_path: Path, kind: type[Any], old: bytes, new: bytes
-) -> None:
-    remote = write(tmp_path / "remote", kind, hashes=[])
+SPOILED = [(JSONWriter, b'"n": 7,', b'"n": x,', "JSONDecodeError"), (CSVWriter, b"7,1.75", b"x,1.75", "ValueError")]
+
+
+def spoil(remote: Path, old: bytes, new: bytes) -> str:
+    """Make sample 7 no row, as its writer would have written it."""
     path = next(remote.glob("shard.00000.*[nv]"))
     path.write_bytes(path.read_bytes().replace(old, new))
-    data = opened(remote, tmp_path / "local")
+    return path.name
+
+
+@pytest.mark.parametrize("columns", [None, ["n"], ["text"]])
+@pytest.mark.parametrize("is_in_place", [True, False])
+@pytest.mark.parametrize(("kind", "old", "new", "cause"), SPOILED)
+def test_a_malformed_row_is_an_error_of_that_sample_alone(
+    tmp_path: Path, kind: type[Any], old: bytes, new: bytes, cause: str, is_in_place: bool, columns: list[str] | None
+) -> None:
+    remote = write(tmp_path / "remote", kind, hashes=[])
+    name = spoil(remote, old, new)
+    data = opened(remote, None if is_in_place else tmp_path / "local", columns=columns)
+    says = rf"{name}\.mds, sample 7, column '\(the row\)': .*{cause}"
     for _ in range(2):
-        with pytest.raises(FormatError, match=rf"{path.name}, sample 7, column '\(the row\)'"):
-            data[0]
-    assert data[NUM_SAMPLES - 1] == row(NUM_SAMPLES - 1)
+        with pytest.raises(FormatError, match=says):
+            data[7]
+        with pytest.raises(FormatError, match=says):
+            data.reader.batch(np.array([3, 7]))
+    others = [k for k in range(NUM_SAMPLES) if k != 7]
+    expected = [{key: row(k)[key] for key in columns or COLUMNS} for k in others]
+    assert [data[k] for k in others] == expected
+    batch = data.reader.batch(np.array(others))
+    assert {key: list(values) for key, values in batch.items()} == {
+        key: [sample[key] for sample in expected] for key in expected[0]
+    }
+
+
+@pytest.mark.parametrize(("kind", "old", "new", "cause"), SPOILED)
+def test_the_policy_for_bad_samples_replaces_a_malformed_row_alone(
+    tmp_path: Path, kind: type[Any], old: bytes, new: bytes, cause: str
+) -> None:
+    remote = write(tmp_path / "remote", kind, hashes=[])
+    spoil(remote, old, new)
+    for policy in ({}, {"on_bad_shard": "substitute"}):
+        with pytest.raises(FormatError, match="sample 7"):
+            list(opened(remote, tmp_path / "local", **policy))
+    data = opened(remote, tmp_path / "local", on_bad_sample="substitute")
+    seen = [sample["n"] for sample in data]
+    assert len(seen) == NUM_SAMPLES
+    assert {*range(NUM_SAMPLES)} - {*seen} == {7}
+    (line,) = map(json.loads, (tmp_path / "local" / "quarantine.jsonl").read_text().splitlines())
+    assert line["sample"] == 7
+    assert cause in line["reason"]
+
+
+MALFORMED = {
+    b"": "JSONDecodeError",
+    b"[1, 2]": "TypeError: a row must be a JSON object",
+    b'{"n": 1, "part": 1.0}': "KeyError: 'text'",
+    b'{"n": 1.5, "part": 1.0, "text": ""}': "TypeError",
+    b'{"n": 1, "part": "1", "text": ""}': "TypeError: not a number",
+    b'{"n": 1, "part": 1, "text": 3}': "TypeError: not a str",
+    b'{"n": 36893488147419103232, "part": 1, "text": ""}': "ValueError: a number of 66 bits is no int64",
+    b'{"n": 1, "part": 1%s, "text": ""}' % (b"0" * 400): "OverflowError",
+    b"[" * 100_000: "RecursionError",
+    b'{"n": 1, "part": 1, "text": "\xff"}': "UnicodeDecodeError",
+}
+
+
+def test_whatever_is_wrong_with_rows_is_said_of_each_of_them(tmp_path: Path) -> None:
+    lines = [json.dumps(row(0)).encode(), *MALFORMED, json.dumps(row(9)).encode()]
+    with JSONWriter(out=tmp_path / "rows", columns=COLUMNS, hashes=[]) as writer:
+        for line in lines:
+            writer.write({"n": 0, "part": 0.0, "text": "x" * len(line)})
+    path = tmp_path / "rows" / "shard.00000.json"
+    padded = zip(lines, path.read_bytes().splitlines(), strict=True)
+    path.write_bytes(b"".join(line.ljust(len(stored)) + b"\n" for line, stored in padded))
+    data = LocalDataset(tmp_path / "rows")
+    assert (data[0], data[len(lines) - 1]) == (row(0), row(9))
+    for sample, cause in enumerate(MALFORMED.values(), 1):
+        with pytest.raises(FormatError, match=rf"sample {sample}, column '\(the row\)': .*{cause}"):
+            data[sample]
+
+
+def test_a_column_of_any_name_is_read(tmp_path: Path) -> None:
+    names = ["(the row)", "(the row) ", "fault"]
+    with JSONWriter(out=tmp_path / "rows", columns=dict.fromkeys(names, "str")) as writer:
+        writer.write({name: name for name in names})
+    data = LocalDataset(tmp_path / "rows")
+    assert data[0] == {name: name for name in names}
+    assert data.reader.batch(np.array([0])) == {name: [name] for name in names}
 
 
 def test_a_cache_limit_counts_what_is_made_and_evicts_it(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_stream import CSVWriter, JSONWriter, MDSWriter, versions
 from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.formats.encodings import text
 
 pytest.importorskip("pyspark", minversion="4.1", reason="needs pyspark 4.1: pip install 'pyspark>=4.1'")
 pa = pytest.importorskip("pyarrow")
@@ -112,12 +113,21 @@ def test_a_query_reads_one_version_without_deleted_rows(tmp_path: Path) -> None:
         source_of(tmp_path, version="9").schema()
 
 
-def test_rows_of_text_are_read(tmp_path: Path) -> None:
+def test_rows_of_text_are_read_and_of_their_columns_those_alone_that_are_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     columns = {"word": "str", "count": "int", "share": "float"}
+    decode, decoded = text.RowText.decode, []
+    monkeypatch.setattr(
+        text.RowText, "decode", staticmethod(lambda data: [decoded.append(bytes(data)), decode(data)][1])
+    )
     for kind in (JSONWriter, CSVWriter):
         with kind(out=tmp_path / kind.__name__, columns=columns, compression="gz") as writer:  # type: ignore[operator]
             writer.write({"word": "one", "count": 1, "share": 0.5})
+        assert rows_of(source_of(tmp_path / kind.__name__, columns="share,count")) == [{"share": 0.5, "count": 1}]
+        assert decoded == []
         assert rows_of(source_of(tmp_path / kind.__name__)) == [{"word": "one", "count": 1, "share": 0.5}]
+        assert decoded.pop() == b"one"
 
 
 def test_shards_of_different_columns_have_nulls(tmp_path: Path) -> None:

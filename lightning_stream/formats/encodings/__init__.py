@@ -22,6 +22,7 @@ _REGISTER: dict[str, Maker] = {
 
 
 ROW_ENCODINGS: dict[str, Encoding] = {
+    "fault": text.RowFault("fault"),
     "str": text.RowText("str"),
     "int": scalars.PlainNumber("int", "int64"),
     "float": scalars.PlainNumber("float", "float64"),

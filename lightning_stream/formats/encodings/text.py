@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_stream.formats.memory import AddressWindow, Int64s
+
 from .base import ViewEncoding, describe, type_name
 
 
@@ -56,6 +58,19 @@ class RowText(_Str):
     def encode(self, value: Any) -> bytes:
         """Return the bytes of any text."""
         return str(value).encode(errors="surrogatepass")
+
+
+class RowFault(RowText):
+    """Why a row could not be read, as text; reading it is that error. Other rows have no bytes here, and no value."""
+
+    def decode(self, data: bytes | memoryview) -> None:  # type: ignore[override]
+        """Raise the error, if there is one."""
+        if data:
+            raise ValueError(super().decode(data))
+
+    def decode_many(self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s) -> list[Any] | None:  # noqa: ARG002
+        """Return no values; None if a row could not be read."""
+        return None if np.any(sizes) else [None] * len(offsets)
 
 
 class _StrInt(ViewEncoding):

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
-from lightning_stream.formats.mds.layout import Column, RecordLayout
+from lightning_stream.formats.mds.layout import Column, RecordLayout, skip
 from lightning_stream.formats.memory import AddressWindow, Int64s, MappedFile
 from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
 
@@ -174,7 +174,7 @@ def gather_rows(rows: MappedRows, out: Buffers | None) -> Batch:
     batch: Batch = {}
     allocate, out = (out, {}) if callable(out) else (None, out or {})
     for column, (at, size) in zip(rows.layout.columns, places, strict=True):
-        if not column.is_read:
+        if column.decode is skip:
             continue
         if column.numbers is not None and isinstance(size, int):
             memory = out.get(column.name) if allocate is None else allocate(len(at) * size)
@@ -185,7 +185,8 @@ def gather_rows(rows: MappedRows, out: Buffers | None) -> Batch:
         decoded, row, error = _decoded(rows.window, column, at, size)
         if error is not None:
             raise corrupt_error(rows.where(row), int(rows.indices[row]), column.name, error) from error
-        batch[column.name] = Ragged(decoded) if column.ragged else decoded
+        if column.is_read:
+            batch[column.name] = Ragged(decoded) if column.ragged else decoded
     if unknown := set(out) - set(batch):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(batch)}.")
     return batch

@@ -9,6 +9,7 @@ from weakref import WeakValueDictionary
 
 from lightning_stream.formats.encodings import ROW_ENCODINGS, Encoding, NumericLayout, encoding_of_column, maker_of
 from lightning_stream.formats.encodings.base import FlatArrays, ViewEncoding
+from lightning_stream.formats.encodings.text import RowFault
 from lightning_stream.formats.model import Schema
 
 Decoder = Callable[[Any], Any]
@@ -82,7 +83,7 @@ def record_layout(
     found_columns = []
     for name, encoding_name, encoding in zip(schema.names, schema.encodings, encodings_of(schema), strict=True):
         if name in unread:
-            found_columns.append(Column(name, encoding.size, _skip, is_read=False))
+            found_columns.append(_unread(name, encoding))
             continue
         if not encoding.safe and not allow_unsafe_types and name not in chosen:
             raise ValueError(
@@ -93,8 +94,15 @@ def record_layout(
     return _LAYOUTS.setdefault(key, RecordLayout(tuple(found_columns)))
 
 
-def _skip(_: Any) -> None:
+def skip(_: Any) -> None:
     """Decode nothing."""
+
+
+def _unread(name: str, encoding: Encoding) -> Column:
+    """Return a column that is not delivered; that a row could not be read is never passed over."""
+    if isinstance(encoding, RowFault):
+        return _column(name, encoding, None)._replace(is_read=False)
+    return Column(name, encoding.size, skip, is_read=False)
 
 
 def _column(name: str, encoding: Encoding, chosen: Decoder | None) -> Column:
