@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError
 from lightning_stream.formats.encodings import plain_values
+from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.hashing import digest, digest_parts, hashes_to_write
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.model import MAX_FILE_BYTES, to_text
-from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.formats.shard import open_shard
 from lightning_stream.order.bitmap import as_ids
 from lightning_stream.reading.bad_samples import bad_data
 from lightning_stream.reading.deleted import deleted_samples
@@ -39,7 +40,6 @@ from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.lengths import put_lengths
 from lightning_stream.writer.pipeline import Pipeline
 from lightning_stream.writer.place import Transaction
-from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
 _NAMING_HASH = "xxh3_128"  # of files of deleted samples
 _PUTS = 8  # shards of a column that are put at the same time
@@ -216,16 +216,14 @@ def add_column(
     place.begin("append")
     base, store = place.base, place.store
     assert base is not None
-    if not base.schemas:
-        raise ValueError(f"add_column needs a dataset with samples; {store.url} has none.")
-    schema = base.schemas[0]
-    encoder = MdsEncoder({name: encoding}, schema.compression, schema.hashes or hashes_to_write(None), None)
     shards = list[bytes]()
     counts = [0]
 
     def edit(version: Version) -> Edit:
         index = version.index
         _refuse_compacted(base, index, store)
+        if index.num_samples == index.num_deleted:
+            raise ValueError(f"add_column needs a dataset with samples; {store.url} has none.")
         if any(name in columns for columns in index.column_sets):
             raise FileExistsError(f"{store.url} has a column {name!r} already. Choose another name.")
         if len(index) > len(shards):
@@ -233,7 +231,7 @@ def add_column(
                 raise ConflictError(f"{store.url} got new samples meanwhile, which have no values of {name!r}")
             stream = Stream(out, version=index.digest, options=store_options)
             with closing(_reader(stream, allow_unsafe_types)) as reader:
-                counts[0] += _put_column(place, encoder, reader, values, shards)
+                counts[0] += _put_column(place, reader, {name: encoding}, values, shards)
         return Edit("column", shards, {}, message or name)
 
     place.commit_edit(edit)
@@ -285,25 +283,28 @@ def _written_again(
     place: Transaction, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
 ) -> ShardEntry:
     """Put a shard of some samples of others that are joined, with the bytes that they have there; return its entry."""
-    schema, shards = entries[0].schema, list[Shard]()
-    columns = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
-    encoder = MdsEncoder(columns, schema.compression, schema.hashes, schema.size_limit)
-    buffer = ShardBuffer(Pool(), encoder.header_bytes)
-    with ExitStack() as leases:
-        for entry in entries:
-            folder = leases.enter_context(cache.lease(entry)).folder
-            if entry.format != "mds":
-                raise ValueError(
-                    f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}."
-                )
-            shard = open_shard(entry, folder, decoders=dict.fromkeys(entry.schema.names, bytes))  # as it is stored
-            leases.callback(shard.close)
-            shards.append(shard)
-        for number in kept.tolist():
-            stored = {name: value for shard in shards for name, value in shard.sample(number).items()}
-            if not buffer.add_sample(encoder.join(stored), encoder.per_sample_overhead, MAX_FILE_BYTES):
-                raise ValueError(f"{name} would have more than 4 GiB; write the dataset again with a size_limit.")
-    return finalize_shard(name, encoder, buffer, place)
+    schema, stored = entries[0].schema, dict[str, BinaryColumn]()
+    for entry in entries:
+        if entry.format != "mds":
+            raise ValueError(f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}.")
+        as_stored = dict.fromkeys(entry.schema.names, bytes)
+        with cache.lease(entry) as lease, closing(open_shard(entry, lease.folder, decoders=as_stored)) as shard:
+            for column, values in shard.columns(kept).items():
+                stored[column] = BinaryColumn(values)
+                stored[column].encoding = entry.schema.columns[column]
+    encodings = {column: values.encoding for column, values in stored.items()}
+    encoder = MdsEncoder(encodings, schema.compression, schema.hashes, schema.size_limit)
+    return _put_rows(place, name, encoder, stored, len(kept))
+
+
+def _put_rows(
+    place: Transaction, name: str, encoder: MdsEncoder, columns: Mapping[str, Any], num_rows: int
+) -> ShardEntry:
+    """Put a shard of these rows; return its entry."""
+    encoded = encoder.encode_batch(dict(columns), num_rows)
+    if encoder.header_bytes + int(encoded.sizes.sum()) + 4 * num_rows > MAX_FILE_BYTES:
+        raise ValueError(f"a shard must stay under 4 GiB; {name} has more. Write the dataset again with a size_limit.")
+    return finalize_shard(name, encoder, encoded.sizes, list(encoded.chunks()), place)
 
 
 def _checked(ids: Any, index: Index) -> NDArray[np.int64]:
@@ -340,48 +341,44 @@ def _refuse_compacted(base: Index, now: Index, store: Store) -> None:
         raise ConflictError(f"{store.url} was compacted meanwhile, so its samples have other ids. Call this again.")
 
 
-def _put_column(place: Transaction, encoder: MdsEncoder, reader: SampleReader, values: Any, shards: list[bytes]) -> int:
+def _put_column(
+    place: Transaction, reader: SampleReader, column: Mapping[str, str], values: Any, shards: list[bytes]
+) -> int:
     """Put a shard with a further column for each shard of a version from ``len(shards)`` on, and list them there.
 
     Returns the number of samples that got a value.
     """
-    (index,), (name,), ends = reader.indexes, encoder.schema.names, reader.snapshot.shard_offsets
-    begin, total = int(ends[len(shards)]), reader.snapshot.num_samples
-    column: Any = None
+    (index,), (name,), ends = reader.indexes, column, reader.snapshot.shard_offsets
+    schema, total = index.schemas[0], reader.snapshot.num_samples
+    encoder = MdsEncoder(column, schema.compression, schema.hashes or hashes_to_write(None), None)
+    take = partial(_computed, values, reader)
     if not callable(values):
         columns, count = batch_columns({name: list(values) if isinstance(values, Iterator) else values})
-        column = plain_values(columns[name])
         if count != total:
             deleted = f" (without {index.num_deleted:,} deleted ones)" if index.num_deleted else ""
             raise ValueError(f"add_column takes a value per sample, {total:,}{deleted}; got {count:,}.")
-
-    def take(ids: NDArray[np.int64]) -> Any:
-        return _take(column, ids) if column is not None else [values(reader.sample(one)) for one in ids.tolist()]
-
-    if not total:
-        raise ValueError(f"add_column needs a dataset with samples; {index.where} has none.")
-    any_value, pipeline, pool = take(np.zeros(1, np.int64)), Pipeline[ShardEntry](_PUTS), Pool()
+        take = partial(_take, plain_values(columns[name]))
+    begin, pipeline = len(shards), Pipeline[ShardEntry](_PUTS)
+    firsts = np.cumsum(index.shard_sizes) - index.shard_sizes
     try:
-        for shard in range(len(shards), len(index)):
-            ids, size = np.arange(ends[shard], ends[shard + 1]), int(index.shard_sizes[shard])
-            announced = reader.read_ahead(ids) if callable(values) and len(ids) else None
-            found = take(ids)
-            reader.done_with(announced)
-            if len(ids) < size:  # deleted samples get any value, which no version shows
-                first = int(index.shard_sizes[:shard].sum())
-                rows = np.searchsorted(reader.original_ids(ids) - first, np.arange(size))
-                found = _take(found, rows.clip(max=len(ids) - 1)) if len(ids) else _take(any_value, np.zeros(size, int))
-            encoded, buffer = encoder.encode_batch({name: found}, size), ShardBuffer(pool, encoder.header_bytes)
-            if encoder.header_bytes + int(encoded.sizes.sum()) + 4 * size > MAX_FILE_BYTES:
-                raise ValueError(f"a shard must stay under 4 GiB; the values of shard {shard} have more.")
-            for chunk in encoded.chunks():
-                buffer.add(chunk)
-            buffer.sizes += encoded.sizes.tolist()
-            pipeline.submit(partial(finalize_shard, f"shard.{shard:05}.mds", encoder, buffer, place))
+        for shard in range(begin, len(index)):
+            # Deleted samples get the value of another one, which no version shows.
+            ids = np.arange(ends[shard], ends[shard + 1]) if ends[shard] < ends[shard + 1] else np.zeros(1, np.int64)
+            all_rows = firsts[shard] + np.arange(index.shard_sizes[shard])
+            rows = np.searchsorted(reader.original_ids(ids), all_rows).clip(max=len(ids) - 1)
+            found = {name: _take(take(ids), rows)}
+            pipeline.submit(partial(_put_rows, place, f"shard.{shard:05}.mds", encoder, found, len(rows)))
         shards += map(to_text, pipeline.finish())
     finally:
         pipeline.close()
-    return total - begin
+    return total - int(ends[begin])
+
+
+def _computed(function: Callable[[dict[str, Any]], Any], reader: SampleReader, ids: NDArray[np.int64]) -> list[Any]:
+    announced = reader.read_ahead(ids)
+    values = [function(reader.sample(sample)) for sample in ids.tolist()]
+    reader.done_with(announced)
+    return values
 
 
 def _take(values: Any, rows: NDArray[np.int64]) -> Any:

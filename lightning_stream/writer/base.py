@@ -8,11 +8,12 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lightning_stream.errors import ConflictError, suggesting
 from lightning_stream.formats.codecs import check_compression, compress
@@ -329,7 +330,14 @@ class ShardWriter(ABC):
             return
         name = f"shard.{place.next_shard + self._num_sent:05}.{encoder.schema.format}"
         first = self._pipeline.first
-        self._pipeline.submit(lambda: finalize_shard(name, encoder, buffer, place, first))
+
+        def put() -> ShardEntry:
+            try:
+                return finalize_shard(name, encoder, buffer.sizes, buffer.parts(), place, first)
+            finally:
+                buffer.release()
+
+        self._pipeline.submit(put)
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
         self._num_sent += 1
         if self._progress_bar:
@@ -357,19 +365,21 @@ class ShardWriter(ABC):
 
 
 def finalize_shard(
-    name: str, encoder: ShardEncoder, buffer: ShardBuffer, place: Transaction, after: Future[Any] | None = None
+    name: str,
+    encoder: ShardEncoder,
+    sizes: Sequence[int] | NDArray[np.int64],
+    parts: Sequence[Any],
+    place: Transaction,
+    after: Future[Any] | None = None,
 ) -> ShardEntry:
-    """Pack, hash, compress, hash and put one shard; return its index entry. This runs in a thread.
+    """Pack, hash, compress, hash and put a shard of samples of these sizes and bytes (``parts``); return its entry.
 
     The dataset's first shard, `after`, is put before all others: a second writer is refused before it has put anything.
     """
     files = list[Any]()  # raw and compressed, of each part
-    try:
-        for part, data in encoder.files(buffer.sizes, buffer.parts()):
-            files += _put_file(f"{name}.meta" if part == "meta" else name, data, encoder.schema, place, after)
-        return encoder.schema.shard(len(buffer.sizes), *files)
-    finally:
-        buffer.release()
+    for part, data in encoder.files(sizes, parts):
+        files += _put_file(f"{name}.meta" if part == "meta" else name, data, encoder.schema, place, after)
+    return encoder.schema.shard(len(sizes), *files)
 
 
 def _put_file(

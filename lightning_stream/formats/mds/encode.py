@@ -93,13 +93,6 @@ class MdsEncoder:
             raise ValueError(f"a value must stay under 4 GiB; the sample's sizes are {sizes}.") from error
         return parts
 
-    def join(self, stored: Mapping[str, bytes]) -> list[bytes]:
-        """As `encode`, for values that are encoded already."""
-        of_columns = zip(self.schema.names, self.schema.sizes, strict=True)
-        sizes = [len(stored[name]) for name, size in of_columns if size is None]
-        head = [] if self._pack_head is None else [self._pack_head(*sizes)]
-        return head + [stored[name] for name in self.schema.names]
-
     def encode_batch(self, columns: dict[str, Any], num_rows: int) -> EncodedBatch:
         encoded: list[EncodedColumn] = []
         sizes = np.zeros(num_rows, np.int64)
