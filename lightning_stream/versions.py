@@ -304,7 +304,7 @@ def _put_rows(
     encoded = encoder.encode_batch(dict(columns), num_rows)
     if encoder.header_bytes + int(encoded.sizes.sum()) + 4 * num_rows > MAX_FILE_BYTES:
         raise ValueError(f"a shard must stay under 4 GiB; {name} has more. Write the dataset again with a size_limit.")
-    return finalize_shard(name, encoder, encoded.sizes, list(encoded.chunks()), place)
+    return finalize_shard(name, encoder, encoded.sizes.tolist(), list(encoded.chunks()), place)
 
 
 def _checked(ids: Any, index: Index) -> NDArray[np.int64]:

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.errors import ConflictError, suggesting
 from lightning_stream.formats.codecs import check_compression, compress
@@ -367,7 +366,7 @@ class ShardWriter(ABC):
 def finalize_shard(
     name: str,
     encoder: ShardEncoder,
-    sizes: Sequence[int] | NDArray[np.int64],
+    sizes: Sequence[int],
     parts: Sequence[Any],
     place: Transaction,
     after: Future[Any] | None = None,
