@@ -1,8 +1,9 @@
-"""The settings of a cache, and its folder: the default path, the permissions, and the control folder in it."""
+"""The settings of a cache, and its folder: the default path, the permissions, the errors, and its control folder."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import pwd
@@ -12,23 +13,26 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
-from lightning_stream.errors import CacheError
+from lightning_stream.errors import CacheError, CacheFullError
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.shared_files import (
+    FULL,
     LOCK_FDS,
     PRIVATE,
     FileLock,
     Modes,
     make_folder,
     no_locks,
-    sync,
+    open_with_mode,
+    publish,
     try_flock,
 )
 
 CONTROL = ".lightning_stream"
-_FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_FEW_INODES = 16  # the drafts of a write that failed are deleted already
+_BLOCK_BYTES = 4096  # a disk with less than a block free is full
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ def _temporary_base() -> Path:
 
 
 class CacheFolder:
-    """A cache's folder with its control folder: locks, drafts, usage log.
+    """A cache's folder with its control folder: locks, drafts, markers of the shards that it holds.
 
     Its files are private to the user, or `shared`: then they get the folder's own permissions.
     """
@@ -104,6 +108,9 @@ class CacheFolder:
     def __init__(self, path: Path, shared: bool = False) -> None:
         self.path = path
         self.control = path / CONTROL
+        self.markers = self.control / "held"
+        self._drafts = self.control / "drafts"
+        self._locks = self.control / "locks"
         self._shared = shared
         self._ready_in = 0
 
@@ -127,96 +134,109 @@ class CacheFolder:
     def prepare(self) -> None:
         """Make the folders, check that locks work, and remove the drafts of killed processes.
 
-        It does so once per process, and again after the folders were deleted. CacheError if the folder is another
-        user's, its file system has no locks, or a link leads out of it.
+        It does so once per process, and again after the folders were deleted. CacheError if the folder's file system
+        has no locks, or a link leads out of it.
         """
-        if self._ready_in == os.getpid() and (self.control / "drafts").is_dir():
+        if self._ready_in == os.getpid() and self._drafts.is_dir() and self.markers.is_dir():
             return
-        try:
-            if self.path.is_relative_to(base := _temporary_base()):
-                make_folder(base)
-                found = base.lstat()  # all users may write into the folder for temporary files
-                if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-                    raise CacheError(
-                        f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; "
-                        f"it {_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
-                    )
-            make_folder(self.path, self.modes)
-            for folder in (self.control, self.control / "locks", self.control / "drafts"):
-                if folder.is_symlink():
-                    raise _link_error(folder)
-                make_folder(folder, self.modes)
-            self._probe_locks()
-            self._sweep()
-        except PermissionError as error:
-            raise self.permission_error(error) from error
+        if self.path.is_relative_to(base := _temporary_base()):
+            make_folder(base)
+            about = base.lstat()  # all users may write into the folder for temporary files
+            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+                raise CacheError(
+                    f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; "
+                    f"it {_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
+                )
+        make_folder(self.path, self.modes)
+        for folder in (self.control, self._locks, self._drafts, self.markers):
+            if folder.is_symlink():
+                raise _link_error(folder)
+            make_folder(folder, self.modes)
+        self._probe_locks()
+        self._sweep()
         self._ready_in = os.getpid()
 
     def lock(self, name: str, wait_s: float = 60.0) -> FileLock:
         """Return the lock of a shard."""
-        return FileLock(self.control / "locks" / f"{_key(name)}.lock", wait_s, self.modes)
+        return FileLock(self._locks / f"{key_of(name)}.lock", wait_s, self.modes)
 
     def draft(self, name: str, part: str) -> Path:
         """Return the path of a draft for a file of a shard; only for the holder of the shard's lock."""
-        return self.control / "drafts" / f"{_key(name)}.{part}"
+        return self._drafts / f"{key_of(name)}.{part}"
 
     def publish(self, draft: Path, name: str, *, durable: bool = True) -> None:
         """Give a finished draft its final name, as `shared_files.publish` does."""
         draft.chmod(self.modes.file)
-        if durable:
-            sync(draft)
-        with self._parent_of(name, make=True) as (parent, base):
-            os.replace(draft, base, dst_dir_fd=parent)
-            if durable:
-                os.fsync(parent)
+        final = self._below(name)
+        make_folder(final.parent, self.modes)
+        publish(draft, final, durable=durable)
 
     def unlink(self, name: str) -> None:
         """Delete a file below the folder, if it is there."""
-        with contextlib.suppress(FileNotFoundError), self._parent_of(name) as (parent, base):
-            os.unlink(base, dir_fd=parent)
+        self._below(name).unlink(missing_ok=True)
+
+    def write(self, path: Path, content: bytes) -> None:
+        """Write a small file of the control folder, never through a link; readers may see a part of it."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with os.fdopen(open_with_mode(path, flags, self.modes.file), "wb") as file:
+            file.write(content)
+
+    def free_bytes(self) -> int:
+        """Return the bytes that this user may still write to the folder's disk."""
+        disk = os.statvfs(self.path)
+        return disk.f_bavail * disk.f_frsize
 
     @contextlib.contextmanager
-    def _parent_of(self, name: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
-        """Open the folder of a file; yield it and the file's name in it.
-
-        Sub-folders are never opened through a link: another user of a shared cache could make us delete or replace
-        files elsewhere by one.
-        """
-        *folders, base = PurePosixPath(name).parts
-        fd, at = os.open(self.path, _FOLDER_FLAGS), self.path
+    def translated_errors(self) -> Iterator[None]:
+        """Raise the system's errors about the folder as CacheError, which names it."""
         try:
-            for part in folders:
-                at = at / part
-                if make:
-                    make_folder(at, self.modes)
-                if at.is_symlink():
-                    raise _link_error(at)
-                inner = os.open(part, _FOLDER_FLAGS | os.O_NOFOLLOW, dir_fd=fd)
-                os.close(fd)
-                fd = inner
-            yield fd, base
-        finally:
-            os.close(fd)
+            yield
+        except PermissionError as error:
+            raise CacheError(
+                f"user {_user(os.getuid())} may not use the cache {self.path} ({error.strerror}: {error.filename}): it "
+                f"{_owner(self.path)}. Caches are private by default: choose another `local`, or have its owner share "
+                "it (`shared_cache=True`, with a folder whose group may write: chmod 2770)."
+            ) from error
+        except OSError as error:
+            if error.errno in FULL:
+                raise self.disk_full(0) from error
+            # With too many open files, the folder is not the reason.
+            if error.errno == errno.EMFILE or not (self.has(error) or error.errno == errno.EFBIG):
+                raise
+            where = error.filename2 or error.filename or "a file of a shard"
+            raise CacheError(
+                f"the cache {self.path} cannot be used ({error.strerror}: {where}). A cache is a folder on a writable "
+                "disk, in which no other files or folders have the names of shards. Move these away, or choose another "
+                "`local`."
+            ) from error
 
-    def permission_error(self, error: PermissionError) -> CacheError:
-        """Return the error for a cache folder that this user may not use."""
-        return CacheError(
-            f"user {_user(os.getuid())} may not use the cache {self.path} ({error.strerror}: {error.filename}): it "
-            f"{_owner(self.path)}. Caches are private by default: choose another `local`, or have its owner share it "
-            "(`shared_cache=True`, with a folder whose group may write: chmod 2770)."
+    def has(self, error: OSError) -> bool:
+        """Return whether an error is about a file in the folder."""
+        return error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.path)
+
+    def disk_full(self, need_bytes: int) -> CacheFullError:
+        """Return the error for a full disk. All files that were there are unchanged."""
+        free, disk = self.free_bytes(), os.statvfs(self.path)
+        if max(need_bytes, _BLOCK_BYTES) <= free and disk.f_files and disk.f_favail < _FEW_INODES:
+            return CacheFullError(
+                f"the disk of the cache {self.path} is full, though {free:,} bytes are free on it: all its "
+                "inodes may be used (df -i). Delete files, or put `local` on another disk."
+            )
+        needed = f"{need_bytes:,} bytes are needed, " if need_bytes else ""
+        return CacheFullError(
+            f"the disk of the cache {self.path} is full: {needed}{free:,} are free. Its files are unchanged. "
+            "Free some space (or raise your quota), put `local` on a larger disk, or set cache_limit below its size."
         )
 
-    def os_error(self, error: OSError) -> CacheError:
-        """Return the error for a file or folder that cannot be made, read or replaced."""
-        where = error.filename2 or error.filename or "a file of a shard"
-        return CacheError(
-            f"the cache {self.path} cannot be used ({error.strerror}: {where}). A cache is a folder on a writable "
-            "disk, in which no other files or folders have the names of shards. Move these away, or choose another "
-            "`local`."
-        )
+    def _below(self, name: str) -> Path:
+        """Return the path of a file below the folder. CacheError if a sub-folder is a link: it may lead elsewhere."""
+        path = self.path / name
+        if path.parent != self.path and path.parent.resolve() != self.path.resolve() / Path(name).parent:
+            raise _link_error(path.parent)
+        return path
 
     def _probe_locks(self) -> None:
-        path = self.control / "locks" / f".probe-{secrets.token_hex(8)}"
+        path = self._locks / f".probe-{secrets.token_hex(8)}"
         first = LOCK_FDS.open(path, os.O_RDWR | os.O_CREAT)
         second = LOCK_FDS.open(path, os.O_RDWR)
         try:
@@ -229,19 +249,17 @@ class CacheFolder:
 
     def _sweep(self) -> None:
         """Delete the drafts of dead processes: those whose lock is free."""
-        drafts = os.open(self.control / "drafts", _FOLDER_FLAGS | os.O_NOFOLLOW)
-        try:
-            for name in sorted(os.listdir(drafts)):  # noqa: PTH208 (by descriptor)
-                lock = FileLock(self.control / "locks" / f"{name.split('.')[0]}.lock", modes=self.modes)
-                if lock.try_acquire():
-                    with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-                        stack.callback(lock.release)
-                        os.unlink(name, dir_fd=drafts)
-        finally:
-            os.close(drafts)
+        for draft in self._drafts.iterdir():
+            lock = FileLock(self._locks / f"{draft.name.split('.')[0]}.lock", modes=self.modes)
+            if lock.try_acquire():
+                try:
+                    draft.unlink(missing_ok=True)
+                finally:
+                    lock.release()
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
+    """Return what stands for a shard in the names of its lock and drafts, whose length is limited."""
     return hashlib.sha256(name.encode()).hexdigest()[:24]
 
 
@@ -259,7 +277,7 @@ def _user(uid: int) -> str:
 
 def _owner(path: Path) -> str:
     try:
-        found = path.stat()
+        about = path.stat()
     except OSError:
         return "cannot be read"
-    return f"belongs to {_user(found.st_uid)} (mode {stat.S_IMODE(found.st_mode):o})"
+    return f"belongs to {_user(about.st_uid)} (mode {stat.S_IMODE(about.st_mode):o})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -25,7 +25,7 @@ class Results:
 
     def read(self, name: str) -> bytes | None:
         """Return the result of this name; None if there is none, or it is damaged."""
-        with self._translate_os_errors(), contextlib.suppress(FileNotFoundError):
+        with self.folder.translated_errors(), contextlib.suppress(FileNotFoundError):
             kept = self._path(name).read_bytes()
             content, digest = kept[:-_DIGEST_BYTES], kept[-_DIGEST_BYTES:]
             return content if xxh3_64_digest(content) == digest else None
@@ -33,7 +33,7 @@ class Results:
 
     def keep(self, name: str, content: bytes, parts: Iterable[str] = ()) -> None:
         """Keep a result under a name; then delete the partial results that it was made of."""
-        with self._translate_os_errors():
+        with self.folder.translated_errors():
             self.folder.prepare()
             publish_bytes(content + xxh3_64_digest(content), self._path(name), self.folder.modes)
             for part in parts:
@@ -41,18 +41,9 @@ class Results:
 
     def compute_once(self, name: str, done: Callable[[], T | None], work: Callable[[], T], wait_s: float) -> T:
         """Have one process of the machine do the work while others wait for it, see `run_once_across_processes`."""
-        with self._translate_os_errors():
+        with self.folder.translated_errors():
             self.folder.prepare()
         return run_once_across_processes(done, work, self.folder.lock(f"{name}.result"), wait_s)
 
     def _path(self, name: str) -> Path:
         return self.folder.control / f"{name}.result"
-
-    @contextlib.contextmanager
-    def _translate_os_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except PermissionError as error:
-            raise self.folder.permission_error(error) from error
-        except OSError as error:
-            raise self.folder.os_error(error) from error

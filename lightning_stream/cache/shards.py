@@ -6,20 +6,18 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
-from lightning_stream.cache.usage_log import CacheEntry
 from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, FormatError, NotFoundError, UnavailableError
+from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
 from lightning_stream.formats.rows import as_mds, write_as_mds
 from lightning_stream.shared_files import (
-    FULL,
     LOCK_FDS,
     FileLock,
     before_boot,
@@ -30,9 +28,10 @@ from lightning_stream.shared_files import (
 from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.local import LocalStore
 
-from .eviction import Evictor
-from .fetch import IndexFile, OtherFormat, ShardFetcher, check_size, is_full, is_here, size_of, verify
+from .fetch import check_size, download, is_full, is_here, size_of, verify
+from .index import IndexFile, OtherFormat
 from .lease import Lease
+from .space import CacheEntry, Space
 
 T = TypeVar("T")
 _DELETIONS = 3  # so many times the folder may be deleted while one file is fetched
@@ -43,6 +42,15 @@ class _Deleted(NamedTuple):
     """What failed because the folder was deleted meanwhile."""
 
     error: Exception
+
+
+class _Part(NamedTuple):
+    """A file of a shard that is fetched, and its drafts."""
+
+    raw: FileEntry
+    packed: FileEntry | None
+    draft: Path
+    packed_draft: Path
 
 
 class ShardCache:
@@ -81,7 +89,7 @@ class ShardCache:
         identity = self.store.identity + ("" if other is None else other.identity)
         self.folder = default_folder(identity) if chosen is None or self.in_place else chosen
         self._place = CacheFolder(self.folder, self.config.shared)
-        self._evictor = Evictor(self._place)
+        self._space = Space(self._place)
         self._index = IndexFile(self.store, self._place, self._drop, other)
         self._next_use: Callable[[str], float | None] | None = None
         self._checked: set[str] = set()
@@ -102,16 +110,16 @@ class ShardCache:
 
         If a new index has other bytes for a shard that was fetched, that shard is deleted.
         """
+        here = partial(self._index.here, name)
         if self.in_place:
             try:
                 return self._index.read(name)
             except (NotFoundError, FormatError) as error:
-                if name != INDEX_NAME and self.other is not None and (index := self._index.here(name)) is not None:
+                if name != INDEX_NAME and self.other is not None and (index := here()) is not None:
                     return index  # a former one, of files in another format
                 if not self._index.is_made(name, error):
                     raise
-        with self._translate_os_errors():
-            here = partial(self._index.here, name)
+        with self._place.translated_errors():
             if not refresh and (index := here()) is not None:
                 return index
             return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
@@ -143,7 +151,6 @@ class ShardCache:
         # Former releases gave such a file one hash, whichever the shards have: it is checked by that.
         wanted = self.config.validate_hash if make is None else None
         hash_name = None if file.hashes and wanted not in file.hashes else wanted
-        config = replace(self.config, validate_hash=hash_name)
         if self._source is not None and make is None:
             if size_of(path := self._source / name) is None:
                 raise NotFoundError(f"no such file: {where}, which the index lists. Check the folder.")
@@ -161,19 +168,18 @@ class ShardCache:
             draft = self._place.draft(name, "raw")
             with self._cleanup_on_error([draft], lock):
                 if make is None:
-                    fetcher = ShardFetcher(self.store, None, config, (), self.counters, lock.is_current)
-                    fetcher.fetch(file, None, draft, draft)
+                    self._until_right(lambda: self._download(file, draft, hash_name), lock)
                 else:
                     make(draft)
                 self._place.publish(draft, name, durable=not file.hashes)
             return self.folder / name
 
-        with self._translate_os_errors():
+        with self._place.translated_errors():
             return here() or self._once(name, here, fetch)
 
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""
-        return self._find(self._held(entry)) is not None
+        return self._find(self._held(entry).raw) is not None
 
     def arriving(self, entry: ShardEntry) -> Path:
         """Return the path of a raw shard's file while it is being fetched, by any process of the machine.
@@ -203,9 +209,9 @@ class ShardCache:
         held = self._held(entry)
         if self._source is not None and held is entry and (lease := self._in_place(entry)):
             return lease
-        name, pin, fetch = held.raw.basename, partial(self._pin, held), partial(self._fetch, entry, connections)
-        with self._translate_os_errors():
-            return pin() or self._once(name, pin, fetch, wait_s)
+        pin, fetch = partial(self._pin, held.raw, entry), partial(self._fetch, entry, connections)
+        with self._place.translated_errors():
+            return pin() or self._once(held.raw.basename, pin, fetch, wait_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -216,22 +222,21 @@ class ShardCache:
             None if that cannot help: the files are the only copy, their bytes match the index, or this process has
             fetched them again before.
         """
-        held = self._held(entry)
-        name, home = held.raw.basename, self._find(held)
+        raw = self._held(entry).raw
+        name, home = raw.basename, self._find(raw)
         if home is None or (lease is not None and not lease.is_current()):
             return self.lease(entry)  # deleted, or fetched again by another meanwhile
         if home != self.folder or name in self._refetched:
             return None
         self._refetched.add(name)
-        try:
-            if all(raw.hashes for raw, _ in held.files):
-                for raw, _ in held.files:
-                    verify(self.folder / raw.basename, raw, self.config.validate_hash, raw.basename)
+        if raw.hashes:
+            try:
+                verify(self.folder / name, raw, self.config.validate_hash, name)
                 return self.lease(entry) if lease is None else None
-        except DigestError as error:
-            _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
-        with self._translate_os_errors():
-            done = lambda: None if lease is None or lease.is_current() else self._pin(held)  # noqa: E731
+            except DigestError as error:
+                _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
+        with self._place.translated_errors():
+            done = lambda: None if lease is None or lease.is_current() else self._pin(raw, entry)  # noqa: E731
             return self._once(name, done, partial(self._fetch, entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
@@ -243,21 +248,19 @@ class ShardCache:
         if self.in_place or not self.present(entry):
             return False
         self._place.prepare()
-        return self._drop(entry)
+        return self._drop([entry])
 
-    def _drop(self, entry: ShardEntry) -> bool:
-        """Delete a shard that this cache has fetched."""
-        gone = False
-        forms = {held.raw.basename: held for held in (entry, as_mds(entry))}  # former releases held rows as they are
-        for held in forms.values():
-            name = held.raw.basename
-            is_deleted = self._evictor.log.knows(name) and self._evictor.remove(_cache_entry(held, entry))
-            self._evictor.log.forget(name, only_verified=not is_deleted)
-            gone = gone or is_deleted
-        return gone
+    def _drop(self, entries: Iterable[ShardEntry]) -> bool:
+        """Delete those of the shards that this cache has fetched; return whether there were any."""
+        # Former releases held rows as they are.
+        names = {form.raw.basename for entry in entries for form in (entry, as_mds(entry))}
+        deleted = [self._space.remove(held) for held in self._space.entries() if held.names[0] in names]
+        for name in names:
+            self._space.forget_compared(name)
+        return any(deleted)
 
     def _held(self, entry: ShardEntry) -> ShardEntry:
-        """The shard as the cache holds it: rows as MDS."""
+        """The shard as the cache holds it, in one file: rows as MDS."""
         return as_mds(entry, self._mark(entry))
 
     def _mark(self, entry: ShardEntry) -> str:
@@ -269,67 +272,65 @@ class ShardCache:
 
     # -- what is here
 
-    def _find(self, entry: ShardEntry) -> Path | None:
+    def _find(self, raw: FileEntry) -> Path | None:
         for folder in (self._source, self.folder):
-            if folder is not None and all(is_here(folder / raw.basename, raw) for raw, _ in entry.files):
+            if folder is not None and is_here(folder / raw.basename, raw):
                 return folder
         return None
 
     def _in_place(self, entry: ShardEntry) -> Lease | None:
         """Return a lease on the only copy; None if it is compressed."""
         assert self._source is not None
-        for raw, compressed in entry.files:
-            path = self._source / raw.basename
-            size = size_of(path)
-            if size is None and (compressed is not None or raw.origin is not None):
+        raw = entry.raw
+        path = self._source / raw.basename
+        if size_of(path) is None:
+            if entry.compressed is not None or raw.origin is not None:
                 return None
-            if size is None:
-                raise NotFoundError(f"no such file: {path}, which {self._source}/index.json lists. Check the folder.")
-            check_size(path, raw, str(path))
-            if self.config.validate_hash is not None:
-                self._verify_once(path, raw)
+            raise NotFoundError(f"no such file: {path}, which {self._source}/index.json lists. Check the folder.")
+        check_size(path, raw, str(path))
+        if self.config.validate_hash is not None:
+            self._verify_once(path, raw)
         return Lease(self._source, None)
 
-    def _pin(self, entry: ShardEntry) -> Lease | None:
+    def _pin(self, raw: FileEntry, entry: ShardEntry) -> Lease | None:
         """Return a lease on a shard that is here; None if it is not, or is being evicted."""
-        home = self._find(entry)
+        home = self._find(raw)
         if home is None:
             return None
-        path = home / entry.raw.basename
+        path = home / raw.basename
         try:
             fd = LOCK_FDS.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         with contextlib.ExitStack() as unless_leased:
             unless_leased.callback(LOCK_FDS.close, fd)
-            if not (try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, entry)):
+            if not (try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, raw, entry)):
                 return None
-            for raw, _ in entry.files:
-                # It was deleted, or is another user's; its time matters only for evictions.
-                with contextlib.suppress(OSError):
-                    os.utime(home / raw.basename)
+            # It was deleted, or is another user's; its time matters only for evictions.
+            with contextlib.suppress(OSError):
+                os.utime(path)
             unless_leased.pop_all()
         self.counters.add("shards_here")
-        return Lease(home, fd, entry.raw.basename)
+        return Lease(home, fd, raw.basename)
 
-    def _trusted(self, home: Path, entry: ShardEntry) -> bool:
-        """Return whether the files may be read.
+    def _trusted(self, home: Path, raw: FileEntry, entry: ShardEntry) -> bool:
+        """Return whether the file may be read.
 
-        Once per process, files are checked if the user named a hash, or if they were here when the machine was started,
-        since their last bytes may not have reached the disk. Once per folder, files of somebody else are checked.
+        Once per process, it is checked if the user named a hash, or if it was here when the machine was started, since
+        its last bytes may not have reached the disk. Once per folder, a file of somebody else is checked.
         """
-        log, name = self._evictor.log, entry.raw.basename
-        named = self.config.validate_hash is not None
-        foreign = not named and home == self.folder and all(raw.hashes for raw, _ in entry.files)
-        foreign = foreign and not log.knows(name, or_verified=True)
+        path, is_named = home / raw.basename, self.config.validate_hash is not None
+        is_foreign = False
+        if not is_named and home == self.folder and raw.hashes:
+            is_foreign = not self._space.knows(CacheEntry((raw.basename,), raw.num_bytes), _reserved(raw, entry))
         try:
-            for raw, _ in entry.files:
-                if named or foreign or before_boot(home / raw.basename):
-                    self._verify_once(home / raw.basename, raw)
+            if is_named or is_foreign or before_boot(path):
+                self._verify_once(path, raw)
         except (DigestError, FileNotFoundError):
             return False
-        if foreign:
-            log.set_verified(name)
+        if is_foreign:
+            self._place.prepare()
+            self._space.mark_compared(raw.basename)
         return True
 
     def _verify_once(self, path: Path, file: FileEntry) -> None:
@@ -338,22 +339,6 @@ class ShardCache:
             self._checked.add(str(path))
 
     # -- fetching
-
-    @contextlib.contextmanager
-    def _translate_os_errors(self) -> Iterator[None]:
-        """Translate errors of the folder to ours, which name it."""
-        try:
-            yield
-        except PermissionError as error:
-            raise self._place.permission_error(error) from error
-        except OSError as error:
-            if error.errno in FULL:
-                raise self._evictor.disk_full(0) from error
-            if error.errno == errno.EMFILE:
-                raise  # the folder is not the reason
-            if self._is_within(error) or error.errno == errno.EFBIG:
-                raise self._place.os_error(error) from error
-            raise
 
     def _once(
         self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float | None = None
@@ -366,7 +351,7 @@ class ShardCache:
                 lock = self._place.lock(name)
                 result = run_once_across_processes(done, partial(self._attempt, work, lock), lock, wait_s)
             except FileNotFoundError as error:
-                if not left or not self._is_within(error):
+                if not left or not self._place.has(error):
                     raise
                 continue
             if not isinstance(result, _Deleted):
@@ -380,56 +365,106 @@ class ShardCache:
             return work(lock)
         except Exception as error:
             # The work of one whose lock was deleted, too, may meet that of the process which made a new one.
-            if lock.is_current() and not (isinstance(error, FileNotFoundError) and self._is_within(error)):
+            if lock.is_current() and not (isinstance(error, FileNotFoundError) and self._place.has(error)):
                 raise
             return _Deleted(error)
 
-    def _is_within(self, error: OSError) -> bool:
-        """Whether an error is about a file in the folder."""
-        return error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.folder)
-
     def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
-        held, kept_zip = self._held(entry), self.config.keep_zip
-        name = held.raw.basename
-        drafts = [self._place.draft(name, f"{i}.{kind}") for i in range(len(entry.files)) for kind in ("raw", "zip")]
-        made = drafts[0] if held is entry else self._place.draft(name, "mds")
-        kept = () if fresh else tuple(folder for folder in (self.folder, self._source) if folder is not None)
-        make = None if self.other is None else partial(self.other.write, self.store, entry)
-        compression, counters = entry.schema.compression, self.counters
-        fetcher = ShardFetcher(self.store, compression, self.config, kept, counters, lock.is_current, connections, make)
-        reserved = _cache_entry(held, entry)
-        with self._cleanup_on_error([*drafts, made], lock, reserved):
+        held = self._held(entry)
+        name, place = held.raw.basename, self._place
+        parts = [
+            _Part(*files, place.draft(name, f"{i}.raw"), place.draft(name, f"{i}.zip"))
+            for i, files in enumerate(entry.files)
+        ]
+        made = parts[0].draft if held is entry else place.draft(name, "mds")
+        reserved = _reserved(held.raw, entry)
+        drafts = [made, *(draft for part in parts for draft in part[2:])]
+        with self._cleanup_on_error(drafts, lock, reserved):
+            if not fresh:
+                # What has this name is not the shard. Left here, it would be taken for it if this process is killed.
+                place.unlink(name)
             self._make_space(reserved)
-            for i, (raw, compressed) in enumerate(entry.files):
-                if held is entry or not fetcher.link(raw, drafts[2 * i]):
-                    fetcher.fetch(raw, compressed, drafts[2 * i], drafts[2 * i + 1])
-                if not kept_zip:
-                    drafts[2 * i + 1].unlink(missing_ok=True)
+            for part in parts:
+                if part.raw.origin is not None and self.other is not None:
+                    with self.counters.timed("convert_s"):
+                        self.other.write(self.store, entry, part.draft)
+                elif held is entry or fresh or not self._link(part):
+                    self._get(part, entry.compression, connections, lock, fresh)
+                if not self.config.keep_zip:
+                    part.packed_draft.unlink(missing_ok=True)
             if held is not entry:
-                self._make_of_rows(entry, drafts[::2], made)
-            fetched = _cache_entry(held, entry if kept_zip else None)
-            if held.raw.origin is not None:  # now its size is known
-                fetched = replace(fetched, num_bytes=sum(size_of(path) or 0 for path in (made, *drafts[1::2])))
-                self._make_space(fetched)
+                self._make_of_rows(entry, [part.draft for part in parts], made)
+            kept = [part for part in parts if part.packed_draft.exists()]
+            files = [(made, name), *((part.packed_draft, part.packed.basename) for part in kept if part.packed)]
+            fetched = CacheEntry(tuple(name for _, name in files), sum(size_of(path) or 0 for path, _ in files))
+            if fetched != reserved:  # no compressed files, or now the size is known
+                self._make_space(fetched, reserved)
             if not lock.is_current():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(made))
-            raws = drafts[::2] if held is entry else [made]
-            files = [(path, raw.basename) for path, (raw, _) in zip(raws, held.files, strict=True)]
-            for path, (_, compressed) in zip(drafts[1::2], entry.files, strict=True):
-                if compressed is not None and path.exists():
-                    files.append((path, compressed.basename))
-            lease = self._publish_all(held, files)
-            self._evictor.log.settle(fetched)
+            lease = self._publish_all(held.raw, files)
         self.counters.add("shards_fetched")
         self.counters.add("shards_fetched_again", name in self._fetched)
         self._fetched.add(name)
         return lease
 
-    def _make_space(self, entry: CacheEntry) -> None:
+    def _make_space(self, entry: CacheEntry, former: CacheEntry | None = None) -> None:
         config = self.config
-        evicted = self._evictor.make_space(entry, config.limit_bytes, config.room_wait_s, self._next_use)
+        evicted = self._space.make_space(entry, config.limit_bytes, config.room_wait_s, self._next_use, former)
         self.counters.add("evictions", evicted)
+
+    def _link(self, part: _Part) -> bool:
+        """Put a raw file that is here, and verified, into its draft; return whether there is one."""
+        for path in self._places_of(part.raw):
+            with contextlib.suppress(DigestError, FileNotFoundError):
+                verify(path, part.raw, self.config.validate_hash, part.raw.basename)
+                part.draft.unlink(missing_ok=True)
+                part.draft.symlink_to(path.absolute())
+                return True
+        return False
+
+    def _places_of(self, file: FileEntry) -> list[Path]:
+        return [folder / file.basename for folder in (self.folder, self._source) if folder is not None]
+
+    def _get(self, part: _Part, compression: str | None, connections: int, lock: FileLock, fresh: bool) -> None:
+        """Put the verified bytes of a file into its draft; a compressed one that was fetched stays in its own."""
+        raw, packed, draft, packed_draft = part
+        hash_name, counters = self.config.validate_hash, self.counters
+        if packed is None or compression is None:
+            self._until_right(lambda: self._download(raw, draft, hash_name, connections), lock)
+            return
+        here = [] if fresh else [path for path in self._places_of(packed) if size_of(path) == packed.num_bytes][:1]
+
+        def unpack() -> None:
+            source = here.pop() if here else packed_draft
+            if source is packed_draft:
+                download(self.store, packed, packed_draft, counters, connections)
+            self._verify_timed(source, packed, hash_name)
+            with counters.timed("decompress_s"):
+                decompress_file(compression, source, draft, raw.num_bytes)
+            self._verify_timed(draft, raw, hash_name, f" (from {packed.basename})")
+
+        self._until_right(unpack, lock)
+
+    def _download(self, file: FileEntry, draft: Path, hash_name: str | None, connections: int = 1) -> None:
+        download(self.store, file, draft, self.counters, connections)
+        self._verify_timed(draft, file, hash_name)
+
+    def _verify_timed(self, path: Path, file: FileEntry, hash_name: str | None, how: str = "") -> None:
+        with self.counters.timed("verify_s"):
+            verify(path, file, hash_name, f"{self.store.url}/{file.basename}{how}")
+
+    def _until_right(self, get: Callable[[], object], lock: FileLock) -> None:
+        """Get a file again if its bytes are wrong, `refetches` times."""
+        for left in reversed(range(self.config.refetches + 1)):
+            try:
+                get()
+                return
+            except FormatError as error:  # noqa: PERF203 (the loop is over retries)
+                if not left or is_full(error) or not lock.is_current():
+                    raise
+                self.counters.add("retries")
+                self.counters.add("corrupt")
 
     def _make_of_rows(self, entry: ShardEntry, files: list[Path], to: Path) -> None:
         name = entry.raw.basename
@@ -445,13 +480,13 @@ class ShardCache:
             for path in files:
                 path.unlink(missing_ok=True)
 
-    def _publish_all(self, held: ShardEntry, files: list[tuple[Path, str]]) -> Lease:
+    def _publish_all(self, raw: FileEntry, files: list[tuple[Path, str]]) -> Lease:
         """Give the drafts their final names, the leased first file of the shard last.
 
         Waiting for the disk (5 ms and more per file) would cost more than fetching. It is not needed if a hash can find
         the damage of a power cut after the restart.
         """
-        durable = not all(raw.hashes or raw.origin is not None for raw, _ in held.files)
+        durable = not (raw.hashes or raw.origin is not None)
         fd = LOCK_FDS.open(files[0][0], os.O_RDONLY)
         with contextlib.ExitStack() as unless_leased:
             unless_leased.callback(LOCK_FDS.close, fd)
@@ -459,28 +494,27 @@ class ShardCache:
             for draft, name in reversed(files):
                 self._place.publish(draft, name, durable=durable)
             unless_leased.pop_all()
-        return Lease(self.folder, fd, held.raw.basename)
+        return Lease(self.folder, fd, raw.basename)
 
     @contextlib.contextmanager
     def _cleanup_on_error(
         self, drafts: list[Path], lock: FileLock, reserved: CacheEntry | None = None
     ) -> Iterator[None]:
-        """After an error, delete the drafts, and the shard's entry in the usage log unless older files of it stay."""
+        """After an error, delete the drafts, and the shard's marker unless older files of it stay."""
         try:
             yield
         except BaseException as error:
             if lock.is_current():  # else they are another process's
                 for draft in drafts:
                     draft.unlink(missing_ok=True)
-            if reserved is not None and not any((self.folder / name).exists() for name in reserved.names):
-                self._evictor.log.forget(reserved.names[0])
+                if reserved is not None and not any((self.folder / name).exists() for name in reserved.names):
+                    self._space.forget(reserved.names[0])
             if is_full(error):
-                raise self._evictor.disk_full(0 if reserved is None else reserved.num_bytes) from error
+                raise self._place.disk_full(0 if reserved is None else reserved.num_bytes) from error
             raise
 
 
-def _cache_entry(held: ShardEntry, zipped: ShardEntry | None) -> CacheEntry:
-    """The files of a shard in the cache, with the compressed ones of an entry of the index."""
-    files = [raw for raw, _ in held.files]
-    files += [] if zipped is None else [compressed for _, compressed in zipped.files if compressed is not None]
+def _reserved(raw: FileEntry, entry: ShardEntry) -> CacheEntry:
+    """The file of a shard in the cache, with the compressed ones of its entry in the index."""
+    files = [raw, *(packed for _, packed in entry.files if packed is not None)]
     return CacheEntry(tuple(file.basename for file in files), sum(file.num_bytes for file in files))

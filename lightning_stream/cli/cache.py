@@ -7,9 +7,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.cache.eviction import Evictor
 from lightning_stream.cache.fetch import verify
 from lightning_stream.cache.folder import CONTROL, CacheFolder, cache_root, default_folder
+from lightning_stream.cache.space import Space
 from lightning_stream.cli.arguments import add_flags, add_store_options
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import DigestError, FormatError, redact
@@ -33,11 +33,11 @@ class _Cache:
 
     def __init__(self, path: Path) -> None:
         self.path, folder = path, CacheFolder(path)
-        self.evictor = Evictor(folder)
+        self.space = Space(folder)
         self.url = (folder.source() or "").partition(" ")[2]
-        self.shards = {entry.names[0]: entry for entry in self.evictor.log.entries()}
+        self.shards = {entry.names[0]: entry for entry in self.space.entries()}
         self.num_bytes = sum(entry.num_bytes for entry in self.shards.values())
-        self.last_used = max(map(self.evictor.last_used, self.shards.values()), default=0.0)
+        self.last_used = max(map(self.space.last_used, self.shards.values()), default=0.0)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -102,9 +102,7 @@ def _check(caches: list[_Cache], out: Output) -> int:
                 for raw, _ in entry.files:
                     verify(cache.path / raw.basename, raw, None, str(cache.path / raw.basename))
             except (DigestError, FormatError) as error:
-                is_deleted = cache.evictor.remove(cache.shards[name])
-                if is_deleted:
-                    cache.evictor.log.forget(name)
+                is_deleted = cache.space.remove(cache.shards[name])
                 damaged.append({"url": cache.url, "error": str(error), "deleted": is_deleted})
                 out.line(f"{error} {'It is deleted.' if is_deleted else 'It is in use.'}")
     out.data = {"shards": num_shards, "damaged": damaged}
@@ -119,7 +117,7 @@ def _prune(caches: list[_Cache], options: Namespace, out: Output) -> int:
     deleted, total = 0, sum(cache.num_bytes for cache in caches)
     for cache in sorted(caches, key=lambda cache: cache.last_used):
         others = total - cache.num_bytes
-        freed, left = cache.evictor.prune(max(0, target - others), since)
+        freed, left = cache.space.prune(max(0, target - others), since)
         deleted, total = deleted + freed, others + left
     out.data = {"deleted_bytes": deleted, "left_bytes": total}
     in_use = f"; more than {options.to}, since the others are in use" if since is None and total > target else ""

@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.cache import CacheConfig, default_folder
-from lightning_stream.cache.eviction import Evictor
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.lease import Lease
-from lightning_stream.cache.usage_log import CacheEntry
+from lightning_stream.cache.space import CacheEntry, Space
 from lightning_stream.convert.partition import Receipt, index_bytes, partition_of, receipt_name
 from lightning_stream.convert.publish import MANIFEST, Publication, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
@@ -174,7 +173,8 @@ class FrameCache:
         with ExitStack() as locks:
             locks.enter_context(alone(self.uri))
             if self._private is not None:
-                self._private.prepare()
+                with self._private.translated_errors():
+                    self._private.prepare()
                 locks.enter_context(self._private.lock(MANIFEST))
             yield
 
@@ -195,7 +195,7 @@ class FrameCache:
         publish_bytes(f"frame {_LABEL}".encode(), folder.control / "source", folder.modes)
         # One entry for all files: they are of use only together.
         names = (MANIFEST, *(file.basename for file in files))
-        Evictor(folder).log.settle(CacheEntry(names, sum(file.num_bytes for file in files)))
+        Space(folder).mark(CacheEntry(names, sum(file.num_bytes for file in files)))
         return True
 
     def _raise_failure(self) -> None:

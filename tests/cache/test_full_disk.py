@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from servers.shards import make_dataset
 
-from lightning_stream.cache import ShardCache, fetch
+from lightning_stream.cache import ShardCache, shards
 from lightning_stream.errors import CacheFullError
 from lightning_stream.formats.codecs import decompress_file
 from lightning_stream.stores import LocalStore
@@ -24,7 +24,7 @@ def test_a_disk_that_fills_up_during_decompression(
         target.symlink_to("/dev/full")
         decompress_file(name, source, target, num_bytes)
 
-    monkeypatch.setattr(fetch, "decompress_file", onto_a_full_disk)
+    monkeypatch.setattr(shards, "decompress_file", onto_a_full_disk)
     cache = ShardCache(LocalStore(str(tmp_path / "remote")), tmp_path / "cache")
     entry = cache.index().entry(0)
     with pytest.raises(CacheFullError, match=r"the disk of the cache .* is full: .* are free.* raise your quota"):

@@ -17,7 +17,7 @@ from servers.shards import bytes_in, make_dataset
 
 from lightning_stream.cache import CacheConfig, ShardCache
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.cache.usage_log import UsageLog
+from lightning_stream.cache.space import Space
 from lightning_stream.errors import CacheError, CacheFullError, NotFoundError
 from lightning_stream.shared_files import FileLock
 from lightning_stream.stores import LocalStore, RetryingStore
@@ -82,7 +82,9 @@ def test_a_link_under_a_shards_name_is_replaced_and_what_it_names_is_not(tmp_pat
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-@pytest.mark.parametrize("gone", ["", ".lightning_stream", ".lightning_stream/drafts", ".lightning_stream/locks"])
+@pytest.mark.parametrize(
+    "gone", ["", ".lightning_stream", ".lightning_stream/drafts", ".lightning_stream/locks", ".lightning_stream/held"]
+)
 def test_a_cache_that_is_deleted_during_a_run_is_made_again(tmp_path: Path, gone: str) -> None:
     index = make_dataset(tmp_path / "d", num_shards=3)
     cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache", CacheConfig(limit_bytes=100_000))
@@ -92,7 +94,9 @@ def test_a_cache_that_is_deleted_during_a_run_is_made_again(tmp_path: Path, gone
         shutil.rmtree(tmp_path / "cache" / gone)
 
 
-@pytest.mark.parametrize("gone", ["", ".lightning_stream", ".lightning_stream/drafts", ".lightning_stream/locks"])
+@pytest.mark.parametrize(
+    "gone", ["", ".lightning_stream", ".lightning_stream/drafts", ".lightning_stream/locks", ".lightning_stream/held"]
+)
 def test_a_cache_that_is_deleted_while_a_draft_is_written_there_is_made_again(tmp_path: Path, gone: str) -> None:
     index, local = make_dataset(tmp_path / "d", num_shards=1), tmp_path / "cache"
 
@@ -121,7 +125,7 @@ def test_a_lock_that_was_deleted_and_made_again_by_another_stays_that_ones(tmp_p
     assert not FileLock(tmp_path / "a.lock").try_acquire()
 
 
-def test_a_failed_repair_keeps_the_logs_entry_of_the_files_that_stay(tmp_path: Path) -> None:
+def test_a_failed_repair_keeps_the_marker_of_the_files_that_stay(tmp_path: Path) -> None:
     index = make_dataset(tmp_path / "d", num_shards=1)
     cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "cache")
     entry = index.entry(0)
@@ -132,7 +136,7 @@ def test_a_failed_repair_keeps_the_logs_entry_of_the_files_that_stay(tmp_path: P
     with pytest.raises(NotFoundError):
         cache.fetch_again(entry, lease)
     assert damaged.exists()
-    assert bytes_in(UsageLog(CacheFolder(tmp_path / "cache"))) == entry.raw.num_bytes
+    assert bytes_in(Space(CacheFolder(tmp_path / "cache"))) == entry.raw.num_bytes
 
 
 def test_a_file_that_the_system_refuses_for_its_size_is_said(tmp_path: Path) -> None:
@@ -206,7 +210,7 @@ def test_a_full_disk_with_a_few_free_bytes_and_free_inodes_is_no_matter_of_inode
         f_files, f_favail, f_bavail, f_frsize = 1000, 900, 2, 4096
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_stream.cache.eviction.os.statvfs", lambda _: Disk)
+        patch.setattr("lightning_stream.cache.folder.os.statvfs", lambda _: Disk)
         patch.setattr("lightning_stream.shared_files.os.fsync", _no_space)
         make_dataset(tmp_path / "d", num_shards=1)
         with pytest.raises(CacheFullError) as caught:

@@ -12,7 +12,8 @@ import pytest
 from servers.shards import make_dataset
 
 from lightning_stream import MDSWriter
-from lightning_stream.cache import ShardCache, fetch
+from lightning_stream.cache import ShardCache
+from lightning_stream.cache import index as index_module
 from lightning_stream.formats import scan
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index
@@ -41,7 +42,7 @@ class Versioned(LocalStore):
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Versioned:
-    monkeypatch.setattr(fetch, "_LARGE_INDEX_BYTES", 1)
+    monkeypatch.setattr(index_module, "_LARGE_INDEX_BYTES", 1)
     make_dataset(tmp_path / "remote")
     return Versioned(tmp_path / "remote")
 

@@ -275,14 +275,13 @@ def test_files_that_the_cache_did_not_fetch_are_never_evicted(remote: Path, loca
     assert files(local) == {"mine.txt", "shard.00000.mds", "shard.00005.mds"}
 
 
-def test_the_books_survive_files_removed_by_hand_and_torn_lines(remote: Path, local: Path) -> None:
+def test_the_books_survive_files_removed_by_hand_and_torn_markers(remote: Path, local: Path) -> None:
     index = make_dataset(remote, num_shards=6)
     cache = ShardCache(LocalStore(remote), local, CacheConfig(limit_bytes=30_000, room_wait_s=0.05))
     for shard in range(3):
         cache.ensure(index.entry(shard))
         (local / f"shard.{shard:05}.mds").unlink()
-    with (local / ".lightning_stream" / "ledger").open("ab") as ledger:
-        ledger.write(b'["+", 99')
+    (local / ".lightning_stream" / "held" / "torn.99+").write_bytes(b'["')
     fresh = pickle.loads(pickle.dumps(cache))
     for shard in range(3, 6):
         fresh.ensure(index.entry(shard))
@@ -376,7 +375,7 @@ def test_only_what_no_hash_could_tell_waits_for_the_disk(
 ) -> None:
     index = make_dataset(remote, hashes=hashes)
     seen: list[Path] = []
-    monkeypatch.setattr("lightning_stream.cache.folder.sync", seen.append)
+    monkeypatch.setattr("lightning_stream.shared_files.sync", seen.append)
     ShardCache(LocalStore(remote), local).ensure(index.entry(0))
     assert bool(seen) == synced
 

@@ -10,17 +10,18 @@ import os
 import shutil
 import threading
 from pathlib import Path
+from urllib.parse import quote
 
 import numpy as np
 import pytest
-from servers.shards import bytes_in, make_dataset, shard_content
+from servers.shards import make_dataset, shard_content
 
 pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
 
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataset
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.cache.usage_log import CacheEntry, UsageLog
+from lightning_stream.cache.space import CacheEntry, Space
 from lightning_stream.errors import CacheError, FormatError
 from lightning_stream.shared_files import FileLock, run_once_across_processes
 from lightning_stream.stores import LocalStore
@@ -92,9 +93,9 @@ def test_shards_that_somebody_else_put_here_are_compared_with_their_hashes_once(
     for number in (0, 1):
         cache.ensure(index.entry(number))
         assert (folder / f"shard.{number:05}.mds").read_bytes() == shard_content(number, 10_000)
-    log = UsageLog(CacheFolder(folder))
-    assert (log.knows(NAME), log.knows("shard.00001.mds")) == (True, False)  # the second is not ours to evict
-    assert log.knows("shard.00001.mds", or_verified=True)
+    space = Space(CacheFolder(folder))
+    assert [entry.names for entry in space.entries()] == [(NAME,)]  # the second is not ours to evict
+    assert space.knows(CacheEntry(("shard.00001.mds",), 1))
 
 
 # -- damage
@@ -272,14 +273,16 @@ def folder(tmp_path: Path) -> CacheFolder:
         7,
     ],
 )
-def test_a_line_in_the_log_can_neither_delete_a_file_elsewhere_nor_stop_a_run(tmp_path: Path, line: object) -> None:
+def test_a_line_in_the_log_of_a_former_release_can_neither_delete_a_file_elsewhere_nor_stop_a_run(
+    tmp_path: Path, line: object
+) -> None:
     (tmp_path / "precious.txt").write_text("precious")
     index = make_dataset(tmp_path / "d", num_shards=4)
     cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=20_000))
     cache.ensure(index.entry(0))
     (tmp_path / "c" / "out").symlink_to(tmp_path)
-    with (tmp_path / "c" / ".lightning_stream" / "ledger").open("a") as log:
-        log.write("\n" + json.dumps(line).replace("{tmp}", str(tmp_path)) + "\n")
+    control, text = tmp_path / "c" / ".lightning_stream", json.dumps(line).replace("{tmp}", str(tmp_path))
+    (control / "ledger").write_text(f"\n{text}\n")
     fresh = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=20_000))
     try:
         for number in range(4):
@@ -290,10 +293,52 @@ def test_a_line_in_the_log_can_neither_delete_a_file_elsewhere_nor_stop_a_run(tm
     assert (tmp_path / "precious.txt").read_text() == "precious"
 
 
-@pytest.mark.parametrize("part", ["", "locks", "drafts"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("..%2Fprecious.txt.10000", ""),
+        ("{tmp}%2Fprecious.txt.10000", ""),
+        ("%2Fprecious.txt.10000", ""),
+        ("out%2Fprecious.txt.10000", ""),
+        (".10000", ""),
+        ("ok.mds", ""),
+        ("ok.mds.", ""),
+        ("ok.mds.-5", ""),
+        ("ok.mds.1.5", ""),
+        ("ok.mds.%31", ""),
+        ("%6Fk.mds.10", ""),
+        ("ok.mds.100000000000000000000", ""),
+        ("ok.mds.10000+", '["ok.mds", "../precious.txt"]'),
+        ("ok.mds.10000+", '["ok.mds", 7]'),
+        ("ok.mds.10000+", '["another.mds"]'),
+        ("ok.mds.10000+", '["ok.mds"'),
+        ("ok.mds.10000+", "[]"),
+        ("ok.mds.10000+", "{}"),
+        ("ok.mds.10000+", "null"),
+    ],
+)
+def test_a_marker_can_neither_delete_a_file_elsewhere_nor_stop_a_run(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / "precious.txt").write_text("precious")
+    index = make_dataset(tmp_path / "d", num_shards=4)
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=20_000))
+    cache.ensure(index.entry(0))
+    (tmp_path / "c" / "out").symlink_to(tmp_path)
+    marker = name.replace("{tmp}", quote(str(tmp_path), safe=""))
+    (tmp_path / "c" / ".lightning_stream" / "held" / marker).write_text(content)
+    fresh = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=20_000))
+    try:
+        for number in range(4):
+            fresh.ensure(index.entry(number))
+    except CacheError as error:
+        assert "is a link" in str(error)  # noqa: PT017 - only for the entry behind a link
+        assert name == "out%2Fprecious.txt.10000"
+    assert (tmp_path / "precious.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("part", ["", "locks", "drafts", "held"])
 def test_a_control_folder_that_is_a_link_is_refused_and_what_it_names_stays(tmp_path: Path, part: str) -> None:
     victim = tmp_path / "victim"
-    for name in ("", "locks", "drafts"):
+    for name in ("", "locks", "drafts", "held"):
         (victim / name).mkdir(exist_ok=True)
         (victim / name / "precious").write_text("precious")
     control = tmp_path / "c" / ".lightning_stream"
@@ -301,18 +346,24 @@ def test_a_control_folder_that_is_a_link_is_refused_and_what_it_names_stays(tmp_
     (control / part).symlink_to(victim / part)
     with pytest.raises(CacheError, match=r"must not hold links to other folders.*Remove it"):
         CacheFolder(tmp_path / "c").prepare()
-    assert [(victim / name / "precious").read_text() for name in ("", "locks", "drafts")] == ["precious"] * 3
+    assert [(victim / name / "precious").read_text() for name in ("", "locks", "drafts", "held")] == ["precious"] * 4
 
 
-def test_a_lock_or_log_that_is_a_link_is_not_written_through(tmp_path: Path, folder: CacheFolder) -> None:
+def test_a_lock_or_marker_that_is_a_link_is_not_written_through(tmp_path: Path, folder: CacheFolder) -> None:
     (tmp_path / "precious").write_text("precious")
     lock = folder.lock("a")
     lock.path.symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
         lock.try_acquire()
-    (folder.control / "ledger").symlink_to(tmp_path / "precious")
+    folder.draft("a", "marker").symlink_to(tmp_path / "precious")
+    (folder.markers / "b.5").symlink_to(tmp_path / "precious")
+    for names in (("a", "a.zstd"), ("b",)):
+        with pytest.raises(OSError, match="symbolic links"):
+            Space(folder).mark(CacheEntry(names, 5))
+    lock.path.unlink()
+    (folder.control / "space").symlink_to(tmp_path / "precious")
     with pytest.raises(OSError, match="symbolic links"):
-        UsageLog(folder).settle(CacheEntry(("a",), 5))
+        Space(folder).make_space(CacheEntry(("b",), 5), 10, 1.0)
     assert (tmp_path / "precious").read_text() == "precious"
 
 
@@ -342,18 +393,6 @@ def test_a_failure_left_by_another_process_names_an_error_of_ours_or_none(tmp_pa
     with pytest.raises(CacheError, match="boom"):
         run_once_across_processes(done, lambda: 1, lock, 5.0)
     other.release()
-
-
-def test_a_log_that_was_deleted_and_made_again_with_the_same_inode_is_read_again(folder: CacheFolder) -> None:
-    log = UsageLog(folder)
-    for k in range(20):
-        log.settle(CacheEntry((f"s{k}",), 100))
-    path = folder.control / "ledger"
-    path.write_bytes(b"")  # the same inode, and nothing in it
-    other = UsageLog(folder)
-    for k in range(200):
-        other.settle(CacheEntry((f"t{k}",), 10))
-    assert bytes_in(log) == bytes_in(other) == 2000
 
 
 def test_space_is_made_on_a_file_system_that_locks_only_writable_files(

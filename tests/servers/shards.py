@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from lightning_stream.cache.usage_log import UsageLog
+from lightning_stream.cache.space import Space
 from lightning_stream.formats.codecs import compress
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import Index
@@ -30,10 +30,9 @@ def make_dataset(
     return Index.from_bytes((folder / "index.json").read_bytes(), str(folder))
 
 
-def bytes_in(log: UsageLog) -> int:
-    """The bytes of all shards in a cache's usage log, with what other processes have written."""
-    with log._locked():
-        return log._total
+def bytes_in(space: Space) -> int:
+    """The bytes of all shards that a cache's folder holds, by the markers of all processes."""
+    return sum(entry.num_bytes for entry in space.entries())
 
 
 def shard_content(number: int, shard_bytes: int, seed: int = 0) -> bytes:

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq  # noqa: E402
 
 from lightning_stream import StreamingDataset  # noqa: E402
 from lightning_stream.cache import ShardCache  # noqa: E402
-from lightning_stream.cache.usage_log import UsageLog  # noqa: E402
+from lightning_stream.cache.space import Space  # noqa: E402
 from lightning_stream.formats.index import ShardEntry  # noqa: E402
 from lightning_stream.formats.mds.encode import ShardDraft  # noqa: E402
 from lightning_stream.reading.lengths import read_lengths  # noqa: E402
@@ -85,9 +85,7 @@ def test_the_cache_counts_the_true_sizes_of_made_shards(data: Path, tmp_path: Pa
     for number in range(len(index)):
         cache.lease(index.entry(number)).close()
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "copy").glob("*.mds")}
-    log = UsageLog(cache._place)
-    log.knows("")
-    assert {name: held.num_bytes for name, held in log._held.items()} == sizes
+    assert {entry.names[0]: entry.num_bytes for entry in Space(cache._place).entries()} == sizes
     assert sizes[index.entry(0).raw.basename] != index.entry(0).raw.num_bytes, "the index has an estimate"
 
 

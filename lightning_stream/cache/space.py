@@ -1,0 +1,320 @@
+"""Which shards a cache folder holds, and space for more: under the limit of all its processes, and on its disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from lightning_stream.cache.folder import CacheFolder, key_of
+from lightning_stream.errors import CacheFullError, FormatError
+from lightning_stream.formats.model import check_basename
+from lightning_stream.shared_files import LOCK_FDS, FileLock, backoff, same_file, try_flock
+
+_RECENT_S = 60.0
+_SCAN_EVERY_S = 10.0  # the total is counted anew, since processes without a limit do not add to it
+_SLACK_FROM = 100  # shards; with fewer, making space for one at a time is cheap
+_WAIT_S = 60.0  # for a lock that is held for milliseconds
+_LIST = "+"  # the end of a marker's name whose content is a list of files
+_LONGEST_STEM = 200  # names of files have at most 255 bytes
+NextUse = Callable[[str], "float | None"]
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """One shard that the cache holds, or fetches: its files, relative to the folder, and their bytes together."""
+
+    names: tuple[str, ...]
+    num_bytes: int
+
+
+class Space:
+    """The markers of one cache folder, and what is evicted from it.
+
+    Each shard that a cache has fetched has a marker: an empty file named after the shard and its bytes or, for a shard
+    of several files, a list of their names. It appears before them and is deleted after them, under the shard's lock:
+    if a process is killed, markers count too much, never too little, until space is needed. A file of somebody else
+    that was compared with its hash has a marker too. Every marker is checked, since other users of a shared cache write
+    too.
+    """
+
+    def __init__(self, folder: CacheFolder) -> None:
+        self.folder = folder
+        self._total = folder.control / "space"
+        self._entries: dict[str, CacheEntry] = {}  # of markers that were read before: they never change
+
+    # -- markers
+
+    def entries(self) -> tuple[CacheEntry, ...]:
+        """Return all shards that the cache holds or fetches now."""
+        self._take_over_log()
+        entries = {}
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.folder.markers) as markers:
+            for marker in markers:
+                entry = self._entries.get(marker.name) or _read(Path(marker.path))
+                if entry is not None:
+                    entries[marker.name] = entry
+        self._entries = entries
+        return tuple(entries.values())
+
+    def knows(self, *forms: CacheEntry) -> bool:
+        """Return whether a shard was fetched in one of these forms, or its file was compared with its hash."""
+        markers = [*map(self._marker, forms), self._compared(forms[0].names[0])]
+        return any(marker.exists() for marker in markers) or (self._take_over_log() and self.knows(*forms))
+
+    def mark(self, entry: CacheEntry, former: CacheEntry | None = None) -> None:
+        """Note a shard whose files will appear, in place of a former note; for the holder of its lock."""
+        self.forget_compared(entry.names[0])
+        self._write(entry, self.folder.draft(entry.names[0], "marker"))
+        if former is not None and former != entry:
+            self._marker(former).unlink(missing_ok=True)
+
+    def mark_compared(self, name: str) -> None:
+        """Note that a file of somebody else was compared with its hash."""
+        self.folder.write(self._compared(name), b"")
+
+    def forget_compared(self, name: str) -> None:
+        """Delete that note."""
+        self._compared(name).unlink(missing_ok=True)
+
+    def forget(self, name: str) -> None:
+        """Delete the markers of a shard without files; for the holder of its lock."""
+        for entry in self.entries():
+            if entry.names[0] == name:
+                self._marker(entry).unlink(missing_ok=True)
+
+    def _write(self, entry: CacheEntry, draft: Path) -> None:
+        marker = self._marker(entry)
+        if marker.name.endswith(_LIST):
+            self.folder.write(draft, json.dumps(entry.names).encode())
+            draft.replace(marker)
+        else:
+            self.folder.write(marker, b"")
+
+    def _marker(self, entry: CacheEntry) -> Path:
+        stem = _stem(entry.names[0])
+        is_whole = entry.names == (unquote(stem),)
+        return self.folder.markers / f"{stem}.{entry.num_bytes}{'' if is_whole else _LIST}"
+
+    def _compared(self, name: str) -> Path:
+        return self.folder.markers / f"{_stem(name)}.compared"
+
+    def _take_over_log(self) -> bool:
+        """Turn the log in which former releases counted into markers; return whether there was one.
+
+        A process of such a release that still runs begins a new log, which is taken over the next time: this release's
+        limit counts the shards of both, the former one's what it has fetched since.
+        """
+        log, draft = self.folder.control / "ledger", self.folder.control / "ledger.draft"
+        if not log.exists():
+            return False
+        with FileLock(self.folder.control / "ledger.lock", _WAIT_S, self.folder.modes):
+            entries, compared = _read_log(log)
+            for entry in entries:
+                self._write(entry, draft)
+            for name in compared:
+                self.mark_compared(name)
+            log.unlink(missing_ok=True)
+        return True
+
+    # -- space
+
+    def make_space(
+        self,
+        entry: CacheEntry,
+        limit_bytes: int | None,
+        wait_s: float,
+        next_use: NextUse | None = None,
+        former: CacheEntry | None = None,
+    ) -> int:
+        """Mark a shard that will be fetched: evict shards, and wait for those in use. CacheFullError if that fails.
+
+        With `former`, what was marked for it before was an estimate. Returns the number of evicted shards.
+        """
+        name, need = entry.names[0], entry.num_bytes
+        if limit_bytes is not None and need > limit_bytes:
+            raise CacheFullError(f"cache_limit is {limit_bytes:,} bytes; {name} alone needs {need:,}. Raise it.")
+        evicted = in_use = 0
+        for _ in backoff(wait_s):
+            excess = self._reserve(entry, limit_bytes, former)
+            if excess <= 0:
+                break
+            num_shards, in_use = self._evict(excess, name, next_use)
+            evicted += num_shards
+        else:
+            raise CacheFullError(
+                f"cache_limit is {limit_bytes:,} bytes, {in_use:,} of them are in use and stayed so for "
+                f"{wait_s:g} s, and {name} needs {need:,} more. Raise it, or lower predownload, "
+                "num_workers or num_canonical_nodes, so that fewer shards are in use at once."
+            )
+        # Checked last: an eviction may have made space on the disk.
+        if former is None and need > self.folder.free_bytes():
+            raise self.folder.disk_full(need)
+        return evicted
+
+    def _reserve(self, entry: CacheEntry, limit_bytes: int | None, former: CacheEntry | None) -> int:
+        """Mark a shard unless it passes the limit; return by how many bytes it does."""
+        if limit_bytes is None:
+            self.mark(entry, former)
+            return 0
+        with FileLock(self.folder.control / "space.lock", _WAIT_S, self.folder.modes):
+            marked = former or entry
+            is_marked = self._marker(marked).exists()
+            growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)
+            total, counted_at = self._counted()
+            if total + growth > limit_bytes or not 0 <= time.time() - counted_at < _SCAN_EVERY_S:
+                total, counted_at = sum(held.num_bytes for held in self.entries()), time.time()
+            if total + growth > limit_bytes:
+                return total + growth - limit_bytes
+            self.folder.write(self._total, f"{total + growth} {counted_at}".encode())
+            self.mark(entry, former)
+        return 0
+
+    def _counted(self) -> tuple[int, float]:
+        """Return the bytes of all markers, as last counted and added to, and when they were counted."""
+        try:
+            total, counted_at = self._total.read_text().split()
+            return int(total), float(counted_at)
+        except (FileNotFoundError, ValueError):
+            return 0, 0.0
+
+    def _evict(self, excess: int, wanted: str, next_use: NextUse | None) -> tuple[int, int]:
+        """Delete so many bytes of shards, holding no lock over all; return their number, and the bytes in use."""
+        entries = [entry for entry in self.entries() if entry.names[0] != wanted]
+        if len(entries) > _SLACK_FROM:
+            # Make space for a few of many small shards at once, so that not every fetch sorts all of them.
+            excess += sum(entry.num_bytes for entry in entries) // 20
+        evicted = in_use = 0
+        for entry in self._in_order(entries, next_use):
+            if excess <= 0:
+                break
+            if self.remove(entry):
+                excess -= entry.num_bytes
+                evicted += 1
+            else:
+                in_use += entry.num_bytes
+        return evicted, in_use
+
+    def remove(self, entry: CacheEntry) -> bool:
+        """Delete a shard's files; False if it is in use or being fetched. It never waits."""
+        lock, first = self.folder.lock(entry.names[0]), self.folder.path / entry.names[0]
+        marker = self._marker(entry)
+        if not lock.try_acquire():
+            return False
+        with contextlib.ExitStack() as stack:
+            stack.callback(lock.release)
+            if not marker.exists():  # evicted by another meanwhile
+                return False
+            try:
+                # NFS gives an exclusive lock only on a file that is open for writing.
+                fd = LOCK_FDS.open(first, os.O_RDWR if os.access(first, os.W_OK) else os.O_RDONLY)
+            except OSError as error:
+                # A link is not ours: it is deleted, and its target stays.
+                if error.errno not in (errno.ENOENT, errno.ELOOP):
+                    raise
+            else:
+                stack.callback(LOCK_FDS.close, fd)
+                if not (try_flock(fd, first) and same_file(fd, first)):
+                    return False
+            for name in entry.names:
+                self.folder.unlink(name)
+            marker.unlink(missing_ok=True)
+        return True
+
+    def prune(self, target_bytes: int, unused_since: float | None = None) -> tuple[int, int]:
+        """Delete shards, the least recently used first, until at most so many bytes are left. Those in use stay.
+
+        With `unused_since`, in seconds since the epoch, only shards that were last read before.
+
+        Returns:
+            The bytes that were deleted, and those that are left.
+        """
+        entries = self.entries()
+        left, deleted = sum(entry.num_bytes for entry in entries), 0
+        for entry in sorted(entries, key=self.last_used):
+            if left <= target_bytes or (unused_since is not None and self.last_used(entry) >= unused_since):
+                break
+            if self.remove(entry):
+                left, deleted = left - entry.num_bytes, deleted + entry.num_bytes
+        return deleted, left
+
+    def last_used(self, entry: CacheEntry) -> float:
+        """Return when a shard was last read, in seconds since the epoch; 0.0 if it is not here."""
+        with contextlib.suppress(FileNotFoundError):
+            return (self.folder.path / entry.names[0]).stat().st_mtime
+        return 0.0
+
+    def _in_order(self, entries: list[CacheEntry], next_use: NextUse | None) -> list[CacheEntry]:
+        """Sort: first shards without a known next use, least recently used first; then those that are needed latest."""
+        recent = time.time() - _RECENT_S
+
+        def key(entry: CacheEntry) -> tuple[int, float]:
+            when = None if next_use is None else next_use(entry.names[0])
+            if when is not None:
+                return (1, -when)
+            used = self.last_used(entry)
+            # The needs of other jobs are not known, so a shard that was just used comes last.
+            return (2 if next_use is not None and used > recent else 0, used)
+
+        return sorted(entries, key=key)
+
+
+def _entry(names: object, num_bytes: object) -> CacheEntry | None:
+    """Return a shard as another process wrote it; None if this package does not write it so."""
+    if not (isinstance(names, list) and names and type(num_bytes) is int and 0 <= num_bytes < 1 << 53):
+        return None
+    try:
+        return CacheEntry(tuple(check_basename(name, "a marker of the cache") for name in names), num_bytes)
+    except FormatError:
+        return None
+
+
+def _stem(name: str) -> str:
+    """Return the beginning of the name of a shard's marker: the shard's, or what stands for one that is too long."""
+    quoted = quote(name, safe="")
+    return quoted if len(quoted) <= _LONGEST_STEM else key_of(name)
+
+
+def _read(marker: Path) -> CacheEntry | None:
+    """Return the shard of a marker; None for other markers, or other files."""
+    stem, _, size = marker.name.removesuffix(_LIST).rpartition(".")
+    if not size.isdecimal():
+        return None
+    try:
+        names = json.loads(marker.read_bytes()) if marker.name.endswith(_LIST) else [unquote(stem)]
+        entry = _entry(names, int(size))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return entry if entry is not None and stem == _stem(entry.names[0]) else None
+
+
+def _read_log(log: Path) -> tuple[list[CacheEntry], set[str]]:
+    """Return the shards in the log of a former release, and the names of files that it compared with their hashes.
+
+    It has lines ``["+", bytes, names...]``, ``["-", name]`` and ``["=", name]``; torn ones are left out.
+    """
+    entries: dict[str, CacheEntry] = {}
+    compared: set[str] = set()
+    for line in log.read_bytes().splitlines() if log.exists() else ():
+        try:
+            sign, *names = json.loads(line)
+            entry = _entry(names, names.pop(0) if sign == "+" else 0)
+        except (ValueError, TypeError, IndexError, RecursionError):
+            continue
+        if entry is None or sign not in ("+", "-", "="):
+            continue
+        name = entry.names[0]
+        if sign == "=":
+            compared.add(name)
+            continue
+        compared.discard(name)
+        entries.pop(name, None)
+        if sign == "+":
+            entries[name] = entry
+    return list(entries.values()), compared

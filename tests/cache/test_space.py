@@ -1,0 +1,233 @@
+"""The markers of a cache folder: what several processes write is one truth, whatever is left, killed or old."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import random
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers.shards import bytes_in, make_dataset, shard_content
+
+from lightning_stream.cache import CacheConfig, ShardCache
+from lightning_stream.cache import space as space_module
+from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.cache.space import CacheEntry, Space
+from lightning_stream.errors import CacheFullError
+from lightning_stream.stores import LocalStore
+
+KINDS = st.sampled_from(["reserve", "mark", "remove", "litter"])
+ACTIONS = st.lists(st.tuples(KINDS, st.integers(0, 2), st.integers(0, 5), st.integers(1, 90)), max_size=40)
+SPAWN = multiprocessing.get_context("spawn")
+SHARD_BYTES, NUM_SHARDS, LIMIT_BYTES = 6_000, 30, 60_000
+
+
+def prepared(path: Path) -> CacheFolder:
+    folder = CacheFolder(path)
+    folder.prepare()
+    return folder
+
+
+@settings(max_examples=40)
+@given(ACTIONS)
+def test_three_processes_agree_with_one_simple_book(actions: list[tuple[str, int, int, int]]) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        folder = prepared(Path(path))
+        spaces = [Space(folder) for _ in range(3)]
+        book: dict[str, CacheEntry] = {}
+        for action, who, shard, num_bytes in actions:
+            name = f"shard{shard}"
+            entry = CacheEntry((name, f"{name}.meta"), num_bytes)
+            if action == "reserve":
+                spaces[who].make_space(entry, 10_000, 1.0, former=book.get(name))
+            if action == "mark":
+                spaces[who].mark(entry, book.get(name))
+            if action == "remove" and name in book:
+                assert spaces[who].remove(book.pop(name))
+            if action == "litter":
+                (folder.markers / f"shard{shard}.{num_bytes + 100}+").write_text('["')
+            if action in ("reserve", "mark"):
+                book[name] = entry
+            assert bytes_in(spaces[(who + 1) % 3]) == sum(entry.num_bytes for entry in book.values())
+        assert all(space.knows(entry) for space in spaces for entry in book.values())
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 40)), max_size=60), st.sets(st.integers(0, 9)))
+def test_the_limit_is_never_passed_and_what_is_in_use_never_removed(
+    wanted: list[tuple[int, int]], in_use: set[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as path, pytest.MonkeyPatch.context() as patch:
+        folder = prepared(Path(path))
+        space, sizes = Space(folder), dict[int, int]()
+        remove = Space.remove
+        removed: list[str] = []
+
+        def remove_unless_used(self: Space, entry: CacheEntry) -> bool:
+            if int(entry.names[0]) in in_use:
+                return False
+            removed.append(entry.names[0])
+            return remove(self, entry)
+
+        patch.setattr(Space, "remove", remove_unless_used)
+        for shard, size in wanted:
+            num_bytes = sizes.setdefault(shard, size)
+            try:
+                space.make_space(CacheEntry((str(shard),), num_bytes), 100, 0.001)
+            except CacheFullError as error:
+                assert "in use" in str(error)  # noqa: PT017 - only where shards that are in use leave no space
+            assert bytes_in(space) <= 100
+        assert not in_use & set(map(int, removed))
+
+
+def test_what_processes_without_a_limit_fetch_counts_from_the_next_scan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = Space(prepared(tmp_path)), Space(prepared(tmp_path))
+    one.make_space(CacheEntry(("a",), 10), 100, 1.0)
+    for name in ("b", "c"):
+        other.make_space(CacheEntry((name,), 40), None, 1.0)
+    one.make_space(CacheEntry(("d",), 20), 100, 1.0)  # the total of the last scan: 30 with this shard
+    assert bytes_in(one) == 110
+    monkeypatch.setattr(space_module, "_SCAN_EVERY_S", 0.0)
+    one.make_space(CacheEntry(("e",), 20), 100, 1.0)
+    assert bytes_in(one) <= 100
+
+
+def test_many_small_shards_are_scanned_only_when_the_total_says_that_the_limit_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space, scans = Space(prepared(tmp_path)), list[int]()
+    entries = Space.entries
+    monkeypatch.setattr(Space, "entries", lambda self: scans.append(1) or entries(self))
+    for number in range(400):
+        space.make_space(CacheEntry((f"s{number}",), 10), 3000, 1.0)
+    assert bytes_in(space) <= 3000
+    assert len(scans) < 40
+
+
+def test_shards_have_names_of_any_length_and_letters(tmp_path: Path) -> None:
+    space = Space(prepared(tmp_path))
+    names = [("a b/ü.mds",), ("long/" * 150 + "x",), ("ß" * 120, "ß.zip"), ("a.b", "a.c"), ("a.b.5",)]
+    for names_of_one in names:
+        space.mark(CacheEntry(names_of_one, 5))
+    assert {entry.names for entry in Space(space.folder).entries()} == set(names)
+    assert all(space.knows(CacheEntry(names_of_one, 5)) for names_of_one in names)
+    space.forget(names[1][0])
+    assert {entry.names for entry in Space(space.folder).entries()} == {*names} - {names[1]}
+
+
+# -- folders of former releases
+
+
+def test_the_log_of_a_former_release_becomes_markers(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=6)
+    names = [index.entry(k).raw.basename for k in range(6)]
+    folder = prepared(tmp_path / "c")
+    for number in range(4):
+        (tmp_path / "c" / names[number]).write_bytes(shard_content(number, 10_000))
+    lines: list[list[object]] = [["log", "0123456789abcdef"], ["+", 10_000, names[0]], ["+", 10_000, names[1]]]
+    lines += [["+", 9, names[1]], ["+", 10_000, names[1]], ["+", 5, "gone"], ["-", "gone"], ["=", names[2]]]
+    log = folder.control / "ledger"
+    log.write_text("\n\n".join(map(json.dumps, lines)) + '\n["+", 99')
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=30_000, room_wait_s=0.05))
+    space = cache._space
+    assert space.knows(CacheEntry((names[0],), 10_000))
+    assert not log.exists()
+    assert {entry.names: entry.num_bytes for entry in space.entries()} == {(name,): 10_000 for name in names[:2]}
+    assert space.knows(CacheEntry((names[2],), 9))
+    assert not space.knows(CacheEntry((names[3],), 10_000))
+    log.write_text(json.dumps(["+", 10_000, names[3]]))  # a process of that release still runs
+    for number in (4, 5):
+        cache.ensure(index.entry(number))
+    assert bytes_in(space) == 30_000
+    left = {path.name for path in (tmp_path / "c").glob("*.mds")}
+    assert names[2] in left  # what somebody else put there is not evicted
+    assert len(left) == 4
+
+
+# -- processes that are killed
+
+
+def read_forever(dataset: Path, folder: Path, limit_bytes: int | None, seed: int, said: Any) -> None:
+    cache = ShardCache(LocalStore(dataset), folder, CacheConfig(limit_bytes=limit_bytes))
+    index, rng = cache.index(), random.Random(seed)
+    said.set()
+    while True:
+        number = rng.randrange(NUM_SHARDS)
+        with cache.lease(index.entry(number)) as lease:
+            content = (lease.folder / index.entry(number).raw.basename).read_bytes()
+        if content != shard_content(number, SHARD_BYTES):
+            (folder / f"wrong-{number}").touch()
+
+
+@pytest.mark.parametrize("compression", [None, "zstd"])
+def test_markers_cover_every_shard_whenever_processes_are_killed(tmp_path: Path, compression: str | None) -> None:
+    index = make_dataset(tmp_path / "d", NUM_SHARDS, SHARD_BYTES, compression)
+    folder, rng = tmp_path / "c", random.Random(3)
+    most = SHARD_BYTES * 1.6 if compression else SHARD_BYTES  # with its compressed file
+    processes: list[Any] = []
+    try:
+        for turn in range(6):
+            while len(processes) < 3:
+                said = SPAWN.Event()
+                seed = 10 * turn + len(processes)
+                process = SPAWN.Process(
+                    target=read_forever, args=(tmp_path / "d", folder, LIMIT_BYTES, seed, said), daemon=True
+                )
+                process.start()
+                processes.append(process)
+                assert said.wait(60)
+            time.sleep(rng.uniform(0.05, 0.4))
+            victim = processes.pop(rng.randrange(3))
+            os.kill(victim.pid, signal.SIGKILL)
+            victim.join()
+    finally:
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+    shards = {path.name: path.stat().st_size for path in folder.glob("shard.*")}
+    marked: dict[str, int] = {}
+    for entry in Space(CacheFolder(folder)).entries():
+        for name in entry.names:
+            marked[name] = marked.get(name, 0) + entry.num_bytes
+    assert all(marked.get(name, 0) >= size for name, size in shards.items())
+    assert sum(shards.values()) <= LIMIT_BYTES
+    assert not list(folder.glob("wrong-*"))
+    survivor = ShardCache(LocalStore(tmp_path / "d"), folder, CacheConfig(limit_bytes=LIMIT_BYTES, room_wait_s=5))
+    for number in range(NUM_SHARDS):
+        survivor.ensure(index.entry(number))
+    assert most <= bytes_in(survivor._space) <= LIMIT_BYTES
+    assert list((folder / ".lightning_stream" / "drafts").iterdir()) == []
+
+
+def test_a_wrong_file_of_somebody_else_is_not_taken_for_the_shard_after_a_kill(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=1)
+    raw = index.entry(0).raw
+    folder = tmp_path / "c"
+    folder.mkdir()
+    (folder / raw.basename).write_bytes(bytes(raw.num_bytes))  # as large as the right one
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(LocalStore):
+        def get(self, *args: object, **options: object) -> int:
+            raise Killed
+
+    cache = ShardCache(Dying(tmp_path / "d"), folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Space, "forget", lambda *_: None)  # a process that is killed does not
+        with pytest.raises(Killed):
+            cache.ensure(index.entry(0))
+    cache.store = LocalStore(tmp_path / "d")
+    cache.ensure(index.entry(0))
+    assert (folder / raw.basename).read_bytes() == shard_content(0, raw.num_bytes)
