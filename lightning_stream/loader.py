@@ -244,7 +244,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check()
-        each = run.epoch(start.epoch).samples_per_position if self.epochs_differ else 1
+        each = run.epoch(start.epoch).order.samples_per_position if self.epochs_differ else 1
         self.meter.total.settings = self.loading_settings()
         self.meter.total.epoch_positions = run.num_samples / each
         if iterator.limit == 0:

@@ -183,7 +183,7 @@ def imbalance(plan: BatchPlan, balance: Balance) -> tuple[float, float]:
     batches = np.unique(np.arange(count) * plan.num_whole_batches // count).tolist()
     found = []
     for one in (None, balance):
-        plans = [plan.of(replace(plan.world, rank=rank), one) for rank in ranks]
+        plans = [replace(plan, world=replace(plan.world, rank=rank), balance=one) for rank in ranks]
         ratios = []
         for k in batches:
             begin, end = plan.bounds(k)

@@ -8,39 +8,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field, fields
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from lightning_stream.order.arrays import Ints
-from lightning_stream.order.balance import Balance
 from lightning_stream.order.cuts import CountedCuts, Cuts, EvenCuts
-from lightning_stream.order.orders import Interleave, Order, positions_of
+from lightning_stream.order.orders import Interleave, Order, ceil_div, positions_of
 from lightning_stream.order.rows import ByLength, Landmark, PackedRows
-from lightning_stream.order.shares import ByBlock, ByCost, ByNode, Owners, ReplicaBatch
-from lightning_stream.order.snapshot import Snapshot
+from lightning_stream.order.shares import ByBlock, ByNode, Owners, ReplicaBatch
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
+    from lightning_stream.order.balance import Balance
     from lightning_stream.order.packing import RowSpans
+    from lightning_stream.order.snapshot import Snapshot
 
 Tail = Literal["pad", "drop", "exact"]
 TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")
-
-
-@dataclass(frozen=True, eq=False)
-class Request:
-    """What a `BatchPlan` is asked to divide, and how; see there."""
-
-    order: Order
-    batch_size: int
-    world: World
-    tail: Tail
-    start: int
-    balance: Balance | None
-    accumulate: int
+_ALONE = World()
 
 
 class Division(NamedTuple):
@@ -51,12 +39,14 @@ class Division(NamedTuple):
     owners: Owners
 
 
+@dataclass(frozen=True, eq=False)
 class EpochOrder:
     """All sample ids of one epoch, in order, readable at any position.
 
     Attributes:
         epoch: Counts from 0.
         order: The sequence of its samples or rows.
+        divide: How a `BatchPlan` divides such a sequence.
 
     Example::
 
@@ -64,26 +54,14 @@ class EpochOrder:
         order.ids(1000, 1008)  # eight sample ids of epoch 3, without computing those before
     """
 
-    def __init__(self, epoch: int, order: Order, divide: Callable[[Request], Division]) -> None:
-        self.epoch = epoch
-        self.order = order
-        self.divide = divide
+    epoch: int
+    order: Order
+    divide: Callable[[BatchPlan, Order], Division]
 
     @property
     def num_samples(self) -> int:
         """N, all positions; of rows, this plans every window."""
         return self.order.size
-
-    @property
-    def samples_per_position(self) -> int:
-        """About so many, where samples are packed into rows."""
-        return self.order.documents_per_row if isinstance(self.order, PackedRows) else 1
-
-    def samples_in(self, num_positions: int) -> int:
-        """About how many samples global batches have that count as so many positions."""
-        if isinstance(self.order, ByLength) and self.order.has_budget:
-            return self.order.samples_in(num_positions)
-        return num_positions * self.samples_per_position
 
     @property
     def documents(self) -> EpochOrder:
@@ -126,30 +104,13 @@ class EpochOrder:
         rows = self.order.spans(at)
         return (self.order.ids(at), at) if rows is None else (rows.ids, np.repeat(at, np.diff(rows.edges)))
 
-    def positions(self, sample_id: int) -> list[int]:
-        """All positions of a sample, ascending: the inverse of :meth:`ids`."""
-        return self.order.find(sample_id)
-
-    def alternatives(self, position: int, seed: int) -> RowSpans:
-        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
-        if not isinstance(self.order, PackedRows):
-            raise TypeError("Only packed rows have alternatives.")
-        return self.order.alternatives(position, seed, self.epoch)
-
-    def batches_before(self, position: int) -> int | None:
-        """Global batches that end at or before a position; None where all have the size that the run gives them."""
-        if isinstance(self.order, ByLength) and self.order.has_budget:
-            return self.order.batches_before(position)
-        return None
-
     def landmark(self, position: int) -> Landmark | None:
         """What a state holds so that a resume at this position is fast; None where every position is."""
-        order = self.order
-        if isinstance(order, PackedRows) or (isinstance(order, ByLength) and order.has_budget):
-            return Landmark(self.epoch, order.cursor(position))
-        return None
+        windows = self.order.cursor(position)
+        return None if windows is None else Landmark(self.epoch, windows)
 
 
+@dataclass(frozen=True, eq=False)
 class BatchPlan:
     """The global batches of one epoch from a position on, and this world's share of each.
 
@@ -160,7 +121,8 @@ class BatchPlan:
             the last two batches; in the orders of mosaicml-streaming, the batches do too.
         tail: What happens to the last partial batch: ``"pad"`` fills it up with repeats, ``"drop"`` omits it,
             ``"exact"`` splits it unevenly; where it has fewer samples than there are replicas, it takes some of the
-            batch before, which may then have fewer itself.
+            batch before, which may then have fewer itself. So with ``"exact"`` the last two global batches of an epoch
+            depend on the number of replicas.
         start: The position that the plan starts from; any, since B may have changed.
         balance: Gives every replica samples of nearly equal cost; None splits without regard to costs.
         accumulate: Micro-batches of a step. Batches of a budget of tokens, which differ in size, are cut into so many;
@@ -176,103 +138,84 @@ class BatchPlan:
         plan.share(3).ids  # the four sample ids of rank 1 in the fourth step
     """
 
-    def __init__(
-        self,
-        order: EpochOrder,
-        *,
-        batch_size: int,
-        world: World | None = None,
-        tail: Tail = "pad",
-        start: int = 0,
-        balance: Balance | None = None,
-        accumulate: int = 1,
-    ) -> None:
-        self.order = order
-        self.world = World() if world is None else world
-        self._request = Request(order.order, batch_size, self.world, tail, start, balance, accumulate)
-        self._batches, self._cuts, self._owners = order.divide(self._request)
+    order: EpochOrder
+    _: KW_ONLY
+    batch_size: int
+    world: World = _ALONE
+    tail: Tail = "pad"
+    start: int = 0
+    balance: Balance | None = None
+    accumulate: int = 1
 
-    def __reduce__(self) -> tuple[partial[BatchPlan], tuple[EpochOrder]]:
+    _division: Division = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_division", self.order.divide(self, self.order.order))
+
+    def __reduce__(self) -> tuple[partial[BatchPlan], tuple[()]]:
         """Pickle what the plan was made of, not what was computed from it."""
-        return partial(BatchPlan, **self._arguments), (self.order,)
-
-    def of(self, world: World, balance: Balance | None) -> BatchPlan:
-        """The same global batches, for another rank or another balance."""
-        return BatchPlan(self.order, **{**self._arguments, "world": world, "balance": balance})
-
-    @property
-    def _arguments(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self._request).items() if name != "order"}
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        return self._request.batch_size
-
-    @property
-    def start(self) -> int:
-        """The first position."""
-        return self._request.start
+        return partial(BatchPlan, **{one.name: getattr(self, one.name) for one in fields(self) if one.init}), ()
 
     @property
     def num_whole_batches(self) -> int:
         """How many batches, from the first on, have exactly B samples; those of the epoch's remainder follow."""
-        return self._cuts.num_whole
+        return self._division.cuts.num_whole
 
     @property
     def num_batches(self) -> int:
         """Global batches from ``start`` on."""
-        return self._cuts.num_batches
+        return self._division.cuts.num_batches
 
     @property
     def end(self) -> int:
         """The position behind the last batch: N, or less with ``tail="drop"``."""
-        return self._cuts.end
+        return self.bounds(self.num_batches - 1)[1] if self.num_batches else self.start
 
     def is_whole(self, k: int) -> bool:
         """Whether global batch ``k`` has the regular size, and no tail changes it. Cheap far from the epoch's end."""
-        return self._cuts.is_whole(k)
+        return self._division.cuts.is_whole(k)
 
     def has(self, k: int) -> bool:
         """Whether there is a global batch ``k``. Cheap far from the epoch's end."""
-        return self._cuts.has(k)
+        return self._division.cuts.end_of(k) is not None
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""
-        return self._cuts.bounds(k)
+        return self._division.cuts.bounds(k)
 
     @property
     def follows_order(self) -> bool:
         """Whether the batches hold the order's samples in its places: only mosaicml-streaming's may hold others."""
-        order = self.order.order
-        if self._batches is order:
+        batches, order = self._division.order, self.order.order
+        if batches is order:
             return True
-        at = positions_of(self.start, max(order.size, self._batches.size))
-        return np.array_equal(self._batches.ids(at), order.ids(at))
+        at = positions_of(self.start, max(order.size, batches.size))
+        return np.array_equal(batches.ids(at), order.ids(at))
 
     def ids(self, k: int) -> Ints:
         """Sample ids of global batch ``k`` in position order, padding excluded."""
-        return self._batches.ids(positions_of(*self.bounds(k)))
+        return self._division.order.ids(positions_of(*self.bounds(k)))
 
     def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``."""
-        return self._owners.share(k, *self.bounds(k))
+        return self._division.owners.share(k, *self.bounds(k))
 
     def places(self, k: int) -> ReplicaBatch:
         """As :meth:`share`, with positions in the place of ids: far from those planned last, ids cost much more."""
-        return self._owners.places(k, *self.bounds(k))
+        return self._division.owners.places(k, *self.bounds(k))
 
     @property
     def splits_samples(self) -> bool:
         """Whether whole batches are grouped by canonical node and split over the replicas one by one."""
-        is_plain = type(self._owners) is ByNode and isinstance(self._cuts, EvenCuts)
-        return is_plain and not isinstance(self._batches, PackedRows)
+        order, cuts, owners = self._division
+        is_plain = type(owners) is ByNode and isinstance(cuts, EvenCuts) and self.balance is None
+        return is_plain and not isinstance(order, PackedRows)
 
     def positions(self, k: int, count: int, replicas: Sequence[int]) -> Ints:
         """int64[count, replicas, B / replicas]: what replicas get of whole batches [k, k + count), many at a time."""
         size = self.batch_size
         first = self.start + k * size
-        nodes = self._batches.nodes(positions_of(first, first + count * size)).reshape(count, size)
+        nodes = self._division.order.nodes(positions_of(first, first + count * size)).reshape(count, size)
         is_alike = (nodes == nodes[0]).all()  # usually C divides B, and all batches are grouped alike
         grouped = np.argsort(nodes[:1] if is_alike else nodes, axis=1, kind="stable")
         offsets = grouped.reshape(len(grouped), self.world.num_replicas, -1)[:, replicas]
@@ -288,7 +231,7 @@ class BatchPlan:
         first, end = self.bounds(ks[0])[0], self.bounds(ks[count - 1])[1]
         chosen = np.array(ks[:count]) - ks[0]
         positions = self.positions(ks[0], int(chosen[-1]) + 1, [self.world.replica])[chosen, 0]
-        ids = self._batches.ids(positions_of(first, end))[positions - first]
+        ids = self._division.order.ids(positions_of(first, end))[positions - first]
         full = map(ReplicaBatch, ids, positions, np.zeros(ids.shape, dtype=np.bool_))
         return [*full, *map(self.share, ks[count:])]
 
@@ -296,7 +239,7 @@ class BatchPlan:
         """How many micro-batches of at most ``device_batch_size`` samples, padding included, every replica cuts its
         share of global batch ``k`` into. Raises ValueError where they would cut the blocks of ``device_per_stream``.
         """
-        return self._owners.num_micro_batches(k, *self.bounds(k), device_batch_size)
+        return self._division.owners.num_micro_batches(k, *self.bounds(k), device_batch_size)
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> Ints:
@@ -312,21 +255,21 @@ def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: in
 # The ways to divide an order.
 
 
-def check_request(
-    request: Request, problems: Sequence[str] = (), *, must_divide: bool = True, owns: bool = False
+def check_plan(
+    plan: BatchPlan, order: Order, *, problem: str = "", must_divide: bool = True, owns: bool = False
 ) -> None:
     """Raise ValueError, with all reasons, for an order that cannot be divided this way.
 
     ``must_divide``: every batch must give all replicas equally many samples. ``owns``: the order itself decides which
     replica gets which sample.
     """
-    order, size, start, replicas = request.order, request.batch_size, request.start, request.world.num_replicas
+    size, start, replicas = plan.batch_size, plan.start, plan.world.num_replicas
     reasons = []
-    if request.tail not in TAILS:
-        reasons.append(f"tail must be one of {', '.join(TAILS)}, not {request.tail!r}.")
-    if start < 0 or not (order.reaches(start) or start <= order.size):
+    if plan.tail not in TAILS:
+        reasons.append(f"tail must be one of {', '.join(TAILS)}, not {plan.tail!r}.")
+    if start < 0 or not order.reads_to(start):
         reasons.append(f"start must be within the epoch, [0, {order.size}], not {start}.")
-    if request.balance is not None and owns:
+    if plan.balance is not None and owns:
         reasons.append(
             "This order assigns samples to replicas itself, so balance must be None. Omit it, or choose another "
             "batching_method or shuffle_algo."
@@ -334,137 +277,119 @@ def check_request(
     if size < 1:
         reasons.append(f"batch_size (B) must be at least 1, not {size}.")
     elif size % replicas and must_divide:
-        near = [near for near in (size // replicas * replicas, -(-size // replicas) * replicas) if near]
+        below, above = size // replicas * replicas, ceil_div(size, replicas) * replicas
         reasons.append(
             f"A global batch must divide evenly over the data replicas, but {size} samples over {replicas} "
-            f"replicas leave {size % replicas}: use {' or '.join(map(str, near))} samples, or a number of "
+            f"replicas leave {size % replicas}: use {f'{below} or ' if below else ''}{above} samples, or a number of "
             f"replicas that divides {size}."
         )
-    if reasons or problems:
-        raise ValueError("The batches of an epoch cannot be planned. " + " ".join([*reasons, *problems]))
+    if problem:
+        reasons.append(problem)
+    if reasons:
+        raise ValueError("The batches of an epoch cannot be planned. " + " ".join(reasons))
 
 
-def divide_evenly(request: Request) -> Division:
+def divide_evenly(plan: BatchPlan, order: Order) -> Division:
     """Batches of B samples, cut anywhere; replicas get samples by canonical node or by cost."""
-    check_request(request)
-    return Division(request.order, _even_cuts(request, _ends_anywhere), _by_sample(request))
+    check_plan(plan, order)
+    return Division(order, _even_cuts(plan, order, _ends_anywhere), ByNode(order, plan))
 
 
-def divide_by_stream(request: Request) -> Division:
+def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
     """Each batch is a block of one stream; then each stream's remainder is a batch."""
-    length = _interleave(request).block
-    problems = _start_problems(request)
-    if length != request.batch_size:
-        problems.append(
-            f"per_stream fixes the global batch at the run's start: {length} samples then, {request.batch_size} now. "
+    length = _interleave(order).block
+    problem = _start_problem(plan, order)
+    if length != plan.batch_size:
+        problem += (
+            f"per_stream fixes the global batch at the run's start: {length} samples then, {plan.batch_size} now. "
             "Keep it, or choose another batching_method."
         )
-    check_request(request, problems)
-    return Division(request.order, _even_cuts(request, _ends_of_streams), _by_sample(request))
+    check_plan(plan, order, problem=problem)
+    return Division(order, _even_cuts(plan, order, _ends_of_streams), ByNode(order, plan))
 
 
-def divide_blocks(request: Request) -> Division:
+def divide_blocks(plan: BatchPlan, order: Order) -> Division:
     """Replicas get whole blocks; single samples only where a block is one, or with ``"exact"`` in the remainder."""
-    order = _interleave(request)
-    problems = _start_problems(request)
-    per_replica, left = divmod(request.batch_size, request.world.num_replicas)
-    if not left and per_replica % order.block:
-        problems.append(
-            f"device_per_stream keeps blocks of {order.block} samples, so a replica's part of a global batch must be a "
-            f"multiple of that, but {request.batch_size} samples over {request.world.num_replicas} replicas are "
+    block = _interleave(order).block
+    problem = _start_problem(plan, order)
+    per_replica, left = divmod(plan.batch_size, plan.world.num_replicas)
+    if not left and per_replica % block:
+        problem += (
+            f"device_per_stream keeps blocks of {block} samples, so a replica's part of a global batch must be a "
+            f"multiple of that, but {plan.batch_size} samples over {plan.world.num_replicas} replicas are "
             f"{per_replica} each."
         )
-    check_request(request, problems, owns=True)
-    if order.block == 1:
-        return Division(order, _even_cuts(request, _ends_anywhere), _by_sample(request))
-    is_exact = request.tail == "exact"
-    cuts = _even_cuts(request, partial(_ends_anywhere, least=order.full_end) if is_exact else _ends_of_blocks)
-    num_full = cuts.num_whole
-    owners = ByBlock(
-        order,
-        request.world,
-        is_equal=not is_exact,
-        per_replica=per_replica,
-        num_full=num_full,
-        num_batches=num_full if is_exact else cuts.num_batches,
-    )
-    return Division(order, cuts, owners)
+    check_plan(plan, order, problem=problem, owns=True)
+    if block == 1:
+        return Division(order, _even_cuts(plan, order, _ends_anywhere), ByNode(order, plan))
+    cuts = _even_cuts(plan, order, _ends_anywhere if plan.tail == "exact" else _ends_of_blocks)
+    return Division(order, cuts, ByBlock(_interleave(order), plan, cuts))
 
 
-def divide_by_budget(request: Request) -> Division:
+def divide_by_budget(plan: BatchPlan, order: Order) -> Division:
     """Batches that differ in size, each cut into as many micro-batches as the run accumulates."""
-    order = request.order
     assert isinstance(order, ByLength)
-    check_request(request, must_divide=False)
-    left = order.size % request.batch_size if request.tail == "drop" else 0
-    return Division(
-        order, CountedCuts(order, request.start, order.size - left), _by_sample(request, request.accumulate)
-    )
+    check_plan(plan, order, must_divide=False)
+    left = order.size % plan.batch_size if plan.tail == "drop" else 0
+    return Division(order, CountedCuts(order, plan.start, order.size - left), ByNode(order, plan, plan.accumulate))
 
 
-def _by_sample(request: Request, num_micro: int | None = None) -> Owners:
-    is_equal = request.tail != "exact"
-    if request.balance is None:
-        return ByNode(request.order, request.world, is_equal=is_equal, num_micro=num_micro)
-    return ByCost(request.order, request.world, request.balance, is_equal=is_equal, num_micro=num_micro)
-
-
-def _interleave(request: Request) -> Interleave:
+def _interleave(order: Order) -> Interleave:
     """The order of blocks, which may be sorted by length in windows."""
-    order = request.order.below
-    assert isinstance(order, Interleave)
-    return order
+    assert isinstance(order.below, Interleave)
+    return order.below
 
 
-def _start_problems(request: Request) -> list[str]:
+def _start_problem(plan: BatchPlan, order: Order) -> str:
     """Why an epoch cannot start here: a start lies between two blocks, or anywhere in the remainders."""
-    order, start = _interleave(request), request.start
-    if start >= order.full_end or start % order.block == 0:
-        return []
-    return [f"This order takes {order.block} samples of one stream at a time, but start={start} lies inside them."]
+    block = _interleave(order).block
+    if plan.start >= order.full_end or plan.start % block == 0:
+        return ""
+    return f"This order takes {block} samples of one stream at a time, but start={plan.start} lies inside them. "
 
 
-_Ends = Callable[[Request, int, int], Sequence[int]]
-"""The ends of the batches behind a position, where no full batch is left before ``full_end``; from the number of whole
-ones before it. An end at the position or before it is that of the last whole one."""
+_Ends = Callable[[BatchPlan, Order, int], Sequence[int]]
+"""The ends of the batches behind a position, where no full batch is left before ``full_end``. An end at the position or
+before it is that of the last whole one."""
 
 
-def _even_cuts(request: Request, ends_behind: _Ends) -> EvenCuts:
-    order, size, start = request.order, request.batch_size, request.start
-    margin = request.world.num_replicas if request.tail == "exact" else 0
+def _even_cuts(plan: BatchPlan, order: Order, ends_behind: _Ends) -> EvenCuts:
+    size, start = plan.batch_size, plan.start
+    margin = plan.world.num_replicas if plan.tail == "exact" else 0
 
     def listed() -> tuple[int, Sequence[int]]:
-        whole = max(0, order.full_end - start) // size
-        at = start + whole * size
-        ends = ends_behind(request, at, whole) if request.tail != "drop" and at < order.size else []
-        return whole - (bool(ends) and ends[0] <= at), ends
+        num_whole = max(0, order.full_end - start) // size
+        at = start + num_whole * size
+        ends = ends_behind(plan, order, at) if plan.tail != "drop" and at < order.size else []
+        return num_whole - (bool(ends) and ends[0] <= at), ends
 
     return EvenCuts(start, size, lambda position: order.reaches(position + margin), listed)
 
 
-def _ends_anywhere(request: Request, at: int, whole: int, least: int = 0) -> Sequence[int]:
-    """Every B; ``"exact"`` moves the last border back, to ``least`` at most, where fewer samples than replicas follow.
+def _ends_anywhere(plan: BatchPlan, order: Order, at: int) -> Sequence[int]:
+    """Every B; ``"exact"`` moves the last border back where fewer samples than replicas follow, but into no block.
 
     It does so where the batch before keeps some.
     """
-    total = request.order.size
-    ends = [*range(at + request.batch_size, total, request.batch_size), total]
-    border = total - request.world.num_replicas
-    is_alone = len(ends) == 1 and not whole
-    if request.tail != "exact" or is_alone or border < least or border >= [at, *ends][-2]:
+    total = order.size
+    ends = [*range(at + plan.batch_size, total, plan.batch_size), total]
+    border = total - plan.world.num_replicas
+    is_alone = len(ends) == 1 and at == plan.start
+    least = order.full_end if isinstance(order, Interleave) and order.block > 1 else 0
+    if plan.tail != "exact" or is_alone or border < least or border >= [at, *ends][-2]:
         return ends
     return [*ends[:-2], border, ends[-1]]
 
 
-def _ends_of_streams(request: Request, at: int, _whole: int) -> Sequence[int]:
+def _ends_of_streams(_plan: BatchPlan, order: Order, at: int) -> Sequence[int]:
     """Each stream's remainder is a batch; ``"exact"`` moves no border: the batch before is another stream's."""
-    return [end for end in _interleave(request).remainder_ends if end > at]
+    return [end for end in _interleave(order).remainder_ends if end > at]
 
 
-def _ends_of_blocks(request: Request, at: int, _whole: int) -> Sequence[int]:
+def _ends_of_blocks(plan: BatchPlan, order: Order, at: int) -> Sequence[int]:
     """As many blocks as a batch has, the streams' remainders being short ones."""
-    order = _interleave(request)
-    edges = [*range(at + order.block, order.full_end + 1, order.block), *order.remainder_ends]
+    block = _interleave(order).block
+    edges = [*range(at + block, order.full_end + 1, block), *_interleave(order).remainder_ends]
     edges = [end for end in edges if end > at]
-    per_batch = request.batch_size // order.block
+    per_batch = plan.batch_size // block
     return [*edges[per_batch - 1 :: per_batch], *edges[len(edges) // per_batch * per_batch :][-1:]]

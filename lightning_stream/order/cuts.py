@@ -9,8 +9,6 @@ from functools import cached_property
 
 from lightning_stream.order.rows import ByLength, WindowCounts
 
-_Rest = Callable[[int, int], Sequence[int]]
-
 
 class Cuts(ABC):
     """Where global batches end, counted from a start. Those of one size come first."""
@@ -23,30 +21,25 @@ class Cuts(ABC):
         """How many batches, from the first on, have the regular size."""
 
     @property
-    @abstractmethod
     def num_batches(self) -> int:
         """All batches."""
-
-    @property
-    @abstractmethod
-    def end(self) -> int:
-        """The position behind the last batch."""
+        return self.num_whole
 
     @abstractmethod
     def is_whole(self, k: int) -> bool:
         """Whether batch ``k`` has the regular size, and no tail changes it. Cheap far from the epoch's end."""
 
     @abstractmethod
+    def end_of(self, k: int) -> int | None:
+        """The position behind batch ``k``; None if there is no such batch. Cheap far from the epoch's end."""
+
     def bounds(self, k: int) -> tuple[int, int]:
         """The first position of batch ``k``, and the one behind its last; ValueError if there is no such batch."""
-
-    def has(self, k: int) -> bool:
-        """Whether there is a batch ``k``. Cheap far from the epoch's end."""
-        return self.is_whole(k) or k < self.num_batches
-
-    def no_batch(self, k: int) -> ValueError:
-        """The error where there is no batch ``k``."""
-        return ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
+        begin = self.end_of(k - 1) if k > 0 else self.start
+        end = None if k < 0 else self.end_of(k)
+        if begin is None or end is None:
+            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
+        return begin, end
 
 
 class EvenCuts(Cuts):
@@ -71,34 +64,25 @@ class EvenCuts(Cuts):
         self._listed = listed
 
     @cached_property
-    def _whole_and_ends(self) -> tuple[int, Sequence[int]]:
+    def _ends(self) -> tuple[int, Sequence[int]]:
         return self._listed()
 
     @property
     def num_whole(self) -> int:
-        return self._whole_and_ends[0]
+        return self._ends[0]
 
     @property
     def num_batches(self) -> int:
-        return self.num_whole + len(self._whole_and_ends[1])
-
-    @property
-    def end(self) -> int:
-        ends = self._whole_and_ends[1]
-        return ends[-1] if ends else self.start + self.num_whole * self._batch_size
+        return self._ends[0] + len(self._ends[1])
 
     def is_whole(self, k: int) -> bool:
         return self._reaches(self.start + (k + 1) * self._batch_size) or k < self.num_whole
 
-    def bounds(self, k: int) -> tuple[int, int]:
-        if k < 0 or not self.has(k):
-            raise self.no_batch(k)
+    def end_of(self, k: int) -> int | None:
         if self.is_whole(k):
-            first = self.start + k * self._batch_size
-            return first, first + self._batch_size
-        whole, ends = self._whole_and_ends
-        begin = ends[k - whole - 1] if k > whole else self.start + whole * self._batch_size
-        return begin, ends[k - whole]
+            return self.start + (k + 1) * self._batch_size
+        num_whole, ends = self._ends
+        return ends[k - num_whole] if k < num_whole + len(ends) else None
 
 
 class CountedCuts(Cuts):
@@ -117,18 +101,10 @@ class CountedCuts(Cuts):
         """What counts the batches from the start's window on, and how many of these end at or before the start."""
         window = self._order.window_of(self.start)
         ends = self._order.ends(window)
-        counts = WindowCounts(self._order.num_windows, self._num_in, (window, 0, len(ends)))
+        counts = WindowCounts(
+            self._order.num_windows, lambda number: len(self._order.ends(number)), (window, 0, len(ends))
+        )
         return counts, bisect_right(ends, self.start)
-
-    def _num_in(self, window: int) -> int:
-        return len(self._order.ends(window))
-
-    def _end_of(self, k: int) -> int | None:
-        """The position behind batch ``k``; None if there is no such batch. Plans windows until that is known."""
-        counts, done = self._counts
-        window, before, behind = counts.find(done + k)
-        end = None if before == behind else self._order.ends(window)[done + k - before]
-        return end if end is not None and end <= self._last else None
 
     @property
     def num_whole(self) -> int:
@@ -136,20 +112,11 @@ class CountedCuts(Cuts):
         count = counts.before(self._order.num_windows) - done
         return count - (count > 0 and self._last < self._order.size)
 
-    @property
-    def num_batches(self) -> int:
-        return self.num_whole
-
-    @property
-    def end(self) -> int:
-        return max(self.start, self._last)
-
     def is_whole(self, k: int) -> bool:
-        return self._end_of(k) is not None
+        return self.end_of(k) is not None
 
-    def bounds(self, k: int) -> tuple[int, int]:
-        end = self._end_of(k) if k >= 0 else None
-        begin = self._end_of(k - 1) if k > 0 else self.start
-        if begin is None or end is None:
-            raise self.no_batch(k)
-        return begin, end
+    def end_of(self, k: int) -> int | None:
+        counts, done = self._counts
+        window, before, behind = counts.find(done + k)
+        end = None if before == behind else self._order.ends(window)[done + k - before]
+        return end if end is not None and end <= self._last else None

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lightning_stream.order.arrays import Ints
-from lightning_stream.order.batches import Division, Request, divide_blocks, divide_by_stream, divide_evenly
+from lightning_stream.order.batches import BatchPlan, Division, divide_blocks, divide_by_stream, divide_evenly
 from lightning_stream.order.mosaic.epoch import divide_by_table
+from lightning_stream.order.orders import Order
 
 if TYPE_CHECKING:
     from lightning_stream.order.config import OrderConfig
@@ -32,7 +33,7 @@ class BatchingMethod:
         can_be_balanced: Whether costs may decide which replica gets which sample.
     """
 
-    divide: Callable[[Request], Division]
+    divide: Callable[[BatchPlan, Order], Division]
     is_mixed: bool = True
     jitter: bool = True
     fixed: str | None = None

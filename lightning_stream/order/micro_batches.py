@@ -13,6 +13,7 @@ import numpy as np
 from lightning_stream.order.arrays import Bools, Ints
 from lightning_stream.order.batches import BatchPlan
 from lightning_stream.order.ledger import Substitution
+from lightning_stream.order.orders import ceil_div
 from lightning_stream.order.packing import RowSpans
 from lightning_stream.order.shares import ReplicaBatch
 
@@ -135,43 +136,46 @@ class MicroBatches:
 
     def place(self, j: int) -> Place:
         """The place of micro-batch j. O(1)."""
-        return Place(*self._place(*self._locate(j)))
-
-    def _place(self, k: int, piece: int, count: int) -> tuple[int, int, int, bool, bool]:
-        begin, end = self.plan.bounds(k)
-        is_last = piece == count - 1
-        return self.plan.order.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1)
+        k, number, count = self._locate(j)
+        completes_step = number == count - 1
+        ends_epoch = completes_step and not self.plan.has(k + 1)
+        return Place(self.plan.order.epoch, *self.plan.bounds(k), completes_step, ends_epoch)
 
     def __getitem__(self, j: int) -> MicroBatch:
         """Micro-batch j, planned on its own. O(samples of its global batch)."""
-        k, piece, count = self._locate(j)
-        return self._made(k, piece, count, self.plan.share(k).micro_batches(count)[piece])
+        k, number, count = self._locate(j)
+        return next(self._made(k, self.plan.share(k), count, range(number, number + 1)))
 
     def walk(self, first: int = 0, step: int = 1) -> Iterator[MicroBatch]:
         """Yield micro-batches first, first + step, ...: many are planned together, which costs less than one by one.
 
         Worker w of n delivers those from w on in steps of n, as torch expects.
         """
-        size = self.plan.order.samples_in(self.plan.batch_size)
+        size = self.plan.order.order.samples_in(self.plan.batch_size)
         together = max(1, _PLANNED_SAMPLES // (size * step))
-        own = self._own(first, step)
-        while some := list(islice(own, together)):
-            shares = self.plan.shares([k for k, _, _ in some])
-            for (k, piece, count), share in zip(some, shares, strict=True):
-                parts = share.micro_batches(count)
-                for number in range(piece, count, step):
-                    yield self._made(k, number, count, parts[number])
+        batches = self._batches(first, step)
+        while planned := list(islice(batches, together)):
+            shares = self.plan.shares([k for k, _, _ in planned])
+            for (k, number, count), share in zip(planned, shares, strict=True):
+                yield from self._made(k, share, count, range(number, count, step))
 
-    def _own(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
+    def _batches(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
         """For each global batch of a walk: the result of `_locate` for its first micro-batch in the walk."""
         j = first
         while self.has(j):
-            k, piece, count = self._locate(j)
-            yield k, piece, count
-            j += -(-(count - piece) // step) * step
+            k, number, count = self._locate(j)
+            yield k, number, count
+            j += ceil_div(count - number, step) * step
 
-    def _made(self, k: int, piece: int, count: int, share: ReplicaBatch) -> MicroBatch:
-        place = self._place(k, piece, count)
-        version = self.plan.order.order.version_at(place[1])
-        made = MicroBatch(*place, share.ids, share.positions, share.filler, rows=share.rows, version=version)
-        return made if self._padding else made.without_padding()
+    def _made(self, k: int, share: ReplicaBatch, count: int, numbers: range) -> Iterator[MicroBatch]:
+        """Some of the micro-batches that a share is cut into."""
+        epoch = self.plan.order
+        begin, end = self.plan.bounds(k)
+        version = epoch.order.version_at(begin)
+        parts = share.micro_batches(count)
+        for number in numbers:
+            part = parts[number]
+            is_last = number == count - 1
+            place = epoch.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1)
+            made = MicroBatch(*place, part.ids, part.positions, part.filler, rows=part.rows, version=version)
+            yield made if self._padding else made.without_padding()

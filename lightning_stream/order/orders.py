@@ -24,6 +24,9 @@ from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, rando
 if TYPE_CHECKING:
     from lightning_stream.order.packing import RowSpans
 
+Counted = tuple[int, int, int]
+"""A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
+
 _SEARCHED = 1 << 20  # positions at once
 
 
@@ -92,6 +95,27 @@ class Order(ABC):
     def spans(self, at: Ints) -> RowSpans | None:
         """What the rows at some positions hold; None where positions are samples."""
         return None
+
+    @property
+    def samples_per_position(self) -> int:
+        """About so many, where samples are packed into rows."""
+        return 1
+
+    def samples_in(self, num_positions: int) -> int:
+        """About how many samples global batches have that count as so many positions."""
+        return num_positions * self.samples_per_position
+
+    def batches_before(self, position: int) -> int | None:
+        """Global batches that end at or before a position; None where all have the size that the run gives them."""
+        return None
+
+    def cursor(self, position: int) -> tuple[Counted, ...] | None:
+        """The windows that a state holds so that a resume at this position is fast; None where every position is."""
+        return None
+
+    def alternatives(self, position: int, seed: int, epoch: int) -> RowSpans:
+        """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
+        raise TypeError("Only packed rows have alternatives.")
 
     @property
     def below(self) -> Order:

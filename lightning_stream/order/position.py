@@ -141,7 +141,7 @@ class Position:
 
     def num_steps(self, run: RunOrder | None) -> int:
         """Global batches of this epoch that are done, in the run of its state; batches of a budget need the run."""
-        if run is not None and (counted := self.order_in(run).batches_before(self.position)) is not None:
+        if run is not None and (counted := self.order_in(run).order.batches_before(self.position)) is not None:
             return counted
         changes = self.batch_changes or ((0, self.batch_size),)
         ends = [*(begin for begin, _ in changes[1:]), self.position]
@@ -159,7 +159,9 @@ class Position:
         order = self.order_in(run)
         is_over = not order.reaches(self.position + 1) and self.position >= order.num_samples
         if self.position and not is_over:
-            is_over = not BatchPlan(order, batch_size=batch_size, world=world, tail=tail, start=self.position).has(0)
+            is_over = not BatchPlan(
+                order, batch_size=batch_size, world=world or World(), tail=tail, start=self.position
+            ).has(0)
         here = self.next_epoch() if self.position and is_over else self
         changes = here.batch_changes
         if batch_size != here.batch_size and here.position:

@@ -21,7 +21,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.lazy import kept
 from lightning_stream.order.arrays import Ints
 from lightning_stream.order.buckets import LengthBuckets
-from lightning_stream.order.orders import Order, ceil_div, places_by, positions_of
+from lightning_stream.order.orders import Counted, Order, ceil_div, places_by, positions_of
 from lightning_stream.order.packing import RowPacking, RowSpans, pack_window, sampled
 from lightning_stream.order.permutation import RngStream, permutation, random_u64
 
@@ -30,9 +30,6 @@ _ALTERNATIVES = 16
 _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
 _DOCUMENTS_AT_ONCE = 1 << 20
 _ALL = 2**62
-
-Counted = tuple[int, int, int]
-"""A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
 
 
 @dataclass(frozen=True)
@@ -372,7 +369,7 @@ class PackedRows(Order):
         return rows.take(others[(numbers % np.uint64(len(others))).astype(np.int64)])
 
     @property
-    def documents_per_row(self) -> int:
+    def samples_per_position(self) -> int:
         """About so many, at least 1."""
         mean = int(sampled(self._lengths).mean()) if len(self._lengths) else 1
         return max(1, self._packing.row_length // max(1, mean))
@@ -514,14 +511,18 @@ class ByLength(Regrouped[_Sorted]):
         """The window of a position; behind the last one, the number of all windows."""
         return position // self._length
 
-    def batches_before(self, position: int) -> int:
+    def batches_before(self, position: int) -> int | None:
         """Global batches from the epoch's begin that end at or before a position. Counts those of windows before it."""
+        if not self.has_budget:
+            return None
         window = self.window_of(position)
         inside = bisect_right(self.ends(window), position) if position % self._length else 0
         return self._counts.before(window) + inside
 
-    def cursor(self, position: int) -> tuple[Counted, ...]:
+    def cursor(self, position: int) -> tuple[Counted, ...] | None:
         """What a state holds, so that a resume need not count the batches before it."""
+        if not self.has_budget:
+            return None
         window = self.window_of(position)
         if not window:
             return ()
@@ -529,5 +530,5 @@ class ByLength(Regrouped[_Sorted]):
 
     def samples_in(self, num_positions: int) -> int:
         """A batch counts as ``batch_size``, the least that it has; here as the mean of the first window."""
-        ends = self.ends(0)
+        ends = self.ends(0) if self.has_budget else ()
         return ceil_div(num_positions * ends[-1], len(ends) * self._buckets.batch_size) if ends else num_positions

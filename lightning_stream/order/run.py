@@ -17,9 +17,9 @@ from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.order.mixture import Mixture
 from lightning_stream.order.mosaic.epoch import MosaicOrder
-from lightning_stream.order.orders import Concat, EvenMerge, Interleave, Order, positions_of
+from lightning_stream.order.orders import Concat, Counted, EvenMerge, Interleave, Order, positions_of
 from lightning_stream.order.permutation import stable_argsort
-from lightning_stream.order.rows import ByLength, Counted, Landmark, PackedRows
+from lightning_stream.order.rows import ByLength, Landmark, PackedRows
 from lightning_stream.order.schedule import Schedule
 from lightning_stream.order.snapshot import Snapshot, max_active
 from lightning_stream.order.spread import deal_shards

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lightning_stream.order.arrays import Bools, Ints
-from lightning_stream.order.balance import Balance, balanced_split
+from lightning_stream.order.balance import balanced_split
 from lightning_stream.order.orders import Interleave, Order, ceil_div, places_by, positions_of
 from lightning_stream.order.world import World
 
 if TYPE_CHECKING:
+    from lightning_stream.order.batches import BatchPlan
+    from lightning_stream.order.cuts import Cuts
     from lightning_stream.order.packing import RowSpans
 
 
@@ -88,24 +90,31 @@ class Owners(ABC):
 
 
 class ByNode(Owners):
-    """A batch is stably grouped by canonical node and cut evenly.
+    """A batch is stably grouped by canonical node and cut evenly; or by cost, where the plan has a balance.
 
-    With ``is_equal`` all replicas get the same number: where one has a sample less, padding repeats a near one of the
-    same batch. Without, only an empty replica gets one sample of padding. ``num_micro`` are the micro-batches of every
+    All replicas get the same number: where one has a sample less, padding repeats a near one of the same batch. With
+    ``tail="exact"``, only an empty replica gets one sample of padding. ``num_micro`` are the micro-batches of every
     batch, where they do not follow from the number of samples.
     """
 
-    def __init__(self, order: Order, world: World, *, is_equal: bool, num_micro: int | None = None) -> None:
+    def __init__(self, order: Order, plan: BatchPlan, num_micro: int | None = None) -> None:
         self.order = order
-        self.world = world
-        self.is_equal = is_equal
+        self.plan = plan
+        self.is_equal = plan.tail != "exact"
         self._num_micro = num_micro
 
     def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
-        grouped = np.argsort(self.order.nodes(positions_of(begin, end)), kind="stable")
-        offsets, filler = dealt(grouped[:, None], np.zeros((len(grouped), 1), np.bool_), self.world, self.is_equal)
-        at = begin + offsets
-        return ReplicaBatch(at, at, filler)
+        world, balance = self.plan.world, self.plan.balance
+        at = positions_of(begin, end)
+        nodes = self.order.nodes(at)
+        if balance is None:
+            grouped = np.argsort(nodes, kind="stable")[:, None]
+            offsets, filler = dealt(grouped, np.zeros(grouped.shape, np.bool_), world, self.is_equal)
+            return ReplicaBatch(at[offsets], at[offsets], filler)
+        costs = balance.costs_of(self.order, at)
+        count = self.num_micro_batches(k, begin, end, balance.device_batch_size)
+        offsets, filler, ends = balanced_split(nodes, costs, world, equal=self.is_equal, num_micro_batches=count)
+        return ReplicaBatch(at[offsets], at[offsets], filler, ends=ends)
 
     def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
         places = self.places(k, begin, end)
@@ -118,53 +127,32 @@ class ByNode(Owners):
     def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
         if self._num_micro is not None:
             return self._num_micro
-        return num_micro_batches(end - begin, device_batch_size, self.world.num_replicas)
-
-
-class ByCost(ByNode):
-    """Samples of nearly equal cost for every replica; see `Balance`."""
-
-    def __init__(
-        self, order: Order, world: World, balance: Balance, *, is_equal: bool, num_micro: int | None = None
-    ) -> None:
-        super().__init__(order, world, is_equal=is_equal, num_micro=num_micro)
-        self._balance = balance
-
-    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
-        at = positions_of(begin, end)
-        costs = self._balance.costs_of(self.order, at)
-        count = self.num_micro_batches(k, begin, end, self._balance.device_batch_size)
-        nodes = self.order.nodes(at)
-        offsets, filler, ends = balanced_split(nodes, costs, self.world, equal=self.is_equal, num_micro_batches=count)
-        return ReplicaBatch(at[offsets], at[offsets], filler, ends=ends)
+        return num_micro_batches(end - begin, device_batch_size, self.plan.world.num_replicas)
 
 
 class ByBlock(ByNode):
-    """Replicas get whole device blocks of one stream each, of the first ``num_batches`` batches; behind them, samples.
+    """Replicas get whole device blocks of one stream each; with ``tail="exact"`` samples behind the whole batches.
 
     Within each stream a batch is stably grouped by canonical node and cut into blocks; a short last block is filled up.
     """
 
-    def __init__(
-        self, order: Interleave, world: World, *, is_equal: bool, per_replica: int, num_full: int, num_batches: int
-    ) -> None:
-        super().__init__(order, world, is_equal=is_equal)
+    def __init__(self, order: Interleave, plan: BatchPlan, cuts: Cuts) -> None:
+        super().__init__(order, plan)
         self._interleave = order
-        self._per_replica = per_replica
-        self._num_full = num_full
-        self._num_batches = num_batches
+        self._num_full = cuts.num_whole
+        self._num_of_blocks = cuts.num_batches if self.is_equal else cuts.num_whole
 
     def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
-        if k >= self._num_batches:
+        if k >= self._num_of_blocks:
             return super().places(k, begin, end)
         at = positions_of(begin, end)
         block = self._interleave.block
         blocks, filler = blocks_of(self.order.nodes(at), self._interleave.locate(at)[0], block)
-        offsets, filler = dealt(blocks, filler, self.world, is_equal=True)
+        offsets, filler = dealt(blocks, filler, self.plan.world, is_equal=True)
         return ReplicaBatch(at[offsets], at[offsets], filler, block)
 
     def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
-        if k >= self._num_batches:
+        if k >= self._num_of_blocks:
             return super().num_micro_batches(k, begin, end, device_batch_size)
         block = self._interleave.block
         if device_batch_size % block and block % device_batch_size:
@@ -173,7 +161,8 @@ class ByBlock(ByNode):
                 f"batch per device must hold whole blocks or divide one, but it is {device_batch_size}. Choose another."
             )
         # Blocks are filled up, so the share itself is counted.
-        length = self._per_replica if k < self._num_full else len(self.places(k, begin, end))
+        is_full = k < self._num_full
+        length = (end - begin) // self.plan.world.num_replicas if is_full else len(self.places(k, begin, end))
         return ceil_div(length, device_batch_size)
 
 

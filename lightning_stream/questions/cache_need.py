@@ -60,7 +60,7 @@ def need_of_node(
     nodes, active = world.num_nodes, run.active_shards()
     sizes = np.sort(raw_bytes)[::-1]
     order = run.epoch(0)
-    span = order.samples_in(ahead.span * device_batch_size * world.num_replicas)
+    span = order.order.samples_in(ahead.span * device_batch_size * world.num_replicas)
     if order.order.arranged_together > 1:  # the shards of a window stay in use until its last batch
         span = (ceil_div(span, order.order.arranged_together) + 1) * order.order.arranged_together
     entering = min(_entering(run, span), len(sizes) - active)

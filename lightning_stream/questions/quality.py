@@ -59,7 +59,7 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
     ``shard_bytes``, int64[shards], is for the cache; None counts every sample as one byte.
     """
     order, snapshot = run.epoch(epoch), run.snapshot
-    batch_size = order.samples_in(batch_size)
+    batch_size = order.order.samples_in(batch_size)
     plan = BatchPlan(order.documents, batch_size=batch_size, tail="pad")
     count, edge = plan.num_batches, max(1, plan.num_batches // _END)
     evenly, first, last = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS), _picks(count - edge, count, _AT_ENDS)

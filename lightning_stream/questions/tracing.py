@@ -159,7 +159,7 @@ def where(
 def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator[tuple[int, int, int]]:
     """The rank, micro-batch and row that get position ``at`` of global batch ``k``."""
     for rank in range(0, plan.world.num_ranks, plan.world.replication):
-        share = plan.of(replace(plan.world, rank=rank), delivery.balance).places(k)
+        share = replace(plan, world=replace(plan.world, rank=rank), balance=delivery.balance).places(k)
         if not ((share.positions == at) & ~share.filler).any():
             continue
         count = plan.num_micro_batches(k, delivery.device_batch_size)
@@ -180,8 +180,14 @@ def _stretches(
     found = []
     for (begin, size), end in zip(changes, ends, strict=True):
         fits = world is None or size % world.num_replicas == 0  # an earlier batch may not: its world is not known
-        known = world if fits else None
-        plan = BatchPlan(order, batch_size=size, world=known, tail=tail, start=begin, accumulate=accumulate)
+        plan = BatchPlan(
+            order,
+            batch_size=size,
+            world=world if fits and world else World(),
+            tail=tail,
+            start=begin,
+            accumulate=accumulate,
+        )
         found.append((plan, _steps_until(plan, end)))
     return found
 

@@ -136,7 +136,7 @@ class BadData:
 
     def _readable_row(self, reader: SampleReader, order: EpochOrder, position: int, drawn: int) -> RowSpans:
         """The row to deliver at a position instead of one with a bad document: the same in every world."""
-        for row in order.alternatives(position, self.policy.seed):
+        for row in order.order.alternatives(position, self.policy.seed, order.epoch):
             if not any(self.is_bad(reader, sample_id) for sample_id in row.ids.tolist()):
                 return row
         raise FormatError(

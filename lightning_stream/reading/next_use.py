@@ -22,7 +22,11 @@ class NextUse:
     """
 
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
-        self._order, self._snapshot, self._horizon = order, snapshot, max(1, horizon // order.samples_per_position)
+        self._order, self._snapshot, self._horizon = (
+            order,
+            snapshot,
+            max(1, horizon // order.order.samples_per_position),
+        )
         nothing = np.zeros(0, np.int64)
         self._part: _Part = (0, 0, nothing, nothing)  # replaced as one, since several threads ask
         self.position = 0

@@ -168,8 +168,8 @@ def test_a_new_method_is_one_value(monkeypatch):
         def nodes(self, at):
             return self._order.nodes(at)
 
-    def divide(request):
-        return divide_evenly(replace(request, order=Backwards(request.order)))
+    def divide(plan, order):
+        return divide_evenly(plan, Backwards(order))
 
     monkeypatch.setitem(METHODS, "stratified", replace(METHODS["random"], divide=divide))
     run = run_of([[40] * 3, [30] * 2], "stratified", shuffle=False)

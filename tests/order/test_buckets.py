@@ -135,12 +135,12 @@ def test_a_resume_far_in_an_epoch_plans_few_windows():
     run = run_of(lengths, tokens=50_000, window=4096)
     order = run.epoch(0)
     at = next(end for end in order.order.ends(150_000 // 4096) if end > 150_000)
-    mark, steps = order.landmark(at), order.batches_before(at)
+    mark, steps = order.landmark(at), order.order.batches_before(at)
     fresh = run_of(lengths, tokens=50_000, window=4096).epoch(0, mark)
     planned = []
     plan = fresh.order.plan
     fresh.order.plan = lambda number, at: planned.append(number) or plan(number, at)
-    assert fresh.batches_before(at) == steps
+    assert fresh.order.batches_before(at) == steps
     assert len(set(planned)) == 1
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_stream.lazy import kept
 from lightning_stream.order.arrays import Bools, Ints, starts_of
-from lightning_stream.order.batches import Division, Request, check_request
+from lightning_stream.order.batches import BatchPlan, Division, check_plan
 from lightning_stream.order.cuts import EvenCuts
 from lightning_stream.order.mosaic.partitions import PADDING
 from lightning_stream.order.mosaic.work import epoch_batches
@@ -150,15 +150,15 @@ class _ByTable(Owners):
     """Each rank gets what it gets in that library; where it has nothing, another's part serves as padding.
 
     Args:
-        request: What is divided.
+        plan: What is divided.
         table: The epoch in this world.
         first: Its first batch.
         accumulate: Batches of that library in one of ours.
         shift: The position of the table's first sample.
     """
 
-    def __init__(self, request: Request, table: EpochTable, first: int, accumulate: int, shift: int) -> None:
-        self._request = request
+    def __init__(self, plan: BatchPlan, table: EpochTable, first: int, accumulate: int, shift: int) -> None:
+        self._plan = plan
         self._table = table
         self._first = first
         self._accumulate = accumulate
@@ -175,7 +175,7 @@ class _ByTable(Owners):
         place[order] = np.arange(len(order)) + begins[0]
         positions[counted] = place
         pieces = []
-        replica = self._request.world.replica
+        replica = self._plan.world.replica
         for row, takes, counts, position in zip(rows, self._takes(part), counted, positions, strict=True):
             giver = replica if takes[replica].any() else int(takes.any(axis=1).argmax())
             mask = takes[giver]
@@ -202,44 +202,44 @@ class _ByTable(Owners):
 
     def _takes(self, part: slice) -> Bools:
         """bool[batches, ranks, batch size]: what is delivered."""
-        if self._request.tail == "exact":
+        if self._plan.tail == "exact":
             return self._table.counted[part]
         is_sample: Bools = self._table.rows[part] != PADDING
         return is_sample
 
 
-def divide_by_table(request: Request) -> Division:
+def divide_by_table(plan: BatchPlan, order: Order) -> Division:
     """That library's global batches, as many of them in one of ours as accumulation asks.
 
     ``tail="drop"`` ends before the first batch that is not full; ``"exact"`` delivers no repeats.
     """
-    check_request(request, owns=True)
-    table, first = _table_of(request)
-    accumulate = request.batch_size // (table.rows.shape[1] * table.rows.shape[2])
-    shift = request.start - int(table.edges[first])
-    edges = np.append(table.edges[first:-1:accumulate], table.edges[-1])
-    short = np.diff(edges) != request.batch_size
-    num_whole = int(short.argmax()) if short.any() else len(short)
-    ends: list[int] = [] if request.tail == "drop" else (shift + edges[num_whole + 1 :]).tolist()
-    cuts = EvenCuts(request.start, request.batch_size, lambda _: False, lambda: (num_whole, ends))
-    return Division(_TableOrder(table, shift), cuts, _ByTable(request, table, first, accumulate, shift))
-
-
-def _table_of(request: Request) -> tuple[EpochTable, int]:
-    """The epoch in this world, and which of its batches comes first."""
-    order, world = request.order, request.world
     assert isinstance(order, MosaicOrder)
-    size = order.global_batch or request.batch_size
-    if request.batch_size % size or size % world.num_replicas or world.num_replicas % world.num_nodes:
+    check_plan(plan, order, owns=True)
+    table, first = _table_of(plan, order)
+    accumulate = plan.batch_size // (table.rows.shape[1] * table.rows.shape[2])
+    shift = plan.start - int(table.edges[first])
+    edges = np.append(table.edges[first:-1:accumulate], table.edges[-1])
+    short = np.diff(edges) != plan.batch_size
+    num_whole = int(short.argmax()) if short.any() else len(short)
+    ends: list[int] = [] if plan.tail == "drop" else (shift + edges[num_whole + 1 :]).tolist()
+    cuts = EvenCuts(plan.start, plan.batch_size, lambda _: False, lambda: (num_whole, ends))
+    return Division(_TableOrder(table, shift), cuts, _ByTable(plan, table, first, accumulate, shift))
+
+
+def _table_of(plan: BatchPlan, order: MosaicOrder) -> tuple[EpochTable, int]:
+    """The epoch in this world, and which of its batches comes first."""
+    world = plan.world
+    size = order.global_batch or plan.batch_size
+    if plan.batch_size % size or size % world.num_replicas or world.num_replicas % world.num_nodes:
         raise ValueError(
             f"A run in an order of mosaicml-streaming keeps the batch it began with, {size} samples over all "
-            f"ranks without accumulation, and a step is a multiple of it; found {request.batch_size} samples a step "
+            f"ranks without accumulation, and a step is a multiple of it; found {plan.batch_size} samples a step "
             f"over {world.num_replicas} data replicas on {world.num_nodes} nodes. Choose batch size per device and "
             "accumulation so that they fit."
         )
     shape = (world.num_nodes, world.num_replicas // world.num_nodes, size // world.num_replicas)
     table = order.table(*shape)
-    first = min(int(np.searchsorted(table.edges, request.start)), len(table.rows))
-    if table.edges[first] <= request.start:
+    first = min(int(np.searchsorted(table.edges, plan.start)), len(table.rows))
+    if table.edges[first] <= plan.start:
         return table, first
-    return order.table(*shape, request.start), 0  # the start lies within a batch: that library shares out the rest
+    return order.table(*shape, plan.start), 0  # the start lies within a batch: that library shares out the rest
