@@ -20,9 +20,9 @@ from lightning_stream.loading.checks import cache_need, quality, refusal_of_limi
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.order import RunOrder
-from lightning_stream.order.balance import imbalance
 from lightning_stream.questions.describe import duration, readable
 from lightning_stream.questions.downloads import estimate_downloads, plan_downloads
+from lightning_stream.questions.imbalance import imbalance
 from lightning_stream.questions.quality import Quality
 from lightning_stream.reading.fetches import hurried_threads
 from lightning_stream.reading.look_ahead import furthest_ahead

@@ -10,10 +10,10 @@ import numpy as np
 from msgspec import structs
 
 from lightning_stream.order import BatchPlan, RunOrder, Tail
-from lightning_stream.order.balance import can_balance
 from lightning_stream.questions.cache_need import CacheNeed, ReadAhead, need_of_node
 from lightning_stream.questions.describe import readable
 from lightning_stream.questions.downloads import estimate_factor, warning_about
+from lightning_stream.questions.imbalance import can_balance
 from lightning_stream.questions.quality import Quality, measure
 from lightning_stream.reading.reader import SampleReader
 

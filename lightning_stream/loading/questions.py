@@ -18,7 +18,6 @@ from lightning_stream.monitoring.meter import Mark, Meter
 from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
 from lightning_stream.monitoring.watch import Watch
 from lightning_stream.order import Position, RunOrder
-from lightning_stream.order.balance import can_balance
 from lightning_stream.order.forget import Replay
 from lightning_stream.processes import num_cores
 from lightning_stream.questions import Occurrence, explain, trace
@@ -31,6 +30,7 @@ from lightning_stream.questions.describe import (
     stage_of_batches,
     stages_of_order,
 )
+from lightning_stream.questions.imbalance import can_balance
 from lightning_stream.questions.tracing import Explanation, TracedBatch
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.look_ahead import furthest_ahead

@@ -14,20 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heapreplace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lightning_stream.order.arrays import Bools, Ints
-from lightning_stream.order.orders import Order, ceil_div, positions_of
+from lightning_stream.order.orders import Order, ceil_div
 from lightning_stream.order.world import World
-
-if TYPE_CHECKING:
-    from lightning_stream.order.batches import BatchPlan
-    from lightning_stream.order.run import RunOrder
 
 Cost = Callable[[Ints], NDArray[Any]]  # from sample ids, or from lengths
 
@@ -166,33 +162,6 @@ def num_groups(canonical_nodes: int, world: World) -> int:
     """
     machines = math.gcd(world.num_nodes, world.num_replicas)
     return canonical_nodes if machines % canonical_nodes == 0 else machines
-
-
-def can_balance(run: RunOrder, world: World) -> bool:
-    """Whether any group has several replicas."""
-    return num_groups(run.config.canonical_nodes if run.config.shuffle else 1, world) < world.num_replicas
-
-
-def imbalance(plan: BatchPlan, balance: Balance) -> tuple[float, float]:
-    """Cost of the most expensive replica / mean, without this balance and with it: the mean over some batches.
-
-    These are up to 16 whole batches spread evenly over the epoch, fewer with many replicas.
-    """
-    order, ranks = plan.order, range(0, plan.world.num_ranks, plan.world.replication)
-    count = max(1, min(16, plan.num_whole_batches, 256 // len(ranks)))
-    batches = np.unique(np.arange(count) * plan.num_whole_batches // count).tolist()
-    found = []
-    for one in (None, balance):
-        plans = [replace(plan, world=replace(plan.world, rank=rank), balance=one) for rank in ranks]
-        ratios = []
-        for k in batches:
-            begin, end = plan.bounds(k)
-            costs = balance.costs_of(order.order, positions_of(begin, end)).astype(np.float64)
-            shares = [each.share(k) for each in plans]
-            sums = np.array([costs[share.positions[~share.filler] - begin].sum() for share in shares])
-            ratios.append(float(sums.max() / max(sums.mean(), 1e-9)))
-        found.append(float(np.mean(ratios)))
-    return found[0], found[1]
 
 
 def balanced_split(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, fields
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -155,6 +155,11 @@ class BatchPlan:
     def __reduce__(self) -> tuple[partial[BatchPlan], tuple[()]]:
         """Pickle what the plan was made of, not what was computed from it."""
         return partial(BatchPlan, **{one.name: getattr(self, one.name) for one in fields(self) if one.init}), ()
+
+    def of_replicas(self, balance: Balance | None = None) -> list[BatchPlan]:
+        """The same global batches for the first rank of every replica, perhaps balanced."""
+        ranks = range(0, self.world.num_ranks, self.world.replication)
+        return [replace(self, world=replace(self.world, rank=rank), balance=balance) for rank in ranks]
 
     @property
     def num_whole_batches(self) -> int:

@@ -19,6 +19,7 @@ from lightning_stream.order.batches import TAILS, BatchPlan, EpochOrder, Tail
 from lightning_stream.order.config import ORDER_VERSION, OrderConfig
 from lightning_stream.order.draw import weights_digest
 from lightning_stream.order.forget import first_seen
+from lightning_stream.order.orders import Counted
 from lightning_stream.order.rows import Landmark
 from lightning_stream.order.rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
 from lightning_stream.order.run import RunOrder
@@ -38,18 +39,24 @@ _CONVERT = (
 )
 
 
-@dataclass(frozen=True)
-class SnapshotSummary:
+class SnapshotSummary(
+    Struct,
+    frozen=True,
+    eq=False,
+    omit_defaults=True,
+    forbid_unknown_fields=True,
+    rename={"num_samples": "samples", "num_shards": "shards"},
+):
     """What a state holds of its data: enough to recognise other data, and to describe the difference.
 
     ``versions`` has 16 digits of the digest of each stream's index, with which `Stream(version=...)` opens it again; of
-    a Delta table, also its version behind a space.
+    a Delta table, also its version behind a space. Summaries that differ in it alone are equal.
     """
 
     digest: str
-    num_samples: int
-    num_shards: int
-    versions: tuple[str, ...] = field(default=(), compare=False)
+    num_samples: Annotated[int, Meta(ge=0)]
+    num_shards: Annotated[int, Meta(ge=0)]
+    versions: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> SnapshotSummary:
@@ -61,25 +68,17 @@ class SnapshotSummary:
         )
         return cls(snapshot.digest, snapshot.num_samples, snapshot.num_shards, versions)
 
-    def to_save(self) -> _SavedSnapshot:
-        """The summary as a state holds it: without versions where there are none."""
-        saved = self.digest, self.num_samples, self.num_shards
-        return _SavedSnapshot(*saved, self.versions) if self.versions else _SavedSnapshot(*saved)
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SnapshotSummary) and structs.astuple(self)[:3] == structs.astuple(other)[:3]
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
     def has_streams_of(self, snapshot: Snapshot) -> bool:
         """Whether the data is known to be of the same versions of the same streams, perhaps other samples of them."""
         digests = snapshot.stream_digests
         same = [version[:16] for version in self.versions] == [digest[:16] for digest in digests]
         return same and bool(digests)
-
-
-class _SavedSnapshot(Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A summary as a state holds it."""
-
-    digest: str
-    samples: Annotated[int, Meta(ge=0)]
-    shards: Annotated[int, Meta(ge=0)]
-    versions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -275,7 +274,7 @@ class Position:
             "tail": self.tail,
             "order": self.order.to_state(),
             "weights": self.weights,
-            "snapshot": plain(self.snapshot.to_save()),
+            "snapshot": plain(self.snapshot),
             "ledger": f"{self.ledger:016x}",
         }
         if self.landmark is not None and self.landmark.epoch == self.epoch and self.landmark.windows:
@@ -294,33 +293,29 @@ class Position:
         if not isinstance(state, Mapping):
             raise StateError(f"A state must be a dict that state_dict() gave, not {type(state).__name__}.")
         _check_versions(state)
-        problems = violations(state, _RULES) or _change_problems(state) or _checksum_problems(state)
-        if problems:
+        if problems := violations(state, _RULES) or _change_problems(state) or _checksum_problems(state):
             raise _damaged(problems)
         return cls(
             **{name: state[name] for name in ("epoch", "position", "batch_size", "tail", "weights")},
             order=OrderConfig.from_state(state["order"]),
-            snapshot=SnapshotSummary(*structs.astuple(msgspec.convert(state["snapshot"], _SavedSnapshot))),
+            snapshot=msgspec.convert(state["snapshot"], SnapshotSummary),
             ledger=int(state["ledger"], 16),
             # A state may hold two changes at one position, as older versions wrote them: the later one holds.
             batch_changes=tuple(dict(state["batch_changes"]).items()),
-            landmark=Landmark(state["epoch"], _windows_of(state.get("landmark") or ())),
+            landmark=Landmark(state["epoch"], _windows_of(state.get("landmark"))),
         )
 
 
-def _windows_of(differences: Sequence[Sequence[int]]) -> tuple[tuple[int, int, int], ...]:
+def _windows_of(differences: Sequence[Counted] | None) -> tuple[Counted, ...]:
     """The windows of a landmark, from the differences between them that a state holds."""
-    return tuple(accumulate(((a, b, c) for a, b, c in differences), _sum_of))
-
-
-def _sum_of(left: tuple[int, int, int], right: tuple[int, int, int]) -> tuple[int, int, int]:
-    return left[0] + right[0], left[1] + right[1], left[2] + right[2]
+    return tuple(zip(*map(accumulate, zip(*differences or (), strict=True)), strict=True))
 
 
 def _is_landmark(value: Any) -> bool:
+    """Whether a state can hold this as its landmark."""
     if not _DIFFERENCES.accepts(value):
         return False
-    windows = _windows_of(value or ())
+    windows = _windows_of(value)
     return all(window >= 0 and 0 <= before <= behind < MAX_NUMBER for window, before, behind in windows)
 
 
@@ -351,18 +346,18 @@ def _change_problems(state: Mapping[str, Any]) -> list[str]:
 
 def _checksum(state: Mapping[str, Any]) -> str:
     """CRC-32 of the canonical JSON of all but the checksum itself, as 8 hexadecimal digits."""
-    kept = {name: value for name, value in state.items() if name != "checksum"}
-    return f"{crc32(json.dumps(kept, sort_keys=True, separators=(',', ':')).encode()):08x}"
+    values = {name: value for name, value in state.items() if name != "checksum"}
+    return f"{crc32(json.dumps(values, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
 def _checksum_problems(state: Mapping[str, Any]) -> list[str]:
     """Whether the values are not those that were written; a state may lack the checksum."""
     try:
-        found = _checksum(state)
+        computed = _checksum(state)
     except (TypeError, ValueError, RecursionError) as error:
         return [f"it holds a value that no state has: {error}."]
-    wanted = state.get("checksum", found)
-    return [] if wanted == found else [f"its checksum is {found}, not {short(wanted)}."]
+    wanted = state.get("checksum", computed)
+    return [] if wanted == computed else [f"its checksum is {computed}, not {short(wanted)}."]
 
 
 def _damaged(problems: list[str]) -> StateError:
@@ -375,15 +370,6 @@ def _damaged(problems: list[str]) -> StateError:
 _VERSION_RULES = {"version": count(1), "order_version": count(1)}
 _DIFFERENCES = shaped("", list[tuple[int, int, int]] | None)
 _RULES = {
-    "digest": TEXT,
-    "samples": count(),
-    "shards": count(),
-    "versions": Rule(
-        "None or a list of strings",
-        lambda value: value is None or (isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)),
-    ),
-}
-_RULES = {
     "epoch": count(0, MOST_EPOCHS),
     "position": count(),
     "batch_size": count(1),
@@ -395,6 +381,6 @@ _RULES = {
     "tail": one_of(*TAILS),
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,
-    "snapshot": shaped("a dict of digest, samples and shards", _SavedSnapshot),
+    "snapshot": shaped("a dict of digest, samples and shards", SnapshotSummary),
     "ledger": shaped("16 hex digits", Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]),
 }

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
 from lightning_stream.order.orders import ceil_div
 from lightning_stream.order.run import RunOrder
 from lightning_stream.order.snapshot import max_active
@@ -45,7 +45,7 @@ class CacheNeed:
 
 def need_of_node(
     run: RunOrder,
-    raw_bytes: NDArray[np.int64],
+    raw_bytes: Ints,
     ahead: ReadAhead,
     *,
     device_batch_size: int,

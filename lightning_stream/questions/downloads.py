@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
 from lightning_stream.order.batches import BatchPlan, Tail
 from lightning_stream.order.run import RunOrder
 from lightning_stream.order.world import World
@@ -22,8 +22,8 @@ _ESTIMATED_POSITIONS = 1 << 20
 class DownloadPlan:
     """What the nodes download in an epoch, each shard once per node that needs it."""
 
-    shards: tuple[NDArray[np.int64], ...]  # one int64 array per data node: the shards it needs
-    num_bytes: NDArray[np.int64]  # int64[nodes], the bytes of those
+    shards: tuple[Ints, ...]  # one int64 array per data node: the shards it needs
+    num_bytes: Ints  # int64[nodes], the bytes of those
     union_bytes: int  # bytes of all shards needed anywhere
     warning: str | None = None  # what to change, if much is downloaded more than once
     is_estimated: bool = False  # whether the numbers are those of an even share, and ``shards`` is empty
@@ -41,7 +41,7 @@ def plan_downloads(
     batch_size: int,
     world: World,
     tail: Tail = "pad",
-    shard_bytes: NDArray[np.int64] | None = None,
+    shard_bytes: Ints | None = None,
 ) -> DownloadPlan:
     """What each node will download in an epoch, exactly. O(samples).
 
@@ -51,8 +51,7 @@ def plan_downloads(
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
     readers, order = _readers(world), run.epoch(epoch)
-    firsts = [replace(world, rank=replica * world.replication) for replica in range(world.num_replicas)]
-    plans = [BatchPlan(order, batch_size=batch_size, world=one, tail=tail) for one in firsts]
+    plans = BatchPlan(order, batch_size=batch_size, world=world, tail=tail).of_replicas()
     for replica, ids in _reads_of(plans):
         shards = np.unique(run.snapshot.shards_of(ids.reshape(-1)))
         for node in readers[replica]:
@@ -80,9 +79,7 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
     return len(reads) / len({canonical for canonical, _ in reads})
 
 
-def estimate_downloads(
-    run: RunOrder, *, epoch: int, batch_size: int, world: World, shard_bytes: NDArray[np.int64]
-) -> DownloadPlan:
+def estimate_downloads(run: RunOrder, *, epoch: int, batch_size: int, world: World, shard_bytes: Ints) -> DownloadPlan:
     """What each node will download in an epoch, estimated in less than a second for any amount of data."""
     factor = estimate_factor(run, epoch=epoch, batch_size=batch_size, world=world)
     total = int(shard_bytes.sum())
@@ -129,7 +126,7 @@ def _readers(world: World) -> list[list[int]]:
     return [sorted(nodes) for nodes in readers]
 
 
-def _reads_of(plans: Sequence[BatchPlan]) -> Iterator[tuple[int, NDArray[np.int64]]]:
+def _reads_of(plans: Sequence[BatchPlan]) -> Iterator[tuple[int, Ints]]:
     """What all replicas read in an epoch, a part after another: the replica, and sample ids that it reads.
 
     ``plans`` cut one order into the same batches, one for each replica. Whole batches are read once for all replicas:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
 from lightning_stream.order.batches import BatchPlan
 from lightning_stream.order.run import RunOrder
 
@@ -53,7 +53,7 @@ class Quality:
         )
 
 
-def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDArray[np.int64] | None = None) -> Quality:
+def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: Ints | None = None) -> Quality:
     """Score an epoch's order by some of its batches, in less than a second for any amount of data.
 
     ``shard_bytes``, int64[shards], is for the cache; None counts every sample as one byte.
@@ -76,7 +76,7 @@ def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: NDAr
     )
 
 
-def score(ids: NDArray[np.int64], num_samples: int) -> int:
+def score(ids: Ints, num_samples: int) -> int:
     """How many disk segments these samples of ``num_samples`` touch."""
     return len(np.unique(ids * NUM_SEGMENTS // num_samples))
 

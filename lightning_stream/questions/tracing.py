@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.order.arrays import Ints
 from lightning_stream.order.balance import Balance
 from lightning_stream.order.batches import BatchPlan
 from lightning_stream.order.position import Position
@@ -25,9 +25,9 @@ class TracedBatch:
     step: int
     begin: int
     end: int
-    ids: NDArray[np.int64]
-    shards: NDArray[np.int64]
-    streams: NDArray[np.int64]
+    ids: Ints
+    shards: Ints
+    streams: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,7 +118,7 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     )
 
 
-def batches_of(run: RunOrder, position: Position, epoch: int) -> Iterator[NDArray[np.int64]]:
+def batches_of(run: RunOrder, position: Position, epoch: int) -> Iterator[Ints]:
     """The samples of all global batches of an epoch, with the batch size of this position."""
     here = position if epoch == position.epoch else replace(position, epoch=epoch, position=0, batch_changes=())
     for plan, steps in _stretches(run, here, None):
@@ -158,8 +158,8 @@ def where(
 
 def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator[tuple[int, int, int]]:
     """The rank, micro-batch and row that get position ``at`` of global batch ``k``."""
-    for rank in range(0, plan.world.num_ranks, plan.world.replication):
-        share = replace(plan, world=replace(plan.world, rank=rank), balance=delivery.balance).places(k)
+    for replica_plan in plan.of_replicas(delivery.balance):
+        share, rank = replica_plan.places(k), replica_plan.world.rank
         if not ((share.positions == at) & ~share.filler).any():
             continue
         count = plan.num_micro_batches(k, delivery.device_batch_size)

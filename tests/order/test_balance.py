@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from support.orders import run_over
 
 from lightning_stream.order import BatchPlan, World
-from lightning_stream.order.balance import Balance, deal, imbalance, num_groups, whole_costs
+from lightning_stream.order.balance import Balance, deal, num_groups, whole_costs
 from lightning_stream.order.ledger import expected, total
 from lightning_stream.order.micro_batches import MicroBatches
+from lightning_stream.questions.imbalance import imbalance
 
 law = settings(max_examples=60, deadline=None, derandomize=True)
 LENGTHS = np.clip(np.random.default_rng(5).lognormal(6, 1.2, 4000), 1, 8192).astype(np.int64)
