@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import sys
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -86,11 +85,14 @@ class AddressWindow:
     def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Copy ``width`` bytes from each position ``at``: uint8[n, width], into ``out`` (C-contiguous) if given."""
         if width >= _WIDE_BYTES:
-            return self._take_wide(at, width, out)
-        if out is None:
-            return self.take_as(np.dtype(np.uint8), at, width).reshape(len(at), width)
+            out = np.empty((len(at), width), np.uint8) if out is None else out
+            for row, begin in zip(out, at.tolist(), strict=True):
+                row.data[:] = self.view[begin : begin + width]
+            return out
         cells = self._cells_of(width)
-        target = out.view(_void(width)).reshape(len(at))
+        if out is None:
+            return cells[at].view(np.uint8).reshape(len(at), width)
+        target = out.view(cells.dtype).reshape(len(at))
         step = max(1, _CHUNK_BYTES // width)
         for k in range(0, len(at), step):
             target[k : k + step] = cells[at[k : k + step]]
@@ -98,8 +100,7 @@ class AddressWindow:
 
     def take_as(self, dtype: np.dtype[Any], at: NDArray[np.int64], width: int) -> NDArray[Any]:
         """Copy the same bytes as numbers: ``dtype[n * width / itemsize]``."""
-        taken = self._take_wide(at, width, None).reshape(-1) if width >= _WIDE_BYTES else self._cells_of(width)[at]
-        return taken.view(dtype)
+        return self.take(at, width).reshape(-1).view(dtype)
 
     def _cells_of(self, width: int) -> NDArray[Any]:
         """View the window as overlapping pieces of this width, one at every position."""
@@ -107,18 +108,7 @@ class AddressWindow:
         if cells is None:
             if len(self._cells) >= _KEPT_WIDTHS:
                 self._cells.clear()
-            cells = np.ndarray((self.end - self.begin - width + 1,), _void(width), self._window, 0, (1,))
+            void = np.dtype((np.void, width))
+            cells = np.ndarray((self.end - self.begin - width + 1,), void, self._window, 0, (1,))
             self._cells[width] = cells
         return cells
-
-    def _take_wide(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
-        target = np.empty((len(at), width), np.uint8) if out is None else out
-        flat: memoryview = target.reshape(-1).data
-        for k, begin in enumerate(at.tolist()):
-            flat[k * width : (k + 1) * width] = self.view[begin : begin + width]
-        return target
-
-
-@lru_cache(maxsize=4096)
-def _void(width: int) -> np.dtype[Any]:
-    return np.dtype((np.void, width))

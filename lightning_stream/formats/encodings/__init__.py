@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import arrays, images, media, scalars, text
-from lightning_stream.formats.encodings.base import BinaryColumn, Encoding, NumericLayout, ViewEncoding
+from lightning_stream.formats.encodings.base import AdaptedEncoding, BinaryColumn, Encoding, NumericLayout
 
 __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "plain_values", "register_encoding"]
 
@@ -66,11 +66,8 @@ def register_encoding(
     """
     if encoding is None and (encode is None or decode is None):
         raise TypeError(f"encoding {name!r}: give an Encoding object, or both encode= and decode=.")
-    functions: Any = SimpleNamespace(encode=encode, decode=decode, size=size, safe=safe)
-    made: Encoding = functions if encoding is None else encoding
-    missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(made, part)]
-    if missing:
-        raise TypeError(f"encoding {name!r}: it must have {', '.join(missing)}. Subclass Encoding to get them.")
+    functions = SimpleNamespace(encode=encode, decode=decode, size=size, safe=safe)
+    made = _adapted(name, functions if encoding is None else encoding)
     if ":" in name or not name:
         raise ValueError(f"encoding names must be non-empty and hold no ':'; got {name!r}.")
     if not replace and name in encoding_names():
@@ -111,13 +108,20 @@ def plain_values(values: Any) -> Any:
     encoding = get_encoding(values.encoding)
     if not encoding.safe:
         raise ValueError(f"decoding {values.encoding} can run code that the data names. Omit the column, or keep it.")
-    takes_views = isinstance(encoding, ViewEncoding)
-    return [encoding.decode(value if takes_views else bytes(value)) for value in values]
+    return list(map(encoding.decode_view, values))
 
 
 def encoding_names() -> list[str]:
     """Return all names that `get_encoding` knows, sorted; ``ndarray`` stands for ``ndarray:<dtype>:<shape>``."""
     return sorted({*_REGISTER, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def _adapted(name: str, made: object) -> Encoding:
+    """Return an encoding, or an object with its parts as one."""
+    missing = [part for part in ("encode", "decode", "size", "safe") if not hasattr(made, part)]
+    if missing:
+        raise TypeError(f"encoding {name!r}: it must have {', '.join(missing)}. Subclass Encoding to get them.")
+    return made if isinstance(made, Encoding) else AdaptedEncoding(made)
 
 
 def _from_entry_point(name: str) -> Maker | None:
@@ -130,6 +134,6 @@ def _from_entry_point(name: str) -> Maker | None:
                     f"encoding {name!r} is offered by the entry point {point.value!r}, which cannot be loaded "
                     f"({type(error).__name__}: {error}). Install the package that offers it, or repair it."
                 ) from error
-            made = loaded() if isinstance(loaded, type) else loaded
+            made = _adapted(name, loaded() if isinstance(loaded, type) else loaded)
             return _REGISTER.setdefault(name, lambda _, made=made: made)  # type: ignore[misc]
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -82,6 +82,10 @@ class Encoding:
         """Return the value of these bytes. Readers turn any error into a `FormatError` with file, sample and column."""
         raise NotImplementedError
 
+    def decode_view(self, data: memoryview) -> Any:
+        """As `decode`, of mapped memory, which the value never refers to."""
+        return self.decode(bytes(data))
+
     def encode_many(self, values: Any) -> EncodedColumn | None:
         """Return the bytes of all values of a batch: the same as those of `encode` for each. Errors as `encode`.
 
@@ -120,6 +124,20 @@ class ViewEncoding(Encoding):
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    @property
+    def decode_view(self) -> Callable[[memoryview], Any]:
+        """It is `decode`."""
+        return self.decode
+
+
+class AdaptedEncoding(Encoding):
+    """An encoding made of any object that has some of its parts."""
+
+    def __init__(self, parts: object) -> None:
+        for name in vars(Encoding):
+            if not name.startswith("_") and hasattr(parts, name):
+                setattr(self, name, getattr(parts, name))
 
 
 class BinaryColumn(list[Any]):

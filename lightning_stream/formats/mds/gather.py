@@ -110,28 +110,33 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     which, indices = np.asarray(which, np.int64), np.asarray(indices, np.int64)
     if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
-    files = dict(enumerate(shard.mapped for shard in shards))
-    layout, columns = files[0].layout, shards[0].schema.columns
-    if any(mapped.layout is not layout for mapped in files.values()):
-        if any(shard.schema.columns != columns for shard in shards):
-            raise ValueError("gather needs shards of the same columns; group the samples by their schema first.")
-        return merge_groups(gather_groups(shards, which, indices), dict.fromkeys(columns, True), len(which), out)
-    spans = np.array([mapped.span for mapped in files.values()], np.int64).T
-    window = AddressWindow(int(spans[0].min()), int(spans[1].max()))
-    _check_range(which, len(files), "shard")
-    _check_range(indices, spans[3].take(which).view(np.uint64), "sample")
-    return gather_rows(MappedRows(layout, window, spans.take(which, 1), which, indices, files), out)
+    columns = shards[0].schema.columns
+    if any(shard.schema.columns != columns for shard in shards):
+        raise ValueError("gather needs shards of the same columns; group the samples by their schema first.")
+    _check_range(which, np.full_like(which, len(shards)), "shard")
+    _check_range(indices, np.array([shard.num_samples for shard in shards])[which], "sample")
+    groups = gather_groups(shards, which, indices, out)
+    if len(groups) == 1:
+        return groups[0][1]
+    return merge_groups(groups, dict.fromkeys(columns, True), len(which), out)
 
 
-def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s) -> list[Group]:
-    """As `gather`, over shards of different columns: the rows of each group of shards, and their columns."""
-    members: dict[RecordLayout, list[int]] = {}
-    for k, shard in enumerate(shards):
-        members.setdefault(shard.mapped.layout, []).append(k)
+def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> list[Group]:
+    """As `gather`, over shards of different columns: the rows of each group of shards, and their columns.
+
+    ``out`` is for one group; `merge_groups` fills it for several.
+    """
+    layouts = [shard.mapped.layout for shard in shards]
     groups: list[Group] = []
-    for group in members.values():
-        rows = np.flatnonzero(np.isin(which, group))
-        groups.append((rows, gather([shards[k] for k in group], np.searchsorted(group, which[rows]), indices[rows])))
+    for layout in dict.fromkeys(layouts):
+        table = SpanTable(len(shards))
+        for number, shard in enumerate(shards):
+            if layouts[number] is layout:
+                table.add(number, shard.mapped)
+        rows = np.flatnonzero(np.array([other is layout for other in layouts])[which])
+        found = table.find(which[rows], indices[rows])
+        assert found is not None
+        groups.append((rows, gather_rows(found, out if len(rows) == len(which) else None)))
     return groups
 
 
@@ -167,42 +172,35 @@ def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: 
 
 def gather_rows(rows: MappedRows, out: Buffers | None) -> Batch:
     """As `gather`, for samples that were found."""
-    places, bad_row = _locate(rows)
-    if bad_row is not None:
-        sample = f"{rows.where(bad_row)}, sample {rows.indices[bad_row]}"
-        raise FormatError(f"{sample}: its columns do not fill it. Fetch the shard again.")
     batch: Batch = {}
-    allocate, out = (out, {}) if callable(out) else (None, out or {})
-    for column, (at, size) in zip(rows.layout.columns, places, strict=True):
+    memory = {} if out is None or callable(out) else out
+    for column, (at, size) in zip(rows.layout.columns, _locate(rows), strict=True):
+        name, layout = column.name, column.encoding.layout
         if column.decode is skip:
             continue
-        if column.numbers is not None and isinstance(size, int):
-            memory = out.get(column.name) if allocate is None else allocate(len(at) * size)
-            batch[column.name] = _numbers(rows.window, column, at, size, memory)
+        if layout is not None and isinstance(size, int):
+            target = out(len(at) * size) if callable(out) else memory.get(name)
+            batch[name] = _numbers(rows.window, column, at, size, target)
             continue
-        if column.name in out:
-            raise ValueError(f"out: column {column.name!r} has no fixed size, so it cannot be written to given memory.")
-        decoded, row, error = _decoded(rows.window, column, at, size)
-        if error is not None:
-            raise corrupt_error(rows.where(row), int(rows.indices[row]), column.name, error) from error
+        if name in memory:
+            raise ValueError(f"out: column {name!r} has no fixed size, so it cannot be written to given memory.")
+        values = _decoded(rows, column, at, size)
         if column.is_read:
-            batch[column.name] = Ragged(decoded) if column.ragged else decoded
-    if unknown := set(out) - set(batch):
+            batch[name] = Ragged(values) if column.encoding.ragged else values
+    if unknown := set(memory) - set(batch):
         raise ValueError(f"out: no column {min(unknown)!r}; there are {', '.join(batch)}.")
     return batch
 
 
 def flat_arrays(rows: MappedRows, names: Sequence[str]) -> dict[str, FlatArrays] | None:
     """Where the numbers of some columns lie in the window; None if a column is not of 1-d arrays of one dtype."""
-    places, bad_row = _locate(rows)
-    if bad_row is not None:
-        return None
     flat: dict[str, FlatArrays] = {}
-    for column, (at, size) in zip(rows.layout.columns, places, strict=True):
-        if column.name in names and column.flat_arrays is not None:
-            arrays = column.flat_arrays(rows.window, at, size)
-            if arrays is not None:
+    try:
+        for column, (at, size) in zip(rows.layout.columns, _locate(rows), strict=True):
+            if column.name in names and (arrays := column.encoding.flat_arrays(rows.window, at, size)) is not None:
                 flat[column.name] = arrays
+    except FormatError:  # reading the samples says which of them it is
+        return None
     return flat if flat.keys() == {*names} else None
 
 
@@ -228,16 +226,14 @@ def flat_copies(columns: Batch, names: Sequence[str]) -> tuple[dict[str, FlatArr
     return flat, np.concatenate(parts).data
 
 
-def _check_range(values: Int64s, limit: int | Int64s, what: str) -> None:
-    wrong = values.view(np.uint64) >= limit  # as unsigned numbers, negative ones are too large
-    if wrong.any():
-        k = int(np.flatnonzero(wrong)[0])
-        limit = np.asarray(limit)
-        raise IndexError(f"{what} {values[k]} is out of range: there are {np.broadcast_to(limit, values.shape)[k]}.")
+def _check_range(values: Int64s, limits: Int64s, what: str) -> None:
+    wrong = np.flatnonzero(values.view(np.uint64) >= limits.view(np.uint64))  # negative ones are too large then
+    if len(wrong):
+        raise IndexError(f"{what} {values[wrong[0]]} is out of range: there are {limits[wrong[0]]}.")
 
 
-def _locate(rows: MappedRows) -> tuple[_Places, int | None]:
-    """Locate each sample, by the table of offsets if their sizes differ, and each of its columns; or return a bad row.
+def _locate(rows: MappedRows) -> _Places:
+    """Locate each sample, by the table of offsets if their sizes differ, and each of its columns.
 
     The table was checked when the file was opened. It is checked again, since a file that is changed meanwhile must not
     lead out of its memory.
@@ -247,23 +243,28 @@ def _locate(rows: MappedRows) -> tuple[_Places, int | None]:
     stop: Int64s | None = None
     if layout.stride is not None:
         at = spans[2] + (indices * layout.stride - window.begin)
-    elif not len(indices):
-        return [(indices, indices) for _ in layout.columns], None
     else:
         begins, ends = spans[0] - window.begin, spans[1] - window.begin
         offsets = _uint32s(window, begins + 4 + 4 * indices, 2)
         at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
-        out_of_bounds = (stop - at < layout.min_bytes) | (stop > ends)
-        if out_of_bounds.any():
-            return [], int(np.flatnonzero(out_of_bounds)[0])
+        _check_filled(rows, (stop - at < layout.min_bytes) | (stop > ends))
         sizes = iter(_uint32s(window, at, layout.num_variable).T)
         at = at + layout.head.size
     places: _Places = []
-    for column in layout.columns:
-        size = next(sizes) if column.size is None else column.size
+    for _, _, fixed in layout.steps:
+        size = next(sizes) if fixed is None else fixed
         places.append((at, size))
         at = at + size
-    return places, None if stop is None or np.array_equal(at, stop) else int(np.flatnonzero(at != stop)[0])
+    if stop is not None:
+        _check_filled(rows, at != stop)
+    return places
+
+
+def _check_filled(rows: MappedRows, is_wrong: NDArray[np.bool_]) -> None:
+    if is_wrong.any():
+        row = int(is_wrong.argmax())
+        sample = f"{rows.where(row)}, sample {rows.indices[row]}"
+        raise FormatError(f"{sample}: its columns do not fill it. Fetch the shard again.")
 
 
 def _uint32s(window: AddressWindow, at: Int64s, count: int) -> Int64s:
@@ -271,14 +272,13 @@ def _uint32s(window: AddressWindow, at: Int64s, count: int) -> Int64s:
 
 
 def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: Any) -> NDArray[Any]:
-    layout = column.numbers
+    layout = column.encoding.layout
     assert layout is not None
     shape = (len(at), *layout.shape)
     if out is None:
-        return window.take_as(layout.dtype, at, size).reshape(shape) if len(at) else np.empty(shape, layout.dtype)
+        return window.take_as(layout.dtype, at, size).reshape(shape)
     target = buffer_array(out, layout.dtype, shape, column.name)
-    if len(at):
-        window.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))
+    window.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))
     return target
 
 
@@ -296,25 +296,27 @@ def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: s
     return array
 
 
-def _decoded(window: AddressWindow, column: Column, at: Int64s, size: _Sizes) -> tuple[Any, int, Exception | None]:
-    """Return the values; or the row that could not be decoded, and the error."""
-    error: Exception | None = None
-    if column.decode_many is not None and len(at):
-        try:
-            many = column.decode_many(window, at, size)
-        except DECODE_ERRORS as raised:
-            many, error = None, raised  # decoding the values one by one shows which of them it was
-        if many is not None:
-            found = len(many) if isinstance(many, list) or (isinstance(many, np.ndarray) and many.ndim) else None
-            if found == len(at):
-                return many, 0, None
-            what = f"{found} values" if found is not None else type(many).__name__
-            return many, 0, TypeError(f"decode_many gave {what}; it must give a list or an array of {len(at)}")
-    view, decode = window.view, column.decode
-    values: list[Any] = []
+def _decoded(rows: MappedRows, column: Column, at: Int64s, size: _Sizes) -> Any:
+    """Return the values of a column; FormatError for the first that cannot be decoded."""
+    cause: Exception | None = None
+    values: Any = None
     try:
-        for begin, end in zip(at.tolist(), (at + size).tolist(), strict=True):
-            values.append(decode(view[begin:end]))
-    except DECODE_ERRORS as raised:
-        return None, len(values), raised
-    return values, 0, error
+        values = column.encoding.decode_many(rows.window, at, size) if len(at) else []
+    except DECODE_ERRORS as error:
+        cause = error  # decoding the values one by one shows which of them it was
+    row = 0
+    if values is None:
+        view, decode, values = rows.window.view, column.decode, []
+        try:
+            for begin, end in zip(at.tolist(), (at + size).tolist(), strict=True):
+                values.append(decode(view[begin:end]))
+        except DECODE_ERRORS as error:
+            row, cause = len(values), error
+    else:
+        is_countable = isinstance(values, list) or (isinstance(values, np.ndarray) and values.ndim)
+        if not is_countable or len(values) != len(at):
+            what = f"{len(values)} values" if is_countable else type(values).__name__
+            cause = TypeError(f"decode_many gave {what}; it must give a list or an array of {len(at)}")
+    if cause is not None:
+        raise corrupt_error(rows.where(row), int(rows.indices[row]), column.name, cause) from cause
+    return values

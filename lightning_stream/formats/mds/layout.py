@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Mapping
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from lightning_stream.formats.encodings import ROW_ENCODINGS, Encoding, NumericLayout, encoding_of_column, maker_of
-from lightning_stream.formats.encodings.base import FlatArrays, ViewEncoding
+from lightning_stream.formats.encodings import ROW_ENCODINGS, Encoding, encoding_of_column, maker_of
+from lightning_stream.formats.encodings.base import AdaptedEncoding
 from lightning_stream.formats.encodings.text import RowFault
 from lightning_stream.formats.model import Schema
 
-Decoder = Callable[[Any], Any]
 Decoders = Mapping[str, Callable[[bytes], Any]]
 
 
 class Column(NamedTuple):
-    """One column. ``decode`` may get a view of mapped memory, and copies the bytes that it keeps.
-
-    The other ways to read it are those of its encoding; with a decoder of the caller, there are none.
-    """
+    """One column. ``decode`` gets a view of mapped memory, and copies the bytes that it keeps."""
 
     name: str
-    size: int | None
-    decode: Decoder
+    encoding: Encoding  # of a column with a decoder of the caller: that decoder alone
+    decode: Callable[[memoryview], Any]
     is_read: bool = True
-    numbers: NumericLayout | None = None
-    decode_many: Callable[..., Any] | None = None
-    flat_arrays: Callable[..., FlatArrays | None] | None = None
-    ragged: bool = False
 
 
 class RecordLayout:
@@ -41,12 +34,13 @@ class RecordLayout:
 
     def __init__(self, columns: tuple[Column, ...]) -> None:
         self.columns = columns
-        self.num_variable = sum(column.size is None for column in columns)
+        self.steps = tuple((column.name, column.decode, column.encoding.size) for column in columns)
+        sizes = [size for _, _, size in self.steps]
+        self.num_variable = sizes.count(None)
         self.head = struct.Struct(f"<{self.num_variable}I")
-        fixed = sum(column.size or 0 for column in columns)
+        fixed = sum(size or 0 for size in sizes)
         self.stride = None if self.num_variable else fixed
         self.min_bytes = self.head.size + fixed
-        self.steps = tuple((column.name, column.decode, column.size) for column in columns)
         self.unread = tuple(column.name for column in columns if not column.is_read)
 
 
@@ -80,45 +74,21 @@ def record_layout(
         return found
     if absent := set(chosen) - set(schema.names):
         raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(schema.names)}.")
-    found_columns = []
+    columns_read = []
     for name, encoding_name, encoding in zip(schema.names, schema.encodings, encodings_of(schema), strict=True):
-        if name in unread:
-            found_columns.append(_unread(name, encoding))
-            continue
-        if not encoding.safe and not allow_unsafe_types and name not in chosen:
+        if name in chosen:
+            encoding = AdaptedEncoding(SimpleNamespace(decode=chosen[name], size=encoding.size))
+        is_read = name not in unread
+        if is_read and not encoding.safe and not allow_unsafe_types:
             raise ValueError(
                 f"column {name!r} is stored as {encoding_name!r}: reading it can run code that is in the data. If you "
                 "trust it, pass allow_unsafe_types=True."
             )
-        found_columns.append(_column(name, encoding, chosen.get(name)))
-    return _LAYOUTS.setdefault(key, RecordLayout(tuple(found_columns)))
+        # That a row could not be read is never passed over.
+        decode = encoding.decode_view if is_read or isinstance(encoding, RowFault) else skip
+        columns_read.append(Column(name, encoding, decode, is_read))
+    return _LAYOUTS.setdefault(key, RecordLayout(tuple(columns_read)))
 
 
-def skip(_: Any) -> None:
+def skip(_: memoryview) -> None:
     """Decode nothing."""
-
-
-def _unread(name: str, encoding: Encoding) -> Column:
-    """Return a column that is not delivered; that a row could not be read is never passed over."""
-    if isinstance(encoding, RowFault):
-        return _column(name, encoding, None)._replace(is_read=False)
-    return Column(name, encoding.size, skip, is_read=False)
-
-
-def _column(name: str, encoding: Encoding, chosen: Decoder | None) -> Column:
-    if chosen is None and isinstance(encoding, ViewEncoding):
-        decode: Decoder = encoding.decode
-    else:
-        takes_bytes = encoding.decode if chosen is None else chosen
-        decode = lambda data: takes_bytes(bytes(data))  # noqa: E731
-    if chosen is not None:
-        return Column(name, encoding.size, decode)
-    return Column(
-        name,
-        encoding.size,
-        decode,
-        numbers=getattr(encoding, "layout", None),  # an object that is no `Encoding` may lack these
-        decode_many=getattr(encoding, "decode_many", None),
-        flat_arrays=getattr(encoding, "flat_arrays", None),
-        ragged=getattr(encoding, "ragged", False),
-    )
