@@ -41,12 +41,11 @@ _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 class _Spent(threading.local):
     """What a thread notes that makes batches: seconds that it waited for shards, or spent in functions of the user.
 
-    `reading_early` has the samples that the read in progress has taken before their shards were verified, and `early`
-    those of the batch in progress; None where no batch is made.
+    `early` has the samples of the batch in progress that were taken before their shards were verified; None where no
+    batch is made.
     """
 
     waited_s = transform_s = collate_s = 0.0
-    reading_early: tuple[Any, ...] = ()
     early: list[Any] | None = None
 
 

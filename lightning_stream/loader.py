@@ -255,7 +255,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         self._last = iterator.last_batch
         if made.early and self._last is not None:
-            self._source.reader.delivered.add(self._source.reader, made.early, self._last.label)
+            self._source.reader.delivered.add(made.early, self._last.label)
         if iterator.is_measured:
             self.meter.note(asked, got, made, self._last, iterator.num_batches == 1)
         if self._driver is not None:
@@ -273,7 +273,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def compare_arrived(self) -> None:
         """Compare those of these samples whose shards have come since."""
-        self._source.reader.compare_arrived()
+        self._source.reader.delivered.compare_arrived()
 
     def compare_early(self, *, wait: bool = True) -> None:
         """Compare samples that were delivered before their shards were verified: where these are here, or all.
@@ -281,7 +281,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         Raises:
             StoreError: A sample had other bytes; or a shard cannot be fetched.
         """
-        self._source.reader.compare_delivered(wait=wait)
+        self._source.reader.delivered.compare(wait=wait)
 
     def check(self) -> None:
         """Refuse settings that cannot be trained with, and log the shuffle's quality; once for each setting."""

@@ -24,8 +24,8 @@ from lightning_stream.questions.describe import duration, readable
 from lightning_stream.questions.downloads import estimate_downloads, plan_downloads
 from lightning_stream.questions.imbalance import imbalance
 from lightning_stream.questions.quality import Quality
-from lightning_stream.reading.fetches import hurried_threads
 from lightning_stream.reading.look_ahead import furthest_ahead
+from lightning_stream.reading.shard_pool import urgent_threads
 from lightning_stream.stores.retry import RetryPolicy, parts_of
 
 _EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256  # above these, downloads are estimated
@@ -284,7 +284,7 @@ class _Need:
         at_once = min(int(parts.max()), _POLICY.parts_at_once)
         is_uniform = source.batch_tokens is None  # else a batch may need any number of shards
         waited = min(size, busy.active_shards) if is_uniform else busy.active_shards
-        self.threads = hurried_threads(reader.config.fetch_threads, waited)
+        self.threads = urgent_threads(reader.config.fetch_threads, waited)
         self.connections = world.ranks_per_node * ahead.workers * self.threads * at_once
         self.requests_ahead = max(1, busy.entering_shards) * at_once
         self.is_packed = bool((self.raw_bytes != self.stored_bytes).any())

@@ -18,7 +18,6 @@ from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
-from lightning_stream.reading.proofs import verdicts
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 
@@ -86,7 +85,7 @@ class BatchMaker:
     def verified(self, settings: BatchSettings, delivery: Delivery) -> Delivery:
         """A batch that is about to be handed out; made again if its shards have come since and have other bytes."""
         _, info, made = delivery
-        while made.early and not all(verdicts(self.source.reader, made.early, wait=False).values()):
+        while not self.source.reader.is_right(made.early, wait=False):
             _log.warning("The batch at %s was read early and wrong: it is made again.", info.label)
             delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
             _, info, made = delivery

@@ -29,7 +29,7 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.questions import Occurrence
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
-from lightning_stream.reading.proofs import EarlyRead, verdicts
+from lightning_stream.reading.proofs import EarlyRead
 
 STATE_KEY = "lightning_stream"
 _log = logging.getLogger(__name__)
@@ -145,14 +145,14 @@ class PlainIterations:
         for batch in ahead:
             read = partial(_read, source, batch, batches.plan.order)  # in a worker nobody could compare it later
             samples, early = read()
-            while worker is not None and early and not all(verdicts(source.reader, early, wait=True).values()):
+            while worker is not None and not source.reader.is_right(early, wait=True):
                 samples, early = read()
             if worker is None and early:
-                source.reader.delivered.add(source.reader, early, batch.label)
+                source.reader.delivered.add(early, batch.label)
             for sample in samples:
                 self._num_yielded += 1
                 yield sample
-        source.reader.compare_delivered()
+        source.reader.delivered.compare()
 
     def warm(self, source: SampleSource, steps: int) -> int:
         """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
@@ -198,7 +198,7 @@ class PlainIterations:
                     "StreamingDataLoader, which keeps the position with any number of workers, or num_workers=0"
                 )
             num_samples, from_beginning = self._num_yielded * source.detect_world().num_replicas, False
-        source.reader.compare_delivered()
+        source.reader.delivered.compare()
         settings = self.settings(source)
         run, began = source.order(settings.order), self._shared.current
         start = began or self._shared.upcoming
@@ -261,7 +261,7 @@ class PlainIterations:
 
 def _read(source: SampleSource, batch: MicroBatch, order: EpochOrder) -> tuple[list[Any], list[EarlyRead]]:
     """The samples of a batch, and those of them that came before their shards were verified."""
-    source.reader.compare_arrived()
+    source.reader.delivered.compare_arrived()
     spent = source.reader.counters.spent
     spent.early = []
     samples = readable(source, batch, order, source.samples)[0]

@@ -22,7 +22,7 @@ from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
 from lightning_stream.formats.memory import MappedFile
 from lightning_stream.formats.model import length_file_stem
 from lightning_stream.formats.shard import open_shard
-from lightning_stream.reading.range_reads import fetch_offsets, read_range
+from lightning_stream.reading.partial import offsets_of, read_range, table_bytes
 from lightning_stream.reading.stream import DownloadHook
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.lengths import measure_batch
@@ -146,9 +146,9 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
     if entry.raw.origin is not None:
         return _of_made_shard(cache, entry, name)
     try:
-        offsets, _ = fetch_offsets(cache, entry)
+        offsets = _fetch_offsets(cache, entry)
     except FormatError:  # one wrong answer is asked for again
-        offsets, _ = fetch_offsets(cache, entry)
+        offsets = _fetch_offsets(cache, entry)
     # A sample begins with the size of its only column of variable size; the other columns have fixed sizes.
     num_bytes = np.diff(offsets).astype(np.int64) - 4 - _fixed_bytes(schema.sizes)
     encoding = schema.columns[name]
@@ -164,6 +164,11 @@ def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
             f"--lengths {name}."
         )
     return lengths.astype(np.uint32)
+
+
+def _fetch_offsets(cache: ShardCache, entry: ShardEntry) -> NDArray[np.uint32]:
+    table = read_range(cache, entry, 0, table_bytes(entry))[0]
+    return offsets_of(table, entry, f"{cache.store.url}/{entry.raw.basename}")
 
 
 def _fixed_bytes(sizes: Sequence[int | None]) -> int:

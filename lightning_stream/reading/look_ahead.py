@@ -9,9 +9,9 @@ from itertools import filterfalse
 
 from lightning_stream.order import BatchPlan, prefetch_shards
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.reading.fetches import Announced
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_pool import Want
 
 _READ_AHEAD_BATCHES = 8
 _FILES_PER_RANGE = 20  # to begin earlier costs at most a twentieth more requests, over all processes
@@ -68,8 +68,8 @@ def read_ahead(
     """
     reader.spare_requests(spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers))
     next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
-    waiting: deque[tuple[MicroBatch, Announced | None]] = deque()
-    being_read: deque[Announced | None] = deque()
+    waiting: deque[tuple[MicroBatch, Want | None]] = deque()
+    being_read: deque[Want | None] = deque()
     infos = iter(infos)
     try:
         # Once all shards are open, which they then stay, nothing is fetched or evicted any more.

@@ -25,7 +25,7 @@ from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.shard import Shard
 
 if TYPE_CHECKING:
-    from lightning_stream.reading.reader import SampleReader
+    from lightning_stream.reading.stream_shards import StreamShards
 
 _Bytes = bytes | memoryview
 _HASH = "xxh3_64"
@@ -83,42 +83,21 @@ class EarlyReads:
             raise _difference(where, wrong)
 
 
-def verdicts(reader: SampleReader, reads: Sequence[EarlyRead], *, wait: bool) -> dict[EarlyRead, bool]:
-    """Whether early reads have the bytes of their verified shards; without `wait`, where these are here.
-
-    Samples of shards that nobody fetches are read by ranges a second time instead.
-
-    Raises:
-        StoreError, FormatError, CacheError: A shard cannot be fetched.
-    """
-    by_shard: dict[int, list[EarlyRead]] = {}
-    for read in reads:
-        by_shard.setdefault(read.number, []).append(read)
-    here = {number for number in by_shard if reader.is_present(number)}
-    alone = by_shard.keys() - here - {read.number for read in reads if read.is_awaited}
-    if wait:
-        reader.hurry(sorted(by_shard.keys() - here - alone))
-    agreeing: dict[EarlyRead, bool] = {}
-    for number in sorted(by_shard if wait else here):
-        right = reader.agreeing(by_shard[number], by_range=number in alone)
-        agreeing.update((read, read in right) for read in by_shard[number])
-    return agreeing
-
-
 class Deliveries:
-    """The early samples of batches that were handed out, until they are compared; of one reader in one process."""
+    """The early samples of batches that were handed out, until they are compared; of one process."""
 
-    def __init__(self) -> None:
+    def __init__(self, shards: StreamShards) -> None:
+        self._shards = shards
         self._reads: list[tuple[str, EarlyRead]] = []
         self._looked = 0.0
 
-    def __reduce__(self) -> tuple[type[Deliveries], tuple[()]]:
-        return Deliveries, ()
+    def __reduce__(self) -> tuple[type[Deliveries], tuple[StreamShards]]:
+        return Deliveries, (self._shards,)
 
-    def add(self, reader: SampleReader, reads: Sequence[EarlyRead], batch: str) -> None:
+    def add(self, reads: Sequence[EarlyRead], batch: str) -> None:
         """Note the early samples of a batch, and where it is in the run."""
         self._reads += [(batch, read) for read in reads]
-        _undecided[id(self)] = os.getpid(), reader
+        _undecided[id(self)] = os.getpid(), self
         if parent_process() is not None:  # a process that `multiprocessing` forked runs no other exit hooks
             Finalize(None, _compare_at_exit, exitpriority=0)
 
@@ -127,13 +106,13 @@ class Deliveries:
         self._reads.clear()
         _undecided.pop(id(self), None)
 
-    @property
-    def is_due(self) -> bool:
-        """Whether to look for shards that have come since."""
-        return bool(self._reads) and monotonic() - self._looked >= _PAUSE_S
+    def compare_arrived(self) -> None:
+        """Compare what was delivered of shards that have come; to be called for each batch."""
+        if self._reads and monotonic() - self._looked >= _PAUSE_S:
+            self.compare(wait=False)
 
-    def compare(self, reader: SampleReader, *, wait: bool) -> None:
-        """Compare what was delivered with the verified shards: with those that are here, or with all.
+    def compare(self, *, wait: bool = True) -> None:
+        """Compare what was delivered with the verified shards: with all, or with those that are here.
 
         Raises:
             StoreError: A sample has other bytes; again at each later call.
@@ -142,14 +121,13 @@ class Deliveries:
         if not self._reads:
             return
         self._looked = monotonic()
-        agreeing = verdicts(reader, [read for _, read in self._reads], wait=wait)
+        agreeing = self._shards.pool.verdicts([read for _, read in self._reads], wait=wait)
         self._reads = [(batch, read) for batch, read in self._reads if not agreeing.get(read)]
-        wrong = [(batch, read) for batch, read in self._reads if read in agreeing]
-        if wrong:
+        if wrong := [(batch, read) for batch, read in self._reads if read in agreeing]:
             _undecided.pop(id(self), None)  # the caller is told now
             number = wrong[0][1].number
-            batches = list(dict.fromkeys(batch for batch, read in wrong))
-            raise _difference(reader.url_of(number), [read for _, read in wrong if read.number == number], batches)
+            reads = [read for _, read in wrong if read.number == number]
+            raise _difference(self._shards.url_of(number), reads, list(dict.fromkeys(batch for batch, _ in wrong)))
         if not self._reads:
             self.forget()
 
@@ -157,18 +135,21 @@ class Deliveries:
 def _difference(where: str, reads: Sequence[EarlyRead], batches: Sequence[str] = ()) -> StoreError:
     """The error for samples of a shard that were delivered before it was verified, and differ from it."""
     indices = sorted({index for read in reads for index in read.indices})
-    shown = ", ".join(map(str, indices[:_SHOWN])) + (f" and {len(indices) - _SHOWN} more" * (len(indices) > _SHOWN))
-    of_batches = f" in the batches at {'; '.join(batches[:_SHOWN])}" if batches else ""
-    of_batches += f" and {len(batches) - _SHOWN} more" * (len(batches) > _SHOWN)
+    of_batches = f" in the batches at {_shown('; ', batches)}" if batches else ""
     return StoreError(
         f"{where}: samples that are delivered before their shard is verified must be the same in it, but the verified "
-        f"file has other bytes, in one or more of the samples [{shown}]. They may have been trained on{of_batches}. "
-        "Resume from an earlier checkpoint, and check the proxy or server in between, or read over https. "
-        "start_by_range=False waits for whole shards."
+        f"file has other bytes, in one or more of the samples [{_shown(', ', indices)}]. They may have been trained "
+        f"on{of_batches}. Resume from an earlier checkpoint, and check the proxy or server in between, or read over "
+        "https. start_by_range=False waits for whole shards."
     )
 
 
-_undecided: dict[int, tuple[int, SampleReader]] = {}  # readers of this process that have delivered such samples
+def _shown(separator: str, items: Sequence[object]) -> str:
+    text = separator.join(map(str, items[:_SHOWN]))
+    return text if len(items) <= _SHOWN else f"{text} and {len(items) - _SHOWN} more"
+
+
+_undecided: dict[int, tuple[int, Deliveries]] = {}  # of this process, and not compared yet
 
 
 def _compare_at_exit() -> None:
@@ -179,9 +160,9 @@ def _compare_at_exit() -> None:
     if hasattr(sys, "last_value") or sys.exc_info()[1] is not None:  # it fails already
         return
     try:
-        for pid, reader in list(_undecided.values()):
+        for pid, deliveries in list(_undecided.values()):
             if pid == os.getpid():
-                reader.compare_delivered()
+                deliveries.compare()
     except (LightningStreamError, OSError) as error:
         _log.error("Samples that were delivered early cannot be shown to be right: %s", error)
         logging.shutdown()

@@ -26,12 +26,12 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.reading import early
-from lightning_stream.reading.fetches import Announced, ReaderProcess, UseFlat
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
+from lightning_stream.reading.partial import PartialShard
 from lightning_stream.reading.proofs import Deliveries, EarlyRead
-from lightning_stream.reading.stream import CacheDefaults, DownloadHook, Stream, name_of
+from lightning_stream.reading.shard_pool import UseFlat, Want
+from lightning_stream.reading.stream import CacheDefaults, Stream, name_of
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.threads import DaemonPool
 
@@ -48,7 +48,6 @@ class SampleReader:
 
     def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
         self.shards = StreamShards(streams, defaults, config)
-        self.delivered = Deliveries()  # early, in this process
         self.parent: SampleReader | None = None
         self._choose: Bitmap | Choose | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
@@ -61,7 +60,7 @@ class SampleReader:
             chosen: Their ids here; or what finds them on first use, with how many each rule left.
         """
         part = SampleReader(self.streams, self.defaults, self.config)
-        part.shards, part.delivered, part.parent, part._choose = self.shards, self.delivered, self, chosen
+        part.shards, part.parent, part._choose = self.shards, self, chosen
         return part
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,6 +87,11 @@ class SampleReader:
     def counters(self) -> Counters:
         """What was measured."""
         return self.shards.counters
+
+    @property
+    def delivered(self) -> Deliveries:
+        """What was delivered before it could be verified."""
+        return self.shards.delivered
 
     @property
     def caches(self) -> tuple[ShardCache, ...]:
@@ -198,51 +202,47 @@ class SampleReader:
 
     def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
-        process, by_range, at = self.shards.pool, False, within
-        self.counters.spent.reading_early = ()
-        before = process.num_fetched_again
-        if (shard := process.open.get(number)) is None:
-            if part := early.by_range(self, process, [number], lambda _: np.array([within])):
-                shard, at, by_range = part[number], 0, True
+        pool, at = self.shards.pool, within
+        before, part = pool.num_fetched_again, None
+        if (shard := pool.open.get(number)) is None:
+            part = pool.by_range({number: np.array([within])}).get(number)
+            if part is not None:
+                shard, at = part.shard, 0
             else:
-                with process.reading([number]):
-                    shard = self._shard(process, number)
+                with pool.reading([number]):
+                    shard = pool.shard(number)
         try:
             sample = shard.sample(at)
             if self.config.load_images:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
-            cache, entry = self.entry(number)
-            if by_range:
-                process.ranges.distrust(number, entry)
-            if by_range or process.fetched_again(number, cache, entry, process.open.lease(number, shard), before):
+            if part is not None:
+                pool.partial.distrust(number)
+            if part is not None or pool.fetched_again(number, pool.open.lease(number, shard), before):
                 return self._part_of_sample(sample_id, number, within)
             ids = np.array([sample_id])
             stream, original_id = int(self.snapshot.streams_of(ids)[0]), int(self.original_ids(ids)[0])
             where = f"sample {original_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
-        self._note_early(process)
+        if part is not None:
+            self._note_early([part.read])
         return sample
 
-    def _note_early(self, process: ReaderProcess) -> None:
+    def _note_early(self, reads: list[EarlyRead]) -> None:
         """Note the samples of this read that came before their shards were verified."""
-        spent = self.counters.spent
-        reads, spent.reading_early = spent.reading_early, ()
-        if not reads:
-            return
+        spent, early = self.counters.spent, self.shards.pool.early
         if spent.early is None:
-            process.early.add(reads)
+            early.add(reads)
         else:
-            spent.early += process.early.unproven(reads)
+            spent.early += early.unproven(reads)
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard, without reading from it."""
-        process = self.shards.pool
         numbers = self.shards.with_joined(self.snapshot.shards_of(np.array([sample_id]))).tolist()
-        with process.reading(numbers):
+        with self.shards.pool.reading(numbers):
             for number in numbers:
-                self._shard(process, number)
+                self.shards.pool.shard(number)
 
     def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:
         """Gather samples as columns, in the order of `ids`.
@@ -285,79 +285,70 @@ class SampleReader:
         return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
-        self.counters.spent.reading_early = ()
-        columns = self._gathered(ids, out)
+        reads: list[EarlyRead] = []
+        columns = self._gathered(ids, out, reads)
         for name, values in columns.items() if self.config.load_images else ():
             load_images(name, values)
-        self._note_early(self.shards.pool)
+        self._note_early(reads)
         return columns
 
-    def _gathered(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
-        (of_shard, within), process, mixed = self._locate(ids), self.shards.pool, self.shards.mixed_columns
+    def _gathered(self, ids: NDArray[np.int64], out: Buffers | None, reads: list[EarlyRead]) -> dict[str, Any]:
+        (of_shard, within), mixed = self._locate(ids), self.shards.mixed_columns
         if self.shards.num_joined:
-            return merge_groups(self._joined(process, of_shard, within), self.shards.columns, len(ids), out)
-        if mixed is None and (columns := process.open.gather(of_shard, within, out)):
+            return merge_groups(self._joined(of_shard, within, reads), self.shards.columns, len(ids), out)
+        if mixed is None and (columns := self.shards.pool.open.gather(of_shard, within, out)):
             return columns
-        opened = self._opened(process, of_shard, within)
+        opened = self._opened(of_shard, within, reads)
         if mixed is None:
             return gather(*opened, out)
         return merge_groups(gather_groups(*opened), mixed, len(ids), out)
 
-    def _joined(self, process: ReaderProcess, of_shard: Int64s, within: Int64s) -> list[Group]:
+    def _joined(self, of_shard: Int64s, within: Int64s, reads: list[EarlyRead]) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
-        found: list[Group] = []
+        groups: list[Group] = []
         for joined, rows in self.shards.parts(of_shard):
             shards, indices = of_shard[rows], within[rows]
-            if columns := process.open.gather(shards, indices, None, joined):
-                found.append((rows, columns))
+            if columns := self.shards.pool.open.gather(shards, indices, None, joined):
+                groups.append((rows, columns))
                 continue
-            opened = self._opened(process, shards + joined * self.shards.num_shards, indices)
-            found += [(rows[members], columns) for members, columns in gather_groups(*opened)]
-        return found
+            opened = self._opened(shards + joined * self.shards.num_shards, indices, reads)
+            groups += [(rows[members], columns) for members, columns in gather_groups(*opened)]
+        return groups
 
-    def _opened(self, process: ReaderProcess, of_shard: Int64s, within: Int64s) -> tuple[list[Shard], Int64s, Int64s]:
+    def _opened(self, of_shard: Int64s, within: Int64s, reads: list[EarlyRead]) -> tuple[list[Shard], Int64s, Int64s]:
         """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
         numbers, which = np.unique(of_shard, return_inverse=True)
-
         # With an index, numpy does not import numpy.ma for it: 10 ms of the first batch.
-        def wanted(k: int) -> NDArray[np.int64]:
-            return np.unique(within[which == k], return_index=True)[0]
-
-        parts = early.by_range(self, process, numbers.tolist(), wanted)
-        for k in (numbers.searchsorted(number) for number in parts):
-            within[which == k] = np.unique(within[which == k], return_inverse=True)[1]
-        whole = [number for number in numbers.tolist() if number not in parts]
-        with process.reading(whole):
-            process.hurry(whole, self.entry)
-            shards = [
-                parts.get(number)
-                or early.beginning(self, process, number, partial(wanted, k))
-                or self._shard(process, number)
-                for k, number in enumerate(numbers.tolist())
-            ]
+        wanted = {
+            number: np.unique(within[which == k], return_index=True)[0] for k, number in enumerate(numbers.tolist())
+        }
+        opened, shards = self.shards.pool.of_batch(wanted), []
+        for k, number in enumerate(numbers.tolist()):
+            shard = opened[number]
+            if isinstance(shard, PartialShard):
+                within[which == k] = wanted[number].searchsorted(within[which == k])
+                reads.append(shard.read)
+                shard = shard.shard
+            shards.append(shard)
         return shards, which, within
 
-    def read_ahead(self, ids: NDArray[np.int64]) -> Announced | None:
+    def read_ahead(self, ids: NDArray[np.int64]) -> Want | None:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
 
         Not those whose samples here are so few that they come by ranges. Pass the result to `done_with` once the
         samples were read, or will not be.
         """
-        process, shards = self.shards.pool, self.snapshot.shards_of(ids)
+        pool, shards = self.shards.pool, self.snapshot.shards_of(ids)
         if self.members is not None:
             shards = shards[~np.isin(shards, list(filter(self._is_few, np.unique(shards).tolist())))]
-        of_shard = self.shards.with_joined(shards)
-        if not self.shards.is_limited and process.open.has(of_shard):
+        numbers = self.shards.with_joined(shards)
+        if not self.shards.is_limited and pool.open.has(numbers):
             return None
-        numbers = list(dict.fromkeys(of_shard.tolist()))
-        with process.lock:
-            announced = process.announce(numbers)
-            process.begin(numbers, self.entry)
-        return announced
+        return pool.want(list(dict.fromkeys(numbers.tolist())))
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that are read of a shard cost less than the shard."""
-        return self.ranges_are_cheaper(number, int(self.snapshot.sizes[number]))
+        return self.shards.pool.partial.is_cheaper(number, int(self.snapshot.sizes[number]))
 
     @property
     def has_all_open(self) -> bool:
@@ -372,50 +363,20 @@ class SampleReader:
 
     def could_fetch_more(self) -> bool:
         """Whether connections are idle while others fetch; always False under a cache limit."""
-        return not self.shards.is_limited and self.shards.pool.could_fetch_more()
+        return not self.shards.is_limited and self.shards.pool.queue.has_idle_threads()
 
-    def done_with(self, announced: Announced | None) -> None:
-        """Take back what `read_ahead` announced, once: shards that no other batch needs are not fetched any more and,
-        under a cache limit, closed."""
-        if announced is not None and announced.process.pid == os.getpid():
-            announced.process.take_back(announced.numbers)
+    def done_with(self, want: Want | None) -> None:
+        """Drop what `read_ahead` wanted, once: shards that no other batch needs are not fetched any more and, under a
+        cache limit, closed."""
+        if want is not None and want.pool.pid == os.getpid():
+            want.pool.drop(want.numbers)
 
-    def compare_delivered(self, *, wait: bool = True) -> None:
-        """Compare samples that were delivered before their shards were verified; see `Deliveries.compare`."""
-        self.delivered.compare(self, wait=wait)
+    def is_right(self, reads: Sequence[EarlyRead], *, wait: bool) -> bool:
+        """Whether samples that were read early have the bytes of their verified shards, as far as these are here.
 
-    def compare_arrived(self) -> None:
-        """Compare those of them whose shards have come; to be called for each batch."""
-        if self.delivered.is_due:
-            self.compare_delivered(wait=False)
-
-    def url_of(self, number: int) -> str:
-        """Where a shard's file is."""
-        cache, entry = self.entry(number)
-        return f"{cache.store.url}/{entry.raw.basename}"
-
-    def is_present(self, number: int) -> bool:
-        """Whether a shard is here, verified."""
-        cache, entry = self.entry(number)
-        return cache.present(entry)
-
-    def hurry(self, numbers: list[int]) -> None:
-        """Begin to fetch all of these shards that are not here, at once."""
-        self.shards.pool.hurry([number for number in numbers if not self.is_present(number)], self.entry)
-
-    def agreeing(self, reads: Sequence[EarlyRead], *, by_range: bool) -> set[EarlyRead]:
-        """Those of the early reads of one shard that have the bytes of the verified shard, or of other ranges."""
-        process, number = self.shards.pool, reads[0].number
-        if by_range:
-            cache, entry = self.entry(number)
-            indices = np.unique(np.concatenate([read.indices for read in reads]))
-            content = process.ranges.content({number: (cache, entry, indices)})
-            if number in content:
-                samples = content[number]
-                return {read for read in reads if read.has_bytes([samples[index] for index in read.indices])}
-        with process.reading([number]):
-            shard = self._shard(process, number)
-            return {read for read in reads if read.agrees(shard)}
+        With `wait`, for their shards: all of them.
+        """
+        return not reads or all(self.shards.pool.verdicts(reads, wait=wait).values())
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Fetch shards into the cache, several at once. Raises the first failure."""
@@ -441,45 +402,3 @@ class SampleReader:
     def close(self) -> None:
         """Close every mapped shard."""
         self.shards.close()
-
-    def ranges_are_cheaper(self, number: int, num_samples: int) -> bool:
-        """Whether so many samples of a shard that is not here cost less by ranges than the whole shard."""
-        cache, entry = self.entry(number)
-        is_whole = isinstance(cache.store, DownloadHook)
-        return not is_whole and self.shards.pool.ranges.cheaper(number, cache, entry, num_samples)
-
-    def _shard(self, process: ReaderProcess, number: int) -> Shard:
-        """A mapped shard, fetched where it is not here. The caller has announced that it reads it."""
-        with process.lock:
-            if (held := process.open.get(number)) is not None:
-                return held
-            fetch, before = process.fetches.get(number), process.num_fetched_again
-        cache, entry = self.entry(number)
-        shard: Shard | None = None
-        process.raise_file_limit()
-        try:
-            with self.counters.waiting():
-                lease = fetch.result() if fetch is not None else cache.lease(entry, None, self.config.fetch_threads)
-            try:
-                shard = self.shards.open(number, entry, lease.folder)
-            except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted
-                if not process.fetched_again(number, cache, entry, lease, before):
-                    raise
-        except OSError as error:
-            process.explain_file_limit(error)
-            raise
-        finally:
-            with process.lock:  # a failed one is fetched again at its next use
-                if process.fetches.get(number) is fetch:
-                    process.fetches.pop(number, None)
-        if shard is None:
-            return self._shard(process, number)
-        where = self.url_of(number)
-        process.ranges.forget(number)
-        process.early.compare(shard, number, where)
-        with process.lock:
-            # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
-            if lease.is_held and (process.num_fetched_again == before or lease.is_current()):
-                return process.open.add(number, shard, lease)
-        lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
-        return self._shard(process, number)

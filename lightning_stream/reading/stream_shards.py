@@ -25,7 +25,8 @@ from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.deleted import undeleted_samples
-from lightning_stream.reading.fetches import ReaderProcess
+from lightning_stream.reading.proofs import Deliveries
+from lightning_stream.reading.shard_pool import ShardPool
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of, name_of
 
 Decoders = Mapping[str, Callable[[bytes], Any]]
@@ -59,7 +60,8 @@ class StreamShards:
     def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
         self.streams, self.defaults, self.config = tuple(streams), defaults, config
         self.counters = Counters()
-        self._pool: ReaderProcess | None = None
+        self.delivered = Deliveries(self)
+        self._pool: ShardPool | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_pool": None}  # another process maps the files itself
@@ -87,14 +89,12 @@ class StreamShards:
         return Snapshot.of(sizes, names, *zip(*about, strict=True))
 
     @property
-    def pool(self) -> ReaderProcess:
+    def pool(self) -> ShardPool:
         """The shards that this process has open; a forked child starts with none."""
         pool = self._pool
         if pool is None or pool.pid != os.getpid():
-            config = self.config
-            settings = (config.fetch_threads, self.open, config.max_open_shards, self.is_limited)
-            made = ReaderProcess(self.num_shards, *settings, self.num_joined, self.counters)
-            made.pools += [] if pool is None else pool.pools
+            made = ShardPool(self)
+            made.threads += [] if pool is None else pool.threads
             self._pool = pool = made
         return pool
 
@@ -165,6 +165,11 @@ class StreamShards:
         stream = self._stream_of(shard)
         index = self.indexes[stream].joined[joined - 1] if joined else self.indexes[stream]
         return self.caches[stream], index.entry(shard - int(self.snapshot.stream_offsets[stream]))
+
+    def url_of(self, number: int) -> str:
+        """Where a shard's file is."""
+        cache, entry = self.entry(number)
+        return f"{cache.store.url}/{entry.raw.basename}"
 
     def files(self, stream: int) -> dict[str, int]:
         """The shards of a stream by the names of their files; a joined shard counts as the one that it is joined to."""

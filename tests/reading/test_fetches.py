@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,14 +14,15 @@ from support.data import write_ids
 
 from lightning_stream import StreamingDataset
 from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.counters import Counters
 from lightning_stream.dataset import source_of
 from lightning_stream.errors import LockTimeoutError, NotFoundError
-from lightning_stream.formats.shard import open_shard
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import World
-from lightning_stream.reading.fetches import ReaderProcess
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.shard_pool import Fetch, FetchQueue, ShardPool
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.stores import LocalStore, ObjectStream, RetryingStore, StoreTraits, retry
 
 SHARD_BYTES = 100_000
@@ -75,45 +77,71 @@ def test_a_worker_shares_its_connections_among_the_shards_it_waits_for(num_shard
             all_began.wait()
             return Lease(Path(), None)
 
-    process = ReaderProcess(8, 4, lambda number, entry, folder: open_shard(entry, folder))
-    shards: list[Any] = [(Cache(), number) for number in range(num_shards)]
-    for fetch in process.fetch(shards):
+    queue, cache = FetchQueue(4), Cache()
+    fetches = added(queue, cache, *range(num_shards))
+    for fetch in fetches:
         fetch.result(30)
     assert given[: min(4, num_shards)] == [connections] * min(4, num_shards)
-    process.close()
+    queue.close()
+
+
+def added(queue: FetchQueue, cache: Any, *numbers: Any) -> list[Fetch]:
+    fetches = [Fetch(cache, number) for number in numbers]
+    queue.add(fetches)
+    return fetches
+
+
+def pool_of(cache: Any) -> ShardPool:
+    """A pool of eight shards, which fetches with four threads."""
+    shards: Any = SimpleNamespace(
+        num_shards=8,
+        num_joined=0,
+        is_limited=False,
+        config=ReaderConfig(),
+        counters=Counters(),
+        entry=lambda number: (cache, number),
+    )
+    return ShardPool(shards)
 
 
 def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle() -> None:
     go = threading.Event()
 
     class Cache:
+        def present(self, entry: int) -> bool:
+            return go.is_set()
+
         def lease(self, entry: int, wait_s: float | None = None, connections: int = 1) -> Lease:
-            if wait_s == 0 and entry == 9:
+            if wait_s == 0 and entry == 9 and not go.is_set():
                 raise LockTimeoutError("another process fetches it")
             assert go.wait(30)
             return Lease(Path(), None)
 
-    def shards(*numbers: int) -> list[Any]:
-        return [(Cache(), number) for number in numbers]
+    def until(is_so: Any) -> None:
+        deadline = time.monotonic() + 30
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
-    process = ReaderProcess(8, 2, lambda number, entry, folder: open_shard(entry, folder))
-    assert not process.could_fetch_more()  # nothing is missing
-    fetches = process.fetch(shards(9))
-    assert process.could_fetch_more()  # what another process fetches takes no connection of ours
-    fetches += process.fetch(shards(0))
-    deadline = time.monotonic() + 30
-    while not process.could_fetch_more():  # until a thread has found that out
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    fetches += process.fetch(shards(1))
+    queue = FetchQueue(2)
+    assert not queue.has_idle_threads()  # nothing is missing
+    (elsewhere,) = added(queue, Cache(), 9)
+    assert queue.has_idle_threads()  # what another process fetches takes no connection of ours
+    until(elsewhere.done)
+    assert not elsewhere.has_come()
+    (first,) = added(queue, Cache(), 0)
+    assert queue.has_idle_threads()
+    (second,) = added(queue, Cache(), 1)
     with pytest.raises(TimeoutError):
-        fetches[-1].result(0.2)
-    assert not process.could_fetch_more()  # both threads are at work
+        second.result(0.2)
+    assert not queue.has_idle_threads()  # both threads are at work
     go.set()
-    for fetch in fetches:
-        fetch.result(30)
-    assert not process.could_fetch_more()
-    process.close()
+    until(elsewhere.has_come)
+    assert elsewhere.arrived is not None
+    assert first.result(30)
+    assert second.result(30)
+    until(lambda: not queue.has_idle_threads())
+    queue.close()
 
 
 class Gate:
@@ -130,26 +158,20 @@ class Gate:
             raise NotFoundError(f"no shard {entry}")
         return Lease(Path(), None)
 
-    def entry(self, number: int) -> Any:
-        return self, number
-
 
 @pytest.mark.parametrize("fails", [(), (0,)])
 def test_shards_of_later_batches_are_fetched_once_those_of_the_first_have_come(fails: tuple[int, ...]) -> None:
     cache = Gate(*fails)
-    process = ReaderProcess(8, 4, lambda number, entry, folder: open_shard(entry, folder))
-    with process.lock:
-        process.announce([0, 1])
-        process.begin([0, 1], cache.entry)
-        later, unused = process.announce([2, 3]), process.announce([4])
-        process.begin([2, 3, 4], cache.entry)
-    fetches = dict(process.fetches)
-    process.take_back(unused.numbers)
-    assert not process.could_fetch_more()
+    pool = pool_of(cache)
+    pool.want([0, 1])
+    later, unused = pool.want([2, 3]), pool.want([4])
+    fetches = dict(pool.fetches)
+    pool.drop(unused.numbers)
+    assert not pool.queue.has_idle_threads()
     with pytest.raises(TimeoutError):
         fetches[2].result(0.2)
     assert sorted(cache.asked) == [0, 1]
-    process.hurry([3], cache.entry)  # a sample that is read now
+    pool.fetch_first([3])  # a sample that is read now
     with pytest.raises(TimeoutError):
         fetches[3].result(0.2)
     assert sorted(cache.asked) == [0, 1, 3]
@@ -157,20 +179,47 @@ def test_shards_of_later_batches_are_fetched_once_those_of_the_first_have_come(f
     fetches[2].result(30)
     assert fetches[4].cancelled()
     assert sorted(cache.asked) == [0, 1, 2, 3]
-    with process.lock:
-        process.begin([5, 6], cache.entry)
+    pool.want([5, 6])
     for number in (5, 6):
-        process.fetches[number].result(30)
-    process.take_back(later.numbers)
-    process.close()
+        pool.fetches[number].result(30)
+    pool.drop(later.numbers)
+    pool.close()
+
+
+def test_shards_of_later_batches_are_fetched_once_the_first_one_has_what_it_needs() -> None:
+    """Also where that came before its shards were whole."""
+    cache = Gate()
+    pool = pool_of(cache)
+    pool.want([0, 1])
+    pool.want([2])
+    pool.queue.start_later()
+    with pytest.raises(TimeoutError):
+        pool.fetches[2].result(0.2)
+    assert sorted(cache.asked) == [0, 1, 2]
+    cache.go.set()
+    pool.close()
+
+
+def test_what_a_batch_waits_for_is_fetched_before_what_waits_for_a_thread() -> None:
+    cache, queue = Gate(), FetchQueue(1)
+    fetches = added(queue, cache, 0, 1, 2, 3)
+    while not cache.asked:
+        time.sleep(0.001)
+    queue.first(fetches[3:])
+    cache.go.set()
+    for fetch in fetches:
+        fetch.result(30)
+    assert cache.asked == [0, 3, 1, 2]
+    queue.close()
 
 
 def test_a_process_that_is_closed_fetches_no_shards_of_later_batches() -> None:
     cache = Gate()
-    process = ReaderProcess(8, 4, lambda number, entry, folder: open_shard(entry, folder))
-    first, second = (process.fetch([cache.entry(number)])[0] for number in (0, 1))
-    process.fetches.update({0: first, 1: second})
-    process.close()
+    pool = pool_of(cache)
+    for number in (0, 1):
+        pool.want([number])
+    first, second = pool.fetches[0], pool.fetches[1]
+    pool.close()
     cache.go.set()
     first.result(30)
     assert second.cancelled()
@@ -190,7 +239,7 @@ def test_with_idle_connections_is_read_further_ahead_unless_predownload_or_a_lim
     expected: int,
 ) -> None:
     write_ids(tmp_path / "d", range(400), size_limit=1000)
-    monkeypatch.setattr(ReaderProcess, "could_fetch_more", lambda _: idle)
+    monkeypatch.setattr(FetchQueue, "has_idle_threads", lambda _: idle)
     seen: list[int] = []
     monkeypatch.setattr(SampleReader, "read_ahead", lambda _, ids: seen.extend(ids))
     dataset = StreamingDataset(remote=tmp_path / "d", local=tmp_path / "cache", cache_limit=cache_limit, batch_size=8)

@@ -47,7 +47,7 @@ def limited(shards: Path, folder: Path, num_shards: int = 40, **options: Any) ->
 def assert_nothing_is_held(dataset: StreamingDataset) -> None:
     process = dataset.reader.shards.pool
     assert process is not None
-    assert (len(process.open), dict(process.awaited), process.fetches, process.plans) == (0, {}, {}, {})
+    assert (len(process.open), dict(process.wanted), process.fetches, process.plans) == (0, {}, {}, {})
 
 
 def broken_off(batches: Iterator[Any]) -> None:
@@ -90,13 +90,13 @@ def test_an_iteration_takes_back_only_what_it_announced(shards: Path, tmp_path: 
     seen = next(first)["id"].tolist()
     process = dataset.reader.shards.pool
     assert process is not None
-    alone = dict(process.awaited)
+    alone = dict(process.wanted)
     next(second)
-    assert process.awaited.total() > sum(alone.values())
+    assert process.wanted.total() > sum(alone.values())
     assert len(process.plans) == 2
     del second
     gc.collect()
-    assert dict(process.awaited) == alone
+    assert dict(process.wanted) == alone
     assert len(process.plans) == 1
     seen += [number for batch in first for number in batch["id"].tolist()]
     assert sorted(seen) == list(range(NUM_SAMPLES))
@@ -124,7 +124,7 @@ def test_fetches_that_wait_for_a_thread_are_not_begun_once_nobody_needs_them(
     assert len(process.fetches) > 4 + 1
     batches.close()  # type: ignore[attr-defined]
     go.set()
-    assert (process.fetches, dict(process.awaited)) == ({}, {})
+    assert (process.fetches, dict(process.wanted)) == ({}, {})
     assert dataset[NUM_SAMPLES - 1]["id"] == NUM_SAMPLES - 1  # behind all that was queued
     assert len(fetched) <= 1 + 4 + 1  # the first, one a thread, and the last
 

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import DigestError, StoreError  # noqa: E402
-from lightning_stream.reading import look_ahead, range_reads  # noqa: E402
-from lightning_stream.reading.fetches import ReaderProcess  # noqa: E402
+from lightning_stream.reading import look_ahead, partial  # noqa: E402
+from lightning_stream.reading.shard_pool import ShardPool  # noqa: E402
 
 WIDTH, NUM_SAMPLES, SHARD_BYTES = 1 << 16, 240, 6 << 20
 
@@ -73,7 +73,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.fixture(autouse=True)
 def small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that cost as much as 512 KiB, so that some pay beside shards of a few MiB."""
-    monkeypatch.setattr("lightning_stream.reading.range_reads.REQUEST_BYTES", 1 << 19)
+    monkeypatch.setattr("lightning_stream.reading.partial.REQUEST_BYTES", 1 << 19)
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_samples_of_one_size_come_while_the_table_does(
     files = {f"/fixed/{path.name}": path.read_bytes() for path in (tmp_path / "d").iterdir()}
     served.server.objects.update(files)
     dataset = served.dataset(tmp_path / "cache", "fixed")
-    sample_came, read_range = threading.Event(), range_reads.read_range
+    sample_came, read_range = threading.Event(), partial.read_range
 
     def table_last(cache: Any, entry: Any, begin: int, end: int) -> Any:
         assert begin or sample_came.wait(30)
@@ -118,7 +118,7 @@ def test_samples_of_one_size_come_while_the_table_does(
         sample_came.set()
         return found
 
-    monkeypatch.setattr(range_reads, "read_range", table_last)
+    monkeypatch.setattr(partial, "read_range", table_last)
     assert (dataset[7]["x"] == 7).all()
     assert (dataset[9]["x"] == 9).all()
     lengths = [end - begin + 1 for begin, end in (map(int, (one or "")[6:].split("-")) for _, one in served.asked())]
@@ -161,15 +161,15 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
     assert dataset[7] == sample(7)
     dataset.reader.fetch(np.array([0]))
     assert dataset[8] == sample(8)  # the shard's now, and the same
-    ranges = dataset.reader.shards.pool.ranges
-    assert (ranges._tables, ranges._versions, ranges._spent, ranges._held_bytes) == ({}, {}, {}, 0)
+    ranges = dataset.reader.shards.pool.partial
+    assert (ranges._tables, ranges._versions, ranges._spent) == ({}, {}, {})
 
     def flipped(cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
         content, version = whole_range(cache, entry, begin, end)
         return (content if begin == 0 else content[:-1] + bytes([content[-1] ^ 1])), version
 
-    whole_range = range_reads.read_range
-    monkeypatch.setattr(range_reads, "read_range", flipped)
+    whole_range = partial.read_range
+    monkeypatch.setattr(partial, "read_range", flipped)
     dataset = served.dataset(tmp_path / "flipped")
     assert dataset[7] != sample(7)
     dataset.reader.fetch(np.array([0]))
@@ -180,7 +180,7 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
 def test_tables_are_kept_up_to_a_bound_and_fetched_again_behind_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_stream.reading.range_reads._HELD_BYTES", 100)
+    monkeypatch.setattr("lightning_stream.reading.partial._HELD_BYTES", 100)
     dataset = served.dataset(tmp_path)
     for number in (1, 100, 230, 101, 2):
         assert dataset.read_batch([number])["id"].tolist() == [number]
@@ -254,7 +254,7 @@ def test_a_start_by_range_does_not_wait_because_a_shard_is_in_the_cache(
     monkeypatch.setattr(look_ahead, "_FILES_PER_RANGE", 0.1)  # 30 requests for 3 shards
     served.dataset(tmp_path).reader.fetch(np.array([1]))
     waited: list[int] = []
-    monkeypatch.setattr(ReaderProcess, "hurry", lambda _, numbers, entry: waited.extend(numbers))
+    monkeypatch.setattr(ShardPool, "fetch_first", lambda _, numbers: waited.extend(numbers))
     served.server.slow = threading.Event()
     dataset = served.dataset(tmp_path, shuffle=True)
     batches = iter(StreamingDataLoader(dataset, 4))
@@ -292,9 +292,9 @@ class FirstAnswers:
     """Ranges whose first answers have a wrong byte at their end, or are too short."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str, tables_too: bool = True) -> None:
-        self._right, self._kind, self._tables_too = range_reads.read_range, kind, tables_too
+        self._right, self._kind, self._tables_too = partial.read_range, kind, tables_too
         self._known: set[tuple[str, int]] = set()
-        monkeypatch.setattr(range_reads, "read_range", self)
+        monkeypatch.setattr(partial, "read_range", self)
 
     def __call__(self, cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
         content, version = self._right(cache, entry, begin, end)
@@ -319,8 +319,8 @@ def test_an_answer_by_range_that_does_not_fit_is_asked_for_again(
 def test_a_sample_that_never_fits_by_range_is_read_from_its_shard(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = range_reads.read_range
-    monkeypatch.setattr(range_reads, "read_range", lambda *a: (bytes(len(right(*a)[0])), None) if a[2] else right(*a))
+    right = partial.read_range
+    monkeypatch.setattr(partial, "read_range", lambda *a: (bytes(len(right(*a)[0])), None) if a[2] else right(*a))
     dataset = served.dataset(tmp_path)
     assert dataset[7] == sample(7)
     assert dataset.read_batch([100])["id"].tolist() == [100]
@@ -393,7 +393,7 @@ def test_the_chosen_samples_of_a_dataset_start_by_range_too(
 def test_a_subset_of_a_subset_has_one_reader_of_shards_which_close_closes(served: Served, tmp_path: Path) -> None:
     inner = served.dataset(tmp_path, shuffle=False).subset(range(200))
     dataset = inner.subset(range(100))
-    next(iter(StreamingDataLoader(dataset, 4)))
+    assert len(list(StreamingDataLoader(dataset, 4))) == 25
     assert dataset.reader.shards is inner.reader.shards
     held = dataset.reader.shards.pool.open
     assert len(held)

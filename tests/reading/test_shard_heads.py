@@ -6,8 +6,10 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,7 +19,7 @@ from servers.holding import NUM_SAMPLES, HoldingServer, held_files  # noqa: E402
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.cache import ShardCache  # noqa: E402
 from lightning_stream.errors import StoreError  # noqa: E402
-from lightning_stream.reading.shard_heads import ShardHeads  # noqa: E402
+from lightning_stream.reading.partial import PartialShards  # noqa: E402
 from lightning_stream.stores import RetryingStore, open_store  # noqa: E402
 from lightning_stream.stores.retry import RetryPolicy  # noqa: E402
 
@@ -73,7 +75,8 @@ def test_bytes_that_were_delivered_and_are_wrong_end_the_run(
 ) -> None:
     wrong = {name: bytearray(content) for name, content in data.items() if name.endswith("mds")}
     for content in wrong.values():
-        content[len(content) // 10] ^= 1  # a value of a sample in the first tenth
+        for number in range(1, 13):
+            content[number * len(content) // 128] ^= 1  # a value of each sample in the first tenth
         server.wrong = {name: bytes(content) for name, content in wrong.items()}
     batches = iter(loader_of(server, tmp_path / "cache"))
     assert len(next(batches)["id"]) == 8
@@ -114,21 +117,26 @@ def test_nothing_is_read_early_against_the_users_wish(
     rest_of(server, batches, first)
 
 
+def parts_of(cache: ShardCache, entry: Any) -> PartialShards:
+    """Parts of shards that must not be opened."""
+    shards: Any = SimpleNamespace(entry=lambda _: (cache, entry), open=lambda *_: pytest.fail("nothing is opened"))
+    return PartialShards(shards)
+
+
 def test_shards_that_are_packed_here_or_soon_here_do_not_pay(
     server: HoldingServer, tmp_path: Path, data: dict[str, bytes]
 ) -> None:
-    heads = ShardHeads(lambda *_: pytest.fail("nothing is opened"))
     caches = {part: ShardCache(open_store(f"{server.url}/{part}"), tmp_path / part) for part in ("raw", "packed")}
     entries = {part: cache.index().entry(0) for part, cache in caches.items()}
-    assert heads.pays(caches["raw"], entries["raw"], 20)
-    assert not heads.pays(caches["raw"], entries["raw"], entries["raw"].num_samples // 2 + 1)
-    assert not heads.pays(caches["packed"], entries["packed"], 20)
+    assert parts_of(caches["raw"], entries["raw"]).comes_soon(0, 19)
+    assert not parts_of(caches["raw"], entries["raw"]).comes_soon(0, entries["raw"].num_samples // 2)
+    assert not parts_of(caches["packed"], entries["packed"]).comes_soon(0, 19)
     folder = tmp_path / "local"
     folder.mkdir()
     for name, content in data.items():
         if name.startswith("/raw/"):
             (folder / Path(name).name).write_bytes(content)
-    assert not heads.pays(ShardCache(open_store(str(folder))), entries["raw"], 20)
+    assert not parts_of(ShardCache(open_store(str(folder))), entries["raw"]).comes_soon(0, 19)
 
 
 def test_a_file_that_comes_in_parts_is_not_read_early(tmp_path: Path) -> None:
@@ -151,9 +159,9 @@ def test_a_file_that_comes_in_parts_is_not_read_early(tmp_path: Path) -> None:
     thread = threading.Thread(target=cache.ensure, args=(entry,))
     thread.start()
     assert begun.wait(30)
-    heads = ShardHeads(lambda *_: pytest.fail("nothing is opened"))
-    assert heads.pays(cache, entry, 2)
-    assert heads.open(0, cache, entry, 2, go.is_set) is None
+    parts = parts_of(cache, entry)
+    assert parts.comes_soon(0, 1)
+    assert parts.arriving(0, np.arange(2), go.is_set) is None
     go.set()
     thread.join(30)
     assert cache.present(entry)

@@ -105,7 +105,7 @@ def test_shards_that_are_closed_while_they_are_read_stay_mapped(
     process = reader.shards.pool
     assert process is not None
     assert len(process.open) <= (2 if limit_bytes is None else 0)
-    assert (dict(process.awaited), process.fetches) == ({}, {})
+    assert (dict(process.wanted), process.fetches) == ({}, {})
 
 
 def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: P
     announced = reader.read_ahead(np.arange(NUM_SAMPLES))
     process = reader.shards.pool
     assert process is not None
-    held = [process.lock, process._counting, process._fetchers._guard, process._waiters._guard]
+    held = [process.lock, process.queue._lock, *(pool._guard for pool in process.queue.pools)]
     is_held, go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -138,7 +138,7 @@ def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: P
                 os._exit(int(found != 7))
         assert os.waitpid(child, 0)[1] == 0
         go.set()
-    assert process.awaited.total() == reader.snapshot.num_shards
+    assert process.wanted.total() == reader.snapshot.num_shards
 
 
 @pytest.mark.parametrize("as_batch", [False, True])

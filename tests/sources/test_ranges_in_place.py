@@ -20,7 +20,7 @@ from lightning_stream import StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.cache import ShardCache  # noqa: E402
 from lightning_stream.errors import FormatError  # noqa: E402
 from lightning_stream.formats.index import Index  # noqa: E402
-from lightning_stream.reading import range_reads  # noqa: E402
+from lightning_stream.reading import partial  # noqa: E402
 from lightning_stream.sources import webdataset  # noqa: E402
 from lightning_stream.sources.in_place import InPlace  # noqa: E402
 from lightning_stream.stores.base import ObjectEntry  # noqa: E402
@@ -199,7 +199,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, in
 def test_one_sample_of_a_shard_that_is_not_here_comes_by_ranges(
     write: Any, tmp_path: Path, asked: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(range_reads, "REQUEST_BYTES", 20_000)  # these shards are small
+    monkeypatch.setattr(partial, "REQUEST_BYTES", 20_000)  # these shards are small
     folder = tmp_path / "data"
     folder.mkdir()
     column = write(folder)

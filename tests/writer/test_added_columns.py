@@ -20,7 +20,7 @@ from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, add_
 from lightning_stream.cli import main
 from lightning_stream.errors import ConflictError, FormatError, NotFoundError, SnapshotMismatch
 from lightning_stream.formats.index import Index
-from lightning_stream.reading import range_reads
+from lightning_stream.reading import partial
 from lightning_stream.writer import MDSWriter
 
 COLUMNS = {"id": "int", "text": "str"}
@@ -119,7 +119,7 @@ def test_an_added_column_is_fetched_only_where_it_is_read(tmp_path: Path, limit:
 
 
 def test_single_samples_come_by_ranges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(range_reads, "REQUEST_BYTES", 50)
+    monkeypatch.setattr(partial, "REQUEST_BYTES", 50)
     with MDSWriter(out=tmp_path / "set", columns={"id": "int", "text": "str"}) as writer:
         writer.write_batch({"id": range(3000), "text": ["x" * (k % 7) for k in range(3000)]})
     versions.add_column(tmp_path / "set", "half", "float64", np.arange(3000) / 2)

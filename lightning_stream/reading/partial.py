@@ -1,0 +1,306 @@
+"""Some samples of shards that are not here whole: from files that are still arriving, or by ranges of bytes.
+
+A raw MDS shard begins with the table of its samples' offsets, and a single connection brings it in order. So its first
+samples can be read long before the last ones are here, without another request: an order with a quick start begins with
+these. Where it costs less than the whole shard, one range reads the table, and one more each sample or group of
+neighbours; at the same time, if all samples have one size.
+
+Either way, the samples become a small shard of their own. The hash of their file holds for all of it, and cannot be
+compared. Instead, the table must fit the index, all ranges must come from one version of the object, and each sample's
+columns must fill it; what does not is asked for again, and then the shard is fetched. The samples are compared later,
+see `proofs`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from msgspec.structs import replace
+from numpy.typing import NDArray
+
+from lightning_stream.cache import ShardCache
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.memory import Int64s
+from lightning_stream.formats.model import ShardEntry
+from lightning_stream.formats.shard import Shard
+from lightning_stream.reading.proofs import EarlyRead
+from lightning_stream.reading.stream import DownloadHook
+from lightning_stream.stores import RetryingStore
+from lightning_stream.threads import DaemonPool
+
+if TYPE_CHECKING:
+    from lightning_stream.reading.stream_shards import StreamShards
+
+_Offsets = NDArray[np.uint32]  # of a shard's samples, and the end: [num_samples + 1]
+_Part = tuple[int, int]  # the first and the last of samples that lie near each other
+REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come meanwhile: about 35 ms at 60 MB/s
+_GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with the bytes between them
+_HELD_BYTES = 64 << 20  # of tables that are kept
+_THREADS = 16
+_ATTEMPTS = 3  # to read a table and samples that fit the index
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.01  # between two looks at a file that arrives
+_MOST_OF_SHARD = 0.5  # is read while the rest arrives
+_log = logging.getLogger(__name__)
+
+
+class PartialShard(NamedTuple):
+    """Some samples of a shard, as a shard of their own: its sample k is that of index ``read.indices[k]``."""
+
+    shard: Shard
+    read: EarlyRead
+
+
+class PartialShards:
+    """Reads samples of shards that are not here whole. Thread-safe; of one process."""
+
+    def __init__(self, shards: StreamShards) -> None:
+        self._shards = shards
+        self._tables: dict[int, _Offsets] = {}
+        self._versions: dict[int, str | None] = {}  # of each shard's object, from its first range
+        self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
+        self.num_requests = 0
+        self._guard = threading.Lock()
+        self._requests = DaemonPool(_THREADS, "range")
+        self._readers = DaemonPool(_THREADS, "partial")  # which wait for requests
+
+    @property
+    def pools(self) -> list[DaemonPool]:
+        """The threads."""
+        return [self._requests, self._readers]
+
+    def is_cheaper(self, number: int, num_samples: int) -> bool:
+        """Whether ranges for so many samples of a shard cost less than the shard, with what was spent on it before.
+
+        Never if the user demands a hash, nor for shards that are compressed, of a format without such ranges, or in the
+        cache.
+        """
+        cache, entry = self._shards.entry(number)
+        if isinstance(cache.store, DownloadHook) or not _may_be_partial(cache, entry):
+            return False
+        num_bytes = entry.raw.num_bytes
+        table = 0 if number in self._tables else REQUEST_BYTES + table_bytes(entry)
+        cost = self._spent[number] + table + num_samples * (REQUEST_BYTES + num_bytes // max(1, entry.num_samples))
+        if cost > REQUEST_BYTES + num_bytes:
+            return False
+        if entry.raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
+            return False
+        return not cache.present(entry)
+
+    def comes_soon(self, number: int, last: int) -> bool:
+        """Whether the samples up to an index surely arrive well before the end of the shard, and can be read then.
+
+        Never if the user demands a hash, nor for shards that are compressed or of other formats.
+        """
+        cache, entry = self._shards.entry(number)
+        if entry.raw.origin is not None or not isinstance(cache.store, RetryingStore):
+            return False
+        part = (last + 1) / entry.num_samples
+        is_worth_it = part <= _MOST_OF_SHARD and entry.raw.num_bytes * (1 - part) >= REQUEST_BYTES
+        return is_worth_it and _may_be_partial(cache, entry)
+
+    def arriving(self, number: int, indices: Int64s, has_come: Callable[[], bool]) -> PartialShard | None:
+        """Samples of a shard that is being fetched, by any process, as soon as they are here.
+
+        None if the whole shard has come before, or does not arrive in order.
+        """
+        try:
+            samples = _arriving(*self._shards.entry(number), indices, has_come)
+            return None if samples is None else self._as_shard(number, indices, samples, is_awaited=True)
+        except (OSError, FormatError):  # no space for a copy, or wrong bytes: the whole shard shows which are right
+            return None
+
+    def by_range(self, wanted: Mapping[int, Int64s], awaited: Collection[int]) -> dict[int, PartialShard]:
+        """Samples of ascending, distinct indices by ranges, by shard number; some of the shards are `awaited`.
+
+        Shards whose answers do not fit the index, also when asked again, are left out, and not read by ranges any more.
+        Raises StoreError where the store does not send them.
+        """
+        reads = {number: self._readers.submit(self.samples, number, indices) for number, indices in wanted.items()}
+        parts = {}
+        for number, read in reads.items():
+            samples = read.result()
+            if samples is None:
+                continue
+            try:
+                parts[number] = self._as_shard(number, wanted[number], samples, is_awaited=number in awaited)
+            except FormatError:
+                self.distrust(number)
+        return parts
+
+    def samples(self, number: int, indices: Int64s) -> dict[int, bytes] | None:
+        """The bytes of samples of a shard by ranges, by their indices; None if these do not fit its index."""
+        cache, entry = self._shards.entry(number)
+        if entry.raw.origin is not None:
+            assert cache.other is not None
+            samples = cache.other.samples(cache.store, entry, indices.tolist())
+            self._note(number, len(indices), sum(map(len, samples)))
+            return dict(zip(indices.tolist(), samples, strict=True))
+        for _ in range(_ATTEMPTS):
+            with suppress(FormatError):
+                return self._samples(number, entry, indices)
+            self._drop(number)
+        _log.warning("%s: its ranges do not fit its index; it is read as a whole.", entry.raw.basename)
+        self.distrust(number)
+        return None
+
+    def _samples(self, number: int, entry: ShardEntry, indices: Int64s) -> dict[int, bytes]:
+        known = self._tables.get(number)
+        coming = None if known is not None else self._requests.submit(self._fetch_table, number, entry)
+        table = _equal_sizes_table(entry) if known is None else known
+        if table is None:
+            assert coming is not None
+            table = coming.result()
+        parts = _neighbours(table, indices)
+        requests = [self._requests.submit(self._fetch, number, *_range(table, part)) for part in parts]
+        samples = _cut(table, parts, [request.result() for request in requests])
+        if coming is not None and not np.array_equal(coming.result(), table):
+            raise FormatError(f"{entry.raw.basename}: its samples differ in size.")
+        return samples
+
+    def _fetch_table(self, number: int, entry: ShardEntry) -> _Offsets:
+        table = offsets_of(self._fetch(number, 0, table_bytes(entry)), entry, entry.raw.basename)
+        with self._guard:
+            self._tables[number] = table
+            while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _HELD_BYTES:
+                del self._tables[next(iter(self._tables))]
+        return table
+
+    def _fetch(self, number: int, begin: int, end: int) -> bytes:
+        """Bytes of a shard, of the same version of its object as all before."""
+        cache, entry = self._shards.entry(number)
+        content, version = read_range(cache, entry, begin, end)
+        self._note(number, 1, len(content))
+        with self._guard:
+            is_same = self._versions.setdefault(number, version) == version
+        if not is_same:
+            raise FormatError(f"{entry.raw.basename}: it was replaced while it was read.")
+        return content
+
+    def _note(self, number: int, num_requests: int, num_bytes: int) -> None:
+        with self._guard:
+            self.num_requests += num_requests
+            self._spent[number] += REQUEST_BYTES * num_requests + num_bytes
+
+    def distrust(self, number: int) -> None:
+        """Read no more of a shard by ranges: what came so does not fit."""
+        self._drop(number)
+        self._note(number, 0, REQUEST_BYTES + self._shards.entry(number)[1].raw.num_bytes)
+
+    def drop(self, number: int) -> None:
+        """Forget what is known of a shard: the whole one is here."""
+        self._drop(number)
+        self._spent.pop(number, None)
+
+    def _drop(self, number: int) -> None:
+        with self._guard:
+            self._tables.pop(number, None)
+            self._versions.pop(number, None)
+
+    def _as_shard(
+        self, number: int, indices: Int64s, content: Mapping[int, bytes], *, is_awaited: bool
+    ) -> PartialShard:
+        entry, samples = self._shards.entry(number)[1], [content[index] for index in indices.tolist()]
+        small = replace(entry, num_samples=len(samples))
+        offsets = np.cumsum([table_bytes(small), *map(len, samples)], dtype=np.int64).astype("<u4")
+        head = len(samples).to_bytes(4, "little") + offsets.tobytes()
+        with tempfile.NamedTemporaryFile(prefix="lightning-stream-", buffering=0) as file:
+            file.write(b"".join([head, *samples]))
+            path = Path(file.name)
+            raw = replace(entry.raw, basename=path.name, num_bytes=int(offsets[-1]), hashes={})
+            shard = self._shards.open(number, replace(small, raw=raw), path.parent)
+        return PartialShard(shard, EarlyRead.of(number, indices.tolist(), samples, is_awaited))
+
+
+def _may_be_partial(cache: ShardCache, entry: ShardEntry) -> bool:
+    is_raw = entry.format == "mds" and entry.compressed is None and len(entry.files) == 1
+    return is_raw and cache.config.validate_hash is None and not cache.in_place
+
+
+def table_bytes(entry: ShardEntry) -> int:
+    """Bytes of the number of samples and their offsets, with which a raw MDS shard begins."""
+    return 4 * (entry.num_samples + 2)
+
+
+def offsets_of(content: bytes, entry: ShardEntry, where: str) -> _Offsets:
+    """The offsets with which a raw MDS shard begins; FormatError if they do not fit the index."""
+    if len(content) == table_bytes(entry):
+        num_samples, offsets = int.from_bytes(content[:4], "little"), np.frombuffer(content, "<u4", offset=4)
+        edges = (num_samples, int(offsets[-1])) == (entry.num_samples, entry.raw.num_bytes)
+        if edges and offsets[0] >= len(content) and not (offsets[1:] < offsets[:-1]).any():
+            return offsets
+    raise FormatError(
+        f"{where}: it does not begin as a shard of {entry.num_samples} samples in {entry.raw.num_bytes:,} bytes, as in "
+        "its index. Compare it with the dataset's source."
+    )
+
+
+def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:
+    """The offsets of samples of one size, one after another up to the end; None where they differ in size."""
+    stride = sum(size or 0 for size in entry.schema.sizes)
+    first = entry.raw.num_bytes - entry.num_samples * stride
+    if None in entry.schema.sizes or first < table_bytes(entry):
+        return None
+    return (first + stride * np.arange(entry.num_samples + 1)).astype(np.uint32)
+
+
+def _neighbours(table: _Offsets, indices: Int64s) -> list[_Part]:
+    gaps = table[indices[1:]].astype(np.int64) - table[indices[:-1] + 1]
+    firsts = np.flatnonzero(np.concatenate([[True], gaps > _GAP_BYTES]))
+    lasts = np.append(firsts[1:], len(indices)) - 1
+    return list(zip(indices[firsts].tolist(), indices[lasts].tolist(), strict=True))
+
+
+def _range(table: _Offsets, part: _Part) -> tuple[int, int]:
+    """The bytes of a part: their begin and end."""
+    return int(table[part[0]]), int(table[part[1] + 1])
+
+
+def _cut(table: _Offsets, parts: list[_Part], contents: list[bytes]) -> dict[int, bytes]:
+    """The samples of parts by their indices, from the bytes of these."""
+    samples = dict[int, bytes]()
+    for (first, last), content in zip(parts, contents, strict=True):
+        edges = (table[first : last + 2] - table[first]).tolist()
+        if len(content) != edges[-1]:
+            raise FormatError(f"the samples {first} to {last} have {edges[-1]:,} bytes; found {len(content):,}")
+        samples |= {first + k: content[begin:end] for k, (begin, end) in enumerate(pairwise(edges))}
+    return samples
+
+
+def _arriving(
+    cache: ShardCache, entry: ShardEntry, indices: Int64s, has_come: Callable[[], bool]
+) -> dict[int, bytes] | None:
+    """Samples of a file that grows, when they are here; None where it is whole before, or comes in parts."""
+    path, pause_s, needed = cache.arriving(entry), _SHORTEST_PAUSE_S, table_bytes(entry)
+    while not has_come():
+        with suppress(FileNotFoundError), path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes >= entry.raw.num_bytes:
+                return None  # it is being verified, or comes in parts
+            if num_bytes >= needed:
+                table = offsets_of(file.read(table_bytes(entry)), entry, entry.raw.basename)
+                needed = int(table[indices[-1] + 1])
+                if num_bytes >= needed:
+                    parts = _neighbours(table, indices)
+                    ranges = [_range(table, part) for part in parts]
+                    contents = [os.pread(file.fileno(), end - begin, begin) for begin, end in ranges]
+                    return _cut(table, parts, contents)
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
+    return None
+
+
+def read_range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
+    """Fetch the bytes ``[begin, end)`` of a shard, with the version of the object."""
+    with cache.store.open(entry.raw.basename, begin, end) as body:
+        return b"".join(body), body.tag

@@ -1,0 +1,545 @@
+"""The shards that one process has open, and the threads that fetch the next ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import Lease, ShardCache
+from lightning_stream.errors import CacheError, FormatError, LockTimeoutError
+from lightning_stream.formats.encodings.base import FlatArrays
+from lightning_stream.formats.mds.gather import SpanTable, flat_arrays
+from lightning_stream.formats.memory import Int64s
+from lightning_stream.formats.model import ShardEntry
+from lightning_stream.formats.shard import Batch, Buffers, Shard
+from lightning_stream.reading.next_use import NextUse
+from lightning_stream.reading.partial import PartialShard, PartialShards
+from lightning_stream.reading.proofs import EarlyRead, EarlyReads
+from lightning_stream.threads import DaemonPool
+
+if TYPE_CHECKING:
+    from lightning_stream.reading.stream_shards import StreamShards
+
+T = TypeVar("T")
+UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
+"""A function of 1-d arrays as they lie in memory, and of that memory, which it must not keep."""
+
+_MOST_FETCHERS = 16  # one for each canonical node that the default order has: the first batch needs a shard of each
+_LOOK_S, _LOOK_EACH_S = 0.025, 0.005  # between looks for shards that other processes fetch: 200 files a second at most
+_LOCK_S = 1.0  # the lock is held for microseconds
+_FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
+_OTHER_FILES = 256  # connections, logs, and what the trainer has open
+
+
+class OpenShards:
+    """Mapped shards by number, each with the lease that protects it from eviction, and when each was used last.
+
+    `StreamShards` explains the numbers. Reading is thread-safe; changes need the caller's lock.
+    """
+
+    def __init__(self, num_shards: int, num_joined: int = 0) -> None:
+        self._held: dict[int, tuple[Shard, Lease]] = {}
+        self._num_shards = num_shards
+        self._tables = [SpanTable(num_shards) for _ in range(1 + num_joined)]
+        numbers = num_shards * len(self._tables)
+        self._used: NDArray[np.int64] = np.zeros(numbers, np.int64)  # by a clock of uses
+        self._is_open: NDArray[np.bool_] = np.zeros(numbers, np.bool_)
+        self._clock = 0
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._held
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def add(self, number: int, shard: Shard, lease: Lease) -> Shard:
+        """Keep a shard that was opened, and its lease; where another thread was first, return that one's shard."""
+        if (held := self._held.get(number)) is not None:
+            if lease is not held[1]:
+                lease.close()
+            return held[0]
+        self._held[number] = shard, lease
+        self._use(number)
+        self._is_open[number] = True
+        table, within = divmod(number, self._num_shards)
+        self._tables[table].add(within, shard.mapped)
+        return shard
+
+    def get(self, number: int) -> Shard | None:
+        """A shard to read from, which stays mapped while it is referred to; None if it is not open."""
+        if (held := self._held.get(number)) is None:
+            return None
+        self._use(number)
+        return held[0]
+
+    def lease(self, number: int, shard: Shard) -> Lease | None:
+        """The lease of an open shard; None where another shard or none is open under the number."""
+        held = self._held.get(number)
+        return held[1] if held is not None and held[0] is shard else None
+
+    def has(self, numbers: NDArray[np.int64]) -> bool:
+        """Whether all of these are open."""
+        return bool(self._is_open.take(numbers).all())
+
+    def gather(
+        self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None, joined: int = 0
+    ) -> Batch | None:
+        """Row k is sample ``indices[k]`` of shard ``numbers[k]``; None if these are not all open and of one layout.
+
+        With `joined` = 1, 2...: of the first, the second... of the shards that are joined to it.
+        """
+        batch = self._tables[joined].gather(numbers, indices, out)
+        if batch is not None:
+            self._use(numbers if joined == 0 else numbers + joined * self._num_shards)
+        return batch
+
+    def flat_arrays(
+        self, numbers: NDArray[np.int64], indices: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]
+    ) -> T | None:
+        """The result of ``use`` with where the numbers of some columns lie; None if they cannot be used there."""
+
+        rows = self._tables[0].find(numbers, indices)
+        found = None if rows is None else flat_arrays(rows, names)
+        result = None if rows is None or found is None else use(found, rows.window.view)
+        self._use(numbers)
+        return result
+
+    def _use(self, numbers: int | NDArray[np.int64]) -> None:
+        self._clock += 1
+        self._used[numbers] = self._clock
+
+    def close(self, number: int) -> None:
+        """Forget a shard, if it is open; it stays mapped for those that are reading it."""
+        if (held := self._held.pop(number, None)) is not None:
+            self._is_open[number] = False
+            table, within = divmod(number, self._num_shards)
+            self._tables[table].remove(within)
+            held[1].close()
+
+    def close_all_but(self, count: int) -> None:
+        """Forget the shards used longest ago."""
+        if len(self._held) > count:
+            for number in sorted(self._held, key=self._used.__getitem__)[: len(self._held) - count]:
+                self.close(number)
+
+
+class Fetch(Future["Lease | None"]):
+    """A shard that a thread fetches, or will; the result is None where another process fetches it.
+
+    `arrived` is its lease then, once it is here.
+    """
+
+    def __init__(self, cache: ShardCache, entry: ShardEntry) -> None:
+        super().__init__()
+        self.cache, self.entry = cache, entry
+        self.is_urgent = False  # a batch waits for it
+        self.is_elsewhere = False
+        self.arrived: Lease | None = None
+
+    def has_come(self) -> bool:
+        """Whether the shard is here, or will not come."""
+        return self.done() and not self.is_elsewhere
+
+
+def urgent_threads(num_threads: int, num_awaited: int) -> int:
+    """The threads that fetch from now on, where a batch waits for so many shards; never fewer than before."""
+    return max(num_threads, min(num_awaited, _MOST_FETCHERS))
+
+
+class FetchQueue:
+    """Fetches shards in threads: first those that a batch waits for, then the others as they were added.
+
+    Those of later batches begin once the first batch has what it needs: else they would take their share of the
+    network. What another process fetches already is left to it, since the workers of a node need the same shards first;
+    one thread looks for all of these.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._num_threads = num_threads
+        self._lock = threading.RLock()
+        self._is_starting = True
+        self._later: list[Fetch] = []
+        self._queue: list[Fetch] = []
+        self._num_running = 0
+        self._elsewhere: list[Fetch] = []
+        self._fetchers, self._looker = DaemonPool(num_threads, "fetch"), DaemonPool(1, "look")
+        self.pools = [self._fetchers, self._looker]
+
+    def add(self, fetches: Sequence[Fetch]) -> None:
+        """Begin to fetch shards, in this order; later, while those of the first call are being fetched."""
+        with self._lock:
+            if self._is_starting and self._is_busy():
+                self._later += fetches
+            else:
+                self._begin(fetches)
+
+    def first(self, fetches: Sequence[Fetch]) -> None:
+        """Fetch these before all others, and all at once: with more threads, if it takes more."""
+        with self._lock:
+            for fetch in fetches:
+                fetch.is_urgent = True
+            late = [fetch for fetch in self._later if fetch.is_urgent]
+            self._later = [fetch for fetch in self._later if not fetch.is_urgent]
+            self._begin(late)
+            if (threads := urgent_threads(self._fetchers.num_threads, len(fetches))) > self._fetchers.num_threads:
+                self._fetchers.resize(threads)
+
+    def start_later(self) -> None:
+        """Begin to fetch what waits: the first batch has what it needs."""
+        if self._is_starting:
+            with self._lock:
+                self._is_starting = False
+                later, self._later = self._later, []
+                self._begin(later)
+
+    def drop(self, fetch: Fetch) -> None:
+        """Do not fetch this one; if that has begun, it ends with a lease that nobody keeps."""
+        with self._lock:
+            for waiting in (self._later, self._queue, self._elsewhere):
+                if fetch in waiting:
+                    waiting.remove(fetch)
+                    fetch.cancel()
+            self._ended()
+
+    def has_idle_threads(self) -> bool:
+        """Whether shards are waited for while threads are idle."""
+        num_waiting = self._num_running + len(self._queue) + len(self._later)
+        return self._is_busy() and num_waiting < self._fetchers.num_threads
+
+    def close(self) -> None:
+        """Fetch no more, without waiting for what has begun."""
+        with self._lock:
+            for fetch in (*self._later, *self._queue):
+                fetch.cancel()
+            self._later, self._queue, self._elsewhere = [], [], []
+        for pool in self.pools:
+            pool.close()
+
+    def _is_busy(self) -> bool:
+        return bool(self._num_running or self._queue or self._elsewhere)
+
+    def _ended(self) -> None:
+        if not self._is_busy():
+            self.start_later()
+
+    def _begin(self, fetches: Sequence[Fetch]) -> None:
+        self._queue = sorted([*self._queue, *fetches], key=lambda fetch: not fetch.is_urgent)
+        for _ in fetches:
+            self._fetchers.submit(self._fetch_next)
+
+    def _fetch_next(self) -> None:
+        with self._lock:
+            if not self._queue:
+                return  # one was dropped
+            fetch = self._queue.pop(0)
+            self._num_running += 1
+            # With fewer shards wanted than threads, the connections of the idle ones help with these.
+            share = max(1, self._num_threads // (self._num_running + len(self._queue)))
+        try:
+            fetch.set_result(fetch.cache.lease(fetch.entry, 0, share))
+        except LockTimeoutError:
+            self._leave(fetch)
+        except BaseException as error:  # noqa: BLE001 - raised where the shard is needed
+            fetch.set_exception(error)
+        finally:
+            with self._lock:
+                self._num_running -= 1
+                self._ended()
+
+    def _leave(self, fetch: Fetch) -> None:
+        """Leave a shard to the process that fetches it."""
+        with self._lock:
+            fetch.is_elsewhere = True
+            self._elsewhere.append(fetch)
+            fetch.set_result(None)
+            if len(self._elsewhere) == 1:
+                self._looker.submit(self._look)
+
+    def _look(self) -> None:
+        """Take leases of shards that other processes fetch, as these come."""
+        while fetches := list(self._elsewhere):
+            for fetch in fetches:
+                if fetch.cache.present(fetch.entry):
+                    self._arrive(fetch)
+            time.sleep(max(_LOOK_S, _LOOK_EACH_S * len(fetches)))
+
+    def _arrive(self, fetch: Fetch) -> None:
+        try:
+            fetch.arrived = fetch.cache.lease(fetch.entry, 0)
+        except Exception:  # noqa: BLE001 - the thread that needs the shard asks again, and raises it
+            fetch.arrived = None
+        with self._lock:
+            fetch.is_elsewhere = False
+            self.drop(fetch)
+
+
+class Want(NamedTuple):
+    """The shards that one batch needs, in the process that wants them."""
+
+    pool: ShardPool
+    numbers: list[int]
+
+
+class ShardPool:
+    """The shards that one process has open, and those that it fetches. They change under `lock`, which no reader holds.
+
+    With a cache limit a shard is closed as soon as no batch wants it, because open shards cannot be evicted.
+    """
+
+    def __init__(self, shards: StreamShards) -> None:
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
+        self.open = OpenShards(shards.num_shards, shards.num_joined)
+        self.fetches: dict[int, Fetch] = {}
+        self.wanted: Counter[int] = Counter()  # the batches that want a shard, or read it, by its number
+        self.plans: dict[int, NextUse] = {}  # of the running iterations, by id
+        self.partial, self.early = PartialShards(shards), EarlyReads()
+        self.spare_requests = 0  # for ranges of shards that are being fetched anyway
+        self.num_fetched_again = 0
+        self._repairs = threading.RLock()  # held while a damaged shard is fetched again
+        self._shards, self._config, self._counters = shards, shards.config, shards.counters
+        self._dropped: deque[list[int]] = deque()
+        self.queue = FetchQueue(self._config.fetch_threads)
+        # A forked child must not finalize its parent's threads: their locks may never be released there.
+        self.threads: list[object] = [*self.queue.pools, *self.partial.pools]
+
+    def want(self, numbers: list[int], *, fetch: bool = True) -> Want:
+        """Note that a batch needs these shards, until they are dropped, and begin to fetch them."""
+        with self.lock:
+            self._settle()
+            self.wanted.update(numbers)
+            if fetch:
+                self._begin(numbers)
+        return Want(self, numbers)
+
+    def drop(self, numbers: list[int]) -> None:
+        """Undo one `want`: a shard that no other batch wants is not fetched any more and, under a limit, closed.
+
+        The garbage collector may call this in any thread, so it does not wait long for the lock: the next call does
+        what this one could not.
+        """
+        self._dropped.append(numbers)
+        if self.lock.acquire(timeout=_LOCK_S):
+            try:
+                self._settle()
+            finally:
+                self.lock.release()
+
+    def _settle(self) -> None:
+        while self._dropped:
+            for number in self._dropped.popleft():
+                self.wanted[number] -= 1
+                if self.wanted[number] <= 0:
+                    del self.wanted[number]
+                    self._drop_fetch(number)
+                    if self._shards.is_limited:
+                        self.open.close(number)
+
+    def _drop_fetch(self, number: int) -> None:
+        if (fetch := self.fetches.pop(number, None)) is not None:
+            self.queue.drop(fetch)
+
+    @contextmanager
+    def reading(self, numbers: list[int]) -> Iterator[None]:
+        """Keep these shards while they are opened; afterwards, close those above the bound."""
+        self.want(numbers, fetch=False)
+        try:
+            yield
+        finally:
+            self.drop(numbers)
+            with self.lock:
+                self.open.close_all_but(self._config.max_open_shards)
+
+    def _begin(self, numbers: Sequence[int]) -> None:
+        """Begin to fetch the shards that are neither open nor being fetched. The caller holds the lock."""
+        missing = [number for number in numbers if number not in self.open and number not in self.fetches]
+        if missing:
+            new = {number: Fetch(*self._shards.entry(number)) for number in missing}
+            self.fetches |= new
+            self.queue.add(list(new.values()))
+
+    def fetch_first(self, numbers: Sequence[int]) -> None:
+        """Fetch all shards at once that a batch waits for, before those of later batches."""
+        with self.lock:
+            self._begin(numbers)
+            fetches = [fetch for number in numbers if (fetch := self.fetches.get(number)) and not fetch.done()]
+            self.queue.first(fetches)
+
+    def is_present(self, number: int) -> bool:
+        """Whether a shard is here, verified."""
+        cache, entry = self._shards.entry(number)
+        return cache.present(entry)
+
+    def close(self) -> None:
+        """Close everything, without waiting for fetches that have begun."""
+        self.queue.close()
+        with self.lock:
+            self.fetches.clear()
+            self.open.close_all_but(0)
+
+    def of_batch(self, wanted: Mapping[int, Int64s]) -> dict[int, Shard | PartialShard]:
+        """Every shard of a batch by its number, opened, or those of its samples alone that are wanted."""
+        shards: dict[int, Shard | PartialShard] = {**self.by_range(wanted)}
+        missing = [number for number in wanted if number not in shards]
+        with self.reading(missing):
+            self.fetch_first(missing)
+            for number in missing:
+                shards[number] = self._arriving(number, wanted[number]) or self.shard(number)
+        self.queue.start_later()
+        return shards
+
+    def by_range(self, wanted: Mapping[int, Int64s]) -> dict[int, PartialShard]:
+        """The wanted samples of shards that are not here, where they are cheaper alone."""
+        starts, cheaper, awaited, soon = self._config.start_by_range, set(), set(), set()
+        if starts is None and self.partial.num_requests >= self.spare_requests:
+            starts = False
+        for number, indices in wanted.items():
+            fetch = self.fetches.get(number)
+            if number in self.open or (fetch is not None and (fetch.has_come() or starts is False)):
+                continue
+            if fetch is not None and not self.is_present(number):  # else it is opened soon
+                awaited.add(number)
+                if self.partial.comes_soon(number, int(indices[-1])):
+                    soon.add(number)
+            if self.partial.is_cheaper(number, len(indices)):
+                cheaper.add(number)
+        if starts is None:  # the batch comes earlier only if it waits for none of them, not even for their beginnings
+            num_requests = sum(1 + len(wanted[number]) for number in awaited & cheaper)
+            is_within = num_requests <= self.spare_requests - self.partial.num_requests
+            if awaited == soon or awaited - cheaper or not is_within:
+                cheaper -= awaited
+        self.fetch_first(list(awaited - cheaper))
+        with self._counters.waiting():
+            return self.partial.by_range({number: wanted[number] for number in cheaper}, awaited)
+
+    def _arriving(self, number: int, indices: Int64s) -> PartialShard | None:
+        """Samples of a shard that is being fetched, before all of it is here; None where waiting is better."""
+        fetch = self.fetches.get(number)
+        if number in self.open or fetch is None or fetch.has_come() or self._config.start_by_range is False:
+            return None
+        if not self.partial.comes_soon(number, int(indices[-1])):
+            return None
+        with self._counters.waiting():
+            return self.partial.arriving(number, indices, fetch.has_come)
+
+    def shard(self, number: int) -> Shard:
+        """A mapped shard, fetched where it is not here. The caller is `reading` it."""
+        while True:
+            with self.lock:
+                if (shard := self.open.get(number)) is not None:
+                    return shard
+                fetch, before = self.fetches.get(number), self.num_fetched_again
+            try:
+                opened = self._opened(number, fetch, before)
+            finally:
+                with self.lock:  # a failed one is fetched again at its next use
+                    if fetch is not None and self.fetches.get(number) is fetch:
+                        self._drop_fetch(number)
+            if opened is None:
+                continue
+            shard, lease = opened
+            self.partial.drop(number)
+            self.early.compare(shard, number, self._shards.url_of(number))
+            with self.lock:
+                # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
+                if lease.is_held and (self.num_fetched_again == before or lease.is_current()):
+                    return self.open.add(number, shard, lease)
+            lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
+
+    def _opened(self, number: int, fetch: Fetch | None, before: int) -> tuple[Shard, Lease] | None:
+        """A shard with its lease; None where it was damaged in the cache and was fetched again."""
+        cache, entry = self._shards.entry(number)
+        self._raise_file_limit()
+        try:
+            with self._counters.waiting():
+                lease = None if fetch is None else fetch.result() or fetch.arrived
+                if lease is None:
+                    lease = cache.lease(entry, None, self._config.fetch_threads)
+            try:
+                return self._shards.open(number, entry, lease.folder), lease
+            except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted
+                if not self.fetched_again(number, lease, before):
+                    raise
+        except OSError as error:
+            self._explain_file_limit(error)
+            raise
+        return None
+
+    def fetched_again(self, number: int, lease: Lease | None, before: int) -> bool:
+        """Whether another attempt is worthwhile, because a shard that was damaged in the cache was fetched again.
+
+        The shard was read under ``lease`` (None if that is closed already), when `num_fetched_again` was ``before``.
+        """
+        cache, entry = self._shards.entry(number)
+        with self._repairs:
+            if self.num_fetched_again != before:  # by another thread meanwhile, perhaps this one
+                return True
+            again = cache.fetch_again(entry, lease)
+            if again is None:
+                return False
+            with self.lock:
+                self.open.close(number)
+                self.fetches.pop(number, None)  # which may have got the damaged files
+                self.num_fetched_again += 1
+            again.close()
+        return True
+
+    def verdicts(self, reads: Sequence[EarlyRead], *, wait: bool) -> dict[EarlyRead, bool]:
+        """Whether early reads have the bytes of their verified shards; without `wait`, where these are here.
+
+        Samples of shards that nobody fetches are read by ranges a second time instead.
+
+        Raises:
+            StoreError, FormatError, CacheError: A shard cannot be fetched.
+        """
+        by_shard: dict[int, list[EarlyRead]] = {}
+        for read in reads:
+            by_shard.setdefault(read.number, []).append(read)
+        here = set(filter(self.is_present, by_shard))
+        alone = by_shard.keys() - here - {read.number for read in reads if read.is_awaited}
+        if wait:
+            self.fetch_first(sorted(by_shard.keys() - here - alone))
+        verdicts: dict[EarlyRead, bool] = {}
+        for number in sorted(by_shard if wait else here):
+            verdicts |= self._verdicts(number, by_shard[number], by_range=number in alone)
+        return verdicts
+
+    def _verdicts(self, number: int, reads: Sequence[EarlyRead], *, by_range: bool) -> dict[EarlyRead, bool]:
+        if by_range:
+            indices = np.unique(np.concatenate([read.indices for read in reads]))
+            samples = self.partial.samples(number, indices)
+            if samples is not None:
+                return {read: read.has_bytes([samples[index] for index in read.indices]) for read in reads}
+        with self.reading([number]):
+            shard = self.shard(number)
+            return {read: read.agrees(shard) for read in reads}
+
+    def _raise_file_limit(self) -> None:
+        """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""
+        wanted = (len(self.open) + len(self.fetches) + 1) * _FILES_PER_SHARD + _OTHER_FILES
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != resource.RLIM_INFINITY and wanted > soft:
+            most = max(2 * soft, wanted)  # so that it is seldom raised again
+            limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+
+    def _explain_file_limit(self, error: OSError) -> None:
+        """Raise CacheError if the limit of open files is why a file could not be opened."""
+        if error.errno == errno.EMFILE:
+            raise CacheError(
+                f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {len(self.open)} shards open already. "
+                "Raise the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or "
+                "batch"
+            ) from error
