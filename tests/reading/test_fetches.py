@@ -219,6 +219,8 @@ def test_a_process_that_is_closed_fetches_no_shards_of_later_batches() -> None:
     for number in (0, 1):
         pool.want([number])
     first, second = pool.fetches[0], pool.fetches[1]
+    while not cache.asked:
+        time.sleep(0.001)
     pool.close()
     cache.go.set()
     first.result(30)
