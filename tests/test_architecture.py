@@ -21,10 +21,11 @@ PACKAGE = ROOT / "lightning_stream"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TORCH_FROM_LAYER = 5
 OPTIONAL = {
-    "boto3", "google", "azure", "databricks", "fsspec", "urllib3", "cramjam", "pyspark", "composer", "pyarrow", "pandas"
+    "botocore", "google", "azure", "databricks", "fsspec", "urllib3", "cramjam", "pyspark", "composer", "pyarrow",
+    "pandas",
 }  # fmt: skip
 HEAVY_ON_IMPORT = {
-    "torch", "lightning", "pytorch_lightning", "composer", "pyspark", "pyarrow", "boto3", "google.cloud", "azure", "PIL"
+    "torch", "lightning", "pytorch_lightning", "composer", "pyspark", "pyarrow", "botocore", "google", "azure", "PIL"
 }  # fmt: skip
 NOT_COUNTED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER

@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import base64
+import hmac
 import re
-from collections.abc import Mapping
+import threading
+import time
+import urllib.parse
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO
+from email.utils import formatdate
+from functools import partial
+from typing import Any
+from xml.etree import ElementTree as ET
 
-from lightning_stream.errors import AccessError, NotFoundError, needs, redact, summarize
+from lightning_stream.errors import AccessError, needs, redact
 
-from .base import BaseStore, BucketStore, ListingPage, StoreTraits
-from .transfer import ObjectStream, PerProcess, first_set, read_options, split_url
+from .base import BaseStore, ListingPage, StoreTraits
+from .http import BucketStore, Request, content_md5
+from .transfer import first_set, read_options, split_url
 
-# The client downloads a whole piece before it returns, and loses it if the connection breaks.
-_PIECE_BYTES = 4 << 20
+_VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
+_SCOPE = "https://storage.azure.com/.default"
+_RENEW_S = 300  # before a token ends
+_SIGNED = (
+    *("Content-Encoding", "Content-Language", "Content-Length", "Content-MD5", "Content-Type", "Date"),
+    *("If-Modified-Since", "If-Match", "If-None-Match", "If-Unmodified-Since", "Range"),
+)
 
 
 @dataclass(frozen=True)
@@ -50,13 +64,10 @@ class AzureStore(BucketStore):
         "to write."
     )
     missing = "no such blob. Check the URL and the account."
-    network_errors = BaseStore.network_errors | {"ServiceRequestError", "ServiceResponseError", "IncompleteReadError"}
-    client_errors = frozenset({"AzureError"})
 
     def __init__(self, container: str, prefix: str, options: AzureOptions | None, url: str) -> None:
         super().__init__(container, prefix, url)
         self._options = options or AzureOptions()
-        self._container = PerProcess(self._connect)
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
@@ -72,101 +83,125 @@ class AzureStore(BucketStore):
 
     @property
     def identity(self) -> str:
-        # The endpoint or account that the client uses; no secrets.
-        fields = dict(part.partition("=")[::2] for part in (self._connection() or "").split(";"))
-        given = fields.get("BlobEndpoint") or fields.get("AccountName")
-        if given and fields.get("EndpointSuffix", "core.windows.net") != "core.windows.net":
-            given = f"{given}.{fields['EndpointSuffix']}"
-        return f"{self.url}@{redact(given or self._endpoint() or self._account() or '')}"
+        fields = self._connection()
+        endpoint = self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
+        return f"{self.url}@{redact(_endpoint_of(fields) or endpoint or self._account() or '')}"
 
-    def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
-        length = None if end is None else end - begin
-        offset = begin if begin or length is not None else None
-        found = self._blob(name).download_blob(offset, length, max_concurrency=1)
-        return ObjectStream(iter(found.chunks()), found.size, found.properties.etag, total=found.properties.size)
+    def _address(self, name: str) -> str:
+        return f"{self._place()}/{urllib.parse.quote(self._prefix + name, safe='/~')}"
 
-    def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
-        more: dict[str, Any] = {"overwrite": not if_absent, "max_concurrency": 4, "length": num_bytes}
-        if if_version is not None:
-            from azure.core import MatchConditions
+    def _place(self) -> str:
+        return f"{self._login()[0]}/{self._bucket}"
 
-            more |= {"etag": if_version, "match_condition": MatchConditions.IfNotModified}
-        self._blob(name).upload_blob(file, **more)
+    def _sign(self, request: Request) -> None:
+        request.headers |= {"x-ms-version": _VERSION, "x-ms-date": formatdate(usegmt=True)}
+        self._login()[1](request)
+
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
+        about = {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
+        super()._upload(method, url, body, num_bytes, {**headers, **about})
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        pages = self._container().list_blobs(name_starts_with=self._prefix + prefix).by_page(token)
-        # An account with folders lists these too, as empty blobs with this metadata.
-        found = (blob for blob in next(pages, ()) if (blob.metadata or {}).get("hdi_isfolder") != "true")
-        return [self._entry(blob.name, blob.size, blob.etag) for blob in found], pages.continuation_token or None
-
-    def _delete(self, name: str) -> None:
-        self._blob(name).delete_blob()
-
-    def _blob(self, name: str) -> Any:
-        return self._container().get_blob_client(self._prefix + name)
+        query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": self._prefix + prefix}
+        if token is not None:
+            query["marker"] = token
+        wanted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote)
+        page = self._parsed(self._request("GET", f"{self._place()}?{wanted}"), ET.fromstring)
+        entries = []
+        for blob in page.iterfind("Blobs/Blob"):
+            # An account with folders lists these too, as empty blobs with this metadata.
+            if blob.findtext("Metadata/hdi_isfolder") != "true":
+                name, is_encoded = blob.findtext("Name", ""), blob.find("Name[@Encoded='true']") is not None
+                key = urllib.parse.unquote(name) if is_encoded else name
+                size, etag = blob.findtext("Properties/Content-Length", ""), blob.findtext("Properties/Etag")
+                entries.append(self._entry(key, size, etag))
+        return entries, page.findtext("NextMarker") or None
 
     def _account(self) -> str | None:
         names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME")
         return self._options.account or first_set(*names)
 
-    def _connection(self) -> str | None:
+    def _connection(self) -> dict[str, str]:
+        """Return the fields of the connection string."""
         options = self._options
-        return None if options.anonymous else options.connection_string or first_set("AZURE_STORAGE_CONNECTION_STRING")
+        text = options.connection_string or first_set("AZURE_STORAGE_CONNECTION_STRING")
+        if not text or options.anonymous:
+            return {}
+        fields = dict(part.partition("=")[::2] for part in text.strip().strip(";").split(";"))
+        return {"DefaultEndpointsProtocol": "https", "EndpointSuffix": "core.windows.net", **fields}
 
-    def _endpoint(self) -> str | None:
-        return self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
-
-    def _connect(self) -> Any:
-        with needs("azure-storage-blob", "azure", f"using {self.url}"):
-            from azure.storage.blob import ContainerClient
-        options = self._options
-        settings: dict[str, Any] = {
-            "retry_total": 0,  # RetryingStore tries again, and resumes
-            "connection_timeout": min(options.timeout_s, 20.0),
-            "read_timeout": options.timeout_s,
-            "max_single_get_size": _PIECE_BYTES,
-            "max_chunk_get_size": _PIECE_BYTES,
-        }
-        if connection := self._connection():
-            try:
-                return ContainerClient.from_connection_string(connection, self._bucket, **settings)
-            except ValueError as error:
+    def _connect(self) -> tuple[str, Callable[[Request], None]]:
+        """Return the address of the account, and what signs a request."""
+        options, fields = self._options, self._connection()
+        key_names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_ACCOUNT_ACCESS_KEY")
+        if fields:
+            account, endpoint = fields.get("AccountName"), _endpoint_of(fields)
+            key, sas = fields.get("AccountKey"), fields.get("SharedAccessSignature")
+            if not endpoint or not (sas or (account and key)):
                 raise AccessError(
-                    f"{self.url}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is incomplete ({error}). "
-                    "Copy it whole from the account's access keys: "
-                    "DefaultEndpointsProtocol=...;AccountName=...;AccountKey="
-                ) from None
-        account, endpoint = self._account(), self._endpoint()
+                    f"{self.url}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is incomplete. Copy it whole "
+                    "from the account's access keys: DefaultEndpointsProtocol=...;AccountName=...;AccountKey=..."
+                )
+        else:
+            account, endpoint = self._account(), options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
+            key = options.account_key or first_set(*key_names)
+            sas = options.sas_token or first_set("AZURE_STORAGE_SAS_TOKEN")
         if endpoint is None and account is None:
             raise AccessError(f"{self.url}: no account is set. {self.access_remedy}")
-        address = endpoint or f"https://{account}.blob.core.windows.net"
-        return ContainerClient(address, self._bucket, self._credential(account), **settings)
-
-    def _credential(self, account: str | None) -> Any:
-        options = self._options
+        address = (endpoint or f"https://{account}.blob.core.windows.net").rstrip("/")
         if options.anonymous:
-            return None
-        names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_ACCOUNT_ACCESS_KEY")
-        if key := options.account_key or first_set(*names):
-            return {"account_name": account, "account_key": key}
-        if token := options.sas_token or first_set("AZURE_STORAGE_SAS_TOKEN"):
-            from azure.core.credentials import AzureSasCredential
-
-            return AzureSasCredential(token.lstrip("?"))
+            return address, _nothing
+        if key:
+            return address, partial(_sign_by_key, account or "", base64.b64decode(key))
+        if sas:
+            return address, partial(_sign_by_query, sas.lstrip("?"))
+        if not address.startswith("https://"):
+            raise AccessError(f"{self.url}: a login is not sent over http://. {self.access_remedy}")
         with needs("azure-identity", "azure", f"logging in for {self.url}"):
             from azure.identity import DefaultAzureCredential
-        return DefaultAzureCredential()
+        return address, _Bearer(DefaultAzureCredential())
 
-    def _status(self, error: Exception) -> int:
-        # This one is a condition that does not hold; status 409 also has other meanings.
-        return 412 if getattr(error, "error_code", "") == "BlobAlreadyExists" else super()._status(error)
 
-    def _special_error(self, error: Exception, where: str) -> Exception | None:
-        kinds = {kind.__name__ for kind in type(error).__mro__}
-        if getattr(error, "error_code", "") == "ContainerNotFound":
-            return NotFoundError(f"{where}: there is no container {self._bucket!r}. Check the URL and the account.")
-        if kinds & {"ClientAuthenticationError", "CredentialUnavailableError"}:
-            return AccessError(f"{where}: refused ({summarize(error)}). {self.access_remedy}")
-        if isinstance(error, ValueError) and "HTTPS" in str(error):
-            return AccessError(f"{where}: a login is not sent over http:// ({summarize(error)}). {self.access_remedy}")
-        return None
+def _endpoint_of(fields: Mapping[str, str]) -> str | None:
+    if "BlobEndpoint" in fields or "AccountName" not in fields:
+        return fields.get("BlobEndpoint")
+    return f"{fields['DefaultEndpointsProtocol']}://{fields['AccountName']}.blob.{fields['EndpointSuffix']}"
+
+
+def _nothing(request: Request) -> None:
+    """Sign nothing."""
+
+
+def _sign_by_query(token: str, request: Request) -> None:
+    if token not in request.url:
+        request.url += f"{'&' if '?' in request.url else '?'}{token}"
+
+
+def _sign_by_key(account: str, key: bytes, request: Request) -> None:
+    """Azure's SharedKey: https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key."""
+    parts, headers = urllib.parse.urlsplit(request.url), request.headers
+    lines = [request.method, *(headers.get(name, "") for name in _SIGNED)]
+    if headers.get("Content-Length") == "0":
+        lines[1 + _SIGNED.index("Content-Length")] = ""
+    lines += sorted(f"{name.lower()}:{value}" for name, value in headers.items() if name.startswith("x-ms-"))
+    lines.append(f"/{account}{parts.path}")
+    lines += sorted(f"{name.lower()}:{value}" for name, value in urllib.parse.parse_qsl(parts.query, True))
+    signature = base64.b64encode(hmac.digest(key, "\n".join(lines).encode(), "sha256")).decode()
+    headers["Authorization"] = f"SharedKey {account}:{signature}"
+
+
+class _Bearer:
+    """The token of a login, renewed before it ends."""
+
+    def __init__(self, credential: Any) -> None:
+        self._credential = credential
+        self._renewing = threading.Lock()
+        self._token = ""
+        self._until = 0.0
+
+    def __call__(self, request: Request) -> None:
+        with self._renewing:
+            if time.time() > self._until - _RENEW_S:
+                token = self._credential.get_token(_SCOPE)
+                self._token, self._until = token.token, token.expires_on
+            request.headers["Authorization"] = f"Bearer {self._token}"

@@ -16,6 +16,19 @@ from .transfer import ObjectStream, check_name, claimed, shown_url, source_file
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
 
 
+# The status that an error should have by its name: not all servers send it with that one.
+_STATUS = {
+    **dict.fromkeys(("NoSuchKey", "NotFound"), 404),
+    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"), 403),
+    **dict.fromkeys(("Forbidden", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken"), 403),
+    **dict.fromkeys(("RequestTimeTooSkewed", "SignatureDoesNotMatch"), 403),
+    **dict.fromkeys(("BadDigest", "Md5Mismatch", "RequestTimeout", "SlowDown", "Throttling"), 503),
+    **dict.fromkeys(("ThrottlingException", "TooManyRequests", "InternalError", "ConditionalRequestConflict"), 503),
+    **dict.fromkeys(("PreconditionFailed", "BlobAlreadyExists", "ALREADY_EXISTS"), 412),
+    "InvalidRange": 416,
+}
+
+
 class PastTheEndError(errors.StoreError):
     """A range begins at or after the object's end. It is raised and caught within the stores."""
 
@@ -25,11 +38,19 @@ class PreconditionError(errors.StoreError):
 
 
 class AnswerError(Exception):
-    """An HTTP error, in stores without a client library for HTTP errors."""
+    """An answer that is a refusal.
 
-    def __init__(self, code: int, reason: str) -> None:
+    Attributes:
+        code: Its HTTP status, or a better one where the server names the error.
+        name: The server's name of the error.
+        region: Where a bucket is, if the server says that.
+    """
+
+    def __init__(self, code: int, reason: str, name: str = "", region: str | None = None) -> None:
         super().__init__(f"{code} {' '.join(reason.split())}")
-        self.code = code
+        self.code = _STATUS.get(name, code)
+        self.name = name
+        self.region = region
 
 
 @dataclass(frozen=True)
@@ -315,18 +336,6 @@ class BaseStore(Store):
     def _guarded(self, name: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
         with self.translate_errors(name):
             yield from chunks
-
-
-class BucketStore(BaseStore):
-    """Objects of one bucket (or container) below a prefix, which may be empty."""
-
-    def __init__(self, bucket: str, prefix: str, url: str) -> None:
-        self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
-        self.url = url.rstrip("/")
-
-    def _entry(self, key: str, num_bytes: int, version: object = None) -> ObjectEntry:
-        return ObjectEntry(key[len(self._prefix) :], num_bytes, str(version or ""))
 
 
 @dataclass

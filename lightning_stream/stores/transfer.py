@@ -8,10 +8,8 @@ import hashlib
 import io
 import os
 import re
-import socket
 import threading
 import time
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
-_SLOW_S = 1.0
-_WAIT_S = 0.02
-_RECORD_BYTES = 1 << 15  # more than a record of TLS
-_ENOUGH_BYTES = 256 << 10
 _QUERY = re.compile(r"\?[^/?#=&]*=.*$", re.DOTALL)
 _CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
 _CLAIM_VALID_S = 600
@@ -94,62 +88,6 @@ def content_version(content: bytes) -> str:
     return "sha1-" + hashlib.sha1(content, usedforsecurity=False).hexdigest()
 
 
-def response_chunks(raw: Any) -> Iterator[bytes]:
-    """Read a urllib3 response, undecoded, in chunks of up to 1 MiB.
-
-    `raw.read` would wait for a whole chunk, so a server that sends a byte now and then would pass every timeout.
-    `raw.read1` returns the bytes that are there, a few at a time: at 60 MB/s a GB would take 12,000 calls and 1.2
-    CPU-seconds; over TLS, which gives a record of 16 KiB at a time, 65,000 calls.
-    """
-    sock = getattr(getattr(raw, "connection", None), "sock", None)
-    if isinstance(sock, socket.socket) and raw.length_remaining is not None:
-        return _socket_chunks(raw, sock)
-    return iter(lambda: raw.read1(CHUNK_BYTES, decode_content=False), b"")
-
-
-def _socket_chunks(raw: Any, sock: socket.socket) -> Iterator[Any]:
-    """The chunks (bytes-like) of a response of known length, each of what arrives within a second.
-
-    All but the first bytes, which came with the headers, and the last ones are read from the socket itself. There the
-    kernel waits for what arrives in 20 ms at the pace of the last chunk, but for no more than surely follows: a TLS
-    record that has come in part is not among that, and after the last bytes the connection is another request's.
-    """
-    wanted = 1
-    if first := raw.read1(CHUNK_BYTES, decode_content=False):
-        yield first
-    while (left := raw.length_remaining) > 2 * _RECORD_BYTES:
-        chunk = bytearray(min(CHUNK_BYTES, left - 2 * _RECORD_BYTES))
-        wanted = max(1, min(wanted, _ENOUGH_BYTES, left - len(chunk) - _RECORD_BYTES))
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-        begun = time.perf_counter()
-        num_bytes, broken = _fill(sock, chunk)
-        wanted = int(_WAIT_S * num_bytes / max(time.perf_counter() - begun, 1e-6))
-        raw.length_remaining = raw._fp.length = left - num_bytes  # noqa: SLF001 - as `raw.read1` itself does
-        if num_bytes:
-            yield chunk if num_bytes == len(chunk) else chunk[:num_bytes]
-        if broken is not None:
-            raise broken
-        if not num_bytes:
-            return  # the connection has ended
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
-    while chunk := raw.read1(CHUNK_BYTES, decode_content=False):
-        yield chunk
-
-
-def _fill(sock: socket.socket, chunk: bytearray) -> tuple[int, OSError | None]:
-    """Fill a chunk, or read for a second; return the number of bytes, and the error that came after them."""
-    num_bytes, begun = 0, time.perf_counter()
-    try:
-        with memoryview(chunk) as view:
-            while num_bytes < len(view) and time.perf_counter() - begun < _SLOW_S:
-                if not (count := sock.recv_into(view[num_bytes:])):
-                    break
-                num_bytes += count
-    except OSError as error:
-        return num_bytes, error
-    return num_bytes, None
-
-
 def file_chunks(file: Any, num_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
     """Yield the next `num_bytes` bytes of a file."""
     while num_bytes > 0 and (chunk := file.read(min(chunk_bytes, num_bytes))):
@@ -174,17 +112,6 @@ def range_header(begin: int, end: int | None) -> dict[str, str]:
     if begin == 0 and end is None:
         return {}
     return {"Range": f"bytes={begin}-" if end is None else f"bytes={begin}-{end - 1}"}
-
-
-def header_stream(
-    raw: Any, headers: Mapping[str, str], version: str | None, close: Callable[[], object], **more: Any
-) -> ObjectStream:
-    """Make the stream of an HTTP answer, with its length, and the object's size from ``Content-Range``."""
-    length = headers.get("Content-Length")
-    span = re.fullmatch(r"bytes \d+-\d+/(\d+)", headers.get("Content-Range") or "")
-    total = int(span[1]) if span else None
-    num_bytes = int(length) if length and length.isdigit() else None
-    return ObjectStream(response_chunks(raw), num_bytes, version, close, total=total, **more)
 
 
 def check_name(name: str) -> str:
@@ -238,15 +165,6 @@ def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
     if unknown:
         raise ValueError(f"unknown options for {scheme}: {', '.join(unknown)}. Known are {', '.join(known)}.")
     return kind(**options)
-
-
-def proxy_for(scheme: str, host: str) -> str | None:
-    """The URL of the proxy that the variables (``HTTPS_PROXY``, ``ALL_PROXY``, ``NO_PROXY``, ...) name for a host."""
-    proxies = urllib.request.getproxies()
-    proxy = proxies.get(scheme) or proxies.get("all")
-    if not proxy or urllib.request.proxy_bypass(host):
-        return None
-    return proxy if "://" in proxy else f"http://{proxy}"
 
 
 def first_set(*names: str) -> str | None:

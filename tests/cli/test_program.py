@@ -134,9 +134,9 @@ def test_a_missing_package_is_one_line_that_names_the_extra(tmp_path: Path) -> N
     done = program("position", str(tmp_path), before="sys.modules['torch'] = None")
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(r"error: [^\n]*'torch'[^\n]*lightning-stream\[torch\]'\n", done.stderr)
-    done = program("show", "s3://bucket/x", before="sys.modules['boto3'] = None")
+    done = program("show", "s3://bucket/x", before="sys.modules['botocore'] = None")
     assert done.returncode == 2, done.stderr
-    assert re.fullmatch(r"error: [^\n]*'boto3'[^\n]*lightning-stream\[s3\]'\n", done.stderr)
+    assert re.fullmatch(r"error: [^\n]*'botocore'[^\n]*lightning-stream\[s3\]'\n", done.stderr)
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(shards: Path) -> None:

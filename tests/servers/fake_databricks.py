@@ -1,9 +1,7 @@
-"""A Databricks workspace's Files API for volumes and its DBFS API, as much as a store needs."""
+"""A Databricks workspace's Files API for volumes, as much as a store needs."""
 
 from __future__ import annotations
 
-import base64
-import json
 from typing import Any
 
 from servers.web import Handler, WebServer
@@ -17,7 +15,6 @@ class FakeDatabricks(WebServer):
     def __init__(self) -> None:
         super().__init__()
         self.authorization = f"Bearer {TOKEN}"
-        self.handles: dict[int, str] = {}
 
     def handler(self) -> type[Handler]:
         return _WorkspaceHandler
@@ -30,7 +27,6 @@ class _WorkspaceHandler(Handler):
         for prefix, method in (
             ("/api/2.0/fs/files", self._files),
             ("/api/2.0/fs/directories", self._directories),
-            ("/api/2.0/dbfs/", self._dbfs),
         ):
             if self.where.startswith(prefix):
                 return method(self.where[len(prefix) :])
@@ -78,46 +74,3 @@ class _WorkspaceHandler(Handler):
             "is_directory": False,
             "file_size": len(self.owner.objects[top + name]),
         }
-
-    def _dbfs(self, verb: str) -> None:
-        objects = self.owner.objects
-        given = json.loads(self.content) if self.content else self.query
-        if verb == "create":
-            handle = len(self.owner.handles) + 1
-            self.owner.handles[handle] = given["path"]
-            objects[given["path"]] = b""
-            return self.reply(200, {"handle": handle})
-        if verb in ("add-block", "close"):
-            objects[self.owner.handles[given["handle"]]] += base64.b64decode(given.get("data", ""))
-            return self.reply(200, {})
-        if verb == "delete":
-            objects.pop(given["path"], None)
-            return self.reply(200, {})
-        if verb == "move":
-            with self.owner.lock:
-                if given["source_path"] not in objects:
-                    return self.refuse(404, "No such file.")
-                if given["destination_path"] in objects:
-                    return self.refuse(409, "A file or directory already exists at the destination path.")
-                objects[given["destination_path"]] = objects.pop(given["source_path"])
-            return self.reply(200, {})
-        return self._dbfs_read(verb, given)
-
-    def _dbfs_read(self, verb: str, given: dict[str, Any]) -> None:
-        objects, path = self.owner.objects, given["path"].rstrip("/")
-        is_folder = any(key.startswith(path + "/") for key in objects)
-        if path not in objects and not (is_folder and verb in ("list", "get-status")):
-            return self.reply(404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "No such path."})
-        if verb == "list":
-            top = path + "/"
-            below = {key[len(top) :].partition("/") for key in objects if key.startswith(top)}
-            names = {(name, bool(slash)) for name, slash, _ in below}
-            return self.reply(200, {"files": [self._dbfs_about(top + name, folder) for name, folder in sorted(names)]})
-        if verb == "get-status":
-            return self.reply(200, self._dbfs_about(path, path not in objects))
-        begin = int(given["offset"])
-        chunk = objects[path][begin : begin + int(given["length"])]
-        return self.reply(200, {"bytes_read": len(chunk), "data": base64.b64encode(chunk).decode()})
-
-    def _dbfs_about(self, path: str, is_folder: bool) -> dict[str, Any]:
-        return {"path": path, "is_dir": is_folder, "file_size": 0 if is_folder else len(self.owner.objects[path])}

@@ -74,11 +74,6 @@ def _volumes(folder: Path, stack: contextlib.ExitStack) -> Place:
     return Place("volumes", "dbfs:/Volumes/a/b/c/folder", {"host": server.url, "token": TOKEN}, server=server)
 
 
-def _dbfs(folder: Path, stack: contextlib.ExitStack) -> Place:
-    server = stack.enter_context(FakeDatabricks())
-    return Place("dbfs", "dbfs:/some/folder", {"host": server.url, "token": TOKEN}, server=server)
-
-
 def _http(folder: Path, stack: contextlib.ExitStack) -> Place:
     server = stack.enter_context(WebServer())
     return Place("http", f"{server.url}/some/folder", can_list=False, server=server)
@@ -114,7 +109,6 @@ PLACES: dict[str, Callable[[Path, contextlib.ExitStack], Place]] = {
     "gcs-hmac": _gcs_hmac,
     "azure": _azure,
     "volumes": _volumes,
-    "dbfs": _dbfs,
     "http": _http,
     "http-without-ranges": _http_without_ranges,
     "hf": _hub,

@@ -265,18 +265,18 @@ def test_a_local_folder_has_no_options() -> None:
 
 def test_a_missing_client_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, url, extra in (
-        ("boto3", "s3://b", "s3"),
-        ("google.cloud", "gs://b", "gcs"),
+        ("botocore", "s3://b", "s3"),
+        ("google.auth", "gs://b", "gcs"),
         ("fsspec", "oci://b", "fsspec"),
     ):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(MissingExtraError, match=rf"lightning-stream\[{extra}\]"):
-            open_store(url, {"anonymous": True} if extra != "fsspec" else None).read("x")
+            open_store(url).read("x")
 
 
 def test_an_unreachable_endpoint_is_unavailable_not_a_riddle() -> None:
     port = processes.free_port()
-    with pytest.raises(UnavailableError, match="s3://b/x: EndpointConnectionError"):
+    with pytest.raises(UnavailableError, match="s3://b/x: NewConnectionError"):
         s3("s3://b", f"http://127.0.0.1:{port}", **KEYS).read("x")
 
 
@@ -293,10 +293,7 @@ def test_an_answer_cut_short_before_its_end_of_headers_is_unavailable() -> None:
 
 def test_one_azure_url_names_container_account_and_folder() -> None:
     store: Any = open_store("abfss://box@mine.dfs.core.windows.net/a/b", {"account_key": "S3CRET=="})
-    client = store.store._container()
-    assert (client.container_name, client.account_name) == ("box", "mine")
-    assert client.primary_endpoint == "https://mine.blob.core.windows.net/box"
-    assert store.store._blob("x").blob_name == "a/b/x"
+    assert store.store._address("x") == "https://mine.blob.core.windows.net/box/a/b/x"
     assert "S3CRET" not in f"{store!r} {store.identity} {store.store._options}"
 
 

@@ -14,7 +14,7 @@ from lightning_stream.stores import Store, open_store
 
 CONTENT = bytes(range(256)) * 3000
 QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 0.5, "retries": 3}
-BY_HTTP = {"moto", "ceph", "gcs", "azure", "volumes", "dbfs", "http", "hf"}
+BY_HTTP = {"moto", "ceph", "gcs", "azure", "volumes", "http", "hf"}
 
 
 def behind(place: Any, proxy_of: Any) -> tuple[Store, Any]:
@@ -54,11 +54,9 @@ def proxied(place: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize("fault", ["error", "reset", "truncate", "stall"])
-def test_faults_are_overcome_to_the_byte(place: Any, proxied: Any, tmp_path: Path, fault: str) -> None:
+def test_faults_are_overcome_to_the_byte(proxied: Any, tmp_path: Path, fault: str) -> None:
     store, proxy = proxied
-    proxy.plan = Plan(
-        probability={fault: 1.0}, left=1 if fault == "stall" else 2, only="read" if place.kind == "dbfs" else "shard"
-    )
+    proxy.plan = Plan(probability={fault: 1.0}, left=1 if fault == "stall" else 2)
     assert store.get("shard", tmp_path / "x") == len(CONTENT)
     assert (tmp_path / "x").read_bytes() == CONTENT
     assert proxy.counts[fault] >= 1
