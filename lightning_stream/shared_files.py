@@ -228,12 +228,13 @@ def file_system(path: Path) -> str:
 class FileLock:
     """An exclusive lock between processes, and between threads, that the kernel ends with its owner.
 
-    The lock's file exists only while it is held. Use as a context manager, which waits up to `wait_s` and then raises
-    :class:`LockTimeoutError`, or by `try_acquire` and `release`. `modes` are for the file, and its folder if absent.
+    The lock's file exists only while it is held, or stays where it has a `value`. Use as a context manager, which waits
+    up to `wait_s` and then raises :class:`LockTimeoutError`, or by `try_acquire` and `release`. `modes` are for the
+    file, and its folder if absent.
     """
 
-    def __init__(self, path: Path, wait_s: float = 60.0, modes: Modes = PRIVATE) -> None:
-        self.path, self._wait_s, self.modes = path, wait_s, modes
+    def __init__(self, path: Path, wait_s: float = 60.0, modes: Modes = PRIVATE, *, has_value: bool = False) -> None:
+        self.path, self._wait_s, self.modes, self._has_value = path, wait_s, modes, has_value
         self._fd: int | None = None
         self._pid = 0
 
@@ -252,7 +253,8 @@ class FileLock:
                 self._fd, self._pid = fd, os.getpid()
                 # On a full disk that fails; the lock is ours all the same, and only `holder` knows less.
                 with contextlib.suppress(OSError):
-                    os.pwrite(fd, f"{self._pid} {socket.gethostname()}\n".encode(), 0)
+                    if not self._has_value:
+                        os.pwrite(fd, f"{self._pid} {socket.gethostname()}\n".encode(), 0)
                 return True
             LOCK_FDS.close(fd)
             if not taken:
@@ -262,9 +264,20 @@ class FileLock:
         """Release the lock. In a forked child, which never held it, this does nothing."""
         is_ours, fd, self._fd = self.is_current(), self._fd, None
         if fd is not None and self._pid == os.getpid():
-            if is_ours:
+            if is_ours and not self._has_value:
                 self.path.unlink(missing_ok=True)
             LOCK_FDS.close(fd)
+
+    @property
+    def value(self) -> bytes:
+        """What its holders have left for the next one; empty at first. Each has the same number of bytes."""
+        assert self._fd is not None
+        return os.pread(self._fd, 1024, 0)
+
+    @value.setter
+    def value(self, content: bytes) -> None:
+        assert self._fd is not None
+        os.pwrite(self._fd, content, 0)
 
     def is_current(self) -> bool:
         """Whether it is held, and its file was not deleted since: else another process may have made a new one."""
@@ -320,7 +333,8 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
     """Have one of all processes and threads do the work, while the others wait for its result.
 
     An owner that fails leaves its reason beside the lock before it releases it, and all that waited raise it at once; a
-    later call clears it and tries again. An owner that is killed leaves nothing: the next in line takes over.
+    later call clears it and tries again. An owner that is killed leaves nothing, nor does one whose files were deleted:
+    the next in line takes over.
 
     Args:
         done: What the work gives, where it has been done already (a stat, cheap); else None.
@@ -330,6 +344,7 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
 
     Raises:
         LockTimeoutError: Another process still held the lock at the deadline.
+        FileNotFoundError: The lock, or other files of the work, were deleted meanwhile.
         LightningStreamError: What the work raised, here or in the process that this one waited for.
     """
     if (value := done()) is not None:
@@ -360,7 +375,10 @@ def _run_as_owner(
         try:
             return work()
         except Exception as error:
-            _write_failure(reason, error, lock.modes)
+            if not lock.is_current():  # another process may have made a new one, and do the same work
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(lock.path)) from error
+            if isinstance(error, LightningStreamError) or not isinstance(error, FileNotFoundError):
+                _write_failure(reason, error, lock.modes)
             raise
     finally:
         lock.release()

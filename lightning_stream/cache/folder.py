@@ -178,8 +178,12 @@ class CacheFolder:
     def write(self, path: Path, content: bytes) -> None:
         """Write a small file of the control folder, never through a link; readers may see a part of it."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        with os.fdopen(open_with_mode(path, flags, self.modes.file), "wb") as file:
-            file.write(content)
+        fd = open_with_mode(path, flags, self.modes.file)
+        try:
+            if os.write(fd, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        finally:
+            os.close(fd)
 
     def free_bytes(self) -> int:
         """Return the bytes that this user may still write to the folder's disk."""

@@ -38,12 +38,6 @@ _DELETIONS = 3  # so many times the folder may be deleted while one file is fetc
 _log = logging.getLogger(__name__)
 
 
-class _Deleted(NamedTuple):
-    """What failed because the folder was deleted meanwhile."""
-
-    error: Exception
-
-
 class _Part(NamedTuple):
     """A file of a shard that is fetched, and its drafts."""
 
@@ -341,68 +335,55 @@ class ShardCache:
     # -- fetching
 
     def _once(
-        self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float | None = None
+        self,
+        name: str,
+        done: Callable[[], T | None],
+        work: Callable[[FileLock], T],
+        wait_s: float | None = None,
+        deletions: int = _DELETIONS,
     ) -> T:
         """Have one process do the work, see `run_once_across_processes`; again if the folder was deleted meanwhile."""
-        wait_s = self.config.wait_s if wait_s is None else wait_s
-        for left in reversed(range(1 + _DELETIONS)):
-            try:
-                self._place.prepare()
-                lock = self._place.lock(name)
-                result = run_once_across_processes(done, partial(self._attempt, work, lock), lock, wait_s)
-            except FileNotFoundError as error:
-                if not left or not self._place.has(error):
-                    raise
-                continue
-            if not isinstance(result, _Deleted):
-                return result
-            if not left:
-                raise result.error
-        raise AssertionError("the last attempt returns or raises")
-
-    def _attempt(self, work: Callable[[FileLock], T], lock: FileLock) -> T | _Deleted:
         try:
-            return work(lock)
-        except Exception as error:
-            # The work of one whose lock was deleted, too, may meet that of the process which made a new one.
-            if lock.is_current() and not (isinstance(error, FileNotFoundError) and self._place.has(error)):
+            self._place.prepare()
+            lock = self._place.lock(name)
+            longest_s = self.config.wait_s if wait_s is None else wait_s
+            return run_once_across_processes(done, partial(work, lock), lock, longest_s)
+        except FileNotFoundError as error:
+            if not deletions or not self._place.has(error):
                 raise
-            return _Deleted(error)
+        return self._once(name, done, work, wait_s, deletions - 1)
 
     def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
-        held = self._held(entry)
-        name, place = held.raw.basename, self._place
+        raw, place = self._held(entry).raw, self._place
+        name, is_mds = raw.basename, entry.format == "mds"
         parts = [
             _Part(*files, place.draft(name, f"{i}.raw"), place.draft(name, f"{i}.zip"))
             for i, files in enumerate(entry.files)
         ]
-        made = parts[0].draft if held is entry else place.draft(name, "mds")
-        reserved = _reserved(held.raw, entry)
-        drafts = [made, *(draft for part in parts for draft in part[2:])]
-        with self._cleanup_on_error(drafts, lock, reserved):
+        made = parts[0].draft if is_mds else place.draft(name, "mds")
+        others = [draft for part in parts for draft in part[2:] if draft != made]
+        reserved = _reserved(raw, entry)
+        with self._cleanup_on_error([made, *others], lock, reserved):
             if not fresh:
                 # What has this name is not the shard. Left here, it would be taken for it if this process is killed.
                 place.unlink(name)
             self._make_space(reserved)
-            for part in parts:
-                if part.raw.origin is not None and self.other is not None:
-                    with self.counters.timed("convert_s"):
-                        self.other.write(self.store, entry, part.draft)
-                elif held is entry or fresh or not self._link(part):
-                    self._get(part, entry.compression, connections, lock, fresh)
-                if not self.config.keep_zip:
-                    part.packed_draft.unlink(missing_ok=True)
-            if held is not entry:
-                self._make_of_rows(entry, [part.draft for part in parts], made)
-            kept = [part for part in parts if part.packed_draft.exists()]
-            files = [(made, name), *((part.packed_draft, part.packed.basename) for part in kept if part.packed)]
-            fetched = CacheEntry(tuple(name for _, name in files), sum(size_of(path) or 0 for path, _ in files))
+            paths = [self._get(part, entry, connections, lock, fresh) for part in parts]
+            if not is_mds:
+                self._make_of_rows(entry, paths, made)
+            files = [(made, name)]
+            if self.config.keep_zip:
+                kept = [part for part in parts if part.packed_draft.exists()]
+                files += [(part.packed_draft, part.packed.basename) for part in kept if part.packed is not None]
+            fetched = CacheEntry(tuple(name for _, name in files), sum(path.stat().st_size for path, _ in files))
             if fetched != reserved:  # no compressed files, or now the size is known
                 self._make_space(fetched, reserved)
             if not lock.is_current():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(made))
-            lease = self._publish_all(held.raw, files)
+            lease = self._publish_all(raw, files)
+            for draft in others:
+                draft.unlink(missing_ok=True)
         self.counters.add("shards_fetched")
         self.counters.add("shards_fetched_again", name in self._fetched)
         self._fetched.add(name)
@@ -413,27 +394,27 @@ class ShardCache:
         evicted = self._space.make_space(entry, config.limit_bytes, config.room_wait_s, self._next_use, former)
         self.counters.add("evictions", evicted)
 
-    def _link(self, part: _Part) -> bool:
-        """Put a raw file that is here, and verified, into its draft; return whether there is one."""
-        for path in self._places_of(part.raw):
-            with contextlib.suppress(DigestError, FileNotFoundError):
-                verify(path, part.raw, self.config.validate_hash, part.raw.basename)
-                part.draft.unlink(missing_ok=True)
-                part.draft.symlink_to(path.absolute())
-                return True
-        return False
+    def _get(self, part: _Part, entry: ShardEntry, connections: int, lock: FileLock, fresh: bool) -> Path:
+        """Return where the verified bytes of a file are: in its draft or, of rows, in a file that is here.
 
-    def _places_of(self, file: FileEntry) -> list[Path]:
-        return [folder / file.basename for folder in (self.folder, self._source) if folder is not None]
-
-    def _get(self, part: _Part, compression: str | None, connections: int, lock: FileLock, fresh: bool) -> None:
-        """Put the verified bytes of a file into its draft; a compressed one that was fetched stays in its own."""
+        A compressed file that was fetched stays in a draft of its own.
+        """
         raw, packed, draft, packed_draft = part
-        hash_name, counters = self.config.validate_hash, self.counters
+        compression, hash_name, counters = entry.compression, self.config.validate_hash, self.counters
+        if raw.origin is not None and self.other is not None:
+            with counters.timed("convert_s"):
+                self.other.write(self.store, entry, draft)
+            return draft
+        folders = [folder for folder in (self.folder, self._source) if folder is not None and not fresh]
+        for folder in folders if entry.format != "mds" else ():
+            with contextlib.suppress(DigestError, FileNotFoundError):
+                verify(folder / raw.basename, raw, hash_name, raw.basename)
+                return folder / raw.basename
         if packed is None or compression is None:
             self._until_right(lambda: self._download(raw, draft, hash_name, connections), lock)
-            return
-        here = [] if fresh else [path for path in self._places_of(packed) if size_of(path) == packed.num_bytes][:1]
+            return draft
+        paths = [folder / packed.basename for folder in folders]
+        here = [path for path in paths if size_of(path) == packed.num_bytes][:1]
 
         def unpack() -> None:
             source = here.pop() if here else packed_draft
@@ -445,6 +426,7 @@ class ShardCache:
             self._verify_timed(draft, raw, hash_name, f" (from {packed.basename})")
 
         self._until_right(unpack, lock)
+        return draft
 
     def _download(self, file: FileEntry, draft: Path, hash_name: str | None, connections: int = 1) -> None:
         download(self.store, file, draft, self.counters, connections)
@@ -476,9 +458,6 @@ class ShardCache:
         except FormatError as error:
             self._refused[name] = error
             raise
-        finally:
-            for path in files:
-                path.unlink(missing_ok=True)
 
     def _publish_all(self, raw: FileEntry, files: list[tuple[Path, str]]) -> Lease:
         """Give the drafts their final names, the leased first file of the shard last.

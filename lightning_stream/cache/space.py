@@ -46,7 +46,6 @@ class Space:
 
     def __init__(self, folder: CacheFolder) -> None:
         self.folder = folder
-        self._total = folder.control / "space"
         self._entries: dict[str, CacheEntry] = {}  # of markers that were read before: they never change
 
     # -- markers
@@ -163,30 +162,22 @@ class Space:
         if limit_bytes is None:
             self.mark(entry, former)
             return 0
-        with FileLock(self.folder.control / "space.lock", _WAIT_S, self.folder.modes):
+        with FileLock(self.folder.control / "space", _WAIT_S, self.folder.modes, has_value=True) as lock:
             marked = former or entry
             is_marked = self._marker(marked).exists()
             growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)
-            total, counted_at = self._counted()
+            total, counted_at = _counted(lock.value)
             if total + growth > limit_bytes or not 0 <= time.time() - counted_at < _SCAN_EVERY_S:
                 total, counted_at = sum(held.num_bytes for held in self.entries()), time.time()
             if total + growth > limit_bytes:
                 return total + growth - limit_bytes
-            self.folder.write(self._total, f"{total + growth} {counted_at}".encode())
+            lock.value = f"{total + growth:20} bytes {counted_at:20.3f}".encode()
             self.mark(entry, former)
         return 0
 
-    def _counted(self) -> tuple[int, float]:
-        """Return the bytes of all markers, as last counted and added to, and when they were counted."""
-        try:
-            total, counted_at = self._total.read_text().split()
-            return int(total), float(counted_at)
-        except (FileNotFoundError, ValueError):
-            return 0, 0.0
-
     def _evict(self, excess: int, wanted: str, next_use: NextUse | None) -> tuple[int, int]:
-        """Delete so many bytes of shards, holding no lock over all; return their number, and the bytes in use."""
-        entries = [entry for entry in self.entries() if entry.names[0] != wanted]
+        """Delete so many bytes of shards, holding no lock over all; return how many shards, and the bytes in use."""
+        entries = [entry for entry in self._entries.values() if entry.names[0] != wanted]  # `_reserve` counted them
         if len(entries) > _SLACK_FROM:
             # Make space for a few of many small shards at once, so that not every fetch sorts all of them.
             excess += sum(entry.num_bytes for entry in entries) // 20
@@ -273,6 +264,15 @@ def _entry(names: object, num_bytes: object) -> CacheEntry | None:
         return CacheEntry(tuple(check_basename(name, "a marker of the cache") for name in names), num_bytes)
     except FormatError:
         return None
+
+
+def _counted(value: bytes) -> tuple[int, float]:
+    """Return the bytes of all markers, as last counted and added to, and when they were counted."""
+    try:
+        total, _, counted_at = value.split()
+        return int(total), float(counted_at)
+    except ValueError:
+        return 0, 0.0
 
 
 def _stem(name: str) -> str:
