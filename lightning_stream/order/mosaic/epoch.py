@@ -71,6 +71,14 @@ class EpochTable:
         flat: Ints = ids[ids != last]
         return flat
 
+    def positions(self, part: slice) -> Ints:
+        """The position of each sample that counts in some batches; of all else, the first of its batch."""
+        rows, counted, begins = self.rows[part], self.counted[part], self.edges[part]
+        positions: Ints = np.broadcast_to(begins[:, None, None], rows.shape).copy()
+        by_position = np.lexsort((rows[counted], np.nonzero(counted)[0]))
+        positions[counted] = begins[0] + np.argsort(by_position)
+        return positions
+
 
 class _TableOrder(Order):
     """The samples of a table in position order, the first one at position ``shift``."""
@@ -152,36 +160,28 @@ class _ByTable(Owners):
     Args:
         plan: What is divided.
         table: The epoch in this world.
-        first: Its first batch.
-        accumulate: Batches of that library in one of ours.
+        edges: int64[global batches + 1]: where each begins in the table.
         shift: The position of the table's first sample.
     """
 
-    def __init__(self, plan: BatchPlan, table: EpochTable, first: int, accumulate: int, shift: int) -> None:
+    def __init__(self, plan: BatchPlan, table: EpochTable, edges: Ints, shift: int) -> None:
         self._plan = plan
         self._table = table
-        self._first = first
-        self._accumulate = accumulate
+        self._edges = edges
         self._shift = shift
 
     def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
         """Repeats have the first position of their batch."""
-        part = self._part(k)
-        rows, counted = self._table.rows[part], self._table.counted[part]
-        begins = self._table.edges[part] + self._shift
-        positions = np.broadcast_to(begins[:, None, None], rows.shape).copy()
-        order = np.lexsort((rows[counted], np.nonzero(counted)[0]))
-        place = np.empty(len(order), dtype=np.int64)
-        place[order] = np.arange(len(order)) + begins[0]
-        positions[counted] = place
-        pieces = []
-        replica = self._plan.world.replica
-        for row, takes, counts, position in zip(rows, self._takes(part), counted, positions, strict=True):
-            giver = replica if takes[replica].any() else int(takes.any(axis=1).argmax())
-            mask = takes[giver]
-            pieces.append((row[giver][mask], position[giver][mask], ~counts[giver][mask] | (giver != replica)))
-        ids, at, filler = (np.concatenate(column) for column in zip(*pieces, strict=True))
-        return ReplicaBatch(ids, at, filler, ends=tuple(np.cumsum([len(piece[0]) for piece in pieces]).tolist()))
+        table, part, replica = self._table, self._part(k), self._plan.world.replica
+        takes = self._takes(part)
+        has_some: Bools = np.any(takes, axis=2)
+        givers = np.where(has_some[:, replica], replica, has_some.argmax(axis=1))
+        at = np.arange(len(takes)), givers
+        mask = takes[at]
+        filler = ~table.counted[part][at] | (givers != replica)[:, None]
+        ends = np.cumsum(mask.sum(axis=1)).tolist()
+        positions = table.positions(part)[at][mask] + self._shift
+        return ReplicaBatch(table.rows[part][at][mask], positions, filler[mask], ends=tuple(ends))
 
     places = share  # its ids are in a table
 
@@ -197,15 +197,12 @@ class _ByTable(Owners):
 
     def _part(self, k: int) -> slice:
         """The batches of global batch ``k`` in the table."""
-        begin = self._first + k * self._accumulate
-        return slice(begin, min(begin + self._accumulate, len(self._table.rows)))
+        return slice(*self._edges[k : k + 2].tolist())
 
     def _takes(self, part: slice) -> Bools:
         """bool[batches, ranks, batch size]: what is delivered."""
-        if self._plan.tail == "exact":
-            return self._table.counted[part]
         is_sample: Bools = self._table.rows[part] != PADDING
-        return is_sample
+        return self._table.counted[part] if self._plan.tail == "exact" else is_sample
 
 
 def divide_by_table(plan: BatchPlan, order: Order) -> Division:
@@ -217,13 +214,13 @@ def divide_by_table(plan: BatchPlan, order: Order) -> Division:
     check_plan(plan, order, owns=True)
     table, first = _table_of(plan, order)
     accumulate = plan.batch_size // (table.rows.shape[1] * table.rows.shape[2])
+    edges = np.append(np.arange(first, len(table.rows), accumulate), len(table.rows))
     shift = plan.start - int(table.edges[first])
-    edges = np.append(table.edges[first:-1:accumulate], table.edges[-1])
-    short = np.diff(edges) != plan.batch_size
-    num_whole = int(short.argmax()) if short.any() else len(short)
-    ends: list[int] = [] if plan.tail == "drop" else (shift + edges[num_whole + 1 :]).tolist()
+    is_short = np.diff(table.edges[edges]) != plan.batch_size
+    num_whole = int(is_short.argmax()) if is_short.any() else len(is_short)
+    ends = [] if plan.tail == "drop" else (shift + table.edges[edges[num_whole + 1 :]]).tolist()
     cuts = EvenCuts(plan.start, plan.batch_size, lambda _: False, lambda: (num_whole, ends))
-    return Division(_TableOrder(table, shift), cuts, _ByTable(plan, table, first, accumulate, shift))
+    return Division(_TableOrder(table, shift), cuts, _ByTable(plan, table, edges, shift))
 
 
 def _table_of(plan: BatchPlan, order: MosaicOrder) -> tuple[EpochTable, int]:
