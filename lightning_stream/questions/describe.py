@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
 from lightning_stream.order.batches import Tail
-from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.config import OrderConfig, Switch
 from lightning_stream.order.draw import StreamWeights, weights_digest
 from lightning_stream.order.packing import RowPacking
@@ -24,6 +23,7 @@ from lightning_stream.order.schedule import Schedule
 
 PUBLIC_NAMES = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
 _MOSAIC_NAMES = {"partition": "partition_algo"}
+_BUCKET_NAMES = {"window": "bucket_window", "batch_size": "batch_multiple"}
 _WORTH_COUNTING = 2**20  # documents whose rows are counted without being asked for: a third of a second
 _COLUMNS, _NAME, _DIGITS, _PARTS = 98, 9, 12, 8
 _ROOM = _COLUMNS - _NAME - _DIGITS - 2
@@ -70,7 +70,8 @@ class Stage:
 
     @property
     def _texts(self) -> list[str]:
-        return [text for text in (counted(self.counts), _set(self.settings), self.note) if text]
+        settings = ", ".join(f"{name}={_text(value)}" for name, value in self.settings.items())
+        return [text for text in (counted(self.counts), settings, self.note) if text]
 
 
 @dataclass(frozen=True)
@@ -111,17 +112,22 @@ def stages_of_order(
 
     ``count_rows`` plans all rows of the epoch; None does so if that takes less than a second.
     """
-    pack, buckets = config.packing, config.buckets
-    found = [
-        _draw(config, run),
-        None if config.schedule is None else _schedule(config.schedule),
-        _shuffle(config, run),
-        None if not config.switches else _switches(config.switches),
-        None if config.forgotten is None else _forget(config.forgotten, run),
-        None if pack is None else _packed(pack, run, epoch, count_rows),
-        None if buckets is None else _buckets(buckets),
-    ]
-    return [stage for stage in found if stage is not None]
+    stages = [_draw(config, run)]
+    if config.schedule is not None:
+        stages.append(_schedule(config.schedule))
+    stages.append(_shuffle(config, run))
+    if config.switches:
+        stages.append(_switches(config.switches))
+    if config.forgotten is not None:
+        known = run and run.forgotten
+        counts = {"samples": len(known.ids)} if known else {}
+        stages.append(Stage("forget", {}, counts, config.forgotten, "they are replaced by others of their streams"))
+    if config.packing is not None:
+        stages.append(_packed(config.packing, run, epoch, count_rows))
+    if config.buckets is not None:
+        hidden = "batch_size" if config.buckets.batch_tokens is None else ""
+        stages.append(_of_lengths("buckets", config.buckets, {**_BUCKET_NAMES, hidden: ""}))
+    return stages
 
 
 def counts_rows(run: RunOrder, wanted: bool | None) -> bool:
@@ -154,76 +160,65 @@ def weights_in(weights: StreamWeights) -> dict[str, Any]:
 
 def _shown(settings: Any, *names: str) -> dict[str, Any]:
     """Settings by the names that users have for them, without those that are None."""
-    values = {name: getattr(settings, name) for name in names}
-    public = PUBLIC_NAMES | _MOSAIC_NAMES
-    return {public.get(name, name): value for name, value in values.items() if value is not None}
+    values = {PUBLIC_NAMES.get(name, _MOSAIC_NAMES.get(name, name)): getattr(settings, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _of_lengths(name: str, settings: Any, public: Mapping[str, str]) -> Stage:
+    """Settings that depend on the lengths of the samples, by their public names; those named "" are not shown."""
+    values = {public.get(name, name): value for name, value in vars(settings).items() if value is not None}
+    digest = values.pop("lengths")
+    return Stage(name, {name: value for name, value in values.items() if name}, digest=digest)
 
 
 def _draw(config: OrderConfig, run: RunOrder | None) -> Stage:
     names = ("sampling_method", "sampling_granularity", "epoch_size")
     changed = [name for name in names if getattr(config, name) != getattr(OrderConfig, name)]
-    settings = _shown(config, *changed)
     if run is None:
-        return Stage("draw", settings or _shown(config, "sampling_method"))
-    return Stage("draw", settings, {"samples per epoch": run.num_samples}, weights_digest(run.weights))
+        return Stage("draw", _shown(config, *(changed or names[:1])))
+    return Stage("draw", _shown(config, *changed), {"samples per epoch": run.num_samples}, weights_digest(run.weights))
 
 
 def _schedule(schedule: Schedule) -> Stage:
-    settings = _shown(schedule, "unit", "interpolation", "exhausted")
-    counts = {"points": len(schedule.points), **({"changes": len(schedule.changes)} if schedule.changes else {})}
-    points = [Stage(f"from {at:,}", dict(weights)) for at, weights in schedule.points]
-    points += [
-        Stage(f"changed at sample {change.at:,}", dict(change.weights or ()), _skipped(change.skip))
-        for change in schedule.changes
-    ]
-    return Stage("schedule", settings, counts, parts=tuple(points))
-
-
-def _skipped(skip: Iterable[tuple[str, int]]) -> dict[str, int]:
-    return {f"{name} skipped": count for name, count in skip}
+    counts = {"points": len(schedule.points), "changes": len(schedule.changes)}
+    parts = [Stage(f"from {at:,}", dict(weights)) for at, weights in schedule.points]
+    for change in schedule.changes:
+        skipped = {f"{name} skipped": number for name, number in change.skip}
+        parts.append(Stage(f"changed at sample {change.at:,}", dict(change.weights or ()), skipped))
+    shown = {name: number for name, number in counts.items() if number}
+    return Stage("schedule", _shown(schedule, "unit", "interpolation", "exhausted"), shown, parts=tuple(parts))
 
 
 def _shuffle(config: OrderConfig, run: RunOrder | None) -> Stage:
-    mosaic, names = config.mosaic, ["algorithm", "seed", "canonical_nodes"]
-    if not config.shuffle:
-        names = ["shuffle", "canonical_nodes"]
-    elif mosaic is None:
+    mosaic = config.mosaic
+    names = ["algorithm", "seed"] if config.shuffle else ["shuffle"]
+    names.append("canonical_nodes")
+    if config.shuffle and mosaic is None:
         names += ["window"] if config.quick_start else ["window", "quick_start"]
-    of_mosaic = {} if mosaic is None else _shown(mosaic, "partition", "shuffle_block_size")
-    settings = {**_shown(config, *names), **of_mosaic, **_shown(config, "batching_method", "device_block")}
-    counts = {} if run is None or mosaic is not None else {"active shards": run.active_shards()}
-    return Stage("shuffle", settings, counts, config.digest)
-
-
-def _forget(digest: str, run: RunOrder | None) -> Stage:
-    if run is None or run.forgotten is None:
-        return Stage("forget", digest=digest, note="some samples are replaced by others of their streams")
-    note = "they are replaced by others of their streams"
-    return Stage("forget", {}, {"samples": len(run.forgotten.ids)}, digest, note)
+    settings = _shown(config, *names)
+    counts = {}
+    if mosaic is not None:
+        settings |= _shown(mosaic, "partition", "shuffle_block_size")
+    elif run is not None:
+        counts = {"active shards": run.active_shards()}
+    return Stage("shuffle", settings | _shown(config, "batching_method", "device_block"), counts, config.digest)
 
 
 def _switches(switches: Sequence[Switch]) -> Stage:
     parts = [
         Stage(
-            f"from step {one.step:,}",
-            {"version": " ".join(one.versions)},
-            note=f"epoch {one.epoch}, sample {one.position:,}",
-            digest=one.digest,
+            f"from step {switch.step:,}",
+            {"version": " ".join(switch.versions)},
+            note=f"epoch {switch.epoch}, sample {switch.position:,}",
+            digest=switch.digest,
         )
-        for one in switches
+        for switch in switches
     ]
     return Stage("versions", counts={"switches": len(switches)}, parts=tuple(parts))
 
 
-def _buckets(buckets: LengthBuckets) -> Stage:
-    settings = {"bucket_window": buckets.window}
-    if buckets.batch_tokens is not None:
-        settings |= {"batch_tokens": buckets.batch_tokens, "batch_multiple": buckets.batch_size}
-    return Stage("buckets", settings, digest=buckets.lengths)
-
-
 def _packed(pack: RowPacking, run: RunOrder | None, epoch: int, count_rows: bool | None) -> Stage:
-    stage = Stage("pack", _shown(pack, "row_length", "window", "long_documents"), digest=pack.lengths)
+    stage = _of_lengths("pack", pack, {})
     if run is None:
         return stage
     if not counts_rows(run, count_rows):
@@ -231,11 +226,11 @@ def _packed(pack: RowPacking, run: RunOrder | None, epoch: int, count_rows: bool
         return replace(stage, counts={"documents per epoch": run.num_samples}, note=note)
     order = run.epoch(epoch).order
     assert isinstance(order, PackedRows)
-    found = order.totals()
-    counts: dict[str, Any] = {"rows": found.num_rows, "tokens": found.num_tokens, "padding tokens": found.padding}
-    counts["padding_percent"] = 100 * found.padding / max(1, found.num_rows * pack.row_length)
-    if found.num_long:
-        counts |= {"long documents": found.num_long, "tokens lost": found.lost_tokens}
+    totals = order.totals()
+    counts: dict[str, Any] = {"rows": totals.num_rows, "tokens": totals.num_tokens, "padding tokens": totals.padding}
+    counts["padding_percent"] = 100 * totals.padding / max(1, totals.num_rows * pack.row_length)
+    if totals.num_long:
+        counts |= {"long documents": totals.num_long, "tokens lost": totals.lost_tokens}
     return replace(stage, counts=counts, note=f"in epoch {epoch}")
 
 
@@ -286,10 +281,6 @@ def counted(counts: Mapping[str, Any]) -> str:
             shown = f"{number} {_PLURAL.sub('', name, 1) if number == '1' else name}"
         text += f", {shown}" if text else shown
     return text
-
-
-def _set(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_text(value)}" for name, value in settings.items())
 
 
 def _text(value: Any) -> str:
