@@ -8,17 +8,17 @@ mosaicml-streaming.
 
 from __future__ import annotations
 
-from lightning_stream.order.balance import Balance
-from lightning_stream.order.batches import BatchPlan, EpochOrder, Tail, prefetch_shards
-from lightning_stream.order.config import ORDER_VERSION, MosaicConfig, OrderConfig
-from lightning_stream.order.draw import StreamWeights, choose_per_stream, weights_digest
-from lightning_stream.order.mosaic.state import is_mosaic_state, mosaic_config, mosaic_position, mosaic_state
-from lightning_stream.order.position import Position
-from lightning_stream.order.run import RunOrder
-from lightning_stream.order.schedule import MixtureChange, Schedule
-from lightning_stream.order.shares import ReplicaBatch, num_micro_batches
-from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.world import World
+from .balance import Balance
+from .batches import BatchPlan, EpochOrder, Tail, prefetch_shards
+from .config import ORDER_VERSION, MosaicConfig, OrderConfig
+from .draw import StreamWeights, choose_per_stream, weights_digest
+from .mosaic.state import is_mosaic_state, mosaic_config, mosaic_position, mosaic_state
+from .position import Position
+from .run import RunOrder
+from .schedule import MixtureChange, Schedule
+from .shares import ReplicaBatch, num_micro_batches
+from .snapshot import Snapshot
+from .world import World
 
 __all__ = [
     "Balance", "BatchPlan", "EpochOrder", "MixtureChange", "MosaicConfig", "ORDER_VERSION", "OrderConfig",

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_stream.order.arrays import Bools, Ints
-from lightning_stream.order.orders import Order, ceil_div
-from lightning_stream.order.world import World
+from .arrays import Bools, Ints
+from .orders import Order, ceil_div
+from .world import World
 
 Cost = Callable[[Ints], NDArray[Any]]  # from sample ids, or from lengths
 

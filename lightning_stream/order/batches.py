@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
-from lightning_stream.order.arrays import Ints
-from lightning_stream.order.cuts import CountedCuts, Cuts, EvenCuts
-from lightning_stream.order.orders import Interleave, Order, ceil_div, positions_of
-from lightning_stream.order.rows import ByLength, Landmark, PackedRows
-from lightning_stream.order.shares import ByBlock, ByNode, Owners, ReplicaBatch
-from lightning_stream.order.world import World
+from .arrays import Ints
+from .cuts import CountedCuts, Cuts, EvenCuts
+from .orders import Interleave, Order, ceil_div, positions_of
+from .rows import ByLength, Landmark, PackedRows
+from .shares import ByBlock, ByNode, Owners, ReplicaBatch
+from .world import World
 
 if TYPE_CHECKING:
-    from lightning_stream.order.balance import Balance
-    from lightning_stream.order.packing import RowSpans
-    from lightning_stream.order.snapshot import Snapshot
+    from .balance import Balance
+    from .packing import RowSpans
+    from .snapshot import Snapshot
 
 Tail = Literal["pad", "drop", "exact"]
 TAILS: tuple[Tail, ...] = ("pad", "drop", "exact")

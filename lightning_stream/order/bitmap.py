@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lightning_stream.order.arrays import Bools, Ints, starts_of
+from .arrays import Bools, Ints, starts_of
 
 _WORD = 64
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte

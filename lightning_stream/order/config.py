@@ -11,14 +11,15 @@ import msgspec
 from msgspec import Struct, structs
 
 from lightning_stream.errors import StateError, VersionMismatch
-from lightning_stream.order.buckets import LengthBuckets
-from lightning_stream.order.methods import METHODS, MOSAIC, SCHEDULED, BatchingMethod
-from lightning_stream.order.mosaic.partitions import PARTITIONS
-from lightning_stream.order.mosaic.shuffles import SHUFFLES
-from lightning_stream.order.packing import RowPacking
-from lightning_stream.order.rules import MAYBE_TEXT, count, is_count, one_of, plain, violations
-from lightning_stream.order.schedule import Schedule
-from lightning_stream.order.world import World
+
+from .buckets import LengthBuckets
+from .methods import METHODS, MOSAIC, SCHEDULED, BatchingMethod
+from .mosaic.partitions import PARTITIONS
+from .mosaic.shuffles import SHUFFLES
+from .packing import RowPacking
+from .rules import MAYBE_TEXT, count, is_count, one_of, plain, violations
+from .schedule import Schedule
+from .world import World
 
 ORDER_VERSION = 1
 """It grows whenever the native order gives other ids for the same settings."""

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from lightning_stream.order.rows import ByLength, WindowCounts
+from .rows import ByLength, WindowCounts
 
 
 class Cuts(ABC):

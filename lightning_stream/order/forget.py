@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 from msgspec import structs
 
-from lightning_stream.order.arrays import Bools, Ints
-from lightning_stream.order.bitmap import as_ids
-from lightning_stream.order.orders import Order, positions_of
-from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
-from lightning_stream.order.snapshot import Snapshot
+from .arrays import Bools, Ints
+from .bitmap import as_ids
+from .orders import Order, positions_of
+from .permutation import MIX_STEP, RngStream, mix64, random_u64
+from .snapshot import Snapshot
 
 if TYPE_CHECKING:
-    from lightning_stream.order.position import Position
-    from lightning_stream.order.run import RunOrder
+    from .position import Position
+    from .run import RunOrder
 
 _CHUNK = 1 << 18
 _WORTH_A_SCAN = 1000  # reading the order costs 0.1 us a position, and finding one sample about 100 us

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.batches import BatchPlan, EpochOrder
-from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
-from lightning_stream.order.snapshot import Snapshot
+from .batches import BatchPlan, EpochOrder
+from .permutation import MIX_STEP, RngStream, mix64, random_u64
+from .snapshot import Snapshot
 
 MODULUS = 2**64
 _CHUNK = 1 << 20

@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lightning_stream.order.arrays import Ints
-from lightning_stream.order.batches import BatchPlan, Division, divide_blocks, divide_by_stream, divide_evenly
-from lightning_stream.order.mosaic.epoch import divide_by_table
-from lightning_stream.order.orders import Order
+from .arrays import Ints
+from .batches import BatchPlan, Division, divide_blocks, divide_by_stream, divide_evenly
+from .mosaic.epoch import divide_by_table
+from .orders import Order
 
 if TYPE_CHECKING:
-    from lightning_stream.order.config import OrderConfig
-    from lightning_stream.order.snapshot import Snapshot
+    from .config import OrderConfig
+    from .snapshot import Snapshot
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from itertools import accumulate, islice
 
 import numpy as np
 
-from lightning_stream.order.arrays import Bools, Ints
-from lightning_stream.order.batches import BatchPlan
-from lightning_stream.order.ledger import Substitution
-from lightning_stream.order.orders import ceil_div
-from lightning_stream.order.packing import RowSpans
-from lightning_stream.order.shares import ReplicaBatch
+from .arrays import Bools, Ints
+from .batches import BatchPlan
+from .ledger import Substitution
+from .orders import ceil_div
+from .packing import RowSpans
+from .shares import ReplicaBatch
 
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
 

@@ -21,8 +21,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stream.order.arrays import Ints
-from lightning_stream.order.schedule import Schedule
+from .arrays import Ints
+from .schedule import Schedule
 
 _BITS = 10  # anchors are multiples of 1 / 1024 sample
 _MOST_IN_PIECE = 2**20  # samples, so that products of two numbers of 1/1024 samples fit in 64 bits

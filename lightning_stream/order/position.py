@@ -14,18 +14,19 @@ import numpy as np
 from msgspec import Meta, Struct, structs
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
-from lightning_stream.order import ledger as ledgers
-from lightning_stream.order.batches import TAILS, BatchPlan, EpochOrder, Tail
-from lightning_stream.order.config import ORDER_VERSION, OrderConfig
-from lightning_stream.order.draw import weights_digest
-from lightning_stream.order.forget import first_seen
-from lightning_stream.order.orders import Counted
-from lightning_stream.order.rows import Landmark
-from lightning_stream.order.rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
-from lightning_stream.order.run import RunOrder
-from lightning_stream.order.snapshot import Snapshot
-from lightning_stream.order.switches import switch_difference
-from lightning_stream.order.world import World
+
+from . import ledger as ledgers
+from .batches import TAILS, BatchPlan, EpochOrder, Tail
+from .config import ORDER_VERSION, OrderConfig
+from .draw import weights_digest
+from .forget import first_seen
+from .orders import Counted
+from .rows import Landmark
+from .rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
+from .run import RunOrder
+from .snapshot import Snapshot
+from .switches import switch_difference
+from .world import World
 
 STATE_VERSION = 1
 """It grows when an older release would misread a state. A new setting or an optional key does not raise it: a release

@@ -10,20 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
-from lightning_stream.order.arrays import Ints
-from lightning_stream.order.batches import EpochOrder, divide_by_budget
-from lightning_stream.order.config import OrderConfig
-from lightning_stream.order.draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
-from lightning_stream.order.forget import Forgotten
-from lightning_stream.order.mixture import Mixture
-from lightning_stream.order.mosaic.epoch import MosaicOrder
-from lightning_stream.order.orders import Concat, Counted, EvenMerge, Interleave, Order, positions_of
-from lightning_stream.order.permutation import stable_argsort
-from lightning_stream.order.rows import ByLength, Landmark, PackedRows
-from lightning_stream.order.schedule import Schedule
-from lightning_stream.order.snapshot import Snapshot, max_active
-from lightning_stream.order.spread import deal_shards
-from lightning_stream.order.window import Stored, Window
+
+from .arrays import Ints
+from .batches import EpochOrder, divide_by_budget
+from .config import OrderConfig
+from .draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
+from .forget import Forgotten
+from .mixture import Mixture
+from .mosaic.epoch import MosaicOrder
+from .orders import Concat, Counted, EvenMerge, Interleave, Order, positions_of
+from .permutation import stable_argsort
+from .rows import ByLength, Landmark, PackedRows
+from .schedule import Schedule
+from .snapshot import Snapshot, max_active
+from .spread import deal_shards
+from .window import Stored, Window
 
 _ALL_STREAMS = 2**32  # the key of the one order over all streams together
 _KEPT_EPOCHS = 2

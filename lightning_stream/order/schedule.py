@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, Rule, count, is_count, one_of, short, violations
+from .rules import AMOUNT, MAX_NUMBER, Rule, count, is_count, one_of, short, violations
 
 Numbers = tuple[tuple[str, float], ...]  # a name and a number each
 Counts = tuple[tuple[str, int], ...]

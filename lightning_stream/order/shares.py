@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_stream.order.arrays import Bools, Ints
-from lightning_stream.order.balance import balanced_split
-from lightning_stream.order.orders import Interleave, Order, ceil_div, places_by, positions_of
-from lightning_stream.order.world import World
+from .arrays import Bools, Ints
+from .balance import balanced_split
+from .orders import Interleave, Order, ceil_div, places_by, positions_of
+from .world import World
 
 if TYPE_CHECKING:
-    from lightning_stream.order.batches import BatchPlan
-    from lightning_stream.order.cuts import Cuts
-    from lightning_stream.order.packing import RowSpans
+    from .batches import BatchPlan
+    from .cuts import Cuts
+    from .packing import RowSpans
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_stream.order.arrays import Ints, starts_of
-from lightning_stream.order.bitmap import Bitmap
+from .arrays import Ints, starts_of
+from .bitmap import Bitmap
 
 _DIGITS = 16  # of a digest, by which a state names a version
 

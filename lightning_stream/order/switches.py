@@ -15,15 +15,15 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from lightning_stream.order.arrays import Ints
-from lightning_stream.order.batches import Tail
-from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.order.config import OrderConfig, Switch
-from lightning_stream.order.draw import StreamWeights
-from lightning_stream.order.orders import Concat, Order, ceil_div, positions_of
-from lightning_stream.order.permutation import RngStream, random_u64
-from lightning_stream.order.run import RunOrder
-from lightning_stream.order.snapshot import Snapshot
+from .arrays import Ints
+from .batches import Tail
+from .bitmap import Bitmap
+from .config import OrderConfig, Switch
+from .draw import StreamWeights
+from .orders import Concat, Order, ceil_div, positions_of
+from .permutation import RngStream, random_u64
+from .run import RunOrder
+from .snapshot import Snapshot
 
 _CHUNK = 1 << 20
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_stream.questions.downloads import DownloadPlan, plan_downloads
-from lightning_stream.questions.tracing import (
+from .downloads import DownloadPlan, plan_downloads
+from .tracing import (
     Delivery,
     Explanation,
     Occurrence,

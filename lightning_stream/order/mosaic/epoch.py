@@ -20,10 +20,11 @@ from lightning_stream.lazy import kept
 from lightning_stream.order.arrays import Bools, Ints, starts_of
 from lightning_stream.order.batches import BatchPlan, Division, check_plan
 from lightning_stream.order.cuts import EvenCuts
-from lightning_stream.order.mosaic.partitions import PADDING
-from lightning_stream.order.mosaic.work import epoch_batches
 from lightning_stream.order.orders import Order, ceil_div
 from lightning_stream.order.shares import Owners, ReplicaBatch
+
+from .partitions import PADDING
+from .work import epoch_batches
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,10 +10,11 @@ from msgspec import structs
 from lightning_stream.errors import StateError
 from lightning_stream.order.batches import Tail
 from lightning_stream.order.config import MOST_NODES, OrderConfig
-from lightning_stream.order.mosaic.epoch import MosaicOrder
 from lightning_stream.order.position import MOST_EPOCHS, Position
 from lightning_stream.order.rules import count, violations
 from lightning_stream.order.run import RunOrder
+
+from .epoch import MosaicOrder
 
 _NODES = "initial_physical_nodes"  # older versions of that library do not record it
 _RULES = {

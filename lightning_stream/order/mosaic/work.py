@@ -11,9 +11,10 @@ from numpy.random import default_rng
 
 from lightning_stream.order.arrays import Ints, ranges, starts_of
 from lightning_stream.order.draw import StreamWeights
-from lightning_stream.order.mosaic.partitions import PADDING, partition
-from lightning_stream.order.mosaic.shuffles import DEFAULT_BLOCK_SIZE, shuffle
 from lightning_stream.order.snapshot import Snapshot
+
+from .partitions import PADDING, partition
+from .shuffles import DEFAULT_BLOCK_SIZE, shuffle
 
 if TYPE_CHECKING:
     from lightning_stream.order.config import MosaicConfig, OrderConfig
