@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.model import (
@@ -23,7 +22,7 @@ from lightning_stream.formats.model import (
     check_basename,
     version_name,
 )
-from lightning_stream.formats.scan import Shards, read_entry, read_shards, read_top, snapshot_of
+from lightning_stream.formats.scan import read_entry, read_shards, read_top, snapshot_of
 
 __all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry", "version_name"]
 
@@ -54,32 +53,37 @@ class Index:
 
     def __init__(self, data: bytes, where: str, snapshot: bytes = b"") -> None:
         top = read_top(data, where)
-        shards = read_shards(data, top, where, snapshot)
-        numbers = shards.numbers
+        self._shards = read_shards(data, top, where, snapshot)
+        self._begins, self._ends, self.shard_sizes, self.raw_bytes, self.stored_bytes, self._schema_ids = (
+            self._shards.numbers
+        )
         self.data, self.where = data, where
-        self.schemas, self.deleted, self.digest = shards.schemas, top.deleted, shards.digest
+        self.schemas, self.deleted, self.digest = self._shards.schemas, top.deleted, self._shards.digest
         # After another change, such as an append, the shards are not only those that were converted.
         former = top.converted_from
         self.source_digest = former.source if former is not None and former.digest == self.digest else ""
         self.versions, self._lengths_text = bytes(top.versions), bytes(top.lengths)
-        self._spans = numbers[:, :2].copy()
-        self.shard_sizes: NDArray[np.int64] = numbers[:, 2].copy()
-        self.raw_bytes: NDArray[np.int64] = numbers[:, 3].copy()
-        self.stored_bytes: NDArray[np.int64] = numbers[:, 4].copy()
-        self._schema_ids = numbers[:, 5].astype(np.int32)
         self.num_samples = int(self.shard_sizes.sum())
         self.chosen: frozenset[str] | None = None
         joined = (b'{"shards": ' + bytes(shards) + b', "version": 2}' for shards in top.joined)
         self.joined = tuple(Index(text, f"{where}, joined columns") for text in joined)
         for other in self.joined:
-            if len(other) > self.num_shards or (other.shard_sizes != self.shard_sizes[: len(other)]).any():
+            if len(other) > len(self) or (other.shard_sizes != self.shard_sizes[: len(other)]).any():
                 raise self._does_not_fit(other)
+            self.digest = blake2b(f"{self.digest} joined {other.digest}".encode(), digest_size=32).hexdigest()
+        for schemas in self._kinds() if self.joined else ():
+            names = [name for schema in schemas for name in schema.names]
+            if len(names) > len({*names}):
+                raise self._does_not_fit(self.joined[-1])
+        self._count_bytes()
+
+    def _count_bytes(self) -> None:
+        """Add the bytes of the joined shards to those of its own."""
+        _, _, _, raw, stored, _ = self._shards.numbers
+        self.raw_bytes, self.stored_bytes = raw.copy(), stored.copy()
+        for other in self.joined:
             self.raw_bytes[: len(other)] += other.raw_bytes
             self.stored_bytes[: len(other)] += other.stored_bytes
-            self.digest = blake2b(f"{self.digest} joined {other.digest}".encode(), digest_size=32).hexdigest()
-        for schemas in self._schemas_of_shards if self.joined else ():
-            if sum(len(one.names) for one in schemas) > len({name for one in schemas for name in one.names}):
-                raise self._does_not_fit(self.joined[-1])
 
     @staticmethod
     def _does_not_fit(other: Index) -> FormatError:
@@ -99,10 +103,7 @@ class Index:
 
     def to_keep(self) -> bytes:
         """Return what a later `from_bytes` is faster with; nothing for an index with added columns."""
-        if self.joined:
-            return b""
-        columns = (self._spans, self.shard_sizes, self.raw_bytes, self.stored_bytes, self._schema_ids)
-        return snapshot_of(Shards(np.column_stack(columns), self.schemas, self.digest), self.data)
+        return b"" if self.joined else snapshot_of(self._shards, self.data)
 
     @classmethod
     def from_file(cls, path: Path) -> Index:
@@ -136,26 +137,17 @@ class Index:
         except (ValueError, RecursionError) as error:
             raise self._wrong_lengths(f"the lengths must list files by name; {error}") from error
         for name, files in lengths.items():
-            self._check_lengths(name, files)
-        return lengths
-
-    def _check_lengths(self, name: str, files: tuple[FileEntry, ...]) -> None:
-        total = 0
-        for file in files:
-            check_basename(file.basename, self.where)
-            count = file.num_samples or 0
-            total += count
-            if file.num_samples is None or file.num_bytes != 4 * count:
+            for file in files:
+                check_basename(file.basename, self.where)
+            counts = [file.num_samples for file in files]
+            sizes = [file.num_bytes for file in files]
+            if [size / 4 for size in sizes] != counts or sum(sizes) != 4 * self.num_samples:
+                names = ", ".join(file.basename for file in files[:3]) or "no file"
                 raise self._wrong_lengths(
-                    f"lengths have 4 bytes per sample; {file.basename} of lengths {name!r} has {file.num_bytes:,} "
-                    f"bytes for {count:,} samples"
+                    f"lengths have one number of 4 bytes per sample; lengths {name!r} ({names}) have {counts[:3]} "
+                    f"numbers in {sizes[:3]} bytes for {self.num_samples:,} samples"
                 )
-        if total != self.num_samples:
-            names = ", ".join(file.basename for file in files[:3]) or "no file"
-            raise self._wrong_lengths(
-                f"lengths have one number per sample; lengths {name!r} ({names}) have {total:,} numbers for "
-                f"{self.num_samples:,} samples"
-            )
+        return lengths
 
     def _wrong_lengths(self, rule: str) -> FormatError:
         return FormatError(f"{self.where}: {rule}. {_REPLACE_LENGTHS}")
@@ -163,39 +155,31 @@ class Index:
     @property
     def columns(self) -> dict[str, str]:
         """Encoding by column name in the first shard, joined columns included."""
-        return self.column_sets[0] if self.num_shards else {}
+        return self.column_sets[0] if len(self) else {}
 
     @cached_property
     def column_sets(self) -> list[dict[str, str]]:
         """The different columns that shards have, joined columns included and only those that are chosen: encoding by
         name. The first one is that of the first shard."""
-        sets = []
-        for own, *others in self._schemas_of_shards:
-            columns = own.columns
-            for other in others:
-                columns = dict(sorted((columns | other.columns).items()))  # as a writer stores them
-            sets.append({name: columns[name] for name in columns if self.chosen is None or name in self.chosen})
-        return [one for k, one in enumerate(sets) if list(one.items()) not in [list(each.items()) for each in sets[:k]]]
+        sets: dict[tuple[tuple[str, str], ...], None] = {}
+        for schemas in self._kinds():
+            columns = {name: encoding for schema in schemas for name, encoding in schema.columns.items()}
+            names = sorted(columns) if len(schemas) > 1 else columns  # as a writer stores them
+            sets[tuple((name, columns[name]) for name in names if self.chosen is None or name in self.chosen)] = None
+        return list(map(dict, sets))
 
-    @cached_property
-    def _schemas_of_shards(self) -> list[tuple[Schema, ...]]:
+    def _kinds(self) -> list[tuple[Schema, ...]]:
         """The different schemas that a shard and those joined to it have, the first shard's first."""
-        if not self.joined:
-            return [(schema,) for schema in self.schemas]
-        ids = np.full((1 + len(self.joined), self.num_shards), -1)
-        ids[0] = self._schema_ids
-        for row, other in zip(ids[1:], self.joined, strict=True):
-            row[: len(other)] = other._schema_ids  # noqa: SLF001 - of this class
-        _, firsts = np.unique(ids, axis=1, return_index=True)
         parts = (self, *self.joined)
+        kinds = np.zeros(len(self), np.int64)
+        for part in parts:
+            kinds *= 1 + len(part.schemas)
+            kinds[: len(part)] += 1 + part._schema_ids  # noqa: SLF001 - of this class
+        firsts = sorted(np.unique(kinds, return_index=True)[1].tolist())
         return [
-            tuple(one.schemas[number] for one, number in zip(parts, ids[:, shard].tolist(), strict=True) if number >= 0)
-            for shard in sorted(firsts.tolist())
+            tuple(part.schemas[part._schema_ids[shard]] for part in parts if shard < len(part))  # noqa: SLF001
+            for shard in firsts
         ]
-
-    def schema(self, shard: int) -> Schema:
-        """Return the schema of one shard, without parsing its entry."""
-        return self.schemas[int(self._schema_ids[self._checked(shard)])]
 
     def entry(self, shard: int) -> ShardEntry:
         """Parse one shard's entry; IndexError unless 0 <= shard < num_shards."""
@@ -220,26 +204,18 @@ class Index:
             raise ValueError(f"columns: {self.where} has no column {', '.join(absent)}; it has {', '.join(known)}.")
         if len(set(names)) == len(known):
             return self
-        found = copy.copy(self)
-        vars(found).pop("column_sets")
-        vars(found).pop("_schemas_of_shards")
-        found.chosen = frozenset(names)
-        found.joined = tuple(one for one in self.joined if any(name in one.columns for name in names))
-        found.raw_bytes, found.stored_bytes = self.raw_bytes.copy(), self.stored_bytes.copy()
-        for other in set(self.joined) - set(found.joined):
-            found.raw_bytes[: len(other)] -= other.raw_bytes
-            found.stored_bytes[: len(other)] -= other.stored_bytes
-        return found
+        index = copy.copy(self)
+        del vars(index)["column_sets"]
+        index.chosen = frozenset(names)
+        index.joined = tuple(other for other in self.joined if any(name in other.columns for name in names))
+        index._count_bytes()  # noqa: SLF001 - of this class
+        return index
 
     def text(self, shard: int) -> bytes:
         """Return the JSON text of one shard's entry."""
-        begin, end = self._spans[self._checked(shard)]
-        return self.data[begin:end]
-
-    def _checked(self, shard: int) -> int:
-        if not 0 <= shard < self.num_shards:
-            raise IndexError(f"shard {shard} of an index with {self.num_shards} shards")
-        return shard
+        if not 0 <= shard < len(self):
+            raise IndexError(f"shard {shard} of an index with {len(self)} shards")
+        return self.data[self._begins[shard] : self._ends[shard]]
 
     def __len__(self) -> int:
         return self.num_shards

@@ -46,7 +46,7 @@ class Top(msgspec.Struct, gc=False):
 
 
 class Shards(NamedTuple):
-    """What the entries of an index have: int64[num_shards, 6] (see `_FIELDS`), the schemas, and the digest in hex."""
+    """What the entries of an index have: int64[6, num_shards] (see `_FIELDS`), the schemas, and the digest in hex."""
 
     numbers: NDArray[np.int64]
     schemas: tuple[Schema, ...]
@@ -87,7 +87,7 @@ def snapshot_of(shards: Shards, data: bytes) -> bytes:
 
 def _mark(content: bytes, data: bytes) -> bytes:
     # The number grows whenever a scan of the same text gives others.
-    return digest("xxh3_128", content + f"scan 1 {digest('xxh3_128', data)}".encode()).encode()
+    return digest("xxh3_128", content + f"scan 2 {digest('xxh3_128', data)}".encode()).encode()
 
 
 def read_shards(data: bytes, top: Top, where: str, snapshot: bytes = b"") -> Shards:
@@ -98,8 +98,8 @@ def read_shards(data: bytes, top: Top, where: str, snapshot: bytes = b"") -> Sha
     content = snapshot[:-_MARK_BYTES]
     if not content or snapshot[-_MARK_BYTES:] != _mark(content, data):
         return _scan_shards(data, top, where)
-    numbers: NDArray[np.int64] = np.frombuffer(content[:-_DIGEST_BYTES], np.int64).reshape(-1, _FIELDS)
-    firsts = np.unique(numbers[:, -1], return_index=True)[1].tolist()
+    numbers: NDArray[np.int64] = np.frombuffer(content[:-_DIGEST_BYTES], np.int64).reshape(_FIELDS, -1)
+    firsts = np.unique(numbers[-1], return_index=True)[1].tolist()
     schemas = tuple(_decode_entry(top.shards[first]).schema for first in firsts)
     return Shards(numbers, schemas, content[-_DIGEST_BYTES:].hex())
 
@@ -122,12 +122,12 @@ def _scan_shards(data: bytes, top: Top, where: str) -> Shards:
                 if entry.raw.origin is None:  # data in another format stays the same, whatever is read of it
                     sizes = entry.sizes if entry.format == "mds" else ()
                     index_digest.update(repr((entry.format, entry.names, entry.encodings, sizes)).encode())
-            raw, stored, files = _sizes(entry, where)
+            raw, stored, files = _sizes(entry)
             description = f"{entry.num_samples} {files}"
             name, mark = entry.raw.basename, hash(description)
             if marks.setdefault(name, mark) != mark:
                 raise ValueError(f"{name} is also the file of a shard with other samples or bytes")
-        except (ValueError, RecursionError) as error:
+        except (FormatError, ValueError, RecursionError) as error:
             raise _bad_entry(f"{where}, shard {shard}", error) from error
         index_digest.update(f"{schema_id} {description}\n".encode())
         # Only white space and a comma lie between two entries.
@@ -136,8 +136,8 @@ def _scan_shards(data: bytes, top: Top, where: str) -> Shards:
         numbers.extend((begin, end, entry.num_samples, raw, stored, schema_id))
     if (file := top.deleted) is not None:
         index_digest.update(f"deleted {file.num_samples} {sorted(file.hashes.items())}\n".encode())
-    table = np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS)
-    return Shards(table, tuple(schemas), index_digest.hexdigest())
+    table = np.frombuffer(numbers, np.int64).reshape(-1, _FIELDS).T
+    return Shards(table.copy(), tuple(schemas), index_digest.hexdigest())
 
 
 def read_entry(text: bytes, where: str) -> ShardEntry:
@@ -171,7 +171,10 @@ def _checked_schema(entry: ShardEntry) -> Schema:
         raise ValueError(f"there must be columns, and their names must differ; found {names!r}")
     check_compression(entry.compression)
     for name, encoding, size in zip(names, entry.encodings, sizes, strict=True):
-        _check_column(entry.format, name, encoding, size)
+        if entry.format == "mds":
+            encoding_of_column(name, encoding, size)
+        elif encoding not in ROW_TYPES:
+            raise ValueError(f"column {name!r} of a row format must be {', '.join(ROW_TYPES)}; found {encoding!r}")
     if entry.format != "mds" and not entry.newline:
         raise ValueError(f"row formats must have a newline; found {entry.newline!r}")
     if entry.format == "xsv" and not entry.separator:
@@ -179,17 +182,7 @@ def _checked_schema(entry: ShardEntry) -> Schema:
     return entry.schema
 
 
-def _check_column(form: str, name: str, encoding: str, size: int | None) -> None:
-    if form == "mds":
-        try:
-            encoding_of_column(name, encoding, size)
-        except FormatError as error:
-            raise ValueError(str(error)) from error
-    elif encoding not in ROW_TYPES:
-        raise ValueError(f"column {name!r} of a row format must be {', '.join(ROW_TYPES)}; found {encoding!r}")
-
-
-def _sizes(entry: ShardEntry, where: str) -> tuple[int, int, str]:
+def _sizes(entry: ShardEntry) -> tuple[int, int, str]:
     """Check a shard's files; return their bytes raw and as stored, and a description of the raw files."""
     pairs = ((entry.raw, entry.compressed), (entry.raw_meta, entry.compressed_meta))
     raw_total = stored_total = 0
@@ -198,13 +191,13 @@ def _sizes(entry: ShardEntry, where: str) -> tuple[int, int, str]:
         if raw is None or (compressed is None) != (entry.compression is None):
             raise ValueError("every file must have a 'raw' entry, and a 'zip' entry exactly if there is a compression")
         for file in (raw,) if compressed is None else (raw, compressed):
-            check_basename(file.basename, where)
+            check_basename(file.basename, "its files")
         raw_total += raw.num_bytes
         stored_total += (compressed or raw).num_bytes
         if (origin := raw.origin) is None:
             description += f"{raw.basename} {raw.num_bytes} {sorted(raw.hashes.items())} "
         else:
-            check_basename(origin.name, where)
+            check_basename(origin.name, "its files")
             description += f"{msgspec.structs.astuple(origin)} "
     # A wrong count must not become memory for an order. The file with the offsets is the last, or the only one.
     count = entry.num_samples
