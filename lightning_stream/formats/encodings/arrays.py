@@ -16,16 +16,23 @@ from safetensors.numpy import load, save
 
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
-from .base import Bytes2d, Encoding, FlatArrays, NumericLayout, ViewEncoding, as_bytes, describe, type_name
+from .base import (
+    DTYPES,
+    Bytes2d,
+    Encoding,
+    FlatArrays,
+    NumericLayout,
+    Stored,
+    ViewEncoding,
+    as_bytes,
+    describe,
+    type_name,
+)
 
-_CODES = {
-    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32",
-    33: "int32", 34: "float32", 64: "uint64", 65: "int64", 66: "float64",
-}  # fmt: skip
-_DTYPES = {code: np.dtype(name).newbyteorder("<") for code, name in _CODES.items()}
-_CODE_OF = {name: code for code, name in _CODES.items()}
+_CODES = {name: 8 * dtype.itemsize + "uif".index(dtype.kind) for name, dtype in DTYPES.items()}
+_OF_CODE = {code: DTYPES[name] for name, code in _CODES.items()}
 _MAX_DIMS = 32
-_TENSOR_DTYPES = ("bool", *_CODE_OF, "complex64")
+_TENSOR_DTYPES = ("bool", *_CODES, "complex64")
 _METADATA = "__metadata__"  # a word of safetensors
 
 
@@ -43,10 +50,10 @@ class _AnyArray(ViewEncoding):
         array, code = as_array(value, self.name), b""
         if self.dtype is not None:
             check_dtype(array, self.dtype, self.name)
-        elif array.dtype.name in _CODE_OF:
-            code = bytes((_CODE_OF[array.dtype.name],))
+        elif array.dtype.name in _CODES:
+            code = bytes((_CODES[array.dtype.name],))
         else:
-            raise ValueError(f"{self.name} takes arrays of {', '.join(_CODE_OF)}; got dtype {array.dtype}.")
+            raise ValueError(f"{self.name} takes arrays of {', '.join(_CODES)}; got dtype {array.dtype}.")
         shape = array.shape
         if not shape or len(shape) > _MAX_DIMS:
             raise ValueError(
@@ -58,7 +65,7 @@ class _AnyArray(ViewEncoding):
         head = code + bytes(((len(shape) << 2) | step,)) + np.array(shape, f"<u{1 << step}").tobytes()
         return head + little_endian(array).tobytes()
 
-    def decode(self, data: bytes | memoryview) -> NDArray[Any]:
+    def decode(self, data: Stored) -> NDArray[Any]:
         """Return a new array."""
         dtype, shape, at = self._read_head(data)
         return np.frombuffer(data, dtype, offset=at).reshape(shape).copy() if at < len(data) else np.empty(shape, dtype)
@@ -88,7 +95,7 @@ class _AnyArray(ViewEncoding):
         dtype, at = self.dtype, offsets
         if dtype is None:
             codes = window.take(at, 1)[:, 0]
-            dtype, at = _DTYPES.get(int(codes[0])), at + 1
+            dtype, at = _OF_CODE.get(int(codes[0])), at + 1
             if (codes != codes[0]).any():
                 return None
         kinds = window.take(at, 1)[:, 0]
@@ -102,11 +109,11 @@ class _AnyArray(ViewEncoding):
         fits = dtype is not None and (begins - offsets + counts * dtype.itemsize == sizes).all()
         return FlatArrays(dtype, begins, counts) if dtype is not None and fits else None
 
-    def _read_head(self, data: bytes | memoryview) -> tuple[np.dtype[Any], tuple[int, ...], int]:
+    def _read_head(self, data: Stored) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         """Return dtype, shape, and where the values begin; ValueError if they do not fit the bytes."""
         dtype, at = self.dtype, 0
         if dtype is None:
-            dtype, at = _DTYPES.get(data[0]) if len(data) else None, 1
+            dtype, at = _OF_CODE.get(data[0]) if len(data) else None, 1
             if dtype is None:
                 raise ValueError(f"unknown dtype code {bytes(data[:1])!r} of an array")
         if len(data) <= at:
@@ -141,7 +148,7 @@ class _FixedArray(ViewEncoding):
         data: bytes = value.tobytes()
         return data
 
-    def decode(self, data: bytes | memoryview) -> NDArray[Any]:
+    def decode(self, data: Stored) -> NDArray[Any]:
         values: NDArray[Any] = np.frombuffer(data, self.layout.dtype).reshape(self.layout.shape).copy()
         return values
 
@@ -169,7 +176,7 @@ class _Tensors(ViewEncoding):
         except SafetensorError as error:
             raise ValueError(f"tensors cannot be stored: {error}") from error
 
-    def decode(self, data: bytes | memoryview) -> dict[str, NDArray[Any]]:
+    def decode(self, data: Stored) -> dict[str, NDArray[Any]]:
         return load(bytes(data))
 
 
@@ -208,9 +215,9 @@ def make_ndarray(name: str) -> Encoding:
     _, *rest = name.split(":")
     if not rest:
         return _AnyArray(name)
-    if rest[0] not in _CODE_OF or len(rest) > 2:
-        raise ValueError(f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... of {', '.join(_CODE_OF)}; got {name!r}.")
-    dtype = np.dtype(rest[0]).newbyteorder("<")
+    if rest[0] not in _CODES or len(rest) > 2:
+        raise ValueError(f"ndarray takes ndarray:<dtype>:<d0>,<d1>,... of {', '.join(_CODES)}; got {name!r}.")
+    dtype = DTYPES[rest[0]]
     if len(rest) == 1:
         return _AnyArray(name, dtype)
     dims = rest[1].split(",")

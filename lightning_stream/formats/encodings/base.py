@@ -17,6 +17,27 @@ EncodedColumn: TypeAlias = "Bytes2d | tuple[Bytes2d, ...] | list[Any]"
 """A batch's values as bytes: blocks of uint8[rows, width], side by side, or one bytes-like value per row."""
 
 
+Stored: TypeAlias = "bytes | memoryview"
+"""The bytes of one value."""
+DTYPES = {
+    name: np.dtype(name).newbyteorder("<")
+    for name in [
+        "uint8",
+        "int8",
+        "uint16",
+        "int16",
+        "float16",
+        "uint32",
+        "int32",
+        "float32",
+        "uint64",
+        "int64",
+        "float64",
+    ]
+}
+"""The numbers of MDS, as they are stored."""
+
+
 class NumericLayout(NamedTuple):
     """Values of fixed size that are plain numbers: their little-endian ``dtype``, and ``shape`` per sample."""
 
@@ -78,7 +99,7 @@ class Encoding:
         """Return the value's bytes. TypeError for a wrong type; ValueError for a wrong range, shape or dtype."""
         raise NotImplementedError
 
-    def decode(self, data: bytes | memoryview) -> Any:
+    def decode(self, data: Stored) -> Any:
         """Return the value of these bytes. Readers turn any error into a `FormatError` with file, sample and column."""
         raise NotImplementedError
 

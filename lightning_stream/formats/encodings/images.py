@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_stream.errors import FormatError, needs
 
-from .base import Encoding, ViewEncoding, describe
+from .base import Encoding, Stored, ViewEncoding, describe
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -30,7 +30,7 @@ class _Pil(ViewEncoding):
         mode = image.mode.encode()
         return struct.pack("<III", *image.size, len(mode)) + mode + image.tobytes()
 
-    def decode(self, data: bytes | memoryview) -> Image.Image:
+    def decode(self, data: Stored) -> Image.Image:
         if len(data) < 12:
             raise ValueError("an image's head is missing")
         width, height, num_mode = struct.unpack_from("<III", data)
@@ -77,7 +77,7 @@ class _ImageFile(ViewEncoding):
             raise ValueError(f"{self.name} cannot store mode {image.mode!r} ({error}). Convert the image.") from error
         return out.getvalue()
 
-    def decode(self, data: bytes | memoryview) -> Image.Image:
+    def decode(self, data: Stored) -> Image.Image:
         image: Image.Image = pillow().open(BytesIO(data), formats=("JPEG", "PNG"))
         return image
 
@@ -103,10 +103,10 @@ class _ImageList(ViewEncoding):
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
         return b"".join((self._reserved, sizes, *parts))
 
-    def decode(self, data: bytes | memoryview) -> list[Image.Image]:
+    def decode(self, data: Stored) -> list[Image.Image]:
         return list(map(self._element.decode, self.stored(data)))
 
-    def stored(self, data: bytes | memoryview) -> list[bytes | memoryview]:
+    def stored(self, data: Stored) -> list[Stored]:
         """Return the bytes of each image in the list."""
         at = len(self._reserved)
         if len(data) < at + 4 or bytes(data[:at]) != self._reserved:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_stream.errors import needs
 
-from .base import ViewEncoding, describe
+from .base import Stored, ViewEncoding, describe
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -40,7 +40,7 @@ class _MediaFile(ViewEncoding):
             return bytes(value)
         raise TypeError(f"{self.name} takes the bytes of a media file, or Media; got {describe(value)}.")
 
-    def decode(self, data: bytes | memoryview) -> Media:
+    def decode(self, data: Stored) -> Media:
         return Media(bytes(data))
 
 

@@ -10,13 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from .base import Encoding, NumericLayout, ViewEncoding, describe
+from .base import DTYPES, Encoding, NumericLayout, Stored, ViewEncoding, describe
 
-_CODES = {
-    "uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q",
-    "int8": "b", "int16": "h", "int32": "i", "int64": "q",
-    "float16": "e", "float32": "f", "float64": "d",
-}  # fmt: skip
+_LONG = {"L": "Q", "l": "q"}  # NumPy's own characters for the types that have 8 bytes
 
 
 class _Number(ViewEncoding):
@@ -24,46 +20,39 @@ class _Number(ViewEncoding):
 
     def __init__(self, name: str, dtype: str | None = None) -> None:
         super().__init__(name)
-        dtype = dtype or name
-        self.layout = NumericLayout(np.dtype(dtype).newbyteorder("<"), ())
-        self.size = self.layout.dtype.itemsize
-        packer = struct.Struct("<" + _CODES[dtype])
+        stored = DTYPES[dtype or name]
+        self.layout = NumericLayout(stored, ())
+        self.size = stored.itemsize
+        self._dtype, self._is_float, self._type = stored, stored.kind == "f", stored.type
+        packer = struct.Struct("<" + _LONG.get(stored.char, stored.char))
         self._pack, self._unpack = packer.pack, packer.unpack
-        self._is_float = dtype.startswith("float")
-        self._type: Callable[[Any], Any] = np.dtype(dtype).type
 
     def encode(self, value: Any) -> bytes:
         try:
             return self._pack(value)
-        except OverflowError as error:
-            raise ValueError(f"{describe(value)} is out of range for {self.name}.") from error
-        except (struct.error, TypeError):
+        except (struct.error, TypeError, OverflowError):
             return self._encode_other(value)
 
     def _encode_other(self, value: Any) -> bytes:
+        """Encode a number of NumPy or torch, or a whole float; TypeError or ValueError for what is none."""
         try:
             number = _as_number(value, self._is_float)
-        except OverflowError as error:
-            raise ValueError(f"a number of {value.bit_length()} bits is out of range for {self.name}.") from error
-        if number is None:
-            kind = "a number" if self._is_float else "a whole number"
-            raise TypeError(f"{self.name} takes {kind}; got {describe(value)}.")
-        try:
-            return self._pack(number)
+            if number is not None:
+                return self._pack(number)
         except (struct.error, OverflowError) as error:
-            raise ValueError(f"{describe(number)} is out of range for {self.name}.") from error
+            raise ValueError(f"{describe(value)} is out of range for {self.name}.") from error
+        kind = "a number" if self._is_float else "a whole number"
+        raise TypeError(f"{self.name} takes {kind}; got {describe(value)}.")
 
-    def decode(self, data: bytes | memoryview) -> Any:
-        if self._is_float:
-            # through memory, so that a NaN keeps its bits
-            return np.frombuffer(data, self.layout.dtype)[0]  # type: ignore[union-attr]
-        return self._type(self._unpack(data)[0])
+    def decode(self, data: Stored) -> Any:
+        # floats through memory, so that a NaN keeps its bits
+        return np.frombuffer(data, self._dtype)[0] if self._is_float else self._type(self._unpack(data)[0])
 
 
 class PlainNumber(_Number):
     """``int``: stored as int64, read as a Python int. Floats of rows are Python floats likewise."""
 
-    def decode(self, data: bytes | memoryview) -> Any:
+    def decode(self, data: Stored) -> Any:
         """Return a Python number."""
         return self._unpack(data)[0]
 
@@ -85,5 +74,5 @@ def _as_number(value: Any, is_float: bool) -> int | float | None:
 
 ENCODINGS: dict[str, Callable[[str], Encoding]] = {
     "int": partial(PlainNumber, dtype="int64"),
-    **dict.fromkeys(_CODES, _Number),
+    **dict.fromkeys(DTYPES, _Number),
 }

@@ -13,7 +13,7 @@ import numpy as np
 
 from lightning_stream.formats.memory import AddressWindow, Int64s
 
-from .base import ViewEncoding, describe, type_name
+from .base import Stored, ViewEncoding, describe, type_name
 
 
 class _Bytes(ViewEncoding):
@@ -63,7 +63,7 @@ class RowText(_Str):
 class RowFault(RowText):
     """Why a row could not be read, as text; reading it is that error. Other rows have no bytes here, and no value."""
 
-    def decode(self, data: bytes | memoryview) -> None:  # type: ignore[override]
+    def decode(self, data: Stored) -> None:  # type: ignore[override]
         """Raise the error, if there is one."""
         if data:
             raise ValueError(super().decode(data))
@@ -85,7 +85,7 @@ class _StrInt(ViewEncoding):
         except TypeError as error:
             raise TypeError(f"str_int takes a whole number; got {describe(value)}.") from error
 
-    def decode(self, data: bytes | memoryview) -> int:
+    def decode(self, data: Stored) -> int:
         return int(bytes(data))
 
 
@@ -106,7 +106,7 @@ class _StrFloat(ViewEncoding):
         own = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
         return str(value if own else number).encode()
 
-    def decode(self, data: bytes | memoryview) -> float:
+    def decode(self, data: Stored) -> float:
         return float(bytes(data))
 
 
@@ -118,7 +118,7 @@ class _StrDecimal(ViewEncoding):
             raise TypeError(f"str_decimal takes decimal.Decimal; got {describe(value)}.")
         return str(value).encode()
 
-    def decode(self, data: bytes | memoryview) -> Decimal:
+    def decode(self, data: Stored) -> Decimal:
         return Decimal(str(data, "utf-8"))
 
 
@@ -134,7 +134,7 @@ class _Json(ViewEncoding):
             kind = TypeError if isinstance(error, TypeError) else ValueError
             raise kind(f"json takes a JSON value; got {type_name(value)}: {error}") from error
 
-    def decode(self, data: bytes | memoryview) -> Any:
+    def decode(self, data: Stored) -> Any:
         return json.loads(str(data, "utf-8"))
 
 
@@ -154,7 +154,7 @@ class _Pickle(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         return pickle.dumps(value, protocol=4)
 
-    def decode(self, data: bytes | memoryview) -> Any:
+    def decode(self, data: Stored) -> Any:
         return pickle.loads(data)  # noqa: S301 - only reached after allow_unsafe_types=True
 
 
