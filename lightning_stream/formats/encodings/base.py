@@ -20,20 +20,10 @@ EncodedColumn: TypeAlias = "Bytes2d | tuple[Bytes2d, ...] | list[Any]"
 Stored: TypeAlias = "bytes | memoryview"
 """The bytes of one value."""
 DTYPES = {
-    name: np.dtype(name).newbyteorder("<")
-    for name in [
-        "uint8",
-        "int8",
-        "uint16",
-        "int16",
-        "float16",
-        "uint32",
-        "int32",
-        "float32",
-        "uint64",
-        "int64",
-        "float64",
-    ]
+    f"{kind}{bits}": np.dtype(f"{kind}{bits}").newbyteorder("<")
+    for bits in (8, 16, 32, 64)
+    for kind in ("uint", "int", "float")
+    if (kind, bits) != ("float", 8)
 }
 """The numbers of MDS, as they are stored."""
 
