@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import multiprocessing
 import os
 import shutil
 import signal
@@ -27,8 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Composer's CheckpointSaver leaves a temporary folder to the garbage collector, which warns in any later test."""
+    """Warnings of other packages that say nothing about this one."""
+    # Hypothesis's own, on Python 3.14.
+    config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random` was passed an object")
     if find_spec("composer") is not None:
+        # CheckpointSaver leaves a temporary folder to the garbage collector, which warns in any later test.
         config.addinivalue_line("filterwarnings", "ignore:Implicitly cleaning up:ResourceWarning")
 
 
@@ -85,6 +89,15 @@ def _own_encodings_end_with_their_test() -> Iterator[None]:
         encodings._REGISTER.clear()
         encodings._REGISTER.update(before)
         encodings.get_encoding.cache_clear()
+
+
+@pytest.fixture
+def workers_by_fork() -> Iterator[None]:
+    """Workers that know the test's own functions, also where another way to start them is the default."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("fork", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.fixture

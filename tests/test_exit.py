@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -115,7 +116,8 @@ atexit.register(lambda: vars(sys.modules["lightning_stream.loading.worker_pool"]
 )
 def test_a_process_of_its_own_ends_as_quietly(remote: Path, tmp_path: Path, name: str) -> None:
     script = tmp_path / "script.py"
-    script.write_text("import os, sys" + START.format(remote=str(remote), local=str(tmp_path / "l")) + SCRIPTS[name])
+    text = "import os, sys" + START.format(remote=str(remote), local=str(tmp_path / "l")) + SCRIPTS[name]
+    script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(text, '    ')}")  # a forkserver imports it, too
     run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     assert run.returncode == name.endswith("error")
     check(name, run.stderr)

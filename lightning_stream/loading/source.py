@@ -382,5 +382,5 @@ class SampleSource:
             files = sorted({self.reader.entry(int(shard))[1].raw.basename for shard in shards})
             note = f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}."
             # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
-            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+            error.add_note(note)
             raise

@@ -18,7 +18,7 @@ from itertools import cycle
 from multiprocessing import util
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from pickle import loads
+from pickle import PicklingError, loads
 from typing import Any
 
 from lightning_stream.formats.encodings import get_encoding
@@ -144,12 +144,21 @@ class _Worker:
         for end in (self._jobs, self._results):
             _trainer_ends[id(end)] = end
         self._process = context.Process(target=_work, args=(index, task, arena, jobs, results), daemon=True)
-        self._process.start()
+        self._start(context.get_start_method())
         jobs.close()
         results.close()
         self._events = select.poll()
         self._events.register(self._results, select.POLLIN)
         self._events.register(self._process.sentinel, select.POLLIN)
+
+    def _start(self, method: str) -> None:
+        try:
+            self._process.start()
+        except (PicklingError, AttributeError, TypeError) as error:
+            raise ValueError(
+                f"workers that start by {method!r} get the dataset, its functions and worker_init_fn by pickle; found "
+                f"{error}. Define functions and classes at the top of a module, or pass multiprocessing_context='fork'."
+            ) from error
 
     def begin(self, job: bytes) -> None:
         """Give it a job; what it still sends of the last one is dropped."""

@@ -229,7 +229,7 @@ class Evaluation:
                 raise TypeError(f"a filter returns True or False; found {answer!r}")
         except Exception as error:
             note = f"While filtering sample {self.reader.original_ids(np.array([sample_id]))[0]}."
-            error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
+            error.add_note(note)
             raise
         return bool(answer)
 

@@ -71,6 +71,7 @@ def with_frozen_objects(sample: dict[str, Any]) -> dict[str, Any]:
     return {**sample, "frozen": gc.get_freeze_count()}
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 def test_the_collections_of_a_worker_do_not_visit_what_the_trainer_made(data: Path) -> None:
     before = gc.get_freeze_count()
     made = [[] for _ in range(1000)]
@@ -112,6 +113,7 @@ def test_a_worker_that_dies_ends_the_iteration_and_the_next_one_has_new_workers(
         loader.set_epoch(0)
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 @PERSISTENT
 def test_an_error_comes_after_the_batches_before_it_and_ends_the_workers(data: Path, persistent: bool) -> None:
     dataset = StreamingDataset(remote=data, transform=fails)
@@ -122,6 +124,7 @@ def test_an_error_comes_after_the_batches_before_it_and_ends_the_workers(data: P
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 def test_a_batch_that_does_not_come_in_time_is_an_error(data: Path) -> None:
     loader = StreamingDataLoader(StreamingDataset(remote=data, transform=waits), 8, num_workers=2, timeout=1)
     with pytest.raises(RuntimeError, match="no batch came within timeout=1 s"):
@@ -129,6 +132,7 @@ def test_a_batch_that_does_not_come_in_time_is_an_error(data: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 def test_a_workers_init_function_may_fail(data: Path) -> None:
     def fail(worker: int) -> None:
         raise LookupError(f"no device for worker {worker}")
@@ -139,6 +143,7 @@ def test_a_workers_init_function_may_fail(data: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.parametrize("factor", [1, 3])
 def test_a_worker_is_ahead_by_as_many_batches_as_prefetch_factor_says(data: Path, tmp_path: Path, factor: int) -> None:
     def note(sample: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +162,7 @@ def test_a_worker_is_ahead_by_as_many_batches_as_prefetch_factor_says(data: Path
         assert len(list(tmp_path.iterdir())) == most
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.parametrize("num_workers", [1, 2])
 def test_a_batch_that_is_done_arrives_while_the_transform_of_the_next_one_waits(
     data: Path, tmp_path: Path, num_workers: int

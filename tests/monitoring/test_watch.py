@@ -33,6 +33,7 @@ class StuckTransform:
         return sample
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_stuck_transform_is_shown(data: Path, capfd: pytest.CaptureFixture[str], num_workers: int) -> None:
     stuck, said = StuckTransform(40), list[str]()

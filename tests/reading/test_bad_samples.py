@@ -228,6 +228,7 @@ def photos(tmp_path: Path) -> Path:
     return tmp_path / "photos"
 
 
+@pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.parametrize(
     "transform", [None, lambda sample: {"id": sample["id"], "size": sample["image"].convert("L").size}]
 )

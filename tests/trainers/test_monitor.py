@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_ranks_log_the_same_values_and_name_the_rank_that_waits(tmp_path: Path, 
         assert len(said) == 1
         assert said[0].startswith("Rank 1: Input-bound")
         assert "the transform takes" in said[0]
-        assert said[0].endswith("The other ranks have waited for it since about step 3.")
+        assert re.search(r"The other ranks have waited for it since about step \d+\.$", said[0])
 
 
 def test_a_cause_is_told_once_while_training_and_again_at_the_end(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
