@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import chain, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
-from lightning_stream.formats.model import array_text, object_text, to_text, with_keys
-from lightning_stream.formats.scan import read_top
+from lightning_stream.formats.model import Text, array_text, object_text, to_text, with_keys
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -37,9 +37,9 @@ from .errors import (
 Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 Known: TypeAlias = Callable[["str | None"], "Index | None"]  # from the version of index.json to the index made of it
-_LengthFiles: TypeAlias = dict[str, list[msgspec.Raw]]  # by name
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
+_NOTHING = msgspec.Raw(b"null")
 _AT_ONCE = 16  # changes that are read at the same time
 _PUBLISHED_BYTES = 1 << 20  # an index up to this size is published by each commit: 3,000 shards
 _PUBLISHED_EVERY = 128  # larger ones by each 128th: a reader reads at most so many changes
@@ -61,7 +61,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
 
     number: int
     parent: str
-    digest: str
+    digest: Text
     operation: Operation
     samples: int
     num_shards: int
@@ -71,7 +71,7 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     key: str = ""
     shards: list[msgspec.Raw] = []
     lengths: msgspec.Raw = msgspec.Raw(b"{}")
-    deleted: msgspec.Raw = msgspec.Raw(b"null")
+    deleted: msgspec.Raw = _NOTHING
     format: Literal[1] = 1
 
 
@@ -162,8 +162,7 @@ def read_version(store: Store, wanted: str | int) -> Version:
         )
     number = found[-1]
     if number < base.number:
-        name = version_name(base.root)
-        base = Version(base.root, 0, Index.from_bytes(store.read(name), f"{store.url}/{name}"))
+        base = _first(store, base)
     return _with(base, changes[base.number : number], store.url)
 
 
@@ -189,12 +188,8 @@ def read_changes(store: Store, root: str, first: int = 1, base: Version | None =
 def older_entries(store: Store) -> list[bytes]:
     """Return the index entries of the shards in all changes, and in the first index; errors as `read_log`."""
     base, changes = read_log(store)
-    found = [bytes(text) for change in changes for text in change.shards]
-    if base.number:
-        name = version_name(base.root)
-        first = Index.from_bytes(store.read(name), f"{store.url}/{name}")
-        found += map(first.text, range(len(first)))
-    return found
+    index = _first(store, base).index
+    return [*map(bytes, chain.from_iterable(change.shards for change in changes)), *map(index.text, range(len(index)))]
 
 
 def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retries: bool = True) -> Version:
@@ -216,13 +211,25 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
         wanted = edit(version)
         if wanted.key and wanted.key in version.keys:
             raise AlreadyExistsError(f"{store.url} has a change of the key {wanted.key!r} already.")
-        change = _change(version, wanted, writer)
-        new = _with(version, [change], store.url, is_new=True)
+        change = Change(
+            version.number + 1,
+            version.index.digest,
+            digest="",
+            operation=wanted.operation,
+            samples=0,
+            num_shards=0,
+            time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            writer=writer,
+            message=wanted.message,
+            key=wanted.key,
+            shards=[msgspec.Raw(text) for text in wanted.shards],
+            lengths=msgspec.Raw(to_text(wanted.lengths)),
+            deleted=msgspec.Raw(to_text(wanted.deleted)),
+        )
+        new = _with(version, [change], store.url)
+        index = new.index
         change = msgspec.structs.replace(
-            change,
-            digest=new.index.digest,
-            samples=new.index.num_samples - new.index.num_deleted,
-            num_shards=new.index.num_shards,
+            change, digest=index.digest, samples=index.num_samples - index.num_deleted, num_shards=index.num_shards
         )
         name, data = _name(version.root, change.number), msgspec.json.encode(change)
         try:
@@ -246,26 +253,23 @@ def publish(store: Store, version: Version, *, always: bool = True) -> None:
     Without `always`, only where that costs little: for a small index, and for each 128th version of a large one. In
     between, index.json says that there are changes, so that a reader that is refused one knows it.
     """
-    is_costly = len(version.index.data) > _PUBLISHED_BYTES and version.number % _PUBLISHED_EVERY
-    if is_costly and not always and version.is_announced:
+    is_cheap = len(version.index.data) <= _PUBLISHED_BYTES or version.number % _PUBLISHED_EVERY == 0
+    puts_all = always or is_cheap
+    if not puts_all and version.is_announced:
         return
     while True:
         there = _published(store)
-        if there.root != version.root or there.number >= version.number:
+        is_as_new = there.number >= version.number or (there.is_announced and not puts_all)
+        if there.root != version.root or is_as_new:
             return
         if there.number == 0:
             with contextlib.suppress(AlreadyExistsError):
                 store.put(version_name(there.root), there.index.data, if_absent=True)
-        text = version.index.data
-        if is_costly and not always:
-            if there.is_announced:
-                return
-            text = _placed(there.index.data, _Place(there.root, 0, there.keys, is_announced=True))
-        try:
+        announced = _Place(there.root, 0, there.keys, is_announced=True)
+        text = version.index.data if puts_all else _placed(there.index.data, announced)
+        with contextlib.suppress(ConflictError):
             store.put(INDEX_NAME, text, if_version=there.published)
-        except ConflictError:
-            continue
-        return
+            return
 
 
 def with_first_key(index: bytes, key: str) -> bytes:
@@ -289,6 +293,14 @@ def _published(store: Store, known: Known | None = None) -> Version:
     return Version(place.root, place.number, index, place.keys, body.version, is_announced)
 
 
+def _first(store: Store, published: Version) -> Version:
+    """Version 0 of a log."""
+    if published.number == 0:
+        return published
+    name = version_name(published.root)
+    return Version(published.root, 0, Index.from_bytes(store.read(name), f"{store.url}/{name}"))
+
+
 def _is_current(store: Store, version: Version) -> bool:
     """Whether index.json still belongs to the log of a version."""
     with contextlib.suppress(NotFoundError):
@@ -309,12 +321,12 @@ def _readable_changes(
     store: Store, root: str, first: int, base: Version | None
 ) -> tuple[list[Change], AccessError | FormatError | None]:
     """The changes from a number on, and the error if there is, or may be, a further one; see `read_changes`."""
-    changes: list[Change] = []
+    changes = list[Any]()
     answers = [_change_at(store, root, first)]
     if isinstance(answers[0], Change):  # else no thread is started, as usual
         with DaemonPool(_AT_ONCE, "versions") as pool:
             while isinstance(answers[0], Change):
-                changes += _leading(answers)
+                changes += takewhile(lambda answer: isinstance(answer, Change), answers)
                 begin = first + len(changes)
                 reads = [pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)]
                 answers = [read.result() for read in reads]
@@ -338,14 +350,6 @@ def _readable_changes(
         "that there is none. Grant the right to read and to list versions/ (on S3 s3:GetObject and s3:ListBucket; a "
         "web server must answer 404 for what is absent), or pass the version= to read."
     )
-
-
-def _leading(answers: Iterable[Change | AccessError | None]) -> Iterator[Change]:
-    """The changes before the first answer that is none."""
-    for answer in answers:
-        if not isinstance(answer, Change):
-            return
-        yield answer
 
 
 def is_listed(store: Store, name: str, *, unknown: bool) -> bool:
@@ -386,29 +390,14 @@ def _parsed(data: bytes | msgspec.Raw, kind: Any, where: str) -> Any:
         ) from error
 
 
-def _change(version: Version, edit: Edit, writer: str) -> Change:
-    return Change(
-        version.number + 1,
-        version.index.digest,
-        digest="",
-        operation=edit.operation,
-        samples=0,
-        num_shards=0,
-        time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-        writer=writer,
-        message=edit.message,
-        key=edit.key,
-        shards=[msgspec.Raw(text) for text in edit.shards],
-        lengths=msgspec.Raw(to_text(edit.lengths)),
-        deleted=msgspec.Raw(b"null" if edit.deleted is None else to_text(edit.deleted)),
-    )
+def _with(version: Version, changes: Sequence[Change], where: str) -> Version:
+    """The version that these changes make of another one; FormatError unless they continue it.
 
-
-def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bool = False) -> Version:
-    """The version that these changes make of another one; FormatError unless they continue it."""
+    A change that is being made has no digest so far.
+    """
     if not changes:
         return version
-    digest, contents = version.index.digest, _Contents(version.index)
+    digest, contents = version.index.digest, _parsed(version.index.data, _Contents, where)
     for number, change in enumerate(changes, version.number + 1):
         if change.number != number or change.parent != digest:
             raise FormatError(
@@ -416,55 +405,53 @@ def _with(version: Version, changes: Sequence[Change], where: str, *, is_new: bo
                 f"{change.parent[:_DIGITS]}. Files below versions/ were changed: restore them."
             )
         digest = change.digest
-        contents.add(change, f"{where}/{_name(version.root, number)}")
-    known = (*version.keys, *(change.key for change in changes if change.key))
-    place = _Place(version.root, changes[-1].number, known)
-    made = Index.from_bytes(with_keys(version.index.data, contents.texts(place)), version.index.where)
-    if not is_new and made.digest != digest:
+        contents = contents.with_change(change, f"{where}/{_name(version.root, number)}")
+    keys = (*version.keys, *(change.key for change in changes if change.key))
+    place = _Place(version.root, changes[-1].number, keys)
+    index = Index.from_bytes(with_keys(version.index.data, contents.texts(place)), version.index.where)
+    if digest not in ("", index.digest):
         raise FormatError(
             f"{where}: version {place.number} must have the digest {digest[:_DIGITS]}; its shards have "
-            f"{made.digest[:_DIGITS]}. Files below versions/ were changed: restore them."
+            f"{index.digest[:_DIGITS]}. Files below versions/ were changed: restore them."
         )
-    return Version(place.root, place.number, made, known, version.published, version.is_announced)
+    return Version(place.root, place.number, index, keys, version.published, version.is_announced)
 
 
-class _Contents:
-    """What an index lists, to which changes are added one after another."""
+class _Contents(msgspec.Struct):
+    """What an index lists, as texts."""
 
-    def __init__(self, index: Index) -> None:
-        top = read_top(index.data, index.where)
-        self._shards, self._joined = top.shards, top.joined
-        self._lengths: _LengthFiles = _parsed(top.lengths, _LengthFiles, index.where)
-        self._texts: dict[str, bytes | None] = {}  # of the other keys that have changed
-        self._has_other_shards = False
+    shards: list[msgspec.Raw]
+    joined: list[msgspec.Raw] = []
+    deleted: msgspec.Raw = _NOTHING
+    lengths: dict[str, list[msgspec.Raw]] = {}
 
-    def add(self, change: Change, where: str) -> None:
-        """Add a change; FormatError if its lengths are no lists."""
-        lengths: _LengthFiles = _parsed(change.lengths, _LengthFiles, where)
+    def with_change(self, change: Change, where: str) -> _Contents:
+        """Return these contents after a change, or others; FormatError if its lengths are no lists."""
+        lengths = _parsed(change.lengths, dict[str, list[msgspec.Raw]], where)
         if change.operation == "append":
-            self._shards += change.shards
+            self.shards += change.shards
             for name, files in lengths.items():
-                self._lengths.setdefault(name, []).extend(files)
+                self.lengths.setdefault(name, []).extend(files)
         elif change.operation == "column":
-            self._joined.append(msgspec.Raw(array_text(change.shards)))
-            self._texts["joined"] = array_text(self._joined)
+            self.joined.append(msgspec.Raw(array_text(change.shards)))
         elif change.operation == "delete":
-            self._texts["deleted"] = bytes(change.deleted)
+            self.deleted = change.deleted
+        elif change.operation == "lengths":
+            self.lengths = lengths
         else:
-            self._lengths = lengths
-        if change.operation == "compact":
-            self._shards, self._joined = list(change.shards), []
-            self._texts |= {"deleted": None, "joined": None}
-        self._has_other_shards |= change.operation in ("append", "compact")
+            return _Contents(list(change.shards), lengths=lengths)
+        return self
 
     def texts(self, place: _Place) -> dict[str, bytes | None]:
-        """Return the keys of the index that have changed, as `with_keys` takes them."""
-        if self._has_other_shards:
-            self._texts["shards"] = array_text(self._shards)
-        lengths = {name: array_text(files) for name, files in self._lengths.items()}
-        self._texts["lengths"] = object_text(lengths) if lengths else None
-        self._texts["versions"] = msgspec.json.encode(place)
-        return self._texts
+        """Return the keys of the index, as `with_keys` takes them."""
+        lengths = {name: array_text(files) for name, files in self.lengths.items()}
+        return {
+            "shards": array_text(self.shards),
+            "joined": array_text(self.joined) if self.joined else None,
+            "deleted": None if self.deleted == _NOTHING else bytes(self.deleted),
+            "lengths": object_text(lengths) if lengths else None,
+            "versions": msgspec.json.encode(place),
+        }
 
 
 def _placed(index: bytes, place: _Place) -> bytes:
