@@ -234,7 +234,7 @@ def add_column(
                 counts[0] += _put_column(place, reader, {name: encoding}, values, shards)
         return Edit("column", shards, {}, message or name)
 
-    place.commit_edit(edit)
+    place.commit(edit)
     return counts[0]
 
 
@@ -273,8 +273,8 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
     mask = np.ones(index.num_samples, dtype=np.bool_)
     mask[gone] = False
     lengths = {name: read_lengths([cache], [index], name)[mask] for name in index.lengths}
-    files = put_lengths(place, lengths, index.schemas[0].hashes, {})
-    place.commit_edit(Edit("compact", entries, files, message))
+    files = put_lengths(place, lengths, index.schemas[0].hashes)
+    place.commit(Edit("compact", entries, files, message))
     publish_version(place.store, read_newest(place.store))
     return num_written
 

@@ -167,7 +167,7 @@ class Conversion:
             return done_now
 
     def _stores(self, out: Any) -> list[Store]:
-        return [side.store for side in Transaction(out, self.keep_local, self.store_options).sides]
+        return Transaction(out, self.keep_local, self.store_options).stores
 
     def _held(self) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that exist, whole, from this source and these settings."""

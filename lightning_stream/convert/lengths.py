@@ -89,8 +89,8 @@ def add_lengths(
     done = run_partitions(task, partitions, num_processes(num_workers), report)
     found = _joined(functions, [done[partition.number] for partition in partitions])
     hashes = index.schemas[0].hashes if index.schemas else ()
-    files = put_lengths(place, found, hashes, {})
-    place.commit_edit(Edit("lengths", (), {**held, **files}))
+    files = put_lengths(place, found, hashes)
+    place.commit(Edit("lengths", (), {**held, **files}))
     return found
 
 

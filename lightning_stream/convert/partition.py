@@ -104,7 +104,7 @@ class OutputSpec:
     @property
     def store(self) -> Store:
         """The store where the dataset stays."""
-        return self.place.store
+        return self.place.stores[0]
 
     def folder_of(self, number: int) -> str:
         """The folder of a partition's files, below the dataset's root."""

@@ -50,7 +50,7 @@ class Publication:
         """
         place = Transaction(spec.out, spec.keep_local, spec.store_options)
         place.begin("overwrite", (MANIFEST,))
-        store, names = place.store, place.sides[0].look()
+        store, names = place.stores[0], place.look()
         controls = {name.split("/")[1] for name in names if name.startswith(f"{CONTROL}/")}
         strange = [name for name in names if not _PARTS.fullmatch(name)]
         if not overwrite and (strange or (names and controls != {spec.fingerprint})):
@@ -68,11 +68,8 @@ class Publication:
 
     def cancel(self) -> None:
         """Remove what was written and will not be published. A dataset that is there stays whole."""
-        sides = self.place.sides
-        if not any(name.startswith("part-") and name.endswith(INDEX_NAME) for name in sides[0].look()):
-            for side in sides:
-                side.look()
-                side.sweep(_PARTS, side.former)
+        if not any(name.startswith("part-") and name.endswith(INDEX_NAME) for name in self.place.look()):
+            self.place.sweep(_PARTS, self.place.former)
 
     def publish(
         self, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any], source_digest: str = ""
@@ -92,8 +89,7 @@ class Publication:
             digest = Index.from_bytes(index, place.store.url).digest
             index = with_keys(index, {"converted_from": to_text({"digest": digest, "source": source_digest})})
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
-        for side in place.sides:
-            check_seen(side.store, side.look(), wanted)
+        check_seen(place.store, place.look(), wanted)
         about = {
             "version": 1,
             "fingerprint": self.spec.fingerprint,
@@ -113,15 +109,13 @@ class Publication:
         else:
             parts = [(self.spec.folder_of(one.partition), one) for one in receipts if one.shards]
             indexes = {f"{folder}/{INDEX_NAME}": index_bytes([one], folder) for folder, one in parts}
-            for side in place.sides:
-                for name, data in indexes.items():
-                    side.store.put(name, data)
-                side.store.delete(INDEX_NAME)
+            for name, data in indexes.items():
+                place.store.put(name, data)
+            place.store.delete(INDEX_NAME)
             wanted |= dict.fromkeys(indexes, 0)
-        for side in place.sides:
-            if isinstance(side.store, LocalStore):  # a killed worker may have left the draft of a receipt
-                sweep_drafts(side.store.folder / CONTROL / self.spec.fingerprint)
-            side.sweep(_ALL, wanted)
+        for folder in place.folders:  # a killed worker may have left the draft of a receipt
+            sweep_drafts(folder / CONTROL / self.spec.fingerprint)
+        place.sweep(_ALL, wanted)
 
 
 def check_seen(store: Store, seen: Mapping[str, int], wanted: Mapping[str, int]) -> None:

@@ -33,7 +33,7 @@ from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
 from lightning_stream.stores import LocalStore, Store
 from lightning_stream.stores.local import sweep_drafts
-from lightning_stream.version_log import read_newest, with_first_key
+from lightning_stream.version_log import Edit, read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
 from lightning_stream.writer.lengths import check_measurable
 from lightning_stream.writer.place import Transaction, digest_of, listed_files
@@ -139,7 +139,7 @@ class SinkJob(SparkJob):
         if self.skip:
             return
         place = Transaction(self.out, False, self.store_options)
-        place.put_names = [name for receipt in receipts for name in receipt.files()]
+        place.done = [name for receipt in receipts for name in receipt.files()]
         try:
             if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
                 check(receipts, "the DataFrame", _FILL)
@@ -149,7 +149,7 @@ class SinkJob(SparkJob):
             _clean(place.store, self.job)
             raise
         if is_in:  # writes that are repeated under one key differ in the last digits, and the others are not in it
-            _clean(place.store, self.job[:-8], place.put_names)
+            _clean(place.store, self.job[:-8], place.done)
         else:
             _clean(place.store, self.job)
 
@@ -175,27 +175,25 @@ class SinkJob(SparkJob):
                     f"{place.store.url} was changed while this write was going to replace it. Its dataset stays. "
                     "Write again."
                 )
-            place.commit(entries, lengths)
-            return True
+            return place.commit(Edit("append", entries, lengths))
         if newest is None:
             text = with_lengths(index_text(entries), lengths)
-            names, place.put_names = place.put_names, []  # which are needed if another writer was first
+            names, place.done = place.done, []  # which are needed if another writer was first
             try:
                 place.swap(INDEX_NAME, with_first_key(text, self.key) if self.key else text)
                 return True
             except FileExistsError:  # another writer made a dataset meanwhile
                 pass
             finally:
-                place.put_names = names
+                place.done = names
         if self.if_exists == "error":
             raise _exists(place.store)
         if self.if_exists == "ignore":
             return False
-        place.message, place.key = self.message, self.key
         place.begin("append")
         assert place.base is not None
         check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)
-        return place.commit(entries, joined_lengths([place.base.lengths, lengths]))
+        return place.commit(Edit("append", entries, lengths, self.message, self.key))
 
 
 @dataclass(frozen=True)

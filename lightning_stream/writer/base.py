@@ -20,6 +20,7 @@ from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, ShardEntry, to_text
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
+from lightning_stream.version_log import Edit
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.infer import check_appendable, infer_column, infer_columns
 from lightning_stream.writer.lengths import (
@@ -107,7 +108,8 @@ class ShardWriter(ABC):
             out = Transaction(out, keep_local, {**retries, **(store_options or {})})
         self._place = place = out
         if append:
-            place.message, place.key = message, key or ""
+            place.key = key or ""
+        self._message = message
         self._mode: Mode = "append" if append else "overwrite" if overwrite or exist_ok else "new"
         self._columns = None if columns is None else dict(columns)
         self._num_columns = 0
@@ -261,7 +263,8 @@ class ShardWriter(ABC):
         self._pool.clear()
         try:
             self.length_files = self.length_files or self._put_lengths()
-            self._place.commit(list(map(to_text, entries)), self.length_files)
+            texts = list(map(to_text, entries))
+            self._place.commit(Edit("append", texts, self.length_files, self._message, self._place.key))
         except (FileExistsError, ConflictError) as error:
             self._pipeline.fail(error)
             raise
@@ -270,10 +273,9 @@ class ShardWriter(ABC):
             sys.stderr.write(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
     def _put_lengths(self) -> dict[str, tuple[FileEntry, ...]]:
-        base = self._place.base
         lengths = {name: np.array(numbers, np.uint32) for name, numbers in self._lengths.items()}
         try:
-            return put_lengths(self._place, lengths, self._config.hashes, {} if base is None else base.lengths)
+            return put_lengths(self._place, lengths, self._config.hashes)
         except BaseException as error:  # some files may be put already
             self._pipeline.fail(error)
             raise
@@ -353,7 +355,7 @@ class ShardWriter(ABC):
             return
         self._pipeline.fail(error or kind())
         self._pipeline.close()
-        left = sorted(self._place.put_names)
+        left = sorted(self._place.done)
         _LOG.error(
             "writing to %s ended with %s before the index was put, so %s. It left %s.",
             self._place,
@@ -391,7 +393,7 @@ def _put_file(
     packed = None if codec is None else _file_entry(f"{name}.{codec.partition(':')[0]}", stored, schema.hashes)
     if after is not None:
         after.result()
-    place.put_shard((packed or raw).basename, stored)
+    place.part((packed or raw).basename, stored)
     return raw, packed
 
 

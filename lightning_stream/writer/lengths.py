@@ -65,24 +65,21 @@ def measure_batch(
     return found
 
 
-def put_lengths(
-    place: Transaction, lengths: Lengths, hashes: Sequence[str], held: Mapping[str, tuple[FileEntry, ...]]
-) -> dict[str, tuple[FileEntry, ...]]:
-    """Put a file for each length of new samples, and return all files of each: after those that it has, ``held``.
+def put_lengths(place: Transaction, lengths: Lengths, hashes: Sequence[str]) -> dict[str, tuple[FileEntry, ...]]:
+    """Put a file for each length of new samples, and return their entries.
 
     Unlike shards, these files always have a hash: nothing else would show that numbers are wrong.
     """
-    files = {}
+    there = place.base.lengths if place.base is not None and place.mode == "append" else {}
+    files = dict[str, tuple[FileEntry, ...]]()
     for name, numbers in lengths.items():
-        files[name] = held.get(name, ())
-        if not len(numbers):
-            continue
         data = numbers.astype("<u4", copy=False).view(np.uint8).data
-        basename = place.name_of(f"{length_file_stem(name)}.{len(files[name]):05}.bin", [data])
-        place.put_shard(basename, [data])
-        files[name] += (
-            FileEntry(basename, len(data), digest_parts(hashes or hashes_to_write(None), [data]), len(numbers)),
-        )
+        basename = place.name_of(f"{length_file_stem(name)}.{len(there.get(name, ())):05}.bin", [data])
+        files[name] = ()
+        if len(numbers):
+            place.part(basename, [data])
+            digests = digest_parts(hashes or hashes_to_write(None), [data])
+            files[name] = (FileEntry(basename, len(data), digests, len(numbers)),)
     return files
 
 

@@ -16,7 +16,7 @@ from lightning_stream.errors import NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.model import with_lengths
 from lightning_stream.version_log import read_index
-from lightning_stream.writer.place import Out, Transaction
+from lightning_stream.writer.place import Out, Transaction, listed_files, newest_text
 
 _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
 
@@ -76,7 +76,7 @@ def merge_index(
         folders = _partitions(entry.name for entry in store.list(""))
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
-    beside = sorted(name for name in place.files_begun_with if "/" not in name)
+    beside = sorted(name for name in listed_files(newest_text(store)) if "/" not in name)
     own = [name for name in beside if not name.startswith("lengths.")]
     if own:
         raise ValueError(

@@ -8,28 +8,28 @@ versions: of several writers at once, all win. A killed writer leaves the datase
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
+
+import msgspec
 
 from lightning_stream import errors
 from lightning_stream.formats.hashing import digest_parts
-from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
+from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, with_lengths
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
 from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
 from lightning_stream.writer.local_file import write_file
+from lightning_stream.writer.pair import Pair, seen
 
-T = TypeVar("T")
 Place: TypeAlias = "str | os.PathLike[str]"
 Out: TypeAlias = "Place | tuple[Place, Place]"
 Mode: TypeAlias = Literal["new", "append", "edit", "overwrite", "merge"]
@@ -45,132 +45,20 @@ _OURS_AND_MANIFEST = re.compile(f"{OURS.pattern}|{re.escape(MANIFEST)}")
 _NUMBERED = re.compile(r"shard\.([0-9]+)\.")
 
 
-@dataclass(frozen=True)
-class Seen:
-    """An object as a writer found it when it began; both fields are None if there was no object."""
-
-    data: bytes | None = None
-    version: str | None = None
-
-    @classmethod
-    def of(cls, store: Store, name: str) -> Seen:
-        """Read an object with its version."""
-        with contextlib.suppress(errors.NotFoundError), store.open(name) as body:
-            return cls(b"".join(body), body.version)
-        return cls()
-
-
-class Side:
-    """One store of a transaction, and what was there when the writer began.
-
-    Attributes:
-        store: The store.
-        seen: The objects that will be swapped, by name.
-        former: The files of all versions of the dataset that was there.
-        names: Bytes by name of all files, as `look` found them.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.seen: dict[str, Seen] = {}
-        self.former: set[str] = set()
-        self.names: dict[str, int] = {}
-        self._mode: Mode = "overwrite"
-
-    def begin(self, mode: Mode, names: Iterable[str]) -> None:
-        """Read the objects that will be swapped; FileExistsError if a new dataset finds files."""
-        store = self.store
-        if isinstance(store, LocalStore):
-            for folder in (store.folder, *store.folder.glob("versions/*")):
-                sweep_drafts(folder)
-        first = next(self._entries(), None) if mode == "new" else None
-        if first is not None:
-            raise FileExistsError(
-                f"{store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass overwrite=True "
-                "to replace the dataset there, or append=True to add shards to it."
-            )
-        self._mode = mode
-        self.seen = {name: Seen() if mode == "new" else Seen.of(store, name) for name in names}
-        self.former = _former_files(store) if mode == "overwrite" else set()
-
-    def look(self) -> dict[str, int]:
-        """List all files; if the store refuses to list, the index and the files that it lists."""
-        self.names = {entry.name: entry.num_bytes for entry in self._entries()}
-        return self.names
-
-    def _entries(self) -> Iterator[ObjectEntry]:
-        try:
-            yield from self.store.list("")
-        except (errors.UnavailableError, errors.NotFoundError):
-            raise
-        except errors.StoreError:  # no right to list, or a web server
-            index = Seen.of(self.store, INDEX_NAME).data
-            if index is not None:
-                yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
-
-    def put(self, name: str, parts: Sequence[Any]) -> None:
-        """Put a file, unless there is one of that name: then AlreadyExistsError if the dataset is new."""
-        store = self.store
-        try:
-            if isinstance(store, LocalStore):
-                with store.translate_errors(name):
-                    write_file(store.folder / name, parts)
-            else:
-                store.put(name, b"".join(parts), if_absent=True)
-        except errors.AlreadyExistsError:
-            if self._mode == "new":
-                raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
-
-    def swap(self, name: str, data: bytes) -> None:
-        """Put an object if the one there is still what `begin` found; else AlreadyExistsError or ConflictError."""
-        seen = self.seen[name]
-        try:
-            self.store.put(name, data, if_absent=seen.data is None, if_version=seen.version)
-        except (errors.AlreadyExistsError, errors.ConflictError) as error:
-            if self._mode != "merge" or Seen.of(self.store, name).data != data:  # else another rank merged the same
-                raise type(error)(f"{self.store.url}/{name} changed since this writer began") from error
-
-    def withdraw(self, names: Iterable[str]) -> None:
-        """Delete the files of a writer whose commit failed, except those that the dataset now lists."""
-        listed: set[str] = set()
-        with contextlib.suppress(errors.NotFoundError, errors.FormatError):
-            listed = listed_files(read_newest(self.store).index.data)
-        for name in names:
-            if name not in listed:
-                self.store.delete(name)
-
-    def sweep(self, ours: re.Pattern[str], keep: Collection[str]) -> None:
-        """Delete the files of `look` that match `ours` or are of former versions, except those to keep.
-
-        Folders with an index of their own are other datasets, and stay. A file that cannot be deleted is logged.
-        """
-        store, names = self.store, self.names
-        indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
-        others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
-        gone = [name for name in names if name not in keep and (name in self.former or ours.fullmatch(name))]
-        gone = [name for name in gone if not name.startswith(others)]
-        gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
-        try:
-            for name in gone:
-                store.delete(name)
-        except errors.StoreError as error:
-            _LOG.warning("%s is written; up to %d old files could not be deleted: %s", store.url, len(gone), error)
-        if isinstance(store, LocalStore):
-            _sweep_folders(store, gone)
-
-
 class Transaction:
-    """One change of a dataset as a whole, in a local folder, a remote store, or both: `begin`, put files, `commit`.
+    """One change of a dataset as a whole, in a local folder, a remote store, or both.
 
-    It can be pickled before `begin`. Threads may put files at the same time. The arguments are those of `MDSWriter`;
-    the local folder of a pair is only written with ``keep_local``. Files are put into the remote store of a pair first,
-    which keeps the dataset.
+    `begin` reads what is there, `part` puts a file that readers do not see, `commit` shows all of them at once, and
+    `abort` deletes them, which a lost `commit` does itself. It can be pickled before `begin`. Threads may put files at
+    the same time. The arguments are those of `MDSWriter`; the local folder of a pair is only written with
+    ``keep_local``. Files are put into the remote store of a pair first, which keeps the dataset.
 
     Attributes:
         local, remote: The local folder and the URL of `out`; None where it has none.
-        mode, base: The mode given to `begin`; the index of the dataset that is appended to, None in the other modes.
-        message, key: What the log gets with an append: a note, and a name that no other append has, or "".
-        put_names: The names of the files that were put.
+        mode: That of `begin`.
+        key: Of an append, a name that no other one has, or "".
+        done: The names of the files that were put.
+        former: When a dataset is replaced, the files of all its versions.
     """
 
     def __init__(self, out: Any, keep_local: bool = False, store_options: Mapping[str, Any] | None = None) -> None:
@@ -187,10 +75,12 @@ class Transaction:
         self._urls = urls[::-1] if keep_local else urls[-1:]
         self._options = store_options
         self.mode: Mode = "new"
-        self.base: Index | None = None
-        self.message = self.key = ""
-        self.put_names: list[str] = []
+        self.key = ""
+        self.done: list[str] = []
         self._version: Version | None = None
+        self._seen: dict[str, tuple[bytes | None, str | None]] = {}
+        self.former: set[str] = set()
+        self._files: dict[str, int] = {}
 
     @property
     def is_local(self) -> bool:
@@ -198,47 +88,73 @@ class Transaction:
         return not any(map(is_remote, self._urls))
 
     @cached_property
-    def sides(self) -> list[Side]:
+    def stores(self) -> list[Store]:
         """The stores that files are put into. The first one keeps the dataset: the remote one of a pair."""
-        return [Side(self._open(url)) for url in self._urls]
+        return [self._open(url) for url in self._urls]
 
     def _open(self, url: str) -> Store:
         return open_store(url, self._options if is_remote(url) else None)
 
-    @property
+    @cached_property
     def store(self) -> Store:
-        """The first store."""
-        return self.sides[0].store
+        """The store of the dataset; a `Pair` if it is kept at two places."""
+        return Pair(*self.stores) if len(self.stores) == 2 else self.stores[0]
+
+    @property
+    def base(self) -> Index | None:
+        """The index of the dataset that is appended to or edited; None in the other modes."""
+        return None if self._version is None else self._version.index
 
     def begin(self, mode: Mode, also: Iterable[str] = ()) -> None:
         """Read the index that is there, and the objects `also`, which will be swapped too, before anything is written.
 
         ``"new"``: FileExistsError if there are files. ``"append"``: shards are added; ValueError if there is no
-        dataset, or the places of a pair hold different ones. ``"edit"``: the same, for `commit_edit`.
-        ``"overwrite"``: `commit` replaces the dataset. ``"merge"``: only the index is put.
+        dataset, or the places of a pair hold different ones. ``"edit"``: the same, for a change of the version that is
+        there. ``"overwrite"``: `commit` replaces the dataset. ``"merge"``: only the index is put.
         """
         self.mode = mode
-        for side in self.sides:
-            side.begin(mode, (INDEX_NAME, *also))
+        for folder in self.folders:
+            for below in (folder, *folder.glob("versions/*")):
+                sweep_drafts(below)
+        first = next(self._entries(), None) if mode == "new" else None
+        if first is not None:
+            raise FileExistsError(
+                f"{self.store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass overwrite=True "
+                "to replace the dataset there, or append=True to add shards to it."
+            )
+        self._seen = {name: (None, None) if mode == "new" else seen(self.store, name) for name in (INDEX_NAME, *also)}
+        if mode == "overwrite":
+            self.former = {name for store in self.stores for name in _files_of_versions(store)}
         if mode not in ("append", "edit"):
             return
-        if self.sides[0].seen[INDEX_NAME].data is None:
+        if self._seen[INDEX_NAME][0] is None:
             raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
         self._version = read_newest(self.store)
-        self.base = base = self._version.index
-        for side in self.sides[1:]:
-            if side.seen[INDEX_NAME].data is None or read_newest(side.store).index.data != base.data:
-                raise ValueError(
-                    "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy "
-                    f"it from {self.store.url} to {side.store.url}."
-                )
+        if any(newest_text(store) != self._version.index.data for store in self.stores[1:]):
+            raise ValueError(
+                "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy "
+                f"it from {self.stores[0].url} to {self.stores[1].url}."
+            )
 
     @property
-    def files_begun_with(self) -> set[str]:
-        """The files of the dataset that was there when the writer began."""
-        with contextlib.suppress(errors.NotFoundError, errors.FormatError):
-            return listed_files(read_newest(self.store).index.data)
-        return set()
+    def folders(self) -> list[Path]:
+        """The local folders that files are put into."""
+        return [store.folder for store in self.stores if isinstance(store, LocalStore)]
+
+    def look(self) -> dict[str, int]:
+        """List the bytes of all files by name; if the store refuses to list, the index and the files that it lists."""
+        self._files = {entry.name: entry.num_bytes for entry in self._entries()}
+        return self._files
+
+    def _entries(self) -> Iterator[ObjectEntry]:
+        try:
+            yield from self.store.list("")
+        except (errors.UnavailableError, errors.NotFoundError):
+            raise
+        except errors.StoreError:  # no right to list, or a web server
+            index = seen(self.store, INDEX_NAME)[0]
+            if index is not None:
+                yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
 
     def partition(self, folder: str) -> Store:
         """Return the store of a folder below."""
@@ -270,128 +186,165 @@ class Transaction:
             return self.key.encode() or secrets.token_bytes(16)
         if self._version is not None:
             return f"{self._version.root} {self._version.number}".encode()
-        return digest_of(self.sides[0].seen[INDEX_NAME].data or b"").encode()
+        return digest_of(self._seen[INDEX_NAME][0] or b"").encode()
 
-    def put_shard(self, name: str, parts: Sequence[Any]) -> None:
-        """Put one file of a shard, or of lengths, under a name by `name_of`.
+    def part(self, name: str, parts: Sequence[Any]) -> None:
+        """Put one file of a shard, or of lengths, under a name by `name_of`; one that is there already stays.
 
-        FileExistsError if another writer has put that name.
+        AlreadyExistsError if it is there and the dataset is new: then it is another writer's.
         """
-        for side in self.sides:
-            side.put(name, parts)
-        self.put_names.append(name)
+        for store in self.stores:
+            try:
+                if isinstance(store, LocalStore):
+                    with store.translate_errors(name):
+                        write_file(store.folder / name, parts)
+                else:
+                    store.put(name, b"".join(parts), if_absent=True)
+            except errors.AlreadyExistsError:  # noqa: PERF203 (a pair has two stores)
+                if self.mode == "new":
+                    raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
+        self.done.append(name)
 
-    def commit(self, entries: Sequence[bytes], lengths: Mapping[str, Sequence[FileEntry]]) -> bool:
-        """Put the index of these shards, given as JSON texts; in append mode it lists them after those that are there.
+    def commit(self, edit: Edit | Callable[[Version], Edit]) -> bool:
+        """Make a change of the dataset: an append to the index of none, or in the log of the version at `begin`.
 
-        `lengths` has the files of the lengths of all samples, by name. It returns False, and the shards are deleted, if
-        the log has an append of the same key already.
+        In append mode it is a change of the newest version, for which a function makes the edit. In a pair, both places
+        must have the same shards: one writer wins. It returns False, and the shards are deleted, if the log has a
+        change of this key already.
 
         Raises:
-            FileExistsError, ConflictError: Another writer has replaced the dataset since this one began, or appended
-                samples of other columns. That dataset stays, and the shards of this writer are deleted.
+            FileExistsError, ConflictError: Another writer has replaced the dataset since this one began, or made a
+                change that does not go with this one. That dataset stays, and the shards of this writer are deleted.
         """
-        base = self.base
+        base = self._version
         if base is None:
-            self.commit_index(with_lengths(index_text(entries), lengths))
+            assert isinstance(edit, Edit)
+            self.commit_index(with_lengths(index_text(edit.shards), edit.lengths))
             return True
-        if not entries and not self.key:
+        if isinstance(edit, Edit) and edit.operation == "append" and not (edit.shards or edit.key):
             return True
-        added = {name: files[len(base.lengths.get(name, ())) :] for name, files in lengths.items()}
-        change = Edit("append", entries, added, self.message, self.key)
-
-        def edit(version: Version) -> Edit:
-            now = version.index
-            if base.num_samples and not (now.columns == base.columns and now.lengths.keys() == base.lengths.keys()):
-                raise errors.ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
-            return change
-
-        return self.commit_edit(edit)
-
-    def commit_edit(self, edit: Edit | Callable[[Version], Edit]) -> bool:
-        """Put a change of the version at `begin`, else ConflictError; in append mode, a function's of the newest.
-
-        False if the log has a change of this key. In a pair, both places must have the same shards: one writer wins.
-        """
-        assert self._version is not None
-        base, change = self._version, edit if callable(edit) else lambda _: edit
-        retries = self.mode == "append" and len(self.sides) == 1
-
-        def commit_at(side: Side) -> bool:
-            is_new = True
+        is_new = True
+        with self._or_abort():
             try:
-                version = commit(side.store, base, change, retries=retries)
-            except errors.AlreadyExistsError:  # an append of this key is there
+                retries = self.mode == "append" and len(self.stores) == 1
+                version = commit(self.store, base, lambda version: self._fitting(edit, version), retries=retries)
+            except errors.AlreadyExistsError:  # a change of this key is there
                 is_new = False
-                side.withdraw(self.put_names)
-                version = read_newest(side.store)  # its writer may have been killed before it was published
-            publish(side.store, version, always=False)
-            return is_new
+                self.abort()
+                version = read_newest(self.store)  # its writer may have been killed before it was published
+            publish(self.store, version, always=False)
+        return is_new
 
-        return all(self._at_each(commit_at))
+    def _fitting(self, edit: Edit | Callable[[Version], Edit], version: Version) -> Edit:
+        """The edit of a version; ConflictError if it appends samples of other columns or lengths."""
+        made = edit(version) if callable(edit) else edit
+        base, now = self.base, version.index
+        is_append = made.operation == "append"
+        if (
+            is_append
+            and base
+            and base.num_samples
+            and (now.columns, now.lengths.keys()) != (base.columns, base.lengths.keys())
+        ):
+            raise errors.ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
+        return made
 
     def commit_index(self, index: bytes) -> None:
         """Swap the index. In overwrite mode, then delete the former dataset, and what killed writers left."""
-        replaces = self.mode == "overwrite"
-        for side in self.sides if replaces else ():
-            names = side.look()
-            if MANIFEST in names and not _is_manifest(Seen.of(side.store, MANIFEST).data, names):
-                del names[MANIFEST]  # another program's file: it stays
+        if self.mode != "overwrite":
+            self.swap(INDEX_NAME, index)
+            return
+        if MANIFEST in self.look() and not _is_manifest(seen(self.store, MANIFEST)[0], self._files):
+            del self._files[MANIFEST]  # another program's file: it stays
         self.swap(INDEX_NAME, index)
-        for side in self.sides if replaces else ():
-            side.sweep(_OURS_AND_MANIFEST, listed_files(index))
+        self.sweep(_OURS_AND_MANIFEST, listed_files(index))
 
     def swap(self, name: str, data: bytes) -> None:
         """Put an object if the one there is still what `begin` found; else FileExistsError or ConflictError."""
-        self._at_each(lambda side: side.swap(name, data))
-
-    def _at_each(self, change: Callable[[Side], T]) -> list[T]:
-        """Change each store. One that refuses, and those after it, lose the files of this writer; then it is raised."""
-        done = list[T]()
-        for side in self.sides:
+        former, version = self._seen[name]
+        with self._or_abort():
             try:
-                done.append(change(side))
-            except (errors.AlreadyExistsError, errors.ConflictError) as error:  # noqa: PERF203 (a pair has two stores)
-                for loser in self.sides[len(done) :]:
-                    loser.withdraw(self.put_names)
-                text = _another(str(error))
-                if done:
-                    text += f" {self.store.url} was changed before, and holds the dataset of this writer. Decide which "
-                    text += f"of the two datasets to keep, and copy it to the other place: {self}."
-                raise type(error)(text) from error
-        return done
+                self.store.put(name, data, if_absent=former is None, if_version=version)
+            except (errors.AlreadyExistsError, errors.ConflictError):
+                if self.mode != "merge" or seen(self.store, name)[0] != data:  # else another rank merged the same
+                    raise
+
+    @contextlib.contextmanager
+    def _or_abort(self) -> Iterator[None]:
+        """Delete the files of this writer if another one was first, and say so."""
+        try:
+            yield
+        except (errors.AlreadyExistsError, errors.ConflictError) as error:
+            self.abort()
+            raise type(error)(_another(str(error))) from error
+
+    def abort(self) -> None:
+        """Delete the files that were put, except those that the dataset now lists."""
+        for store in self.stores:
+            for name in set(self.done) - listed_files(newest_text(store)):
+                store.delete(name)
+
+    def sweep(self, ours: re.Pattern[str], keep: Collection[str]) -> None:
+        """Delete the files of `look` that match `ours` or are of former versions, except those to keep.
+
+        Folders with an index of their own are other datasets, and stay. A file that cannot be deleted is logged.
+        """
+        names = self._files
+        indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
+        others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
+        gone = [name for name in names if name not in keep and (name in self.former or ours.fullmatch(name))]
+        gone = [name for name in gone if not name.startswith(others)]
+        gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
+        try:
+            for name in gone:
+                self.store.delete(name)
+        except errors.StoreError as error:
+            _LOG.warning("%s is written; up to %d old files could not be deleted: %s", self, len(gone), error)
+        for folder in self.folders:
+            _sweep_folders(folder, gone)
 
     def __str__(self) -> str:
-        return " and ".join(side.store.url for side in self.sides)
+        return self.store.url
 
 
-def _former_files(store: Store) -> set[str]:
+def newest_text(store: Store) -> bytes | None:
+    """The text of the index of the newest version; None if there is no dataset."""
+    with contextlib.suppress(errors.NotFoundError, errors.FormatError):
+        return read_newest(store).index.data
+    return None
+
+
+def _files_of_versions(store: Store) -> set[str]:
     """The files that any version of the dataset lists; none if there is no dataset."""
     with contextlib.suppress(errors.NotFoundError, errors.FormatError):
         older = index_text(older_entries(store))
         return listed_files(read_newest(store).index.data) | listed_files(older)
-    return listed_files(Seen.of(store, INDEX_NAME).data)
+    return listed_files(seen(store, INDEX_NAME)[0])
+
+
+class _Manifest(msgspec.Struct):
+    fingerprint: str
+    index: str
+    partitions: dict[str, Any]
 
 
 def _is_manifest(data: bytes | None, names: Collection[str]) -> bool:
     """Whether this is the manifest of a conversion, and describes no dataset in a folder of its own."""
     try:
-        found = json.loads(data or b"null")
+        found = msgspec.json.decode(data or b"", type=_Manifest)
     except ValueError:
         return False
-    if not isinstance(found, dict) or not {"fingerprint", "index", "partitions"} <= set(found):
-        return False
-    return not any(f"{part}/{INDEX_NAME}" in names for part in found["partitions"])
+    return not any(f"{part}/{INDEX_NAME}" in names for part in found.partitions)
 
 
-def _sweep_folders(store: LocalStore, gone: Iterable[str]) -> None:
+def _sweep_folders(folder: Path, gone: Iterable[str]) -> None:
     """Remove dead drafts in the folder and in those directly below, and folders that are empty without `gone`."""
-    below = [Path(entry.path) for entry in os.scandir(store.folder) if entry.is_dir()]
-    drafts = {folder for folder in (store.folder, *below) if sweep_drafts(folder)}
-    emptied = {folder for name in gone for folder in (store.folder / name).parents} | drafts
-    for folder in sorted((one for one in emptied if store.folder in one.parents), reverse=True):
+    below = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir()]
+    drafts = {path for path in (folder, *below) if sweep_drafts(path)}
+    emptied = {path for name in gone for path in (folder / name).parents} | drafts
+    for path in sorted((one for one in emptied if folder in one.parents), reverse=True):
         with contextlib.suppress(OSError):  # not empty
-            folder.rmdir()
+            path.rmdir()
 
 
 def listed_files(index: bytes | None) -> set[str]:
@@ -419,7 +372,7 @@ def is_remote(url: str) -> bool:
 
 def _another(found: str) -> str:
     return (
-        f"{found}: another writer is or was at work at this place. Its dataset stays, without the shards of this "
+        f"another writer is or was at work at this place: {found}. Its dataset stays, without the shards of this "
         "writer. Let one process write at a time, then write again: with append=True to add shards, with "
         "overwrite=True to replace the dataset."
     )

@@ -233,14 +233,14 @@ def test_two_writers_that_append_lengths_at_once_both_win(tmp_path: Path) -> Non
 def test_a_writer_whose_lengths_cannot_be_put_leaves_no_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writer = MDSWriter(out=tmp_path / "set", columns={"text": "str", "id": "int"}, lengths=LENGTHS)
     writer.write({"text": "x", "id": 1})
-    put = writer._place.put_shard
+    put = writer._place.part
 
     def failing(name: str, parts: Any) -> None:
         if name.startswith("lengths.both"):
             raise OSError("no space")
         put(name, parts)
 
-    monkeypatch.setattr(writer._place, "put_shard", failing)
+    monkeypatch.setattr(writer._place, "part", failing)
     for _ in range(2):
         with pytest.raises(OSError, match="no space"):
             writer.finish()

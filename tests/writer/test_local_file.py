@@ -91,7 +91,7 @@ def test_a_write_that_fails_leaves_no_file(direct: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(os, "writev", full)
     with pytest.raises(StoreError, match=r"shard\.00000\.mds: No space left.*Free some space"):
-        Transaction(direct).put_shard("shard.00000.mds", [_BYTES])
+        Transaction(direct).part("shard.00000.mds", [_BYTES])
     assert list(direct.iterdir()) == []
 
 
