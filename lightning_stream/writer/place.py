@@ -239,9 +239,8 @@ class Transaction:
         """The edit of a version; ConflictError if it appends samples of other columns or lengths."""
         made = edit(version) if callable(edit) else edit
         base, now = self.base, version.index
-        is_append = made.operation == "append"
         if (
-            is_append
+            made.operation == "append"
             and base
             and base.num_samples
             and (now.columns, now.lengths.keys()) != (base.columns, base.lengths.keys())
