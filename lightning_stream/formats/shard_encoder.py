@@ -15,6 +15,7 @@ EncodedColumn: TypeAlias = "Bytes2d | Sequence[Any]"
 """The values of a column as bytes: uint8[rows, width], or one bytes-like value per row."""
 _CHUNK_BYTES = 1 << 18  # it stays in a core's cache between the copy, the hash and the write
 _WIDE_BYTES = 1 << 16  # values from this size on are not copied together
+_SMALL_BYTES = 1 << 10
 
 
 class EncodedBatch(NamedTuple):
@@ -59,11 +60,14 @@ def _cut(data: memoryview) -> Iterator[memoryview]:
 
 
 def _row_views(column: EncodedColumn) -> Sequence[Any]:
-    """Return one bytes-like value per row."""
+    """Return one bytes-like value per row.
+
+    Small ones are bytes: views are tracked by the garbage collector, which took half of the time of writing text.
+    """
     if not isinstance(column, np.ndarray):
         return column
-    flat: memoryview = np.ascontiguousarray(column).reshape(-1).data
     width = column.shape[1]
+    flat: Any = column.tobytes() if width < _SMALL_BYTES else np.ascontiguousarray(column).reshape(-1).data
     return [flat[at : at + width] for at in range(0, len(flat), width)] if width else [b""] * len(column)
 
 

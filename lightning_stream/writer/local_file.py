@@ -12,14 +12,13 @@ import fcntl
 import functools
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.shared_files import file_system
 from lightning_stream.stores.local import locked_draft, publish_new
 
-_MAX_VECTORS = 1000  # the system takes 1,024 at once
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _DIRECT_FILE_SYSTEMS = ("ext4", "xfs", "overlay")  # others lack it, or do better with a cache of their own
 _MIN_DIRECT_BYTES = 1 << 22
@@ -31,55 +30,40 @@ def write_file(path: Path, parts: Sequence[Any]) -> None:
     """Write a new file from its parts; AlreadyExistsError if there is one. A missing folder is created."""
     views = [memoryview(part).cast("B") for part in parts]
     with locked_draft(path) as draft:
-        with draft.open("wb", buffering=0) as file:
+        with draft.open("wb") as file:
             if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(file.fileno(), draft.parent):
                 _write_direct(file.fileno(), views)
             else:
-                for k in range(0, len(views), _MAX_VECTORS):
-                    _write_all(file.fileno(), views[k : k + _MAX_VECTORS])
+                file.writelines(views)
         publish_new(draft, path)
 
 
 def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
     """Write whole blocks past the page cache, from memory that begins at a page; the last part of a block as usual."""
-    stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))  # it begins at a page
-    filled = 0
-    for filled in _fill(stage, views):
-        whole = filled - filled % _BLOCK_BYTES
-        _write_all(fd, [stage[:whole]])
-    if filled % _BLOCK_BYTES:
-        _clear_direct(fd)
-        _write_all(fd, [stage[filled - filled % _BLOCK_BYTES : filled]])
-
-
-def _fill(stage: memoryview, views: Iterable[memoryview]) -> Iterator[int]:
-    """Fill the stage with the bytes of the views again and again; yield how many it holds."""
-    at = 0
+    stage, filled = memoryview(mmap.mmap(-1, _STAGE_BYTES)), 0
     for view in views:
         begin = 0
         while begin < len(view):
-            count = min(len(view) - begin, len(stage) - at)
-            stage[at : at + count] = view[begin : begin + count]
-            at, begin = at + count, begin + count
-            if at == len(stage):
-                yield at
-                at = 0
-    if at:
-        yield at
+            count = min(len(view) - begin, len(stage) - filled)
+            stage[filled : filled + count] = view[begin : begin + count]
+            filled, begin = filled + count, begin + count
+            if filled == len(stage):
+                _write_all(fd, stage)
+                filled = 0
+    whole = filled - filled % _BLOCK_BYTES
+    _write_all(fd, stage[:whole])
+    if whole < filled:
+        _clear_direct(fd)
+        _write_all(fd, stage[whole:filled])
 
 
-def _write_all(fd: int, views: list[memoryview]) -> None:
-    while views:
+def _write_all(fd: int, view: memoryview) -> None:
+    while view:
         try:
-            written = os.writev(fd, views)
-        except OSError as error:
+            view = view[os.writev(fd, [view]) :]
+        except OSError as error:  # noqa: PERF203 (a write has a MiB)
             if error.errno != errno.EINVAL or not _clear_direct(fd):
-                raise
-            continue  # a disk with other rules: the rest goes through the page cache
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if views:
-            views[0] = views[0][written:]
+                raise  # else a disk with other rules: the rest goes through the page cache
 
 
 def _set_direct(fd: int, folder: Path) -> bool:
