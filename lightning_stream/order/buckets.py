@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.orders import ceil_div
-from lightning_stream.order.rules import TEXT, Rule, count, violations
+from .orders import ceil_div
+from .rules import TEXT, Rule, count, violations
 
 _WINDOW = 16384
 _BATCHES = 64  # in a window, at least

@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stream.order.arrays import Ints, starts_of
-from lightning_stream.order.forget import Forgotten
-from lightning_stream.order.permutation import RngStream, permutation
-from lightning_stream.order.rules import AMOUNT, MAX_NUMBER, short
-from lightning_stream.order.snapshot import Snapshot
+from lightning_stream.lazy import kept
 
+from .arrays import Ints, starts_of
+from .forget import Forgotten
+from .permutation import RngStream, permutation
+from .rules import AMOUNT, MAX_NUMBER, short
+from .snapshot import Snapshot
+
+_MOST_PARTS = 2**28
 _FIXED = 2**63 - 1  # stands for the epoch where every epoch draws the same samples
 
 
@@ -41,6 +46,73 @@ class ShardDraws:
 
     shard: Ints  # int64[n], different shards
     count: Ints  # samples drawn from each, at least 1; more than the shard has means several passes
+    size: Ints  # samples of each
+
+    def take(self, places: Ints) -> ShardDraws:
+        """Those at some places, in this order."""
+        return ShardDraws(self.shard[places], self.count[places], self.size[places])
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Each pass over a shard, then the subset that is drawn of it. O(passes).
+
+        Raises ValueError if there are more of them than memory can be expected to hold.
+        """
+        passes = -(-self.count // np.maximum(self.size, 1))
+        if int(passes.sum()) > _MOST_PARTS:
+            raise ValueError(
+                f"A shuffled epoch takes 16 bytes for each pass over a shard, at most {_MOST_PARTS} of them, but "
+                f"{passes.sum()} are drawn. Lower repeat, choose or epoch_size: an epoch may be shorter."
+            )
+        sizes = np.repeat(self.size, passes)
+        sizes[np.cumsum(passes) - 1] = self.count - (passes - 1) * self.size
+        return Parts(np.repeat(self.shard, passes), sizes)
+
+
+class NodeParts(NamedTuple):
+    """The parts of one canonical node; those on its borders are cut.
+
+    Attributes:
+        first: The number of its first part among all, of which it lacks the first ``skipped`` samples.
+        shard, sizes: int64[K] of each part: the shard, and how many samples the node has of it.
+    """
+
+    first: int
+    skipped: int
+    shard: Ints
+    sizes: Ints
+
+
+class Parts:
+    """The parts of an epoch, one after another in the order in which canonical nodes get them.
+
+    Attributes:
+        shard, sizes: int64[parts] of each: its shard, and its samples.
+        begins: int64[parts + 1]: where each begins, and the end.
+    """
+
+    def __init__(self, shard: Ints, sizes: Ints) -> None:
+        self.shard = shard
+        self.sizes = sizes
+        self.begins = starts_of(sizes)
+        self._nodes: dict[tuple[int, int], NodeParts] = {}
+
+    def bounds_of(self, node: int, num_nodes: int) -> tuple[int, int]:
+        """The samples of one of some canonical nodes, which have equally many but for one."""
+        size, longer = divmod(int(self.begins[-1]), num_nodes)
+        begin = size * node + min(node, longer)
+        return begin, begin + size + (node < longer)
+
+    def of_node(self, node: int, num_nodes: int) -> NodeParts:
+        """The parts of one of some canonical nodes; many epochs may ask for them."""
+        return kept(self._nodes, (node, num_nodes), self._of_node, num_nodes)
+
+    def _of_node(self, key: tuple[int, int]) -> NodeParts:
+        begin, end = self.bounds_of(*key)
+        first = int(np.searchsorted(self.begins, begin, side="right")) - 1
+        stop = int(np.searchsorted(self.begins, end))
+        sizes = np.diff(self.begins[first : stop + 1].clip(begin, end))
+        return NodeParts(first, begin - int(self.begins[first]), self.shard[first:stop], sizes)
 
 
 @dataclass(frozen=True)
@@ -66,18 +138,16 @@ class Draw:
     def shards(self, epoch: int, streams: Sequence[int]) -> ShardDraws:
         """What is drawn from the shards of these streams, in index order."""
         drawn = [self._stream_shards(epoch, stream) for stream in streams]
-        if len(drawn) == 1:
-            return drawn[0]
-        return ShardDraws(np.concatenate([one.shard for one in drawn]), np.concatenate([one.count for one in drawn]))
+        shard, count = map(np.concatenate, zip(*drawn, strict=True))
+        return ShardDraws(shard, count, self.snapshot.sizes[shard])
 
-    def ids(self, epoch: int, shard: int, count: int, begin: int, end: int) -> Ints:
-        """Sample ids [begin, end) of one pass over a shard, or of its subset of ``count`` samples; ascending."""
-        first, size = int(self.snapshot.shard_offsets[shard]), int(self.snapshot.sizes[shard])
-        if count == size:
-            return np.arange(first + begin, first + end, dtype=np.int64)
-        picks = self._shuffled(RngStream.DRAW_SAMPLES, epoch, shard, size)[:count]
-        picks.sort()
-        return picks[begin:end] + first
+    def ids(self, epoch: int, shard: int, count: int, at: Ints) -> Ints:
+        """The sample ids at some places of one pass over a shard, or of its subset of ``count``: both are ascending."""
+        size = int(self.snapshot.sizes[shard])
+        if count < size:
+            picks = np.sort(self._shuffled(RngStream.DRAW_SAMPLES, epoch, shard, size)[:count])
+            at = picks[at]
+        return at + int(self.snapshot.shard_offsets[shard])
 
     def delivered(self, epoch: int, ids: Ints) -> Ints:
         """What is delivered for drawn ids: others for forgotten ones."""
@@ -90,7 +160,8 @@ class Draw:
     def _shuffled(self, purpose: RngStream, epoch: int, place: int, size: int) -> Ints:
         return permutation(purpose, self.seed, epoch if self.balanced else _FIXED, place, size=size)
 
-    def _stream_shards(self, epoch: int, stream: int) -> ShardDraws:
+    def _stream_shards(self, epoch: int, stream: int) -> tuple[Ints, Ints]:
+        """The shards of a stream that give samples, and how many each gives."""
         sizes = self.snapshot.shard_sizes[stream]
         shard = np.arange(len(sizes), dtype=np.int64) + self.snapshot.stream_offsets[stream]
         passes, rest = divmod(self.chosen[stream], max(int(self.snapshot.stream_samples[stream]), 1))
@@ -98,7 +169,7 @@ class Draw:
         if rest:
             order = self._shuffled(RngStream.DRAW_SHARDS, epoch, stream, len(sizes))
             count[order] += _spread(sizes[order], rest, self.granularity)
-        return ShardDraws(shard[count > 0], count[count > 0])
+        return shard[count > 0], count[count > 0]
 
 
 def choose_per_stream(

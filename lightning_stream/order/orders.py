@@ -1,7 +1,7 @@
 """The samples of an epoch as sequences that can be read at any positions, and the ways to compose them.
 
     Window      the drawn shards of some streams, shuffled by a rolling window, or in index order (window.py)
-    Concat      sequences one after another: a stream's own epochs, the versions of the data in one epoch
+    Repeated    a stream's own epochs, one after another; `VersionedOrder` (switches.py): the versions of an epoch
     Interleave  blocks of several sequences, in the order that a merge gives: `EvenMerge`, or a `Mixture`
     Regrouped   windows of a sequence, packed into rows or sorted by length (rows.py)
 
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.arrays import Ints, starts_of
-from lightning_stream.order.permutation import MIX_STEP, RngStream, mix64, random_u64
+from .arrays import Ints, starts_of
+from .permutation import MIX_STEP, RngStream, mix64, random_u64
 
 if TYPE_CHECKING:
-    from lightning_stream.order.packing import RowSpans
+    from .packing import RowSpans
 
 Counted = tuple[int, int, int]
 """A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
@@ -152,18 +152,16 @@ class EveryNth(Order):
         return self._parent.nodes(self._first + self._step * at)
 
 
-class Concat(Order):
-    """Sequences one after another: number n begins at position ``begins[n]`` and is made when it is read.
+class Composed(Order):
+    """An order of which every position is one of a member's."""
 
-    With one number for ``begins``, every sequence has that size, without end: a stream's own epochs. Of these,
-    [begin, end) is what `find` searches.
-    """
+    @abstractmethod
+    def locate(self, at: Ints) -> tuple[Ints, Ints]:
+        """The member of each position, and the position there."""
 
-    def __init__(self, make: Callable[[int], Order], begins: Sequence[int] | int, begin: int, end: int) -> None:
-        self._make = make
-        self._begins = begins
-        self._bounds = (begin, end)
-        self.size = end
+    @abstractmethod
+    def member(self, number: int) -> Order:
+        """A member; not all of them need be in memory."""
 
     def ids(self, at: Ints) -> Ints:
         return self._gathered(at, lambda order, inside: order.ids(inside))
@@ -172,30 +170,32 @@ class Concat(Order):
         return self._gathered(at, lambda order, inside: order.nodes(inside))
 
     def _gathered(self, at: Ints, read: Callable[[Order, Ints], Ints]) -> Ints:
+        numbers, inside = self.locate(at)
         out = np.empty_like(at)
-        for number, places in places_by(self._number(at)):
-            out[places] = read(self._make(number), at[places] - self._begin_of(number))
+        for number, places in places_by(numbers):
+            out[places] = read(self.member(number), inside[places])
         return out
 
-    def _number(self, at: Ints) -> Ints:
-        if isinstance(self._begins, int):
-            return at // self._begins
-        return np.searchsorted(self._begins, at, side="right") - 1
 
-    def _begin_of(self, number: int) -> int:
-        return number * self._begins if isinstance(self._begins, int) else self._begins[number]
+class Repeated(Composed):
+    """Sequences of one size one after another, without end: a stream's own epochs. `find` searches [begin, end)."""
+
+    def __init__(self, make: Callable[[int], Order], length: int, begin: int, end: int) -> None:
+        self._make = make
+        self._length = length
+        self._begin = begin
+        self.size = end
+
+    def locate(self, at: Ints) -> tuple[Ints, Ints]:
+        return np.divmod(at, self._length)
+
+    def member(self, number: int) -> Order:
+        return self._make(number)
 
     def find(self, sample_id: int) -> list[int]:
-        begin, end = self._bounds
-        if end <= begin:
-            return []
-        first, last = self._number(np.array([begin, end - 1])).tolist()
-        positions = []
-        for number in range(first, last + 1):
-            start = self._begin_of(number)
-            stop = end if number == last else self._begin_of(number + 1)
-            positions += [start + at for at in self._make(number).find(sample_id) if begin <= start + at < stop]
-        return positions
+        numbers = range(self._begin // self._length, ceil_div(self.size, self._length))
+        positions = (number * self._length + at for number in numbers for at in self.member(number).find(sample_id))
+        return [position for position in positions if self._begin <= position < self.size]
 
 
 class Merge(Protocol):
@@ -253,7 +253,7 @@ class EvenMerge:
         return keys
 
 
-class Interleave(Order):
+class Interleave(Composed):
     """Blocks of several sequences, in the order that a merge gives; then the remainder of each sequence.
 
     With blocks of 2 samples, streams of 9 and 4 samples, and B = 4::
@@ -294,19 +294,8 @@ class Interleave(Order):
         ends: list[int] = self._borders[1:].tolist()
         return ends
 
-    def ids(self, at: Ints) -> Ints:
-        return self._gathered(at, lambda order, numbers: order.ids(numbers))
-
-    def nodes(self, at: Ints) -> Ints:
-        """The canonical node of each position: by the sequence's own number."""
-        return self._gathered(at, lambda order, numbers: order.nodes(numbers))
-
-    def _gathered(self, at: Ints, read: Callable[[Order, Ints], Ints]) -> Ints:
-        sequence, number = self.locate(at)
-        out = np.empty_like(at)
-        for which, places in places_by(sequence):
-            out[places] = read(self._orders[which], number[places])
-        return out
+    def member(self, number: int) -> Order:
+        return self._orders[number]
 
     def locate(self, at: Ints) -> tuple[Ints, Ints]:
         """The sequence of each position, and the sample's number there."""

@@ -6,12 +6,13 @@ permutation here is the stable argsort of raw 64-bit output, keyed by plain numb
 
 from __future__ import annotations
 
+import math
 from enum import IntEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.order.arrays import Ints
+from .arrays import Ints
 
 _WORTH_PACKING = 512
 MIX_STEP = np.uint64(0x9E3779B97F4A7C15)  # between numbers for `mix64`, as in splitmix64
@@ -42,11 +43,26 @@ def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint6
     return np.random.PCG64(np.random.SeedSequence(words)).random_raw(size)
 
 
-def permutation(purpose: RngStream, *numbers: int, size: int) -> Ints:
-    """The permutation of ``range(size)`` with this key: the stable argsort of :func:`random_u64`."""
+def permutation(purpose: RngStream, *numbers: int, size: int, begin: int = 0, end: int | None = None) -> Ints:
+    """Entries [begin, end) of the permutation of ``range(size)`` with this key: the stable argsort of `random_u64`.
+
+    A short range of a long permutation is far cheaper than all of it: only the numbers near those ranks are sorted.
+    """
+    end = size if end is None else end
+    if size < 2:  # needs no random numbers
+        return np.arange(begin, end, dtype=np.int64)
     keys = random_u64(purpose, *numbers, size=size)
-    order = _argsort_scattered(keys) if size >= _WORTH_PACKING else None
-    return stable_argsort(keys) if order is None else order
+    if end - begin == size:
+        return _argsort_random(keys)
+    # Of `size` random numbers, the share below any bound differs from the expected one by less than 8 / sqrt(size).
+    margin = 8 * math.isqrt(size) + 8
+    low = 2**64 * max(0, begin - margin) // size
+    high = min(2**64 * (end + margin) // size, 2**64 - 1)
+    near = np.flatnonzero((keys >= np.uint64(low)) & (keys <= np.uint64(high)))
+    below = int(np.count_nonzero(keys < np.uint64(low)))
+    if not below <= begin <= end <= below + len(near):
+        return _argsort_random(keys)[begin:end]
+    return near[_argsort_random(keys[near])[begin - below : end - below]]
 
 
 def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: int) -> int:
@@ -56,11 +72,13 @@ def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: in
     return int(np.count_nonzero(keys < key)) + int(np.count_nonzero(keys[:index] == key))
 
 
-def _argsort_scattered(keys: NDArray[np.uint64]) -> Ints | None:
-    """The stable argsort of random numbers, at twice the speed; None where the high bits of two are equal.
+def _argsort_random(keys: NDArray[np.uint64]) -> Ints:
+    """The stable argsort of random numbers, at twice the speed.
 
     Each number's lowest bits are replaced by its index, so that one sort, which is faster than an argsort, moves both.
     """
+    if len(keys) < _WORTH_PACKING:
+        return keys.argsort(kind="stable")
     index_bits = (len(keys) - 1).bit_length()
     index_mask = np.uint64((1 << index_bits) - 1)
     packed = keys & ~index_mask
@@ -68,14 +86,8 @@ def _argsort_scattered(keys: NDArray[np.uint64]) -> Ints | None:
     packed.sort()
     order = (packed & index_mask).view(np.int64)
     packed >>= np.uint64(index_bits)
-    return None if np.count_nonzero(packed[1:] == packed[:-1]) else order
-
-
-def stable_argsort(keys: NDArray[np.uint64] | Ints) -> Ints:
-    """Stable argsort, several times faster where no two keys are equal: then every sort agrees."""
-    order = keys.argsort()
-    ordered = keys[order]
-    return keys.argsort(kind="stable") if (ordered[1:] == ordered[:-1]).any() else order
+    has_ties = (packed[1:] == packed[:-1]).any()  # by their high bits, so the sort may be wrong there
+    return keys.argsort(kind="stable") if has_ties else order
 
 
 def mix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import StateError
 from lightning_stream.lazy import kept
-from lightning_stream.order.arrays import Ints
-from lightning_stream.order.buckets import LengthBuckets
-from lightning_stream.order.orders import Counted, Order, ceil_div, places_by, positions_of
-from lightning_stream.order.packing import RowPacking, RowSpans, pack_window, sampled
-from lightning_stream.order.permutation import RngStream, permutation, random_u64
+
+from .arrays import Ints
+from .buckets import LengthBuckets
+from .orders import Composed, Counted, Order, ceil_div, places_by, positions_of
+from .packing import PackedWindow, RowPacking, RowSpans, sampled
+from .permutation import RngStream, permutation, random_u64
 
 _KEPT_WINDOWS = 3
 _ALTERNATIVES = 16
@@ -75,34 +76,32 @@ class WindowCounts:
 
     def up_to(self, most: int) -> int:
         """The smaller of ``most`` and the number of all."""
-        _, counts = self._known
-        return min(most, self._grown(self._known, lambda: counts[-1] >= most)[-1])
+        _, counts = self._until(lambda _, count: count >= most)
+        return min(most, counts[-1])
 
     def before(self, window: int) -> int:
         """How many come before a window."""
-        known = self._from(window < self._known[0])
-        return self._grown(known, lambda: known[0] + len(known[1]) > window)[window - known[0]]
+        base, counts = self._until(lambda behind, _: behind >= window, window < self._known[0])
+        return counts[window - base]
 
     def find(self, number: int) -> Counted:
         """The window that has a row or batch with this number; behind the last one, the end."""
-        known = self._from(number < self._known[1][0])
-        counts = self._grown(known, lambda: known[1][-1] > number)
+        base, counts = self._until(lambda _, count: count > number, number < self._known[1][0])
         place = bisect_right(counts, number) - 1
-        return known[0] + place, counts[place], counts[min(place + 1, len(counts) - 1)]
+        return base + place, counts[place], counts[min(place + 1, len(counts) - 1)]
 
-    def _from(self, is_before: bool) -> tuple[int, list[int]]:
-        """What is known; counted again from the first window where something before the known ones is asked for."""
-        if is_before:
+    def _until(self, is_enough: Callable[[int, int], bool], anew: bool = False) -> tuple[int, list[int]]:
+        """Count until it is enough to know what comes before a window, or until all are counted; ``anew`` from the
+        first one.
+        """
+        if anew:
             self._known = (0, [0])
-        return self._known
-
-    def _grown(self, known: tuple[int, list[int]], is_enough: Callable[[], bool]) -> list[int]:
-        """Count windows until it is enough, or all are known."""
-        base, counts = known
-        while not is_enough() and base + len(counts) <= self.num_windows:
-            end = len(counts)
-            counts[end : end + 1] = [counts[end - 1] + self._count_in(base + end - 1)]  # a thread writes the same
-        return counts
+        base, counts = self._known
+        last = len(counts) - 1
+        while not is_enough(base + last, counts[last]) and base + last < self.num_windows:
+            counts[last + 1 : last + 2] = [counts[last] + self._count_in(base + last)]  # a thread writes the same
+            last += 1
+        return base, counts
 
 
 Planned = TypeVar("Planned")
@@ -120,22 +119,23 @@ class Regrouped(Order, Generic[Planned]):
 
     def window(self, number: int) -> Planned:
         """The plan of a window; the last few are kept."""
-        return kept(self._windows, number, self._planned, _KEPT_WINDOWS)
-
-    def _planned(self, number: int) -> Planned:
-        begin = number * self._length
-        return self.plan(number, positions_of(begin, min(begin + self._length, self._below.size)))
+        return kept(self._windows, number, self.plan, _KEPT_WINDOWS)
 
     @abstractmethod
-    def plan(self, number: int, at: Ints) -> Planned:
-        """A window, from its positions in the order below."""
+    def plan(self, number: int) -> Planned:
+        """Plan a window, from what the order below has in its place."""
+
+    def positions(self, window: int) -> Ints:
+        """The positions of a window in the order below."""
+        begin = window * self._length
+        return positions_of(begin, min(begin + self._length, self._below.size))
 
     def permuted(self, purpose: RngStream, number: int, count: int) -> Ints:
         """The random order of what a window was divided into."""
         return np.arange(count) if self._key is None else permutation(purpose, *self._key, number, size=count)
 
 
-class PackedSequence(Regrouped[RowSpans]):
+class PackedSequence(Regrouped[PackedWindow]):
     """The rows of one sequence of samples.
 
     Args:
@@ -157,18 +157,25 @@ class PackedSequence(Regrouped[RowSpans]):
         super().__init__(documents, packing.window, key)
         self._lengths = lengths
         self._packing = packing
-        self.counts = WindowCounts(self.num_windows, lambda number: len(self.window(number)), counted)
+        self._rows: dict[int, RowSpans] = {}
+        self.counts = WindowCounts(self.num_windows, lambda number: self.window(number).num_rows, counted)
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """All rows. This plans every window."""
+        """All rows. This counts those of every window."""
         return self.counts.up_to(_ALL)
 
-    def plan(self, number: int, at: Ints) -> RowSpans:
-        ids = self._below.ids(at)
-        rows = pack_window(self._lengths[ids], self._packing.row_length, self._packing.long_documents)
-        rows = replace(rows, ids=ids[rows.ids])
-        return rows if self._key is None else rows.take(self.permuted(RngStream.ROWS, number, len(rows)))
+    def plan(self, number: int) -> PackedWindow:
+        ids = self._below.ids(self.positions(number))
+        return PackedWindow(ids, self._lengths[ids], self._packing)
+
+    def rows(self, window: int) -> RowSpans:
+        """The rows of a window."""
+        return kept(self._rows, window, self._made_rows, _KEPT_WINDOWS)
+
+    def _made_rows(self, window: int) -> RowSpans:
+        planned = self.window(window)
+        return planned.rows().take(self.permuted(RngStream.ROWS, window, planned.num_rows))
 
     def ids(self, at: Ints) -> Ints:
         return self.spans(at).fingerprints()
@@ -183,22 +190,22 @@ class PackedSequence(Regrouped[RowSpans]):
         ordered = np.sort(at)
         while len(ordered):
             window, before, behind = self.counts.find(int(ordered[0]))
-            planned = self.window(window)
-            if len(planned) != behind - before:
+            rows = self.rows(window)
+            if len(rows) != behind - before:
                 raise StateError(
-                    f"The landmark of a state must be of its order: window {window} has {len(planned)} rows, not "
+                    f"The landmark of a state must be of its order: window {window} has {len(rows)} rows, not "
                     f"{behind - before}. The state is damaged; load another checkpoint."
                 )
             places.append(np.flatnonzero((at >= before) & (at < behind)))
-            spans.append(planned.take(at[places[-1]] - before))
+            spans.append(rows.take(at[places[-1]] - before))
             ordered = ordered[np.searchsorted(ordered, behind) :]
         return RowSpans.joined(spans, places)
 
     def rows_with(self, sample_id: int, window: int) -> list[int]:
         """The rows of a window that have a sample, each once. Counts the rows of all windows before it."""
-        rows = self.window(window)
-        inside = np.unique(np.searchsorted(rows.edges, np.flatnonzero(rows.ids == sample_id), side="right") - 1)
-        numbers: list[int] = (self.counts.before(window) + inside).tolist()
+        rows = self.rows(window)
+        inside = np.searchsorted(rows.edges, np.flatnonzero(rows.ids == sample_id), side="right") - 1
+        numbers: list[int] = (self.counts.before(window) + np.unique(inside)).tolist()
         return numbers
 
 
@@ -237,8 +244,6 @@ class PackedRows(Order):
             PackedSequence(part, lengths, packing, key and (*key, number), start)
             for number, (part, start) in enumerate(zip(parts, starts, strict=True))
         ]
-        # Of sequences without documents no row is ever asked for.
-        self._filled = np.array([number for number, part in enumerate(parts) if part.size], dtype=np.int64)
 
     @property
     def below(self) -> Order:
@@ -250,23 +255,21 @@ class PackedRows(Order):
 
     @property
     def size(self) -> int:  # type: ignore[override]
-        """Rows of the epoch. This plans every window that was not counted before."""
+        """Rows of the epoch. This counts those of every window that was not counted before."""
         return int(self._borders[2][-1])
 
     def reaches(self, position: int) -> bool:
-        """Whether there are so many rows. Plans windows of all sequences until that is known."""
-        if position <= 0 or not len(self._filled):
-            return position <= 0
-        return self._all_have(ceil_div(position, len(self._filled))) or position <= self.size
+        """Whether there are so many rows. Counts those of windows of all sequences until that is known."""
+        return self._all_have(ceil_div(position, len(self._sequences))) or position <= self.size
 
     def _all_have(self, num_rows: int) -> bool:
         """Whether every sequence has so many rows."""
-        return all(self._sequences[number].counts.up_to(num_rows) == num_rows for number in self._filled.tolist())
+        return all(sequence.counts.up_to(num_rows) == num_rows for sequence in self._sequences)
 
     @cached_property
     def _borders(self) -> tuple[Ints, Ints, Ints]:
         """The rows of each sequence; the numbers of rows after which some of them end; and the positions of these."""
-        totals = np.array([self._sequences[number].size for number in self._filled.tolist()], dtype=np.int64)
+        totals = np.array([sequence.size for sequence in self._sequences], dtype=np.int64)
         rows = np.unique(np.append(0, totals))
         return totals, rows, np.minimum(totals, rows[:, None]).sum(axis=1)
 
@@ -275,15 +278,15 @@ class PackedRows(Order):
         last = int(at.max(initial=-1))
         if not self.reaches(last + 1):
             raise ValueError(f"Positions must be within the epoch, [0, {self.size}); found {last}.")
-        row, place = np.divmod(at, max(1, len(self._filled)))
-        if len(at) and not self._all_have(int(row.max()) + 1):
+        row, sequence = np.divmod(at, len(self._sequences))
+        if not self._all_have(int(row.max(initial=-1)) + 1):
             totals, rows, begins = self._borders
             for border, here in places_by(np.searchsorted(begins, at, side="right") - 1):
                 left = np.flatnonzero(totals > rows[border])
                 rounds, inside = np.divmod(at[here] - begins[border], len(left))
                 row[here] = rows[border] + rounds
-                place[here] = left[inside]
-        return self._filled[place], row
+                sequence[here] = left[inside]
+        return sequence, row
 
     def spans(self, at: Ints) -> RowSpans:
         sequence, row = self.locate(at)
@@ -300,37 +303,32 @@ class PackedRows(Order):
 
     def find(self, sample_id: int) -> list[int]:
         """All positions whose rows hold a sample. Counts the rows of the windows before it."""
-        positions = set()
-        documents = (divmod(at, len(self._sequences)) for at in self._documents.find(sample_id))
-        for window, sequence in {(number // self._packing.window, sequence) for number, sequence in documents}:
-            rows = self._sequences[sequence].rows_with(sample_id, window)
-            positions |= {self._position(sequence, row) for row in rows}
-        return sorted(positions)
+        places = [divmod(at, len(self._sequences)) for at in self._documents.find(sample_id)]
+        windows = {(sequence, number // self._packing.window) for number, sequence in places}
+        rows = [
+            (place, row) for place, window in windows for row in self._sequences[place].rows_with(sample_id, window)
+        ]
+        return sorted(self._position(sequence, row) for sequence, row in rows)
 
     def _position(self, sequence: int, row: int) -> int:
         """The inverse of `locate`."""
-        place = int(np.searchsorted(self._filled, sequence))
         if self._all_have(row + 1):
-            return row * len(self._filled) + place
+            return row * len(self._sequences) + sequence
         totals = self._borders[0]
-        return int(np.minimum(totals, row).sum()) + int((totals[:place] > row).sum())
+        return int(np.minimum(totals, row).sum() + (totals[:sequence] > row).sum())
 
-    def _rows_before(self, position: int) -> list[int]:
-        """The rows of each sequence that come before a position."""
-        rows = np.zeros(len(self._sequences), dtype=np.int64)
+    def _rows_before(self, position: int) -> Iterator[tuple[PackedSequence, int]]:
+        """Each sequence, and its rows that come before a position."""
+        last, row = len(self._sequences), _ALL
         if self.reaches(position + 1):
-            (sequence,), (row,) = self.locate(np.array([position]))
-            totals = [self._sequences[number].counts.up_to(int(row) + 1) for number in self._filled.tolist()]
-            rows[self._filled] = np.minimum(totals, row + (self._filled < sequence))
-        else:
-            rows[self._filled] = self._borders[0]
-        before: list[int] = rows.tolist()
-        return before
+            (last,), (row,) = self.locate(np.array([position]))
+        for number, sequence in enumerate(self._sequences):
+            yield sequence, sequence.counts.up_to(int(row) + (number < last))
 
     def cursor(self, position: int) -> tuple[Counted, ...]:
         """What a state holds, so that a resume at this position plans few windows; () at the beginning."""
         windows = []
-        for sequence, row in zip(self._sequences, self._rows_before(position), strict=True):
+        for sequence, row in self._rows_before(position):
             number, before, behind = sequence.counts.find(row)
             # A change of the mixture may still change the rows of a window that is not begun.
             windows.append((number, before, before if row == before else behind))
@@ -338,11 +336,8 @@ class PackedRows(Order):
 
     def unchanged_from(self, position: int) -> int:
         """The end of all windows that a row before the position is of."""
-        begun = [0]
-        for sequence, row in zip(self._sequences, self._rows_before(position), strict=True):
-            window, before, _ = sequence.counts.find(row)
-            begun.append(window + (row > before))
-        return min(max(begun) * self.arranged_together, self._documents.size)
+        begun = [window + (behind > before) for window, before, behind in self.cursor(position)]
+        return min(max(begun, default=0) * self.arranged_together, self._documents.size)
 
     def totals(self) -> PackedTotals:
         """Count the rows of the epoch and what they hold. This plans every window that was not counted before."""
@@ -361,7 +356,7 @@ class PackedRows(Order):
         """Rows to try where the one at a position cannot be read: 16 of its window at random, or none."""
         (sequence,), (row,) = self.locate(np.array([position]))
         window, before, _ = self._sequences[sequence].counts.find(int(row))
-        rows: RowSpans = self._sequences[sequence].window(window)
+        rows: RowSpans = self._sequences[sequence].rows(window)
         others = np.delete(np.arange(len(rows)), row - before)
         if not len(others):
             return rows.take(others)
@@ -375,15 +370,23 @@ class PackedRows(Order):
         return max(1, self._packing.row_length // max(1, mean))
 
 
-class _Sorted(NamedTuple):
+class _Sorted(Order):
     """A planned window: the sample and the canonical node of each position, and where its batches end."""
 
-    ids: Ints
-    nodes: Ints
-    ends: tuple[int, ...] = ()
+    def __init__(self, ids: Ints, nodes: Ints, ends: tuple[int, ...] = ()) -> None:
+        self.size = len(ids)
+        self.ends = ends
+        self._ids = ids
+        self._nodes = nodes
+
+    def ids(self, at: Ints) -> Ints:
+        return self._ids[at]
+
+    def nodes(self, at: Ints) -> Ints:
+        return self._nodes[at]
 
 
-class ByLength(Regrouped[_Sorted]):
+class ByLength(Regrouped[_Sorted], Composed):
     """Samples of similar lengths together: padding a batch to its longest sample is cheap if all are about as long.
 
     The samples of a window are sorted by length and divided over its global batches, which keep a random order. Every
@@ -439,17 +442,11 @@ class ByLength(Regrouped[_Sorted]):
     def arranged_together(self) -> int:
         return self._length
 
-    def ids(self, at: Ints) -> Ints:
-        return self._gathered(at, lambda window: window.ids)
+    def locate(self, at: Ints) -> tuple[Ints, Ints]:
+        return np.divmod(at, self._length)
 
-    def nodes(self, at: Ints) -> Ints:
-        return self._gathered(at, lambda window: window.nodes)
-
-    def _gathered(self, at: Ints, column: Callable[[_Sorted], Ints]) -> Ints:
-        out = np.empty_like(at)
-        for number, places in places_by(at // self._length):
-            out[places] = column(self.window(number))[at[places] - number * self._length]
-        return out
+    def member(self, number: int) -> Order:
+        return self.window(number)
 
     def unchanged_from(self, position: int) -> int:
         return min(ceil_div(position, self._length) * self._length, self.size)
@@ -457,11 +454,11 @@ class ByLength(Regrouped[_Sorted]):
     def find(self, sample_id: int) -> list[int]:
         positions = []
         for number in sorted({at // self._length for at in self._below.find(sample_id)}):
-            places = np.flatnonzero(self.window(number).ids == sample_id)
-            positions += (number * self._length + places).tolist()
+            positions += [number * self._length + at for at in self.window(number).find(sample_id)]
         return positions
 
-    def plan(self, number: int, at: Ints) -> _Sorted:
+    def plan(self, number: int) -> _Sorted:
+        at = self.positions(number)
         ids = self._below.ids(at)
         nodes = self._below.nodes(at)
         if self.has_budget:

@@ -18,8 +18,7 @@ from .draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_pro
 from .forget import Forgotten
 from .mixture import Mixture
 from .mosaic.epoch import MosaicOrder
-from .orders import Concat, Counted, EvenMerge, Interleave, Order, positions_of
-from .permutation import stable_argsort
+from .orders import Counted, EvenMerge, Interleave, Order, Repeated, positions_of
 from .rows import ByLength, Landmark, PackedRows
 from .schedule import Schedule
 from .snapshot import Snapshot, max_active
@@ -164,7 +163,7 @@ class RunOrder:
         orders = []
         for stream, size in enumerate(self.snapshot.stream_samples.tolist()):
             bounds = int(firsts[stream]) * block, int(counts[stream]) * block
-            orders.append(Concat(partial(self._own_epoch, stream), max(size, 1), *bounds))
+            orders.append(Repeated(partial(self._own_epoch, stream), max(size, 1), *bounds))
         return Interleave(orders, self.mixture, counts, np.zeros_like(counts), block, begin, end)
 
     def where(self, sample_id: int, epoch: int) -> Ints:
@@ -223,8 +222,7 @@ class RunOrder:
             return found
         drawn = self._draw.shards(epoch, streams)
         if self.config.shuffle:
-            order = stable_argsort(self._places[drawn.shard])
-            drawn = ShardDraws(drawn.shard[order], drawn.count[order])
+            drawn = drawn.take(np.argsort(self._places[drawn.shard]))
         if self._draw.constant:
             self._constant_draws[streams] = drawn
         return drawn

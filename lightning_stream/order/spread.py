@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from lightning_stream.order.arrays import Ints, ranges, starts_of
-from lightning_stream.order.permutation import RngStream, permutation, random_u64
+from .arrays import Ints, ranges, starts_of
+from .permutation import RngStream, permutation, random_u64
 
 
 def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> Ints:

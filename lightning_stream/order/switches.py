@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from msgspec import structs
 
 from .arrays import Ints
@@ -20,7 +21,7 @@ from .batches import Tail
 from .bitmap import Bitmap
 from .config import OrderConfig, Switch
 from .draw import StreamWeights
-from .orders import Concat, Order, ceil_div, positions_of
+from .orders import Composed, Order, ceil_div, positions_of
 from .permutation import RngStream, random_u64
 from .run import RunOrder
 from .snapshot import Snapshot
@@ -142,14 +143,23 @@ class _Part(Order):
         return self.order.nodes(at)
 
 
-class VersionedOrder(Concat):
-    """An epoch made of the orders of several versions, each up to the begin of the next one."""
+class VersionedOrder(Composed):
+    """An epoch made of the orders of several versions, each up to the begin of the next one.
 
-    find = Order.find  # an id of all data need not be one of a version
+    It finds a sample by a search: an id of all data need not be one of a version.
+    """
 
     def __init__(self, parts: Sequence[_Part], size: int) -> None:
         self.parts = tuple(parts)
-        super().__init__(self.parts.__getitem__, [part.begin for part in parts], 0, size)
+        self.size = size
+        self._begins = np.array([part.begin for part in parts])
+
+    def locate(self, at: Ints) -> tuple[Ints, Ints]:
+        number = np.searchsorted(self._begins, at, side="right") - 1
+        return number, at - self._begins[number]
+
+    def member(self, number: int) -> Order:
+        return self.parts[number]
 
     def version_at(self, position: int) -> int:
         return [part.version for part in self.parts if part.begin <= position][-1]

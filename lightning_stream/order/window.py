@@ -20,15 +20,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
-from lightning_stream.order.arrays import Ints, starts_of
-from lightning_stream.order.draw import Draw, ShardDraws
-from lightning_stream.order.orders import EveryNth, Order, places_by, positions_of
-from lightning_stream.order.permutation import RngStream, permutation, place_in_permutation
-from lightning_stream.order.spread import spread_parts
+
+from .arrays import Ints, starts_of
+from .draw import Draw, ShardDraws
+from .orders import EveryNth, Order, places_by, positions_of
+from .permutation import RngStream, permutation, place_in_permutation
+from .spread import spread_parts
 
 _CHUNK = 1 << 12
-_MOST_PARTS = 2**28
+_KEPT_PART = (
+    1 << 15
+)  # samples: what is not read yet of a smaller part is kept; of a larger one, each piece is made anew
+_SLICE = 1 << 17  # entries of a mixing block that are in memory together: a last block is as large as several parts
 _Ids = NDArray[np.integer]
+_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class Window(Order):
@@ -58,25 +63,11 @@ class Window(Order):
         self.num_nodes = num_nodes
         self.window = window
         self.stored_parts = window - 1 if quick_start else 0
-        # The parts: each pass over a shard, then the subset that is drawn of it.
-        sizes = draw.snapshot.sizes[drawn.shard]
-        passes = -(-drawn.count // np.maximum(sizes, 1))
-        if int(passes.sum()) > _MOST_PARTS:
-            raise ValueError(
-                f"A shuffled epoch takes 16 bytes for each pass over a shard, at most {_MOST_PARTS} of them, but "
-                f"{passes.sum()} are drawn. Lower repeat, choose or epoch_size: an epoch may be shorter."
-            )
-        last = np.cumsum(passes) - 1
-        self.shard = np.repeat(drawn.shard, passes)
-        self.sizes = np.repeat(sizes, passes)
-        self.sizes[last] = drawn.count - (passes - 1) * sizes
-        self.begins = starts_of(self.sizes)
-        self.size = int(self.begins[-1])
-        self.first_group = int(drawn.shard.min(initial=2**62)) // self.num_nodes
-        self.num_groups = max(int(drawn.shard.max(initial=0)) // self.num_nodes - self.first_group + 1, 1)
+        self.parts = drawn.parts
+        self.size = int(self.parts.begins[-1])
         # Ids in memory: half as much where they fit.
         self.dtype = np.uint32 if draw.snapshot.num_samples <= 2**32 else np.int64
-        self._windows: dict[int, _NodeWindow] = {}
+        self._nodes: dict[int, _NodeWindow] = {}
         self._chunks: dict[int, Ints] = {}
 
     def ids(self, at: Ints) -> Ints:
@@ -85,19 +76,28 @@ class Window(Order):
         # Small ranges are cut from a chunk that is read at once, for speed.
         first = int(at[0]) // _CHUNK * _CHUNK
         chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, _CHUNK)]
-        return (chunks[0] if len(chunks) == 1 else np.concatenate(chunks))[at - first]
+        return np.concatenate(chunks)[at - first]
 
     def _chunk(self, begin: int) -> Ints:
-        return self._read(positions_of(begin, min(begin + _CHUNK, self.size)))
+        if len(self.parts.shard) > 1 or self.size > _CHUNK:
+            return self._read(positions_of(begin, min(begin + _CHUNK, self.size)))
+        # One small shard, as a stream's own epochs may have by the dozen in a batch: each node has one mixing block.
+        at = np.empty(self.size, dtype=np.int64)
+        for node in range(min(self.num_nodes, self.size)):
+            inside = positions_of(*self.parts.bounds_of(node, self.num_nodes))
+            if not self.stored_parts:
+                inside = inside[permutation(RngStream.SAMPLES, *self.key, node, 0, size=len(inside))]
+            inside = inside[permutation(RngStream.MIXING_BLOCK, *self.key, node, 0, size=len(inside))]
+            at[node :: self.num_nodes] = inside
+        return self.draw.delivered(self.epoch, self.part_ids(0, at))
 
     def _read(self, at: Ints) -> Ints:
         out = np.empty_like(at)
         count = self.num_nodes
         if len(at) and at[-1] - at[0] == len(at) - 1:  # without a gap, the entries of each node need no search
-            for place, first in enumerate(range(int(at[0]), int(at[0]) + min(count, len(at)))):
+            for place, first in enumerate(at[:count].tolist()):
                 index = first // count
-                length = len(out[place::count])
-                out[place::count] = self._node(first % count).read(index, index + length)
+                out[place::count] = self._node(first % count).read(index, index + len(out[place::count]))
             return out
         indices, nodes = np.divmod(at, count)
         for node, places in places_by(nodes):
@@ -116,21 +116,32 @@ class Window(Order):
 
     def find(self, sample_id: int) -> list[int]:
         """All positions of a sample. O(samples of two shards), and O(parts) the first time in a node."""
-        size, longer = divmod(self.size, self.num_nodes)
         positions = []
+        begins = [self.parts.bounds_of(node, self.num_nodes)[0] for node in range(self.num_nodes)]
         for part, inside in self._draws_of(sample_id):
-            number = int(self.begins[part]) + inside
-            node = number // (size + 1) if number < longer * (size + 1) else (number - longer) // size
+            node = bisect_right(begins, int(self.parts.begins[part]) + inside) - 1
             positions.append(self._node(node).index_of(part, inside) * self.num_nodes + node)
         return sorted(positions)
 
     def _node(self, node: int) -> _NodeWindow:
-        return kept(self._windows, node, partial(_NodeWindow, self), self.num_nodes)
+        return kept(self._nodes, node, partial(_NodeWindow, self), self.num_nodes)
 
-    def part_ids(self, part: int) -> Ints:
-        """The drawn ids of one part, ascending; others may be delivered for forgotten ones."""
-        size = int(self.sizes[part])
-        return self.draw.ids(self.epoch, int(self.shard[part]), size, 0, size)
+    def spread(self, key: tuple[int, int, int, int], shard: Ints) -> Ints:
+        """The part at each place of a node's epoch, from the shards of its parts."""
+        if len(shard) == 1:
+            return np.arange(1)
+        first, last = self._groups
+        return spread_parts(key, shard // self.num_nodes - first, last - first + 1, self.num_nodes, self.window)
+
+    @cached_property
+    def _groups(self) -> tuple[int, int]:
+        """The first and the last group of neighbouring shards."""
+        shard = self.parts.shard
+        return int(shard.min()) // self.num_nodes, int(shard.max()) // self.num_nodes
+
+    def part_ids(self, part: int, at: Ints) -> Ints:
+        """The drawn ids at some places of a part, where they ascend; others may be delivered for forgotten ones."""
+        return self.draw.ids(self.epoch, int(self.parts.shard[part]), int(self.parts.sizes[part]), at)
 
     def _draws_of(self, sample_id: int) -> list[tuple[int, int]]:
         """The parts that deliver a sample, and its place in each."""
@@ -140,17 +151,14 @@ class Window(Order):
             shards, parts = self._by_shard
             first, end = np.searchsorted(shards, [shard, shard + 1]).tolist()
             for part in parts[first:end].tolist():
-                if self.sizes[part] == self.draw.snapshot.sizes[shard]:  # all of it
-                    places = [drawn_id - int(self.draw.snapshot.shard_offsets[shard])]
-                else:
-                    places = np.flatnonzero(self.part_ids(part) == drawn_id).tolist()
-                draws += [(part, inside) for inside in places]
+                ids = self.part_ids(part, np.arange(self.parts.sizes[part]))
+                draws += [(part, inside) for inside in np.flatnonzero(ids == drawn_id).tolist()]
         return draws
 
     @cached_property
     def _by_shard(self) -> tuple[Ints, Ints]:
-        parts = np.argsort(self.shard, kind="stable")
-        return self.shard[parts], parts
+        parts = np.argsort(self.parts.shard, kind="stable")
+        return self.parts.shard[parts], parts
 
 
 class Stored(Order):
@@ -164,7 +172,7 @@ class Stored(Order):
         self._epoch = epoch
         self._shard = drawn.shard
         self._begins = starts_of(drawn.count)
-        self._sizes = draw.snapshot.sizes[drawn.shard]
+        self._sizes = drawn.size
         self._whole = drawn.count - drawn.count % np.maximum(self._sizes, 1)  # samples of whole passes
         self.size = int(self._begins[-1])
         self._subsets: dict[int, Ints] = {}
@@ -201,151 +209,128 @@ class Stored(Order):
         count = int(self._begins[number + 1] - self._begins[number] - self._whole[number])
         if not count:
             return np.empty(0, dtype=np.int64)
-        return self._draw.ids(self._epoch, int(self._shard[number]), count, 0, count)
+        return self._draw.ids(self._epoch, int(self._shard[number]), count, np.arange(count))
 
 
 class _NodeWindow:
     """The rolling window of one canonical node, whose samples are cut out of all parts; a part on a border is cut."""
 
     def __init__(self, order: Window, node: int) -> None:
-        size, longer = divmod(order.size, order.num_nodes)
-        begin = size * node + min(node, longer)
-        end = begin + size + (node < longer)
         self._order = order
+        self._parts = order.parts.of_node(node, order.num_nodes)
         self._key = (*order.key, node)
-        self._window = order.window
-        self._first = int(np.searchsorted(order.begins, begin, side="right")) - 1
-        stop = int(np.searchsorted(order.begins, end))
-        sizes = order.sizes[self._first : stop].copy()
-        # Samples of the first part that the node before has, and of the last one that the next node has.
-        self._before = begin - int(order.begins[self._first])
-        self._behind = int(order.begins[stop]) - end
-        sizes[0] -= self._before
-        sizes[-1] -= self._behind
-        self._parts = self._part_order(order.shard[self._first : stop])
-        self._sizes = sizes[self._parts]
-        self._starts = np.append(0, block_ends(self._sizes, self._window))
+        self._part_at = order.spread(self._key, self._parts.shard)
+        self._sizes = self._parts.sizes[self._part_at]
+        self._begins = starts_of(self._sizes)
         self._unread: dict[int, tuple[int, _Ids]] = {}
-        self._blocks: dict[int, _Ids] = {}
-
-    def _part_order(self, shard: Ints) -> Ints:
-        """The part at each place of the epoch, counted from the first."""
-        if len(shard) == 1:
-            return np.arange(len(shard))
-        order = self._order
-        groups = shard // order.num_nodes - order.first_group
-        return spread_parts(self._key, groups, order.num_groups, order.num_nodes, self._window)
+        self._slices: dict[tuple[int, int], _Ids] = {}
 
     def read(self, begin: int, end: int) -> _Ids:
         """Sample ids of the entries [begin, end) of this node."""
-        block = int(np.searchsorted(self._starts, begin, side="right")) - 1
-        pieces: list[_Ids] = []
+        ids: list[_Ids] = []
         while begin < end:
-            stored = kept(self._blocks, block, self._block, 2)
-            start = int(self._starts[block])
-            pieces.append(stored[begin - start : end - start])
-            begin, block = start + len(stored), block + 1
-        if len(pieces) == 1:
-            return pieces[0]
-        ids: _Ids = np.concatenate(pieces)
-        return ids
+            key = self._slice_with(begin)
+            slice_ids = kept(self._slices, key, self._slice, 2)
+            ids.append(slice_ids[begin - key[1] : end - key[1]])
+            begin = key[1] + len(slice_ids)
+        return np.concatenate(ids)
 
-    def _block(self, block: int) -> _Ids:
-        ids = np.concatenate([self._piece(place, block) for place in self._places_in(block)])
-        for place in [place for place in list(self._unread) if place not in self._places_in(block)]:
-            self._unread.pop(place, None)
+    def _slice_with(self, entry: int) -> tuple[int, int]:
+        """The mixing block that has an entry, and the first entry of the slice of it that has this one."""
+        for key, ids in list(self._slices.items()):
+            if key[1] <= entry < key[1] + len(ids):
+                return key
+        first = int(np.searchsorted(self._begins, entry, side="right")) - 1
+        blocks = range(first, min(first + self._order.window, len(self._sizes)))
+        block = first + bisect_right(blocks, entry, key=self._start) - 1
+        return block, entry - (entry - self._start(block)) % _SLICE
+
+    def _slice(self, key: tuple[int, int]) -> _Ids:
+        """The ids of a slice of a mixing block."""
         order = self._order
+        block, begin = key
+        bounds = self._bounds(block)
+        ids = np.concatenate([self._piece(place, *piece) for place, piece in bounds.items()])
+        for place in [place for place in list(self._unread) if place not in bounds]:
+            self._unread.pop(place, None)
+        size = len(ids)
+        begin -= self._start(block)
+        end = min(begin + _SLICE, size)
+        ids = ids[permutation(RngStream.MIXING_BLOCK, *self._key, block, size=size, begin=begin, end=end)]
         if order.draw.forgotten is not None:
             ids = order.draw.delivered(order.epoch, ids.astype(np.int64)).astype(order.dtype)
-        return ids[_permuted(RngStream.MIXING_BLOCK, *self._key, block, size=len(ids))]
+        return ids
 
-    def _places_in(self, block: int) -> range:
-        return range(max(0, block - self._window + 1), block + 1)
+    def _start(self, block: int) -> int:
+        """The first entry of a mixing block: the parts that ended before it, and what it leaves of its own."""
+        first = max(0, block - self._order.window + 1)
+        return int(self._begins[first]) + sum(self._taken(place, block) for place in range(first, block))
 
-    def _bounds(self, place: int, block: int) -> tuple[int, int]:
-        """The entries of the part at a place that a block holds; the last block holds the rest."""
+    def _bounds(self, block: int) -> dict[int, tuple[int, int]]:
+        """The places of the parts in a mixing block, and the entries of each that it holds."""
+        places = range(max(0, block - self._order.window + 1), block + 1)
+        return {place: (self._taken(place, block), self._taken(place, block + 1)) for place in places}
+
+    def _taken(self, place: int, block: int) -> int:
+        """How many entries of the part at a place come before a mixing block; the last block holds the rest."""
         size = int(self._sizes[place])
-        begins = piece_begins(size, min(place, self._window), self._window)  # all later places are alike
-        is_last = block == len(self._sizes) - 1
-        return begins[block - place], size if is_last else begins[block - place + 1]
+        window = self._order.window
+        return size if block == len(self._sizes) else piece_begin(size, min(place, window), block - place, window)
 
-    def _piece(self, place: int, block: int) -> _Ids:
-        """What a block holds of the part at a place. The rest is kept for the next blocks: half a part on average."""
-        begin, end = self._bounds(place, block)
-        start, ids = self._unread.get(place, (begin + 1, None))
-        if ids is None or start > begin:
-            start, ids = 0, self._permuted_part(place)
+    def _piece(self, place: int, begin: int, end: int) -> _Ids:
+        """Some entries of the part at a place. The rest of a small part is kept for the next blocks: half on average.
+
+        Of a large part, only these are made, from all of its random numbers.
+        """
+        start, ids = self._unread.get(place, (0, _NO_IDS))
+        if begin < start or end > start + len(ids):
+            size = int(self._sizes[place])
+            start, ids = begin, self._permuted(place, begin, size if size <= _KEPT_PART else end)
         self._unread[place] = end, ids[end - start :].copy()
         return ids[begin - start : end - start]
 
-    def _permuted_part(self, place: int) -> _Ids:
-        part = int(self._parts[place])
-        ids: _Ids = self._order.part_ids(self._first + part).astype(self._order.dtype)
-        begin = self._before if part == 0 else 0
-        end = len(ids) - (self._behind if part == len(self._parts) - 1 else 0)
-        ids = ids[begin:end]
-        if place < self._order.stored_parts:
-            return ids
-        return ids[_permuted(RngStream.SAMPLES, *self._key, place, size=len(ids))]
+    def _permuted(self, place: int, begin: int, end: int) -> _Ids:
+        order = self._order
+        part = int(self._part_at[place])
+        at = np.arange(begin, end)
+        if place >= order.stored_parts:
+            size = int(self._sizes[place])
+            at = permutation(RngStream.SAMPLES, *self._key, place, size=size, begin=begin, end=end)
+        if part == 0:
+            at += self._parts.skipped
+        return order.part_ids(self._parts.first + part, at).astype(order.dtype)
 
     def index_of(self, part: int, inside: int) -> int:
         """The entry of this node that has a sample of a part: the inverse of `read`, without its sorts."""
-        place = int(self._places[part - self._first])
-        entry = inside - (self._before if part == self._first else 0)
-        size = int(self._sizes[place])
+        place = int(self._places[part - self._parts.first])
+        entry = inside - (self._parts.skipped if part == self._parts.first else 0)
         if place >= self._order.stored_parts:
+            size = int(self._sizes[place])
             entry = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=entry)
-        begins = piece_begins(size, min(place, self._window), self._window)
-        block = min(place + bisect_right(begins, entry) - 1, len(self._sizes) - 1)
-        bounds = [self._bounds(earlier, block) for earlier in range(self._places_in(block).start, place)]
-        before = sum(end - begin for begin, end in bounds) + entry - begins[block - place]
-        start, end = self._starts[block : block + 2].tolist()
+        blocks = range(place, min(place + self._order.window, len(self._sizes)))
+        block = place + bisect_right(blocks, entry, key=partial(self._taken, place)) - 1
+        bounds = self._bounds(block)
+        ends = np.cumsum([end - begin for begin, end in bounds.values()])
+        before = int(ends[place - block - 1]) - bounds[place][1] + entry
         key = (*self._key, block)
-        return int(start + place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - start, index=before))
+        inside = place_in_permutation(RngStream.MIXING_BLOCK, *key, size=int(ends[-1]), index=before)
+        return self._start(block) + inside
 
     @cached_property
     def _places(self) -> Ints:
         """The place of each part."""
-        places = np.empty_like(self._parts)
-        places[self._parts] = np.arange(len(self._parts))
-        return places
+        return np.argsort(self._part_at)
 
 
-def _permuted(purpose: RngStream, *key: int, size: int) -> Ints:
-    """A random permutation; that of one sample needs no random numbers."""
-    return np.zeros(size, dtype=np.int64) if size < 2 else permutation(purpose, *key, size=size)
+@lru_cache(maxsize=1 << 12)  # most parts are of like sizes, and all places from w on alike
+def piece_begin(size: int, place: int, number: int, window: int) -> int:
+    """Where piece ``number`` of the part at ``place`` begins; number w is the end.
 
-
-def block_ends(sizes: Ints, window: int) -> Ints:
-    """int64[K]: where each mixing block of a node ends. O(K + w**2)."""
-    num_parts = len(sizes)
-    head = min(window - 1, num_parts)
-    length = num_parts + window + 1
-    rise = np.zeros(length, dtype=np.int64)
-    steady = np.arange(head, num_parts)
-    small, longer = sizes[head:] // window, sizes[head:] % window
-    rise[head:num_parts] += small + (longer > 0)
-    rise[head + window : num_parts + window] -= small
-    rise -= np.bincount(steady + longer, weights=longer > 0, minlength=length).astype(np.int64)
-    blocks = np.cumsum(rise)
-    for place in range(head):
-        blocks[place : place + window] += np.diff(piece_begins(int(sizes[place]), place, window))
-    ends = np.cumsum(blocks)[:num_parts]
-    ends[-1:] = sizes.sum()  # the last block holds all that is left
-    return ends
-
-
-@lru_cache(maxsize=256)  # most parts are of like sizes
-def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
-    """Where each of the w pieces of the part at ``place`` begins, and the end.
-
-    The first ``size mod w`` of them are one longer. While the window fills, the first w - 1 parts give half pieces, and
-    the rest in equal pieces once it is full: so it fills twice as fast.
+    The first ``size mod w`` of the w pieces are one longer. While the window fills, the first w - 1 parts give half
+    pieces, and the rest in equal pieces once it is full: so it fills twice as fast.
     """
     filling = max(0, window - 1 - place)
     half = size // (2 * window)
     even, longer = divmod(size - half * filling, window - filling)
-    number = np.arange(window + 1, dtype=np.int64)
-    late = np.maximum(number - filling, 0)
-    begins = half * np.minimum(number, filling) + even * late + np.minimum(late, longer)
-    return tuple(begins.tolist())
+    late = max(0, number - filling)
+    return half * min(number, filling) + even * late + min(late, longer)

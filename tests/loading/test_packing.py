@@ -15,7 +15,7 @@ from lightning_stream.errors import FormatError, StateError
 from lightning_stream.loading.packing import read_rows
 from lightning_stream.order import micro_batches
 from lightning_stream.order import rows as packed
-from lightning_stream.order.packing import RowPacking, pack_window
+from lightning_stream.order.packing import PackedWindow, RowPacking, pack_window
 
 LENGTH = 64
 
@@ -151,12 +151,13 @@ def test_a_loader_has_the_length_of_the_epoch_that_it_is_in(folder):
 def test_the_first_batch_and_a_resume_plan_only_the_windows_they_need(tmp_path, monkeypatch, workers):
     docs, log = documents(3000, most=9), tmp_path / "planned"
 
-    def logged(*given):
-        with log.open("ab", buffering=0) as file:  # worker processes append to it too
-            file.write(b".")
-        return pack_window(*given)
+    class Logged(PackedWindow):
+        def __init__(self, *given):
+            super().__init__(*given)
+            with log.open("ab", buffering=0) as file:  # worker processes append to it too
+                file.write(b".")
 
-    monkeypatch.setattr(packed, "pack_window", logged)
+    monkeypatch.setattr(packed, "PackedWindow", Logged)
     monkeypatch.setattr(micro_batches, "_PLANNED_SAMPLES", 64)  # in proportion to the small data
     folder = write(tmp_path / "documents", docs)
     pack = Packing(row_length=LENGTH, window=10)  # 300 windows

@@ -24,6 +24,7 @@ from lightning_stream.order import (
     World,
     ledger,
 )
+from lightning_stream.order import run as runs
 from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.mixture import Mixture, Shares, Tree, leaves, plan_tree
 
@@ -402,3 +403,24 @@ def test_a_resumed_run_takes_over_the_changes_of_its_state() -> None:
     assert OrderConfig.resolve(batch_size=24, schedule=THREE, resumed=former).schedule == changed
     other = THREE.changed(240, {"b": 1})
     assert OrderConfig.resolve(batch_size=24, schedule=other, resumed=former).schedule == other
+
+
+def test_an_own_epoch_of_a_small_stream_is_planned_once_for_all_its_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred samples that are half of each batch of 1,024: five own epochs a batch, and no more are planned."""
+    planned: list[tuple[int, ...]] = []
+
+    class Counted(runs.Window):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            planned.append(self.key)
+
+    monkeypatch.setattr(runs, "Window", Counted)
+    schedule = Schedule([(0, {"tiny": 0.5, "web": 0.5})])
+    config = OrderConfig.resolve(batch_size=1024, shuffle=True, batching_method="stratified", schedule=schedule)
+    snapshot = Snapshot.of([[100], [50_000] * 20], ["tiny", "web"])
+    run = RunOrder(snapshot, [StreamWeights()] * 2, config)
+    plan = BatchPlan(run.epoch(0), batch_size=1024)
+    taken = sum(int((plan.share(k).ids < 100).sum()) for k in range(20))
+    own_epochs = [epoch for _, epoch, stream in planned if stream == 0]
+    assert sorted(own_epochs) == list(range(-(-taken // 100)))
+    assert len({id(run._own_epoch(0, epoch).parts) for epoch in own_epochs}) == 1, "they share what they are cut from"

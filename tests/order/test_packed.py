@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 from support.orders import run_over
 
 from lightning_stream.errors import StateError
@@ -201,7 +202,7 @@ def test_a_landmark_of_another_epoch_or_other_data_is_ignored():
     order = again.epoch(1, run.epoch(0).landmark(600))
     assert rows_of(order.rows(0, order.num_samples)) == wanted
     foreign = replace(Position.start(other, batch_size=8, tail="pad"), landmark=other.epoch(0).landmark(600))
-    elsewhere = replace(foreign, snapshot=replace(foreign.snapshot, digest="0" * 32))
+    elsewhere = replace(foreign, snapshot=structs.replace(foreign.snapshot, digest="0" * 32))
     assert rows_of(elsewhere.order_in(run).rows(600, 640)) == epoch_rows(run)[600:640]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_stream.order import ORDER_VERSION, OrderConfig, RunOrder, Snapshot, StreamWeights, ledger
 from lightning_stream.order import permutation as permutations
-from lightning_stream.order.permutation import RngStream, permutation, random_u64, stable_argsort
+from lightning_stream.order.permutation import RngStream, permutation, random_u64
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "order_1.json").read_text())
 
@@ -46,10 +46,19 @@ def test_every_purpose_has_its_own_numbers():
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, 5), max_size=50))
-def test_equal_keys_keep_their_order(keys):
-    keys = np.array(keys, dtype=np.uint64)
-    assert np.array_equal(stable_argsort(keys), np.argsort(keys, kind="stable"))
+@given(st.integers(0, 3000), st.integers(0, 9), st.data())
+def test_a_part_of_a_permutation_is_read_as_of_all_of_it(size: int, key: int, data: st.DataObject) -> None:
+    begin = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(begin, size))
+    whole = permutation(RngStream.SAMPLES, key, size=size)
+    assert np.array_equal(permutation(RngStream.SAMPLES, key, size=size, begin=begin, end=end), whole[begin:end])
+
+
+def test_a_part_of_numbers_that_are_not_spread_evenly_is_read_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = np.arange(1000, dtype=np.uint64)[::-1] % 7
+    monkeypatch.setattr(permutations, "random_u64", lambda *_, size: keys[:size])
+    wanted = np.argsort(keys, kind="stable")[700:720]
+    assert np.array_equal(permutation(RngStream.SAMPLES, 1, size=1000, begin=700, end=720), wanted)
 
 
 @pytest.mark.parametrize("size", [511, 512, 513, 1000, 4096, 70_000])

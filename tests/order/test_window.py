@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import run_over
 
+from lightning_stream.order import window as windows
 from lightning_stream.order.spread import deal_shards, spread_parts
-from lightning_stream.order.window import block_ends, piece_begins
+from lightning_stream.order.window import piece_begin
 
 prop = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -24,22 +25,64 @@ def node_shards(run, epoch, node):
     return run.snapshot.shards_of(ids)
 
 
+def pieces_of(size, place, window):
+    return np.diff([piece_begin(size, place, number, window) for number in range(window + 1)])
+
+
 @prop
-@given(st.lists(st.integers(1, 50), max_size=30), st.integers(1, 12))
-def test_block_ends_are_the_sums_of_the_pieces(sizes, window):
+@given(st.integers(1, 50), st.integers(0, 30), st.integers(1, 12))
+def test_the_pieces_of_a_part_are_all_of_it(size, place, window):
+    pieces = pieces_of(size, place, window)
+    assert pieces.sum() == size
+    assert (pieces >= 0).all()
+
+
+@prop
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(1, 12))
+def test_blocks_have_the_pieces_of_their_parts_one_after_another(sizes, window):
+    node = window_of(sizes, window)._node(0)
+    ordered = [sizes[part] for part in node._part_at.tolist()]
     blocks = np.zeros(len(sizes), dtype=np.int64)
-    for place, size in enumerate(sizes):
-        pieces = np.diff(piece_begins(size, place, window))
-        assert pieces.sum() == size
-        assert (pieces >= 0).all()
-        for piece, count in enumerate(pieces.tolist()):
+    for place, size in enumerate(ordered):
+        for piece, count in enumerate(pieces_of(size, place, window).tolist()):
             blocks[min(place + piece, len(sizes) - 1)] += count
-    assert block_ends(np.array(sizes, dtype=np.int64), window).tolist() == np.cumsum(blocks).tolist()
+    starts = np.cumsum(blocks) - blocks
+    assert [node._start(block) for block in range(len(sizes))] == starts.tolist()
+    filled = np.flatnonzero(blocks)
+    for block in filled.tolist():
+        for entry in (starts[block], starts[block] + blocks[block] - 1):
+            assert node._slice_with(int(entry)) == (block, starts[block])
+
+
+def window_of(sizes, window, **settings):
+    return run_of(sizes, canonical_nodes=1, window=window, **settings).epoch(0).order
 
 
 def test_in_the_middle_of_an_epoch_pieces_are_equal_and_in_the_beginning_half_as_large():
-    assert np.diff(piece_begins(80, place=9, window=4)).tolist() == [20, 20, 20, 20]
-    assert np.diff(piece_begins(80, place=0, window=4)).tolist() == [10, 10, 10, 50]
+    assert pieces_of(80, place=9, window=4).tolist() == [20, 20, 20, 20]
+    assert pieces_of(80, place=0, window=4).tolist() == [10, 10, 10, 50]
+
+
+def test_parts_that_are_read_piece_by_piece_are_read_alike(monkeypatch):
+    sizes = [300, 20, 500, 250, 40, 301, 90]
+    whole = window_of(sizes, 3, quick_start=False)
+    wanted = whole.ids(np.arange(whole.size))
+    monkeypatch.setattr(windows, "_KEPT_PART", 100)
+    monkeypatch.setattr(windows, "_SLICE", 60)
+    for step in (1, 37, 400):
+        order = window_of(sizes, 3, quick_start=False)
+        for begin in [*range(0, order.size, step), 5, 1300, 0]:
+            at = np.arange(begin, min(begin + 64, order.size))
+            assert np.array_equal(order._read(at), wanted[at])
+
+
+@pytest.mark.parametrize("size", [20_000, 200_000, 1_000_000])
+def test_a_node_keeps_at_most_two_megabytes_whatever_its_shards_have(size):
+    node = window_of([size] * 12, 8)._node(0)
+    for block in range(12):
+        node.read(node._start(block), node._start(block) + 10)
+        ids = [*node._slices.values(), *(ids for _, ids in node._unread.values())]
+        assert sum(array.nbytes for array in ids) <= 4 * (2 * windows._SLICE + 8 * windows._KEPT_PART)
 
 
 @pytest.mark.parametrize(("nodes", "window"), [(16, 8), (2, 3), (1, 128)])
