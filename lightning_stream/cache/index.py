@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,7 +60,7 @@ class IndexFile:
         self,
         store: Store,
         folder: CacheFolder,
-        drop: Callable[[Iterable[ShardEntry]], object],
+        drop: Callable[[Sequence[ShardEntry]], object],
         other: OtherFormat | None = None,
     ) -> None:
         self._store, self._other = store, other

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -82,6 +82,7 @@ class ShardCache:
         self._source = own if self.in_place else None
         identity = self.store.identity + ("" if other is None else other.identity)
         self.folder = default_folder(identity) if chosen is None or self.in_place else chosen
+        self._folders = [folder for folder in (self._source, self.folder) if folder is not None]
         self._place = CacheFolder(self.folder, self.config.shared)
         self._space = Space(self._place)
         self._index = IndexFile(self.store, self._place, self._drop, other)
@@ -91,13 +92,9 @@ class ShardCache:
         self._refetched: set[str] = set()
         self._refused: dict[str, FormatError] = {}  # rows that cannot be read
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         folder = self._source or self.folder
-        values = {"store": self.store, "folder": folder, "config": self.config, "other": self.other}
-        return {**values, "counters": self.counters}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]
+        return type(self), (self.store, folder, self.config, self.other, self.counters)
 
     def index(self, name: str = INDEX_NAME, *, refresh: bool = False) -> Index:
         """Return the index, fetched once per folder, or now with `refresh`. CacheError for another dataset's folder.
@@ -242,16 +239,21 @@ class ShardCache:
         if self.in_place or not self.present(entry):
             return False
         self._place.prepare()
-        return self._drop([entry])
+        removed = [self._space.remove(held) for held in self._marked([entry])]
+        return any(removed)
 
-    def _drop(self, entries: Iterable[ShardEntry]) -> bool:
-        """Delete those of the shards that this cache has fetched; return whether there were any."""
-        # Former releases held rows as they are.
+    def _marked(self, entries: Iterable[ShardEntry]) -> list[CacheEntry]:
+        """What this cache has fetched of the shards. Former releases held rows as they are."""
         names = {form.raw.basename for entry in entries for form in (entry, as_mds(entry))}
-        deleted = [self._space.remove(held) for held in self._space.entries() if held.names[0] in names]
-        for name in names:
-            self._space.forget_compared(name)
-        return any(deleted)
+        return [held for held in self._space.entries() if held.names[0] in names]
+
+    def _drop(self, entries: Sequence[ShardEntry]) -> None:
+        """Delete the shards of a former index; what must stay is compared with its hash before it is read again."""
+        for held in self._marked(entries):
+            if not self._space.remove(held):
+                self._space.doubt(held)
+        for entry in entries:
+            self._space.compared(entry.raw.basename).unlink(missing_ok=True)
 
     def _held(self, entry: ShardEntry) -> ShardEntry:
         """The shard as the cache holds it, in one file: rows as MDS."""
@@ -267,10 +269,7 @@ class ShardCache:
     # -- what is here
 
     def _find(self, raw: FileEntry) -> Path | None:
-        for folder in (self._source, self.folder):
-            if folder is not None and is_here(folder / raw.basename, raw):
-                return folder
-        return None
+        return next((folder for folder in self._folders if is_here(folder / raw.basename, raw)), None)
 
     def _in_place(self, entry: ShardEntry) -> Lease | None:
         """Return a lease on the only copy; None if it is compressed."""
@@ -324,7 +323,7 @@ class ShardCache:
             return False
         if is_foreign:
             self._place.prepare()
-            self._space.mark_compared(raw.basename)
+            self._place.write(self._space.compared(raw.basename), b"")
         return True
 
     def _verify_once(self, path: Path, file: FileEntry) -> None:
@@ -405,7 +404,7 @@ class ShardCache:
             with counters.timed("convert_s"):
                 self.other.write(self.store, entry, draft)
             return draft
-        folders = [folder for folder in (self.folder, self._source) if folder is not None and not fresh]
+        folders = [] if fresh else self._folders
         for folder in folders if entry.format != "mds" else ():
             with contextlib.suppress(DigestError, FileNotFoundError):
                 verify(folder / raw.basename, raw, hash_name, raw.basename)

@@ -64,23 +64,27 @@ class Space:
 
     def knows(self, *forms: CacheEntry) -> bool:
         """Return whether a shard was fetched in one of these forms, or its file was compared with its hash."""
-        markers = [*map(self._marker, forms), self._compared(forms[0].names[0])]
+        markers = [*map(self._marker, forms), self.compared(forms[0].names[0])]
         return any(marker.exists() for marker in markers) or (self._take_over_log() and self.knows(*forms))
 
     def mark(self, entry: CacheEntry, former: CacheEntry | None = None) -> None:
         """Note a shard whose files will appear, in place of a former note; for the holder of its lock."""
-        self.forget_compared(entry.names[0])
+        self.compared(entry.names[0]).unlink(missing_ok=True)
         self._write(entry, self.folder.draft(entry.names[0], "marker"))
         if former is not None and former != entry:
             self._marker(former).unlink(missing_ok=True)
 
-    def mark_compared(self, name: str) -> None:
-        """Note that a file of somebody else was compared with its hash."""
-        self.folder.write(self._compared(name), b"")
+    def doubt(self, entry: CacheEntry) -> None:
+        """Have a shard in use, which may be of a former index, compared with its hash before anybody reads it again.
 
-    def forget_compared(self, name: str) -> None:
-        """Delete that note."""
-        self._compared(name).unlink(missing_ok=True)
+        Its marker with one byte more counts, and is not known.
+        """
+        with self.folder.lock(entry.names[0]):
+            self.mark(CacheEntry(entry.names, entry.num_bytes + 1), entry)
+
+    def compared(self, name: str) -> Path:
+        """Return the empty file that notes that a file of somebody else was compared with its hash."""
+        return self.folder.markers / f"{_stem(name)}.compared"
 
     def forget(self, name: str) -> None:
         """Delete the markers of a shard without files; for the holder of its lock."""
@@ -101,9 +105,6 @@ class Space:
         is_whole = entry.names == (unquote(stem),)
         return self.folder.markers / f"{stem}.{entry.num_bytes}{'' if is_whole else _LIST}"
 
-    def _compared(self, name: str) -> Path:
-        return self.folder.markers / f"{_stem(name)}.compared"
-
     def _take_over_log(self) -> bool:
         """Turn the log in which former releases counted into markers; return whether there was one.
 
@@ -118,7 +119,7 @@ class Space:
             for entry in entries:
                 self._write(entry, draft)
             for name in compared:
-                self.mark_compared(name)
+                self.folder.write(self.compared(name), b"")
             log.unlink(missing_ok=True)
         return True
 
@@ -227,13 +228,13 @@ class Space:
             The bytes that were deleted, and those that are left.
         """
         entries = self.entries()
-        left, deleted = sum(entry.num_bytes for entry in entries), 0
+        left = total = sum(entry.num_bytes for entry in entries)
         for entry in sorted(entries, key=self.last_used):
             if left <= target_bytes or (unused_since is not None and self.last_used(entry) >= unused_since):
                 break
             if self.remove(entry):
-                left, deleted = left - entry.num_bytes, deleted + entry.num_bytes
-        return deleted, left
+                left -= entry.num_bytes
+        return total - left, left
 
     def last_used(self, entry: CacheEntry) -> float:
         """Return when a shard was last read, in seconds since the epoch; 0.0 if it is not here."""
