@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 T = TypeVar("T")
+DRAFT = ".draft-"
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
@@ -90,14 +91,53 @@ def before_boot(path: Path) -> bool:
 
 def publish_bytes(content: bytes, final: Path, modes: Modes = PRIVATE, *, durable: bool = True) -> None:
     """Write a small file, whole or not at all."""
-    draft = final.with_name(f".{final.name}.{secrets.token_hex(8)}")
-    try:
-        with draft.open("wb") as file:
-            os.fchmod(file.fileno(), modes.file)
-            file.write(content)
+    with locked_draft(final) as draft:
+        draft.chmod(modes.file)
+        draft.write_bytes(content)
         publish(draft, final, durable=durable)
-    finally:
-        draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked_draft(final: Path) -> Iterator[Path]:
+    """Yield an empty draft beside `final`, locked by this process; it is removed at the end if it is still there.
+
+    The lock is only for `sweep_drafts`. In a file system without locks, nothing is swept.
+    """
+    while True:
+        draft = final.with_name(f"{DRAFT}{secrets.token_hex(16)}")
+        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:  # a sweep came first
+                continue
+            except OSError:  # a file system without locks
+                pass
+            if same_file(fd, draft):
+                yield draft
+                return
+        finally:
+            draft.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def sweep_drafts(folder: Path) -> bool:
+    """Remove the drafts of dead writers in a folder, except those of other users; return whether there were any."""
+    swept = False
+    for draft in folder.glob(f"{DRAFT}*"):
+        try:
+            fd = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:  # it was published meanwhile, or is another user's
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.unlink(missing_ok=True)
+            swept = True
+        except OSError:  # its writer is alive, or the file system has no locks
+            continue
+        finally:
+            os.close(fd)
+    return swept
 
 
 def sync(path: Path) -> None:

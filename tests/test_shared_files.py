@@ -215,3 +215,25 @@ def test_the_default_folder_is_one_per_store_and_follows_the_variables(monkeypat
 
 def test_our_errors_survive_a_pickle() -> None:
     assert str(pickle.loads(pickle.dumps(NotFoundError("x")))) == "x"
+
+
+def test_what_a_killed_process_left_of_a_small_file_is_cleared(tmp_path: Path) -> None:
+    place = CacheFolder(tmp_path)
+    place.prepare()
+    writing = FORK.Event()
+
+    def write() -> None:
+        with files.locked_draft(place.control / "source") as draft:
+            draft.write_bytes(b"half")
+            writing.set()
+            signal.pause()
+
+    writer = FORK.Process(target=write)
+    writer.start()
+    writing.wait()
+    CacheFolder(tmp_path).prepare()
+    assert len(list(place.control.glob(".draft-*"))) == 1
+    os.kill(writer.pid or 0, signal.SIGKILL)
+    writer.join()
+    CacheFolder(tmp_path).prepare()
+    assert not list(place.control.glob(".draft-*"))

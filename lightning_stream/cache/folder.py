@@ -27,6 +27,7 @@ from lightning_stream.shared_files import (
     no_locks,
     open_with_mode,
     publish,
+    sweep_drafts,
     try_flock,
 )
 
@@ -253,6 +254,8 @@ class CacheFolder:
 
     def _sweep(self) -> None:
         """Delete the drafts of dead processes: those whose lock is free."""
+        for folder in (self.control, self._locks):
+            sweep_drafts(folder)
         for draft in self._drafts.iterdir():
             lock = FileLock(self._locks / f"{draft.name.split('.')[0]}.lock", modes=self.modes)
             if lock.try_acquire():

@@ -114,7 +114,8 @@ class IndexFile:
         self._refuse_another(former, index)
         if former is not None and (former.digest, former.schemas) != (index.digest, index.schemas):
             if is_made:  # no store keeps it: a resume compares the files
-                publish_bytes(former.data, self._folder.path / version_name(former.digest), self._folder.modes)
+                draft.write_bytes(former.data)
+                self._folder.publish(draft, version_name(former.digest))
             now = {entry.raw.basename: entry.raw for entry in _entries(index)}
             self._drop([entry for entry in _entries(former) if now.get(entry.raw.basename) != entry.raw])
         # It was parsed before: a file that is not an index would make every later run fail.

@@ -14,9 +14,8 @@ from lightning_stream.convert.partition import CONTROL, RECEIPT, OutputSpec, Rec
 from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import to_text, with_keys, with_lengths
-from lightning_stream.shared_files import FileLock
+from lightning_stream.shared_files import FileLock, sweep_drafts
 from lightning_stream.stores import LocalStore, Store, open_store
-from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of, is_remote
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 

@@ -28,11 +28,11 @@ from lightning_stream.convert.publish import check_seen
 from lightning_stream.errors import AccessError, ConflictError, FormatError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, to_text, with_lengths
+from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.sources.tables import pieces_of
 from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
 from lightning_stream.stores import LocalStore, Store
-from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.version_log import Edit, read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
 from lightning_stream.writer.lengths import check_measurable

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import re
-import secrets
 import urllib.parse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,12 +14,12 @@ from typing import Any, BinaryIO
 from zlib import crc32
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
-from lightning_stream.shared_files import FULL, FileLock, Modes, publish, same_file, sync
+from lightning_stream.shared_files import DRAFT, FULL, FileLock, Modes, locked_draft, publish, sync
 
 from .base import BaseStore, ObjectEntry, PreconditionError, StoreTraits, already_exists
 from .transfer import ObjectStream, file_chunks
 
-DRAFT, LOCK = ".draft-", ".lock-"
+LOCK = ".lock-"
 _OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: all who may write into the folder may lock
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 _OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that Databricks mounts on its own machines
@@ -67,7 +65,7 @@ class LocalStore(BaseStore):
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         path = self.folder / name
-        with locked_draft(path) as draft:
+        with draft_beside(path) as draft:
             with draft.open("wb") as copy:
                 for chunk in file_chunks(file, num_bytes):
                     copy.write(chunk)
@@ -141,50 +139,14 @@ def _walk(folder: Path, above: str, prefix: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def locked_draft(final: Path) -> Iterator[Path]:
-    """Yield an empty draft beside `final`, locked by this process; it is removed at the end if it is still there.
-
-    The lock is only for `sweep_drafts`. In a file system without locks, nothing is swept.
-    """
+def draft_beside(final: Path) -> Iterator[Path]:
+    """Yield an empty draft beside `final`, see `locked_draft`; its folder is made."""
     try:
         final.parent.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
         raise StoreError(f"{final.parent} must be a folder; it is a file, or below one. Use another folder.") from None
-    while True:
-        draft = final.with_name(f"{DRAFT}{secrets.token_hex(16)}")
-        fd = os.open(draft, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
-        try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:  # a sweep came first
-                continue
-            except OSError:  # a file system without locks
-                pass
-            if same_file(fd, draft):
-                yield draft
-                return
-        finally:
-            draft.unlink(missing_ok=True)
-            os.close(fd)
-
-
-def sweep_drafts(folder: Path) -> bool:
-    """Remove the drafts of dead writers in a folder, except those of other users; return whether there were any."""
-    swept = False
-    for draft in folder.glob(f"{DRAFT}*"):
-        try:
-            fd = os.open(draft, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # it was published meanwhile, or is another user's
-            continue
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            draft.unlink(missing_ok=True)
-            swept = True
-        except OSError:  # its writer is alive, or the file system has no locks
-            continue
-        finally:
-            os.close(fd)
-    return swept
+    with locked_draft(final) as draft:
+        yield draft
 
 
 def publish_new(draft: Path, final: Path) -> None:

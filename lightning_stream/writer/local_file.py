@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.shared_files import file_system
-from lightning_stream.stores.local import locked_draft, publish_new
+from lightning_stream.stores.local import draft_beside, publish_new
 
 _O_DIRECT = getattr(os, "O_DIRECT", 0)
 _DIRECT_FILE_SYSTEMS = ("ext4", "xfs", "overlay")  # others lack it, or do better with a cache of their own
@@ -29,7 +29,7 @@ _BLOCK_BYTES = 4096  # no disk asks for more
 def write_file(path: Path, parts: Sequence[Any]) -> None:
     """Write a new file from its parts; AlreadyExistsError if there is one. A missing folder is created."""
     views = [memoryview(part).cast("B") for part in parts]
-    with locked_draft(path) as draft:
+    with draft_beside(path) as draft:
         with draft.open("wb") as file:
             if sum(map(len, views)) >= _MIN_DIRECT_BYTES and _set_direct(file.fileno(), draft.parent):
                 _write_direct(file.fileno(), views)

@@ -24,8 +24,8 @@ from lightning_stream import errors
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, with_lengths
+from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
-from lightning_stream.stores.local import sweep_drafts
 from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
 from lightning_stream.writer.local_file import write_file
 from lightning_stream.writer.pair import Pair, seen

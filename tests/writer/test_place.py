@@ -18,8 +18,8 @@ from lightning_stream.convert import convert
 from lightning_stream.errors import AccessError, ConflictError, StoreError
 from lightning_stream.formats.index import Index, version_name
 from lightning_stream.formats.shard import open_shard
+from lightning_stream.shared_files import locked_draft, sweep_drafts
 from lightning_stream.stores import LocalStore
-from lightning_stream.stores.local import locked_draft, sweep_drafts
 from lightning_stream.version_log import read_newest
 from lightning_stream.writer import JSONWriter, MDSWriter, base, merge_index, place
 
