@@ -317,7 +317,9 @@ class ShardCache:
         if not is_named and home == self.folder and raw.hashes:
             is_foreign = not self._space.knows(CacheEntry((raw.basename,), raw.num_bytes), _reserved(raw, entry))
         try:
-            if is_named or is_foreign or before_boot(path):
+            if is_foreign:
+                verify(path, raw, None, str(path))
+            elif is_named or before_boot(path):
                 self._verify_once(path, raw)
         except (DigestError, FileNotFoundError):
             return False
@@ -327,9 +329,10 @@ class ShardCache:
         return True
 
     def _verify_once(self, path: Path, file: FileEntry) -> None:
-        if str(path) not in self._checked:
+        check = f"{path} {file.hashes}"  # a fresh index may have others
+        if check not in self._checked:
             verify(path, file, self.config.validate_hash, str(path))
-            self._checked.add(str(path))
+            self._checked.add(check)
 
     # -- fetching
 

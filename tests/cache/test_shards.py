@@ -353,19 +353,23 @@ def test_a_fresh_index_drops_the_shards_that_it_tells_otherwise(remote: Path, lo
         assert (folder / f"shard.{shard:05}.mds").read_bytes() == shard_content(shard, 10_000, seed=1)
 
 
-def test_a_shard_of_a_former_index_that_is_in_use_is_not_read_under_the_fresh_one(remote: Path, local: Path) -> None:
+@pytest.mark.parametrize("named", [None, "xxh3_64"])
+def test_a_shard_of_a_former_index_that_is_in_use_is_not_read_under_the_fresh_one(
+    remote: Path, local: Path, named: str | None
+) -> None:
     old = make_dataset(remote, num_shards=2)
-    cache = ShardCache(LocalStore(remote), local)
-    cache.index()
-    cache.ensure(old.entry(1))
-    with cache.lease(old.entry(0)):  # so it cannot be deleted
+    caches = [ShardCache(LocalStore(remote), local, CacheConfig(validate_hash=named)) for _ in range(2)]
+    caches[0].index()
+    for cache in caches * 2:
+        cache.ensure(old.entry(1))
+        cache.ensure(old.entry(0))
+    with caches[0].lease(old.entry(0)):  # so it cannot be deleted
         new = make_dataset(remote, num_shards=2, seed=1)
-        other = ShardCache(LocalStore(remote), local)
-        other.index(refresh=True)
+        caches[1].index(refresh=True)
         for shard in (0, 1):
-            other.ensure(new.entry(shard))
+            caches[1].ensure(new.entry(shard))
             assert (local / f"shard.{shard:05}.mds").read_bytes() == shard_content(shard, 10_000, seed=1)
-    assert ShardCache(LocalStore(remote), local).evict(new.entry(0))
+    assert caches[0].evict(new.entry(0))
 
 
 def test_what_a_power_cut_spoiled_is_found_when_the_machine_is_up_again(
