@@ -40,7 +40,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
 _SETTLING_S = 0.2
-_NO_WAIT = object()
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
 
@@ -309,15 +308,10 @@ class FileLock:
             LOCK_FDS.close(fd)
 
     @property
-    def value(self) -> bytes:
-        """What its holders have left for the next one; empty at first. Each has the same number of bytes."""
+    def fd(self) -> int:
+        """The open file of a lock that is held, with the value that its last holder has left."""
         assert self._fd is not None
-        return os.pread(self._fd, 1024, 0)
-
-    @value.setter
-    def value(self, content: bytes) -> None:
-        assert self._fd is not None
-        os.pwrite(self._fd, content, 0)
+        return self._fd
 
     def is_current(self) -> bool:
         """Whether it is held, and its file was not deleted since: else another process may have made a new one."""
@@ -391,11 +385,9 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
         return value
     reason = lock.path.with_suffix(".failed")
     before = _read_failure(reason).get("token")
-    waited = False
     for _ in backoff(wait_s):
         if lock.try_acquire():
-            return _run_as_owner(done, work, lock, reason, before if waited else _NO_WAIT)
-        waited = True
+            return _run_as_owner(done, work, lock, reason, before)
         if (value := done()) is not None:
             return value
         _raise_new_failure(reason, before)
@@ -405,12 +397,11 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
 def _run_as_owner(
     done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, reason: Path, before: object
 ) -> T:
-    """Do the work under the lock; `before` is the failure known as the wait began, or that there was no wait."""
+    """Do the work under the lock; `before` is the failure that was known as the wait began."""
     try:
         if (value := done()) is not None:
             return value
-        if before is not _NO_WAIT:
-            _raise_new_failure(reason, before)
+        _raise_new_failure(reason, before)
         reason.unlink(missing_ok=True)
         try:
             return work()

@@ -20,6 +20,7 @@ from lightning_stream.shared_files import LOCK_FDS, FileLock, backoff, same_file
 _RECENT_S = 60.0
 _SCAN_EVERY_S = 10.0  # the total is counted anew, since processes without a limit do not add to it
 _SLACK_FROM = 100  # shards; with fewer, making space for one at a time is cheap
+_VALUE_BYTES = 64
 _WAIT_S = 60.0  # for a lock that is held for milliseconds
 _LIST = "+"  # the end of a marker's name whose content is a list of files
 _LONGEST_STEM = 200  # names of files have at most 255 bytes
@@ -167,12 +168,13 @@ class Space:
             marked = former or entry
             is_marked = self._marker(marked).exists()
             growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)
-            total, counted_at = _counted(lock.value)
+            total, counted_at = _counted(os.pread(lock.fd, _VALUE_BYTES, 0))
             if total + growth > limit_bytes or not 0 <= time.time() - counted_at < _SCAN_EVERY_S:
                 total, counted_at = sum(held.num_bytes for held in self.entries()), time.time()
             if total + growth > limit_bytes:
                 return total + growth - limit_bytes
-            lock.value = f"{total + growth:20} bytes {counted_at:20.3f}".encode()
+            value = f"{total + growth:20} bytes {counted_at:20.3f}".encode()
+            os.pwrite(lock.fd, value.ljust(_VALUE_BYTES), 0)
             self.mark(entry, former)
         return 0
 
