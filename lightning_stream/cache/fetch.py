@@ -10,8 +10,8 @@ from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, NotFoundError
 from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import FileEntry
-from lightning_stream.formats.mds.encode import is_intact
-from lightning_stream.formats.rows import ROWS, is_made_from
+from lightning_stream.formats.mds.encode import is_intact, is_made_from
+from lightning_stream.formats.rows import ROWS
 from lightning_stream.shared_files import FULL
 from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.base import REMEDY
@@ -61,7 +61,7 @@ def is_here(path: Path, file: FileEntry) -> bool:
     size = size_of(path)
     if size is None or file.origin is None:
         return size == file.num_bytes
-    return file.origin.kind != ROWS or is_made_from(path, file.origin)
+    return file.origin.kind != ROWS or is_made_from(path, file.origin.stamp)
 
 
 def size_of(path: Path) -> int | None:

@@ -24,9 +24,9 @@ _module: Callable[[str], Any] = importlib.import_module  # libraries are importe
 
 
 class _Codec(NamedTuple):
-    default: int | None  # level; None if the family has no levels
+    default: int  # level
     levels: range
-    compress: Callable[[bytes, int], bytes]
+    compress: Callable[[Any, int], bytes]
     pieces: Callable[[BinaryIO, int], Iterator[Any]]  # the content of a compressed file, which should have this size
 
 
@@ -59,11 +59,16 @@ def _cramjam(codec: str) -> Any:
         return getattr(importlib.import_module("cramjam"), codec)
 
 
+def _compress_whole(codec: str, data: Any, _: int) -> bytes:
+    library = _cramjam(codec)
+    return bytes((library.compress_raw if codec == "snappy" else library.compress)(bytes(data)))
+
+
 def _whole(codec: str, max_ratio: int, file: BinaryIO, num_bytes: int) -> Iterator[Any]:
     """Decompress by a codec without a bounded stream: one call into a buffer of the promised size.
 
     The index may be wrong, so the memory is only taken if the compressed bytes can hold so many: at most ``max_ratio``
-    times their own number.
+    times their own number. In a snappy block, three bytes stand for 64 at most.
     """
     library = _cramjam(codec)
     if not (data := file.read()):
@@ -83,11 +88,9 @@ _CODECS: Mapping[str, _Codec] = {
     "gz": _Codec(
         9, range(10), partial(gzip.compress, mtime=0), lambda file, size: _pieces(gzip.GzipFile(fileobj=file), size)
     ),
-    "snappy": _Codec(
-        None, range(0), lambda data, _: bytes(_cramjam("snappy").compress_raw(data)), partial(_whole, "snappy", 22)
-    ),  # three bytes stand for 64 at most
+    "snappy": _Codec(0, range(0), partial(_compress_whole, "snappy"), partial(_whole, "snappy", 22)),
     "zstd": _Codec(3, range(1, 23), lambda data, level: _module("zstandard").compress(data, level), _zstd),
-    "lz4": _Codec(None, range(0), lambda data, _: bytes(_cramjam("lz4").compress(data)), partial(_whole, "lz4", 255)),
+    "lz4": _Codec(0, range(0), partial(_compress_whole, "lz4"), partial(_whole, "lz4", 255)),
 }
 
 _MDS = [(family, about.levels) for family, about in _CODECS.items() if family != "lz4"]  # Mosaic cannot read lz4
@@ -105,7 +108,7 @@ def check_compression(name: str | None) -> str | None:
 def compress(name: str, data: bytes | bytearray | memoryview) -> bytes:
     """Compress the bytes of a file. It releases the GIL."""
     family, level = _split(name)
-    return _CODECS[family].compress(bytes(data) if family in ("snappy", "lz4") else data, level)  # type: ignore[arg-type]
+    return _CODECS[family].compress(data, level)
 
 
 def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> None:
@@ -133,7 +136,7 @@ def _split(name: str) -> tuple[str, int]:
     if about is None:
         raise ValueError(f"compression must be one of {', '.join(_CODECS)}, or with a level: got {name!r}.")
     if not colon:
-        return family, about.default or 0
+        return family, about.default
     if not text.isdecimal() or int(text) not in about.levels or str(int(text)) != text:
         known = f"{family}:{about.levels[0]} to {family}:{about.levels[-1]}" if about.levels else f"{family}, no level"
         raise ValueError(f"compression level out of range: got {name!r}; known are {known}.")

@@ -97,13 +97,9 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
 
     def choose(self, columns: Collection[str]) -> Schema:
         """Return the schema with only those of its columns that are in `columns`."""
-        chosen = [k for k, name in enumerate(self.names) if name in columns]
-        return msgspec.structs.replace(
-            self,
-            names=tuple(self.names[k] for k in chosen),
-            encodings=tuple(self.encodings[k] for k in chosen),
-            sizes=tuple(self.sizes[k] for k in chosen),
-        )
+        rows = [row for row in zip(self.names, self.encodings, self.sizes, strict=True) if row[0] in columns]
+        names, encodings, sizes = zip(*rows, strict=True) if rows else ((), (), ())
+        return msgspec.structs.replace(self, names=names, encodings=encodings, sizes=sizes)
 
     def shard(
         self,
@@ -152,14 +148,13 @@ class ShardEntry(Schema, frozen=True, gc=False, kw_only=True):
     def __post_init__(self) -> None:
         if self.format == "mds":
             return
-        names = self.names
-        if self.format == "json" and self.column_types:
-            names = tuple(self.column_types)
-            msgspec.structs.force_setattr(self, "names", names)
-            msgspec.structs.force_setattr(self, "encodings", tuple(self.column_types.values()))
-        msgspec.structs.force_setattr(self, "sizes", (None,) * len(names))
         separator = SEPARATORS.get(self.format, self.separator if self.format == "xsv" else None)
-        msgspec.structs.force_setattr(self, "separator", separator)
+        values: dict[str, Any] = {"separator": separator}
+        if self.format == "json" and self.column_types:
+            values |= {"names": tuple(self.column_types), "encodings": tuple(self.column_types.values())}
+        values["sizes"] = (None,) * len(values.get("names", self.names))
+        for name, value in values.items():
+            msgspec.structs.force_setattr(self, name, value)
 
     @property
     def schema(self) -> Schema:

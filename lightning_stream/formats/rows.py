@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import describe
-from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft, made_from
+from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.memory import MappedFile, sample_offsets
 from lightning_stream.formats.model import (
     ROW_TYPES,
@@ -133,13 +133,7 @@ def as_mds(entry: ShardEntry, mark: str = "") -> ShardEntry:
     """
     if entry.format == "mds":
         return entry
-    files = [(raw.num_bytes, sorted(raw.hashes.items())) for raw, _ in entry.files]
-    schema = entry.schema
-    columns = (_FAULT, schema.columns, schema.newline, schema.separator)
-    stamp = xxhash.xxh3_64_hexdigest(repr((entry.format, entry.num_samples, files, columns, mark)).encode())
-    origin = Origin(ROWS, entry.raw.basename, entry.raw.num_bytes, stamp, 0, entry.num_samples)
-    made = FileEntry(f"{entry.raw.basename}.mds", entry.raw.num_bytes, {}, origin=origin)
-    fault = _FAULT
+    schema, fault = entry.schema, _FAULT
     while fault in schema.names:
         fault += " "
     schema = replace(
@@ -148,12 +142,14 @@ def as_mds(entry: ShardEntry, mark: str = "") -> ShardEntry:
         encodings=("fault", *schema.encodings),
         sizes=(None, *schema.sizes),
     )
+    origin = Origin(ROWS, entry.raw.basename, entry.raw.num_bytes, _stamp(entry, mark), 0, entry.num_samples)
+    made = FileEntry(f"{entry.raw.basename}.mds", entry.raw.num_bytes, {}, origin=origin)
     return schema.shard(entry.num_samples, made)
 
 
-def is_made_from(path: Path, origin: Origin) -> bool:
-    """Return whether a file that `write_as_mds` wrote has the stamp of these rows."""
-    return made_from(path, len(origin.stamp)) == origin.stamp.encode()
+def _stamp(entry: ShardEntry, mark: str) -> str:
+    """Return what tells the rows of an entry, and how they are made MDS, from others."""
+    return xxhash.xxh3_64_hexdigest(to_text(entry) + f"{_FAULT} {mark}".encode())
 
 
 def write_as_mds(entry: ShardEntry, files: Sequence[Path], to: Path, mark: str = "") -> None:
@@ -162,15 +158,11 @@ def write_as_mds(entry: ShardEntry, files: Sequence[Path], to: Path, mark: str =
     FormatError for files that do not match the index.
     """
     made = as_mds(entry, mark)
-    origin = made.raw.origin
-    if origin is None or entry.raw_meta is None or len(files) < 2:
-        raise FormatError(f"{entry.raw.basename}: an entry of format {entry.format} must have 'raw_meta'.")
-    data = MappedFile(files[0], entry.raw.num_bytes)
-    meta = MappedFile(files[1], entry.raw_meta.num_bytes)
+    data, meta = (MappedFile(path, raw.num_bytes) for path, (raw, _) in zip(files, entry.files, strict=True))
     offsets = sample_offsets(meta, entry.num_samples, data.num_bytes).astype(np.int64)
     parse = _row_parser(entry.schema)
     absent = [_ABSENT[kind] for kind in entry.encodings]
-    encoder = MdsEncoder.of_rows(made.schema, origin.stamp.encode())
+    encoder = MdsEncoder.of_rows(made.schema, _stamp(entry, mark).encode())
     cuts = np.flatnonzero(np.diff(offsets[:-1] // _BLOCK_BYTES, prepend=-1)).tolist()
     with ShardDraft(encoder, entry.num_samples, to) as draft:
         for begin, end in pairwise([*cuts, entry.num_samples]):

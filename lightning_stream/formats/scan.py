@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression
-from lightning_stream.formats.encodings import encoding_of_column
 from lightning_stream.formats.hashing import digest
+from lightning_stream.formats.mds.layout import encodings_of
 from lightning_stream.formats.model import ROW_TYPES, FileEntry, Schema, ShardEntry, check_basename
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
@@ -170,12 +170,12 @@ def _checked_schema(entry: ShardEntry) -> Schema:
     if not names or len(set(names)) != len(names):
         raise ValueError(f"there must be columns, and their names must differ; found {names!r}")
     check_compression(entry.compression)
-    for name, encoding, size in zip(names, entry.encodings, sizes, strict=True):
-        if entry.format == "mds":
-            encoding_of_column(name, encoding, size)
-        elif encoding not in ROW_TYPES:
-            raise ValueError(f"column {name!r} of a row format must be {', '.join(ROW_TYPES)}; found {encoding!r}")
-    if entry.format != "mds" and not entry.newline:
+    if entry.format == "mds":
+        encodings_of(entry)
+        return entry.schema
+    if not {*entry.encodings} <= {*ROW_TYPES}:
+        raise ValueError(f"columns of a row format must be {', '.join(ROW_TYPES)}; found {entry.columns}")
+    if not entry.newline:
         raise ValueError(f"row formats must have a newline; found {entry.newline!r}")
     if entry.format == "xsv" and not entry.separator:
         raise ValueError(f"xsv must have a separator; found {entry.separator!r}")

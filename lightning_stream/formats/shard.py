@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
@@ -14,11 +13,14 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.mds.gather import Mapped, gather
-from lightning_stream.formats.mds.layout import Decoders, record_layout
+from lightning_stream.formats.mds.layout import Reading, record_layout
 from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.rows import as_mds, write_as_mds
 from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DECODE_ERRORS", "Batch", "Buffers", "Ragged", "Shard", "open_shard"]
 
@@ -32,20 +34,11 @@ class Shard:
     file descriptor).
     """
 
-    def __init__(
-        self,
-        entry: ShardEntry,
-        folder: Path,
-        *,
-        allow_unsafe_types: bool = False,
-        decoders: Decoders | None = None,
-        columns: Collection[str] | None = None,
-    ) -> None:
-        self.schema = entry.schema
-        if columns is not None:
-            self.schema = entry.schema.choose(columns)
+    def __init__(self, entry: ShardEntry, folder: Path, **settings: Unpack[Reading]) -> None:
+        columns = settings.get("columns")
+        self.schema = entry.schema if columns is None else entry.schema.choose(columns)
         self.num_samples = entry.num_samples
-        self._layout = record_layout(entry.schema, allow_unsafe_types, decoders, columns)
+        self._layout = record_layout(entry.schema, **settings)
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, None if entry.raw.origin else entry.raw.num_bytes)
         offsets = sample_offsets(file, self.num_samples, file.num_bytes)
@@ -104,14 +97,7 @@ class Shard:
         self._mapped = None
 
 
-def open_shard(
-    entry: ShardEntry,
-    folder: Path,
-    *,
-    allow_unsafe_types: bool = False,
-    decoders: Decoders | None = None,
-    columns: Collection[str] | None = None,
-) -> Shard:
+def open_shard(entry: ShardEntry, folder: Path, **settings: Unpack[Reading]) -> Shard:
     """Open a shard whose raw files are present below ``folder``, the dataset's local root.
 
     With ``allow_unsafe_types``, columns are read whose decoding can run code (``pkl``). ``decoders`` has functions from
@@ -123,11 +109,11 @@ def open_shard(
     FormatError if the files do not match the index; ValueError for an encoding that is unknown, or not allowed.
     """
     made = as_mds(entry)
-    settings: dict[str, Any] = {"allow_unsafe_types": allow_unsafe_types, "decoders": decoders, "columns": columns}
     if made is entry:
         return Shard(entry, folder, **settings)
+    columns = settings.get("columns")
+    settings["columns"] = entry.schema.names if columns is None else columns  # not why a row could not be read
     settings["decoders"] = None  # rows have no stored bytes
-    settings["columns"] = entry.schema.names if columns is None else columns  # not why one could not be read
     if (folder / made.raw.basename).exists():
         return Shard(made, folder, **settings)
     with TemporaryDirectory(prefix="lightning-stream-") as scratch:

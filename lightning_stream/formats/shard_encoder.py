@@ -115,12 +115,7 @@ def column_error(name: str, encoding: str, sample: Any, error: Exception) -> Exc
         return TypeError(f"a sample must be a mapping of column names to values; got {type(sample).__name__}.")
     if name not in sample:
         return ValueError(f"column {name!r} ({encoding}) is missing in a sample that has {', '.join(map(str, sample))}")
-    return named_error(name, error)
-
-
-def named_error(name: str, error: Exception) -> Exception:
-    """Return the error of a wrong value with its column named, and any other error as it is."""
-    if isinstance(error, (TypeError, ValueError)):
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        return kind(f"column {name!r}: {error}")
+    for kind in (TypeError, ValueError):
+        if isinstance(error, kind):
+            return kind(f"column {name!r}: {error}")
     return error

@@ -8,7 +8,6 @@ from importlib.metadata import entry_points
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import arrays, images, media, scalars, text
 from lightning_stream.formats.encodings.base import AdaptedEncoding, BinaryColumn, Encoding, NumericLayout
 
@@ -79,26 +78,13 @@ def register_encoding(
 @lru_cache(maxsize=1024)
 def get_encoding(name: str) -> Encoding:
     """Return the encoding of that name; ValueError with a list of all names if there is none."""
-    return maker_of(name)(name)
-
-
-def encoding_of_column(column: str, name: str, size: int | None) -> Encoding:
-    """Return the encoding of a column of an index; FormatError if its size there is another one."""
-    encoding = get_encoding(name)
-    if encoding.size != size:
-        raise FormatError(f"column {column!r}: the index says {size} bytes, but {name!r} takes {encoding.size}.")
-    return encoding
-
-
-def maker_of(name: str) -> Maker:
-    """As `get_encoding`, but return what makes it: another object after the name was registered again."""
     if not isinstance(name, str):
         raise ValueError(f"an encoding is a name, e.g. 'int' or 'ndarray:float32:3'; got {name!r}.")
     base, colon, _ = name.partition(":")
-    found = _REGISTER.get(base) or _from_entry_point(base)
-    if found is None or (colon and found is not arrays.make_ndarray):
+    make = _REGISTER.get(base) or _from_entry_point(base)
+    if make is None or (colon and make is not arrays.make_ndarray):
         raise ValueError(f"no encoding {name!r}; use register_encoding() or one of {', '.join(encoding_names())}.")
-    return found
+    return make(name)
 
 
 def plain_values(values: Any) -> Any:

@@ -76,14 +76,14 @@ class Encoding:
         layout: Set if the bytes are plain numbers. Such columns are gathered without decoding, into the caller's memory
             if it is given.
         ragged: True if the values are, or hold, arrays of different shapes, which are never stacked into a batch.
-        checks_bytes: True if `encode` must check bytes that are given as a value. Else they are stored as they are.
+        stored_type: The type of values that are stored as they are; None if `encode` must check bytes too.
     """
 
     size: int | None = None
     safe: bool = True
     layout: NumericLayout | None = None
     ragged: bool = False
-    checks_bytes: bool = False
+    stored_type: type | None = bytes
 
     def encode(self, value: Any) -> bytes:
         """Return the value's bytes. TypeError for a wrong type; ValueError for a wrong range, shape or dtype."""

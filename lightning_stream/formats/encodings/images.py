@@ -54,7 +54,7 @@ class _ImageFile(ViewEncoding):
     that a truncated one can be replaced.
     """
 
-    checks_bytes = True
+    stored_type = None
 
     def encode(self, value: Any) -> bytes:
         if isinstance(value, (bytes, bytearray, memoryview)):
@@ -98,8 +98,8 @@ class _ImageList(ViewEncoding):
             value = list(value)
         if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
             raise TypeError(f"{self.name} takes a sequence of images; got {describe(value)}.")
-        stored = not self._element.checks_bytes
-        parts = [one if stored and isinstance(one, bytes) else self._element.encode(one) for one in value]
+        stored, encode = self._element.stored_type, self._element.encode
+        parts: list[Any] = [image if type(image) is stored else encode(image) for image in value]
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
         return b"".join((self._reserved, sizes, *parts))
 

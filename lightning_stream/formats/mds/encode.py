@@ -20,7 +20,6 @@ from lightning_stream.formats.shard_encoder import (
     EncodedColumn,
     check_columns,
     column_error,
-    named_error,
     offset_table,
 )
 
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
 
 _DIGEST_BYTES = 8
 _READ_BYTES = 1 << 18
-
-
-class _NoValue:
-    """The type of no value."""
 
 
 class MdsEncoder:
@@ -62,8 +57,8 @@ class MdsEncoder:
         self._encodings = encodings_of(schema)
         self.header_bytes = 8 + len(self._config)
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
-            (name, encoding, _stored_type(one), one.encode, one.size)
-            for name, encoding, one in zip(schema.names, schema.encodings, self._encodings, strict=True)
+            (name, kind, encoding.stored_type, encoding.encode, encoding.size)
+            for name, kind, encoding in zip(schema.names, schema.encodings, self._encodings, strict=True)
         ]
         num_variable = sum(encoding.size is None for encoding in self._encodings)
         self._pack_head = struct.Struct(f"<{num_variable}I").pack if num_variable else None
@@ -98,12 +93,10 @@ class MdsEncoder:
         sizes = np.zeros(num_rows, np.int64)
         heads: list[NDArray[np.int64]] = []
         for name, kind, encoding in zip(self.schema.names, self.schema.encodings, self._encodings, strict=True):
-            if name not in columns:
-                raise ValueError(f"column {name!r} ({kind}) is missing in a batch that has {', '.join(columns)}.")
             try:
                 blocks = _encode_column(encoding, kind, columns[name], num_rows)
-            except (TypeError, ValueError) as error:
-                raise named_error(name, error) from error
+            except (KeyError, TypeError, ValueError) as error:
+                raise column_error(name, kind, columns, error) from error
             encoded += blocks
             lengths = _lengths(blocks, num_rows)
             sizes += lengths
@@ -183,44 +176,37 @@ def is_intact(path: Path) -> bool:
     return digest.digest() == wanted
 
 
-def made_from(path: Path, num_bytes: int) -> bytes:
-    """Return the last bytes of the configuration of a shard that a `ShardDraft` wrote: what it was made from."""
+def is_made_from(path: Path, stamp: str) -> bool:
+    """Return whether a shard that a `ShardDraft` wrote has this text at the end of its configuration."""
     with path.open("rb", buffering=0) as file:
         first = int.from_bytes(file.read(8)[4:], "little")
-        file.seek(max(0, first - _DIGEST_BYTES - num_bytes))
-        return file.read(num_bytes)
-
-
-def _stored_type(encoding: Encoding) -> type:
-    """Return the type of the values that are stored as they are."""
-    return _NoValue if getattr(encoding, "checks_bytes", False) else bytes
+        file.seek(max(0, first - _DIGEST_BYTES - len(stamp)))
+        return file.read(len(stamp)) == stamp.encode()
 
 
 def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) -> list[EncodedColumn]:
     """Encode a batch's values of one column: blocks side by side, or one list of values of any size."""
-    takes_bytes = _stored_type(encoding) is bytes
+    stored, encode, size = encoding.stored_type, encoding.encode, encoding.size
     if isinstance(values, BinaryColumn):
-        if values.encoding == name or (values.encoding == "bytes" and takes_bytes):
-            return [_blocks_if_fixed(values, encoding.size, name)]
+        if values.encoding == name or (values.encoding == "bytes" and stored is bytes):
+            return [_blocks_if_fixed(values, size, name)]
         values = plain_values(values)
     if isinstance(values, np.ndarray) and values.dtype.char == "V" and values.dtype.names is None:
         rows = values.reshape(len(values), 1).view(np.uint8)  # bytes of one size
-        if takes_bytes and encoding.size in (None, rows.shape[1]):
+        if stored is bytes and size in (None, rows.shape[1]):
             return [rows]
         values = [bytes(row) for row in rows]
     if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
         values = values.tolist()
-    many = getattr(encoding, "encode_many", None)  # an object that is no `Encoding` may lack it
-    column = None if many is None else many(values)
+    column = encoding.encode_many(values)
     if column is None:
-        stored, encode = _stored_type(encoding), encoding.encode
         column = [_as_bytes(value if type(value) is stored else encode(value)) for value in values]
     if isinstance(column, list) and len(column) == num_rows:
-        return [_blocks_if_fixed(column, encoding.size, name)]
+        return [_blocks_if_fixed(column, size, name)]
     blocks: list[Any] = list(column) if isinstance(column, tuple) else [column]
     is_right = all(isinstance(block, np.ndarray) and block.dtype == np.uint8 for block in blocks)
     is_right = is_right and all(block.ndim == 2 and len(block) == num_rows for block in blocks)
-    if not is_right or encoding.size not in (None, sum(block.shape[1] for block in blocks)):
+    if not is_right or size not in (None, sum(block.shape[1] for block in blocks)):
         raise ValueError(f"{name}: encode_many must give {num_rows} values of its size: uint8[rows, width], or a list.")
     return blocks
 

@@ -68,8 +68,7 @@ class SpanTable:
             begin, end, _, _ = mapped.span
             if self._window is not None:  # it only grows: nothing is read but the samples of shards that are here
                 begin, end = min(begin, self._window.begin), max(end, self._window.end)
-            if self._window is None or (begin, end) != (self._window.begin, self._window.end):
-                self._window = AddressWindow(begin, end)
+            self._window = AddressWindow(begin, end)
             self._files[number] = mapped
             self._spans[number] = mapped.span
 
@@ -108,7 +107,7 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     if not shards:
         raise ValueError("gather needs at least one shard.")
     which, indices = np.asarray(which, np.int64), np.asarray(indices, np.int64)
-    if len(which) != len(indices) or which.ndim != 1 or indices.ndim != 1:
+    if which.shape != indices.shape or which.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
     columns = shards[0].schema.columns
     if any(shard.schema.columns != columns for shard in shards):
@@ -147,25 +146,24 @@ def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: 
     in one encoding. The others become `Ragged` lists, with None for a sample without the column.
     """
     batch: Batch = {}
-    out = {} if out is None or callable(out) else out
+    memory = {} if out is None or callable(out) else out
     for name, in_all in common.items():
         parts = [(rows, columns[name]) for rows, columns in groups if name in columns]
         first = parts[0][1] if in_all else Ragged()
-        if in_all and len(parts) == 1 and name not in out:
+        if in_all and len(parts) == 1 and name not in memory:
             batch[name] = first
         elif isinstance(first, np.ndarray):
             shape = (num_rows, *first.shape[1:])
-            target = buffer_array(out[name], first.dtype, shape, name) if name in out else np.empty(shape, first.dtype)
+            target = buffer_array(memory[name], first.dtype, shape, name) if name in memory else None
+            batch[name] = merged = np.empty(shape, first.dtype) if target is None else target
             for rows, values in parts:
-                target[rows] = values
-            batch[name] = target
+                merged[rows] = values
         else:
-            merged = type(first)([None] * num_rows)
+            batch[name] = listed = type(first)([None] * num_rows)
             for rows, values in parts:
                 for row, value in zip(rows.tolist(), values, strict=True):
-                    merged[row] = value
-            batch[name] = merged
-    if wrong := [name for name in out if not isinstance(batch.get(name), np.ndarray)]:
+                    listed[row] = value
+    if wrong := [name for name in memory if not isinstance(batch.get(name), np.ndarray)]:
         raise ValueError(f"out: no column {wrong[0]!r} of fixed size in all of the data.")
     return batch
 

@@ -5,15 +5,27 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 from weakref import WeakValueDictionary
 
-from lightning_stream.formats.encodings import ROW_ENCODINGS, Encoding, encoding_of_column, maker_of
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.encodings import ROW_ENCODINGS, Encoding, get_encoding
 from lightning_stream.formats.encodings.base import AdaptedEncoding
 from lightning_stream.formats.encodings.text import RowFault
 from lightning_stream.formats.model import Schema
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 Decoders = Mapping[str, Callable[[bytes], Any]]
+
+
+class Reading(TypedDict, total=False):
+    """How the samples of a shard are read; see `open_shard`."""
+
+    allow_unsafe_types: bool
+    decoders: Decoders | None
+    columns: Collection[str] | None
 
 
 class Column(NamedTuple):
@@ -51,31 +63,38 @@ def encodings_of(schema: Schema) -> list[Encoding]:
     """
     if schema.format != "mds":
         return [ROW_ENCODINGS[kind] for kind in schema.encodings]
-    return list(map(encoding_of_column, schema.names, schema.encodings, schema.sizes))
+    encodings = list(map(get_encoding, schema.encodings))
+    for name, kind, size, encoding in zip(schema.names, schema.encodings, schema.sizes, encodings, strict=True):
+        if encoding.size != size:
+            raise FormatError(f"column {name!r}: the index says {size} bytes, but {kind!r} takes {encoding.size}.")
+    return encodings
 
 
 # Shards of one layout can be gathered together. A layout, and its users' decoders, live as long as a shard that has it.
 _LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
 
 
-def record_layout(
-    schema: Schema,
-    allow_unsafe_types: bool = False,
-    decoders: Decoders | None = None,
-    columns: Collection[str] | None = None,
-) -> RecordLayout:
+def record_layout(schema: Schema, **settings: Unpack[Reading]) -> RecordLayout:
     """Return the layout of a schema: the same object for the same arguments, while it is in use. See `open_shard`."""
-    chosen = dict(decoders or {})
-    # a name may be registered again for another encoding; rows have encodings of their own
-    makers = tuple(map(maker_of, schema.encodings)) if schema.format == "mds" else ()
+    allow_unsafe_types, columns = settings.get("allow_unsafe_types", False), settings.get("columns")
+    chosen = dict(settings.get("decoders") or {})
+    encodings = encodings_of(schema)  # a name may be registered again for another encoding
     unread = frozenset() if columns is None else frozenset(schema.names).difference(columns)
-    key = (schema.names, schema.encodings, schema.sizes, makers, allow_unsafe_types, frozenset(chosen.items()), unread)
+    key = (
+        schema.names,
+        schema.encodings,
+        schema.sizes,
+        tuple(map(id, encodings)),
+        allow_unsafe_types,
+        frozenset(chosen.items()),
+        unread,
+    )
     if (found := _LAYOUTS.get(key)) is not None:
         return found
     if absent := set(chosen) - set(schema.names):
         raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(schema.names)}.")
     columns_read = []
-    for name, encoding_name, encoding in zip(schema.names, schema.encodings, encodings_of(schema), strict=True):
+    for name, encoding_name, encoding in zip(schema.names, schema.encodings, encodings, strict=True):
         if name in chosen:
             encoding = AdaptedEncoding(SimpleNamespace(decode=chosen[name], size=encoding.size))
         is_read = name not in unread
