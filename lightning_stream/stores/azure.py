@@ -7,18 +7,18 @@ import hmac
 import re
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from functools import partial
 from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.etree import ElementTree as ET
 
 from lightning_stream.errors import AccessError, needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
-from .http import BucketStore, Request, content_md5
+from .http import BucketStore, Request, content_md5, with_query
 from .transfer import first_set, read_options, split_url
 
 _VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
@@ -88,7 +88,7 @@ class AzureStore(BucketStore):
         return f"{self.url}@{redact(_endpoint_of(fields) or endpoint or self._account() or '')}"
 
     def _address(self, name: str) -> str:
-        return f"{self._place()}/{urllib.parse.quote(self._prefix + name, safe='/~')}"
+        return f"{self._place()}/{quote(self._prefix + name, safe='/~')}"
 
     def _place(self) -> str:
         return f"{self._login()[0]}/{self._bucket}"
@@ -103,16 +103,14 @@ class AzureStore(BucketStore):
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": self._prefix + prefix}
-        if token is not None:
-            query["marker"] = token
-        wanted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote)
-        page = self._parsed(self._request("GET", f"{self._place()}?{wanted}"), ET.fromstring)
+        address = with_query(self._place(), {**query, "marker": token})
+        page = self._parsed(self._request("GET", address), ET.fromstring)
         entries = []
         for blob in page.iterfind("Blobs/Blob"):
             # An account with folders lists these too, as empty blobs with this metadata.
             if blob.findtext("Metadata/hdi_isfolder") != "true":
                 name, is_encoded = blob.findtext("Name", ""), blob.find("Name[@Encoded='true']") is not None
-                key = urllib.parse.unquote(name) if is_encoded else name
+                key = unquote(name) if is_encoded else name
                 size, etag = blob.findtext("Properties/Content-Length", ""), blob.findtext("Properties/Etag")
                 entries.append(self._entry(key, size, etag))
         return entries, page.findtext("NextMarker") or None
@@ -179,13 +177,13 @@ def _sign_by_query(token: str, request: Request) -> None:
 
 def _sign_by_key(account: str, key: bytes, request: Request) -> None:
     """Azure's SharedKey: https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key."""
-    parts, headers = urllib.parse.urlsplit(request.url), request.headers
+    parts, headers = urlsplit(request.url), request.headers
     lines = [request.method, *(headers.get(name, "") for name in _SIGNED)]
     if headers.get("Content-Length") == "0":
         lines[1 + _SIGNED.index("Content-Length")] = ""
     lines += sorted(f"{name.lower()}:{value}" for name, value in headers.items() if name.startswith("x-ms-"))
     lines.append(f"/{account}{parts.path}")
-    lines += sorted(f"{name.lower()}:{value}" for name, value in urllib.parse.parse_qsl(parts.query, True))
+    lines += sorted(f"{name.lower()}:{value}" for name, value in parse_qsl(parts.query, True))
     signature = base64.b64encode(hmac.digest(key, "\n".join(lines).encode(), "sha256")).decode()
     headers["Authorization"] = f"SharedKey {account}:{signature}"
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
-from lightning_stream.errors import StoreError, needs, redact
+from lightning_stream.errors import needs, redact
 
-from .base import AnswerError, BaseStore, ObjectEntry, PastTheEndError, StoreTraits
-from .http import HttpDialect, Request
-from .transfer import ObjectStream, PerProcess, read_options, refuse_query
+from .base import AnswerError, BaseStore, ObjectEntry, StoreTraits
+from .http import HttpDialect, Request, with_query
+from .transfer import PerProcess, read_options, refuse_query
 
 _FILES, _FOLDERS = "/api/2.0/fs/files", "/api/2.0/fs/directories"
 
@@ -32,21 +32,6 @@ class DatabricksOptions:
     token: str | None = field(default=None, repr=False)
     profile: str | None = None
     timeout_s: float = 60.0
-
-
-@dataclass
-class _Workspace:
-    """Its address, and what authorises a request to it, if that is known; else the library that logs in."""
-
-    host: str
-    token: str | None
-    config: Any = None
-
-    def authorisation(self) -> dict[str, str]:
-        if self.token is not None:
-            return {"Authorization": f"Bearer {self.token}"}
-        headers: dict[str, str] = self.config.authenticate()
-        return headers
 
 
 class DatabricksStore(HttpDialect):
@@ -86,23 +71,11 @@ class DatabricksStore(HttpDialect):
         return self._call(_FILES, f"{self._root}/{name}")
 
     def _call(self, method: str, path: str) -> str:
-        return f"{self._workspace().host}{method}{urllib.parse.quote(path)}"
+        return f"{self._workspace()[0]}{method}{quote(path)}"
 
     def _sign(self, request: Request) -> None:
-        request.headers.update(self._workspace().authorisation())
-
-    def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
-        try:
-            return super()._open(name, begin, end)
-        except AnswerError as error:
-            # The status of a range past the end is that of any wrong request.
-            if error.code != 400 or (begin, end) == (0, None):
-                raise
-        answer = self._request("HEAD", self._address(name))
-        answer.read()
-        if begin < int(answer.headers["Content-Length"]):
-            raise StoreError(f"{self.url}/{name}: the server does not take the range {begin}-{end}.")
-        raise PastTheEndError(name)
+        _, authorisation = self._workspace()
+        request.headers.update(authorisation())
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002
         folder = f"{self._root}/{name}".rpartition("/")[0]
@@ -134,18 +107,21 @@ class DatabricksStore(HttpDialect):
                     yield entry
             if not (token := page.get("next_page_token")):
                 return
-            page_address = f"{address}?page_token={urllib.parse.quote(token)}"
+            page_address = with_query(address, {"page_token": token})
 
-    def _connect(self) -> _Workspace:
+    def _connect(self) -> tuple[str, Callable[[], dict[str, str]]]:
+        """Return the workspace's address, and what makes the header that authorises a request."""
         options = self._options
         host = options.host or os.environ.get("DATABRICKS_HOST")
         token = options.token or (None if options.profile else os.environ.get("DATABRICKS_TOKEN"))
-        config = None
-        if not host or not token:  # its import takes a second
-            with needs("databricks-sdk", "databricks", f"using {self.url}"):
-                from databricks.sdk.config import Config
-            given = {"host": options.host, "token": options.token, "profile": options.profile}
-            config = Config(**{key: value for key, value in given.items() if value})
-            host = config.host or ""
-            token = None
-        return _Workspace(host.rstrip("/") if "://" in host else f"https://{host}", token, config)
+        if host and token:  # the import of the SDK takes a second
+            return _complete(host), lambda: {"Authorization": f"Bearer {token}"}
+        with needs("databricks-sdk", "databricks", f"using {self.url}"):
+            from databricks.sdk.config import Config
+        given = {"host": options.host, "token": options.token, "profile": options.profile}
+        config = Config(**{key: value for key, value in given.items() if value})
+        return _complete(config.host or ""), config.authenticate
+
+
+def _complete(host: str) -> str:
+    return host.rstrip("/") if "://" in host else f"https://{host}"

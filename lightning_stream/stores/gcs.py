@@ -6,16 +6,16 @@ import importlib
 import itertools
 import json
 import os
-import urllib.parse
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
+from urllib.parse import quote
 
 from lightning_stream.errors import needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
-from .http import BucketStore, Request, content_md5
+from .http import BucketStore, Request, content_md5, with_query
 from .s3 import S3Options, S3Store
 from .transfer import file_chunks, first_set, read_options, split_url
 
@@ -84,12 +84,9 @@ class GcsStore(BucketStore):
 
     def _call(self, kind: str, key: str | None = None, **query: str | None) -> str:
         """Return the URL of a method of the API, for the bucket or for an object of it."""
-        path = f"{kind}/storage/v1/b/{self._bucket}/o"
-        if key is not None:
-            path += f"/{urllib.parse.quote(key, safe='')}"
-        query["userProject"] = self._options.project
-        wanted = {name: value for name, value in query.items() if value is not None}
-        return f"{self._endpoint()}{path}?{urllib.parse.urlencode(wanted, quote_via=urllib.parse.quote)}"
+        path = "" if key is None else f"/{quote(key, safe='')}"
+        url = f"{self._endpoint()}{kind}/storage/v1/b/{self._bucket}/o{path}"
+        return with_query(url, {**query, "userProject": self._options.project})
 
     def _headers(self) -> dict[str, str]:
         return {**super()._headers(), "Accept-Encoding": "gzip"}  # else it unpacks what is stored with that encoding

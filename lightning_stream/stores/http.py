@@ -14,7 +14,6 @@ import re
 import socket
 import sys
 import time
-import urllib.parse
 import urllib.request
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
+from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit, urlunsplit
 
 from lightning_stream.errors import (
     AccessError,
@@ -230,7 +230,7 @@ class HttpDialect(BaseStore):
     def _redirected(self, address: str, location: str) -> str:
         """Return the address of a redirect, if it is HTTP, and not in a more private network than the user's URL."""
         try:
-            target = urllib.parse.urljoin(address, location)
+            target = urljoin(address, location)
             scheme, host, _ = _origin(target)
         except ValueError:
             raise StoreError(f"{self.url}: redirects to a malformed address. Check the URL.") from None
@@ -265,6 +265,12 @@ class BucketStore(HttpDialect):
             kind = "container" if error.name == "ContainerNotFound" else "bucket"
             return NotFoundError(f"{where}: there is no {kind} {self._bucket!r}. Check the URL, endpoint and region.")
         return super()._special_error(error, where)
+
+
+def with_query(url: str, query: Mapping[str, str | None]) -> str:
+    """Return a URL with those parameters that are not None."""
+    wanted = {name: value for name, value in query.items() if value is not None}
+    return f"{url}?{urlencode(wanted, quote_via=quote)}"
 
 
 def content_md5(file: BinaryIO) -> str:
@@ -343,19 +349,24 @@ def _proxy_for(scheme: str, host: str, *_: str | None) -> str | None:
 
 
 def _origin(address: str) -> tuple[str, str, int | None]:
-    parts = urllib.parse.urlsplit(address)
+    parts = urlsplit(address)
     return parts.scheme, parts.hostname or "", parts.port or {"http": 80, "https": 443}.get(parts.scheme)
+
+
+@lru_cache  # not of failures
+def _looked_up(host: str) -> list[Any]:
+    found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    addresses = [ipaddress.ip_address(str(where[0]).partition("%")[0]) for *_, where in found]
+    return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
 
 
 def _reach(host: str) -> int:
     """Return 0 for a public host (or an unknown one, which a proxy may know), 1 for a private one, 2 for link-local."""
     with suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-        addresses = [ipaddress.ip_address(str(where[0]).partition("%")[0]) for *_, where in found]
-        plain = [getattr(address, "ipv4_mapped", None) or address for address in addresses]
-        if any(address.is_link_local or address in _METADATA for address in plain):
+        addresses = _looked_up(host)
+        if any(address.is_link_local or address in _METADATA for address in addresses):
             return 2
-        return int(any(not address.is_global for address in plain))
+        return int(any(not address.is_global for address in addresses))
     return 0
 
 
@@ -378,8 +389,8 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
             from urllib3.contrib.socks import SOCKSProxyManager
         pool = SOCKSProxyManager(proxy, **options)
     else:  # urllib3 does not take the user and password from its URL
-        parts = urllib.parse.urlsplit(proxy)
-        login = f"{urllib.parse.unquote(parts.username or '')}:{urllib.parse.unquote(parts.password or '')}"
+        parts = urlsplit(proxy)
+        login = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
         headers = urllib3.make_headers(proxy_basic_auth=login) if parts.username is not None else None
         pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
     return pools.setdefault((proxy, authorities), pool)
@@ -409,18 +420,18 @@ class HttpStore(HttpDialect):
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
         complete = False
         with suppress(ValueError):
-            parts = urllib.parse.urlsplit(url)
+            parts = urlsplit(url)
             complete = bool(parts.hostname) and not re.search(r"\s", parts.netloc) and parts.port != 0
         if not complete:
             raise ValueError(f"a web address is https://HOST[:PORT]/FOLDER; got {redact(url)!r}. Correct the URL.")
         host = parts.netloc.rpartition("@")[2]
-        self._base = urllib.parse.urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))
+        self._base = urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))
         self.url = self._base
         self._query = f"?{parts.query}" if parts.query else ""
         self._options = options or HttpOptions()
         self._secrets = dict(self._options.headers)
         if parts.username is not None:
-            pair = f"{urllib.parse.unquote(parts.username)}:{urllib.parse.unquote(parts.password or '')}"
+            pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._secrets["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
 
     @classmethod
@@ -428,7 +439,7 @@ class HttpStore(HttpDialect):
         return cls(url, read_options(HttpOptions, options, f"{url.partition('://')[0]}://"))
 
     def _address(self, name: str) -> str:
-        return f"{self._base}/{urllib.parse.quote(name)}{self._query}"
+        return f"{self._base}/{quote(name)}{self._query}"
 
     def _sign(self, request: Request) -> None:
         request.headers.update(self._secrets)
@@ -477,12 +488,12 @@ class HuggingFaceStore(HttpStore):
         if found is None:
             raise ValueError(f"a Hugging Face URL is hf://datasets/ORG/NAME[@REVISION][/FOLDER]; got {redact(url)!r}")
         kind, repository, revision, self._folder = found[1] or "", found[2], found[3] or "main", found[4] or ""
-        revision = urllib.parse.quote(urllib.parse.unquote(revision), safe="")
+        revision = quote(unquote(revision), safe="")
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         address = f"{hub}/{kind}{repository}/resolve/{revision}"
-        super().__init__(f"{address}/{urllib.parse.quote(self._folder)}", options)
+        super().__init__(f"{address}/{quote(self._folder)}", options)
         self.url = f"hf://{path}"
-        tree = f"{hub}/api/{kind or 'models/'}{repository}/tree/{revision}/{urllib.parse.quote(self._folder)}"
+        tree = f"{hub}/api/{kind or 'models/'}{repository}/tree/{revision}/{quote(self._folder)}"
         self._tree = f"{tree.rstrip('/')}?recursive=true"
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:

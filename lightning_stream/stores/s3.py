@@ -8,24 +8,26 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import urllib.parse
+import threading
+import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
+from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree as ET
 
 from lightning_stream.errors import AccessError, StoreError, needs, redact
 
 from .base import AnswerError, BaseStore, ListingPage, PreconditionError, StoreTraits
-from .http import BucketStore, Request, content_md5
+from .http import BucketStore, Request, content_md5, with_query
 from .transfer import CHUNK_BYTES, first_set, read_options, split_url
 
 _log = logging.getLogger("lightning_stream.stores")
 _CRC = "x-amz-checksum-crc32"
-_SIGNERS = {"sigv4": "s3v4", "sigv4a": "s3v4a", "sigv4-s3express": "v4-s3express"}
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
+_SESSION = "/?session"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class S3Store(BucketStore):
             return _Login(self._bucket, self._options)
 
     def _address(self, name: str) -> str:
-        return f"{self._login().address}/{urllib.parse.quote(self._prefix + name, safe='/~')}"
+        return f"{self._login().address}/{quote(self._prefix + name, safe='/~')}"
 
     def _authorities(self) -> str | None:
         return self._login().authorities or super()._authorities()
@@ -119,8 +121,25 @@ class S3Store(BucketStore):
         return super()._headers() | payer
 
     def _sign(self, request: Request) -> None:
-        if not self._public:
-            self._login().sign(request)
+        login = self._login()
+        if login.credentials is None or self._public:
+            return
+        if not login.is_directory or request.url.endswith(_SESSION):
+            login.sign(request, login.credentials.get_frozen_credentials())
+            return
+        with login.renewing:
+            if time.monotonic() > login.session_until:
+                login.session = self._begin_session(login)
+                login.session_until = time.monotonic() + _SESSION_S
+        key, secret, token = login.session
+        request.headers["x-amz-s3session-token"] = token
+        login.sign(request, login.made(key, secret))
+
+    def _begin_session(self, login: _Login) -> tuple[str, ...]:
+        """Return key, secret and token for a directory bucket, whose requests these sign."""
+        page = self._parsed(self._request("GET", login.address + _SESSION), ET.fromstring)
+        names = ("AccessKeyId", "SecretAccessKey", "SessionToken")
+        return tuple(page.findtext(f".//{{*}}{name}", "") for name in names)
 
     def _request(
         self, method: str, url: str, headers: Mapping[str, str] | None = None, body: Any = None, signed: bool = True
@@ -149,11 +168,10 @@ class S3Store(BucketStore):
 
     def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
         """Send an object, with a checksum for the server to verify: all compatible servers know MD5."""
-        if self._options.resolved_endpoint():
-            checksum = {"Content-MD5": content_md5(body)}
-        else:
-            checksum = {_CRC: _content_crc32(body)}
-        super()._upload(method, url, body, num_bytes, {**headers, **checksum})
+        known = (
+            {"Content-MD5": content_md5(body)} if self._options.resolved_endpoint() else {_CRC: _content_crc32(body)}
+        )
+        super()._upload(method, url, body, num_bytes, {**headers, **known})
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         is_conditional = if_absent or if_version is not None
@@ -180,16 +198,13 @@ class S3Store(BucketStore):
         return etag
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix}
-        if token is not None:
-            query["continuation-token"] = token
-        wanted = urllib.parse.urlencode(query, quote_via=urllib.parse.quote, safe="~")
-        page = self._parsed(self._request("GET", f"{self._login().address}/?{wanted}"), ET.fromstring)
-        unquoted = urllib.parse.unquote_plus if page.findtext("{*}EncodingType") == "url" else str
+        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix, "continuation-token": token}
+        page = self._parsed(self._request("GET", with_query(f"{self._login().address}/", query)), ET.fromstring)
+        unquoted = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
         entries = []
         for item in page.iterfind("{*}Contents"):
-            key, size = unquoted(item.findtext("{*}Key", "")), item.findtext("{*}Size", "")
-            entries.append(self._entry(key, size, item.findtext("{*}ETag")))
+            key, size, etag = (item.findtext(f"{{*}}{name}", "") for name in ("Key", "Size", "ETag"))
+            entries.append(self._entry(unquoted(key), size, etag))
         is_cut = page.findtext("{*}IsTruncated") == "true"
         return entries, page.findtext("{*}NextContinuationToken") if is_cut else None
 
@@ -215,18 +230,26 @@ class _Login:
         credentials: They renew themselves; None: nothing is signed.
         address: The URL of the bucket, in its region.
         authorities: The file of certificates to trust, if one is named.
+        is_directory: It is a directory bucket (S3 Express), whose requests a session signs.
     """
 
     def __init__(self, bucket: str, options: S3Options) -> None:
         import botocore.session
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
 
-        self._bucket = bucket
-        self._options = options
+        self._bucket, self._options = bucket, options
+        self._signer, self._request = S3SigV4Auth, AWSRequest
+        self.made = Credentials
         self._botocore = session = botocore.session.Session(profile=options.profile)
         if options.access_key_id:
             session.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
         self.credentials = None if options.anonymous else session.get_credentials()
         self.authorities = session.get_config_variable("ca_bundle")
+        self.renewing = threading.Lock()
+        self.session: tuple[str, ...] = ()
+        self.session_until = 0.0
         self._addresses: list[str] = []  # also those before another thread has found the bucket in another region
         region = options.region or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
         self._move(region or session.get_config_variable("region") or "us-east-1")
@@ -256,7 +279,11 @@ class _Login:
         )
         self.address: str = place.url
         self._addresses.append(self.address)
-        self._scheme = place.properties["authSchemes"][0]
+        scheme = place.properties["authSchemes"][0]
+        if scheme["name"] == "sigv4a":
+            raise StoreError(f"{self.address}: a multi-region access point is not read. Use that of one region.")
+        self.is_directory = scheme["name"] == "sigv4-s3express"
+        self._signed_for = scheme["signingName"], scheme["signingRegion"]
 
     def moved(self, url: str, region: str) -> str:
         """Return the URL of an object in another region, which is that of the bucket from now on."""
@@ -264,18 +291,11 @@ class _Login:
         address = next(address for address in self._addresses if url.startswith(address))
         return self.address + url.removeprefix(address)
 
-    def sign(self, request: Request) -> None:
-        from botocore.auth import AUTH_TYPE_MAPS
-        from botocore.awsrequest import AWSRequest
-
-        if self.credentials is None:
-            return
-        scheme = self._scheme
-        region = scheme.get("signingRegion") or ",".join(scheme["signingRegionSet"])
-        signer = AUTH_TYPE_MAPS[_SIGNERS[scheme["name"]]]
-        signed = AWSRequest(request.method, request.url, request.headers, request.body)
+    def sign(self, request: Request, credentials: Any) -> None:
+        signed = self._request(request.method, request.url, request.headers, request.body)
+        # A checksum and TLS make the digest of the body superfluous.
         signed.context.update(has_streaming_input=True, checksum={"request_algorithm": {"in": "header", "name": _CRC}})
-        signer(self.credentials.get_frozen_credentials(), scheme["signingName"], region).add_auth(signed)
+        self._signer(credentials, *self._signed_for).add_auth(signed)
         request.headers = dict(signed.headers.items())
 
 

@@ -166,3 +166,35 @@ def test_credentials_that_have_been_refreshed_sign_the_next_request(monkeypatch:
         used = [headers["Authorization"].split("Credential=")[1][0] for headers in server.headers]
         assert len(set(used)) == 3
         assert [headers["X-Amz-Security-Token"] for headers in server.headers] == [f"token-{name}" for name in used]
+
+
+class DirectoryBucket(WebServer):
+    """Begins sessions, and answers only what one of them signs."""
+
+    def handler(self) -> type[Handler]:
+        return _OfSession
+
+
+class _OfSession(Handler):
+    def answer(self) -> None:
+        if "/s3express/" not in self.headers["Authorization"]:
+            return self.refuse(403, "sign for s3express")
+        if self.path.endswith("?session"):
+            keys = (
+                "<AccessKeyId>SESSION</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>T</SessionToken>"
+            )
+            answer = f"<CreateSessionResult><Credentials>{keys}</Credentials></CreateSessionResult>"
+            return self.reply(200, answer.encode(), "application/xml")
+        if self.headers.get("x-amz-s3session-token") != "T" or "=SESSION/" not in self.headers["Authorization"]:
+            return self.refuse(403, "not of a session")
+        return super().answer()
+
+
+def test_a_directory_bucket_is_read_and_written_in_one_session() -> None:
+    with DirectoryBucket() as server:
+        store = S3Store("b--usw2-az1--x-s3", "data", S3Store.from_url(
+            "s3://b", {**KEYS, "endpoint_url": server.url, "session_token": "mine"})._options)  # type: ignore[attr-defined]  # fmt: skip
+        store.put("x", b"content")
+        assert store.read("x") == b"content"
+        assert [path.rpartition("/")[2] for _, path in server.asked] == ["", "x", "x"]
+        assert not any("X-Amz-Security-Token" in headers for headers in server.headers[1:])
