@@ -6,8 +6,8 @@ All cases read the same rows, from a server of this machine (`paced_store.py`) w
 on each connection; "link" has 100 MB/s for all connections together. The clock begins after the imports. "bare boto3"
 is the floor: four threads that write what they get to files, and make no batches.
 
-The last group has 10^9 samples in 100,000 shards, and measures the first batch alone: into an empty cache, with the
-index there, and in the middle of the epoch. One shard stands under all names.
+The last group has 10^9 samples in 100,000 shards, and measures the first batch alone, the import of the store's client
+included: into an empty cache, with the index there, and in the middle of the epoch. One shard stands under all names.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ def prepare_many(job: Job) -> None:
 
 
 def start(job: Job, resumed: bool = False) -> Result:
-    import boto3  # noqa: F401
     import torch  # noqa: F401
 
     state = job.scratch / "state.json"
