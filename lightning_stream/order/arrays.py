@@ -16,6 +16,11 @@ def starts_of(counts: Ints) -> Ints:
     return starts
 
 
+def segment_of(starts: Ints, at: Ints) -> Ints:
+    """Which of consecutive groups has each number; ``starts`` has where these begin, and perhaps the end."""
+    return starts.searchsorted(at, side="right") - 1
+
+
 def ranges(begins: Ints, lengths: Ints) -> Ints:
     """The numbers of all ranges [begin, begin + length), one range after another."""
     starts = starts_of(lengths)

@@ -1,4 +1,4 @@
-"""The global batches of an epoch, and each replica's share of them: where they end (`Cuts`), who gets what (`Owners`).
+"""The global batches of an epoch, and each replica's share of them: where they end (`Cuts`), who gets what (`ByNode`).
 
 `divide_evenly`, `divide_by_stream`, `divide_blocks` and `divide_by_budget` are the ways to divide an order of this
 package; an order of mosaicml-streaming has its own.
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from .arrays import Ints
-from .cuts import CountedCuts, Cuts, EvenCuts
+from .cuts import CountedCuts, Cuts
 from .orders import Interleave, Order, ceil_div, positions_of
 from .rows import ByLength, Landmark, PackedRows
-from .shares import ByBlock, ByNode, Owners, ReplicaBatch
+from .shares import ByBlock, ByNode, ReplicaBatch
 from .world import World
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Division(NamedTuple):
 
     order: Order
     cuts: Cuts
-    owners: Owners
+    owners: ByNode
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,7 +213,7 @@ class BatchPlan:
     def splits_samples(self) -> bool:
         """Whether whole batches are grouped by canonical node and split over the replicas one by one."""
         order, cuts, owners = self._division
-        is_plain = type(owners) is ByNode and isinstance(cuts, EvenCuts) and self.balance is None
+        is_plain = type(owners) is ByNode and type(cuts) is Cuts and self.balance is None
         return is_plain and not isinstance(order, PackedRows)
 
     def positions(self, k: int, count: int, replicas: Sequence[int]) -> Ints:
@@ -358,7 +358,7 @@ _Ends = Callable[[BatchPlan, Order, int], Sequence[int]]
 before it is that of the last whole one."""
 
 
-def _even_cuts(plan: BatchPlan, order: Order, ends_behind: _Ends) -> EvenCuts:
+def _even_cuts(plan: BatchPlan, order: Order, ends_behind: _Ends) -> Cuts:
     size, start = plan.batch_size, plan.start
     margin = plan.world.num_replicas if plan.tail == "exact" else 0
 
@@ -368,7 +368,7 @@ def _even_cuts(plan: BatchPlan, order: Order, ends_behind: _Ends) -> EvenCuts:
         ends = ends_behind(plan, order, at) if plan.tail != "drop" and at < order.size else []
         return num_whole - (bool(ends) and ends[0] <= at), ends
 
-    return EvenCuts(start, size, lambda position: order.reaches(position + margin), listed)
+    return Cuts(start, size, lambda position: order.reaches(position + margin), listed)
 
 
 def _ends_anywhere(plan: BatchPlan, order: Order, at: int) -> Sequence[int]:

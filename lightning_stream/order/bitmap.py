@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arrays import Bools, Ints, starts_of
+from .arrays import Bools, Ints, segment_of, starts_of
 
 _WORD = 64
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte
@@ -86,7 +86,7 @@ class Bitmap:
 
     def select(self, numbers: Ints) -> Ints:
         """The members of these numbers, in [0, len): they count the members in ascending order."""
-        words = self._before.searchsorted(numbers, side="right") - 1
+        words = segment_of(self._before, numbers)
         members = self._unpacked(words).cumsum(axis=1, dtype=np.uint8)
         within = (members > (numbers - self._before[words])[:, None]).argmax(axis=1)
         ids: Ints = words * _WORD + within

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -10,44 +9,12 @@ from functools import cached_property
 from .rows import ByLength, WindowCounts
 
 
-class Cuts(ABC):
-    """Where global batches end, counted from a start. Those of one size come first."""
-
-    start: int
-
-    @property
-    @abstractmethod
-    def num_whole(self) -> int:
-        """How many batches, from the first on, have the regular size."""
-
-    @property
-    def num_batches(self) -> int:
-        """All batches."""
-        return self.num_whole
-
-    @abstractmethod
-    def is_whole(self, k: int) -> bool:
-        """Whether batch ``k`` has the regular size, and no tail changes it. Cheap far from the epoch's end."""
-
-    @abstractmethod
-    def end_of(self, k: int) -> int | None:
-        """The position behind batch ``k``; None if there is no such batch. Cheap far from the epoch's end."""
-
-    def bounds(self, k: int) -> tuple[int, int]:
-        """The first position of batch ``k``, and the one behind its last; ValueError if there is no such batch."""
-        begin = self.end_of(k - 1) if k > 0 else self.start
-        end = None if k < 0 else self.end_of(k)
-        if begin is None or end is None:
-            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
-        return begin, end
-
-
-class EvenCuts(Cuts):
-    """Batches of B samples, and explicit ends behind them.
+class Cuts:
+    """Where global batches end, counted from a start: batches of B samples, and explicit ends behind them.
 
     Args:
         start, batch_size: The first position, and B.
-        reaches: Whether positions are cut into batches of B up to this one, known without `rest`.
+        reaches: Whether positions are cut into batches of B up to this one, known without `listed`.
         listed: The number of batches of B, and the ends of those behind them; asked for when it is needed.
     """
 
@@ -69,20 +36,32 @@ class EvenCuts(Cuts):
 
     @property
     def num_whole(self) -> int:
+        """How many batches, from the first on, have the regular size."""
         return self._ends[0]
 
     @property
     def num_batches(self) -> int:
+        """All batches."""
         return self._ends[0] + len(self._ends[1])
 
     def is_whole(self, k: int) -> bool:
+        """Whether batch ``k`` has the regular size, and no tail changes it. Cheap far from the epoch's end."""
         return self._reaches(self.start + (k + 1) * self._batch_size) or k < self.num_whole
 
     def end_of(self, k: int) -> int | None:
+        """The position behind batch ``k``; None if there is no such batch. Cheap far from the epoch's end."""
         if self.is_whole(k):
             return self.start + (k + 1) * self._batch_size
         num_whole, ends = self._ends
         return ends[k - num_whole] if k < num_whole + len(ends) else None
+
+    def bounds(self, k: int) -> tuple[int, int]:
+        """The first position of batch ``k``, and the one behind its last; ValueError if there is no such batch."""
+        begin = self.end_of(k - 1) if k > 0 else self.start
+        end = None if k < 0 else self.end_of(k)
+        if begin is None or end is None:
+            raise ValueError(f"Global batches count from 0 to {self.num_batches - 1} here; found {k}.")
+        return begin, end
 
 
 class CountedCuts(Cuts):
@@ -99,11 +78,10 @@ class CountedCuts(Cuts):
     @cached_property
     def _counts(self) -> tuple[WindowCounts, int]:
         """What counts the batches from the start's window on, and how many of these end at or before the start."""
-        window = self._order.window_of(self.start)
-        ends = self._order.ends(window)
-        counts = WindowCounts(
-            self._order.num_windows, lambda number: len(self._order.ends(number)), (window, 0, len(ends))
-        )
+        order = self._order
+        window = order.window_of(self.start)
+        ends = order.ends(window)
+        counts = WindowCounts(order.num_windows, lambda number: len(order.ends(number)), (window, 0, len(ends)))
         return counts, bisect_right(ends, self.start)
 
     @property
@@ -111,6 +89,10 @@ class CountedCuts(Cuts):
         counts, done = self._counts
         count = counts.before(self._order.num_windows) - done
         return count - (count > 0 and self._last < self._order.size)
+
+    @property
+    def num_batches(self) -> int:
+        return self.num_whole
 
     def is_whole(self, k: int) -> bool:
         return self.end_of(k) is not None

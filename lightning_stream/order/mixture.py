@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .arrays import Ints
+from .arrays import Ints, segment_of
 from .schedule import Schedule
 
 _BITS = 10  # anchors are multiples of 1 / 1024 sample
@@ -306,7 +306,7 @@ class _Table:
 def _left_part(given: Ints, anchors: Ints, left_anchors: Ints) -> Ints:
     """How many of the ``given`` samples of a node are of its left child, by both nodes' anchors."""
     units = given << _BITS
-    row = np.clip(np.searchsorted(anchors, units, side="right") - 1, 0, len(anchors) - 2)
+    row = np.clip(segment_of(anchors, units), 0, len(anchors) - 2)
     base = anchors[row]
     first = left_anchors[row]
     length = np.maximum(anchors[row + 1] - base, 1)

@@ -20,7 +20,7 @@ from .batches import TAILS, BatchPlan, EpochOrder, Tail
 from .config import ORDER_VERSION, OrderConfig
 from .draw import weights_digest
 from .forget import first_seen
-from .orders import Counted
+from .orders import Counted, ceil_div
 from .rows import Landmark
 from .rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
 from .run import RunOrder
@@ -143,9 +143,13 @@ class Position:
         """Global batches of this epoch that are done, in the run of its state; batches of a budget need the run."""
         if run is not None and (counted := self.order_in(run).order.batches_before(self.position)) is not None:
             return counted
+        return sum(ceil_div(end - begin, size) for begin, end, size in self.segments(self.position))
+
+    def segments(self, end: int) -> list[tuple[int, int, int]]:
+        """The epoch up to a position by its batch sizes: the first position of each, the one behind its last, and B."""
         changes = self.batch_changes or ((0, self.batch_size),)
-        ends = [*(begin for begin, _ in changes[1:]), self.position]
-        return sum(-(-(end - begin) // size) for (begin, size), end in zip(changes, ends, strict=True))
+        ends = [*(begin for begin, _ in changes[1:]), end]
+        return [(begin, end, size) for (begin, size), end in zip(changes, ends, strict=True)]
 
     def next_epoch(self) -> Position:
         """The beginning of the next epoch."""
@@ -156,13 +160,12 @@ class Position:
 
         It is the beginning of the next epoch if this one was begun and has no batch left.
         """
-        order = self.order_in(run)
-        is_over = not order.reaches(self.position + 1) and self.position >= order.num_samples
-        if self.position and not is_over:
-            is_over = not BatchPlan(
-                order, batch_size=batch_size, world=world or World(), tail=tail, start=self.position
-            ).has(0)
-        here = self.next_epoch() if self.position and is_over else self
+        order, here = self.order_in(run), self
+        arguments: dict[str, Any] = {"batch_size": batch_size, "world": world or World(), "tail": tail}
+        if self.position and not (
+            order.exists(self.position) and BatchPlan(order, start=self.position, **arguments).has(0)
+        ):
+            here = self.next_epoch()
         changes = here.batch_changes
         if batch_size != here.batch_size and here.position:
             earlier = changes or ((0, here.batch_size),)

@@ -170,39 +170,29 @@ class Schedule:
         starts = [at for at, _ in self.points]
         if starts[:1] != [0] or not all(is_count(at, 0) for at in starts) or starts != sorted(set(starts)):
             problems.append(f"The points must be whole numbers that rise from 0, not {short(starts)}.")
-        for at, weights in self.points:
-            problems += self._weight_problems(f"The point at {at}", weights)
+        weights_of = [(f"The point at {at}", weights) for at, weights in self.points]
+        weights_of += [(f"The change at {one.at}", one.weights) for one in self.changes if one.weights is not None]
+        for where, weights in weights_of:
+            problems += self._value_problems(where, dict(weights), "a weight", AMOUNT) or _least_problems(
+                where, weights
+            )
         problems += self._value_problems("exhausted", self._ends, "each", _EXHAUSTED)
         lengths = dict(self.mean_lengths)
         problems += self._value_problems("mean_lengths", lengths, "a mean length", _LENGTH)
         missing = [name for name in self.streams if name not in lengths]
         if lengths and missing:
             problems.append(f"mean_lengths must name all streams or none, but {', '.join(missing)} have none.")
-        for change in self.changes:
-            problems += self._change_problems(change)
         changed = [change.at for change in self.changes]
-        if changed != sorted(changed):
+        if not all(is_count(at, 0) for at in changed):
+            problems.append(f"Changes need sample numbers, not {short(changed)}.")
+        elif changed != sorted(changed):
             problems.append("A change must not take effect before one that was made already.")
+        for change in self.changes:
+            where, skipped = f"The change at {change.at} (skip)", dict(change.skip)
+            problems += self._value_problems(where, skipped, "a number to skip", _SKIP)
+            ended = [name for name in skipped if self._ends.get(name) == "stop"]
+            problems += [f"Stream {name!r} ends when exhausted: skip needs one that repeats." for name in ended]
         return problems
-
-    def _change_problems(self, change: MixtureChange) -> list[str]:
-        problems = [] if is_count(change.at, 0) else [f"A change needs a sample number, not {short(change.at)}."]
-        where = f"The change at {change.at}"
-        if change.weights is not None:
-            problems += self._weight_problems(where, change.weights)
-        problems += self._value_problems(f"{where} (skip)", dict(change.skip), "a number to skip", _SKIP)
-        ended = [name for name, _ in change.skip if self._ends.get(name) == "stop"]
-        return problems + [f"Stream {name!r} ends when exhausted: skip needs one that repeats." for name in ended]
-
-    def _weight_problems(self, where: str, weights: Numbers) -> list[str]:
-        problems = self._value_problems(where, dict(weights), "a weight", AMOUNT)
-        if problems:
-            return problems
-        positive = [weight for _, weight in weights if weight]
-        if not positive:
-            return [f"{where} must have a weight above 0."]
-        least = min(positive)
-        return [f"{where} has the weight {least}, less than {_LEAST} of all: use 0."] * (least < _LEAST * sum(positive))
 
     def _value_problems(self, where: str, values: Mapping[str, object], noun: str, rule: Rule) -> list[str]:
         """Values of streams that break a rule, and names of no stream."""
@@ -211,6 +201,15 @@ class Schedule:
         unknown = [repr(name) for name in values if name not in self.streams]
         names = f"{where} names {', '.join(unknown)}, but the streams are {', '.join(self.streams)}."
         return [*problems, names] if unknown else problems
+
+
+def _least_problems(where: str, weights: Numbers) -> list[str]:
+    """What is wrong with weights that are numbers."""
+    positive = [weight for _, weight in weights if weight]
+    if not positive:
+        return [f"{where} must have a weight above 0."]
+    least = min(positive)
+    return [f"{where} has the weight {least}, less than {_LEAST} of all: use 0."] * (least < _LEAST * sum(positive))
 
 
 def _whole(number: Any) -> Any:

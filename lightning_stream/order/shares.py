@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -73,24 +72,10 @@ def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> i
     return max(1, ceil_div(ceil_div(num_samples, num_replicas), batch_size))
 
 
-class Owners(ABC):
-    """Who gets what of a global batch, which has the positions [begin, end)."""
+class ByNode:
+    """Who gets what of a global batch k, which has the positions [begin, end).
 
-    @abstractmethod
-    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
-        """This replica's part of global batch ``k``, with positions in the place of ids."""
-
-    @abstractmethod
-    def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
-        """This replica's part of global batch ``k``."""
-
-    @abstractmethod
-    def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
-        """How many micro-batches every replica cuts its share into."""
-
-
-class ByNode(Owners):
-    """A batch is stably grouped by canonical node and cut evenly; or by cost, where the plan has a balance.
+    It is stably grouped by canonical node and cut evenly; or by cost, where the plan has a balance.
 
     All replicas get the same number: where one has a sample less, padding repeats a near one of the same batch. With
     ``tail="exact"``, only an empty replica gets one sample of padding. ``num_micro`` are the micro-batches of every
@@ -104,6 +89,7 @@ class ByNode(Owners):
         self._num_micro = num_micro
 
     def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        """This replica's part, with positions in the place of ids."""
         world, balance = self.plan.world, self.plan.balance
         at = positions_of(begin, end)
         nodes = self.order.nodes(at)
@@ -117,6 +103,7 @@ class ByNode(Owners):
         return ReplicaBatch(at[offsets], at[offsets], filler, ends=ends)
 
     def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
+        """This replica's part."""
         places = self.places(k, begin, end)
         rows = self.order.spans(places.positions)
         if rows is not None:
@@ -125,6 +112,7 @@ class ByNode(Owners):
         return replace(places, ids=ids[places.positions - begin])
 
     def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
+        """How many micro-batches every replica cuts its share into."""
         if self._num_micro is not None:
             return self._num_micro
         return num_micro_batches(end - begin, device_batch_size, self.plan.world.num_replicas)

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .arrays import Ints, starts_of
+from .arrays import Ints, segment_of, starts_of
 from .bitmap import Bitmap
 
 _DIGITS = 16  # of a digest, by which a state names a version
@@ -121,7 +121,7 @@ class Snapshot:
         if self._shard_length:
             shards = ids // self._shard_length
             return shards, ids - shards * self._shard_length
-        shards = self.shard_offsets.searchsorted(ids, side="right") - 1
+        shards = segment_of(self.shard_offsets, ids)
         return shards, ids - self.shard_offsets.take(shards)
 
     @cached_property
@@ -134,7 +134,7 @@ class Snapshot:
 
     def streams_of(self, ids: Ints) -> Ints:
         """The stream that holds each sample id."""
-        return np.searchsorted(self.stream_offsets, self.shards_of(ids), side="right") - 1
+        return segment_of(self.stream_offsets, self.shards_of(ids))
 
 
 def max_active(shards: Ints, ahead: int = 0) -> int:

@@ -175,10 +175,8 @@ def _stretches(
 ) -> list[tuple[BatchPlan, int]]:
     """The epoch by its batch sizes: for each, a plan from its first position on, and its number of steps."""
     order, tail = run.epoch(position.epoch), position.tail
-    changes = position.batch_changes or ((0, position.batch_size),)
-    ends = [*(begin for begin, _ in changes[1:]), order.num_samples]
     found = []
-    for (begin, size), end in zip(changes, ends, strict=True):
+    for begin, end, size in position.segments(order.num_samples):
         fits = world is None or size % world.num_replicas == 0  # an earlier batch may not: its world is not known
         plan = BatchPlan(
             order,

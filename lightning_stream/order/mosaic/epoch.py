@@ -19,9 +19,9 @@ import numpy as np
 from lightning_stream.lazy import kept
 from lightning_stream.order.arrays import Bools, Ints, starts_of
 from lightning_stream.order.batches import BatchPlan, Division, check_plan
-from lightning_stream.order.cuts import EvenCuts
+from lightning_stream.order.cuts import Cuts
 from lightning_stream.order.orders import Order, ceil_div
-from lightning_stream.order.shares import Owners, ReplicaBatch
+from lightning_stream.order.shares import ByNode, ReplicaBatch
 
 from .partitions import PADDING
 from .work import epoch_batches
@@ -155,25 +155,25 @@ class MosaicOrder(_TableOrder):
         return EpochTable.of(rows, np.bincount(drawn if rest is None else rest, minlength=self._data[0].num_samples))
 
 
-class _ByTable(Owners):
+class _ByTable(ByNode):
     """Each rank gets what it gets in that library; where it has nothing, another's part serves as padding.
 
     Args:
-        plan: What is divided.
+        order, plan: What is divided.
         table: The epoch in this world.
         edges: int64[global batches + 1]: where each begins in the table.
         shift: The position of the table's first sample.
     """
 
-    def __init__(self, plan: BatchPlan, table: EpochTable, edges: Ints, shift: int) -> None:
-        self._plan = plan
+    def __init__(self, order: Order, plan: BatchPlan, table: EpochTable, edges: Ints, shift: int) -> None:
+        super().__init__(order, plan)
         self._table = table
         self._edges = edges
         self._shift = shift
 
     def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
         """Repeats have the first position of their batch."""
-        table, part, replica = self._table, self._part(k), self._plan.world.replica
+        table, part, replica = self._table, self._part(k), self.plan.world.replica
         takes = self._takes(part)
         has_some: Bools = np.any(takes, axis=2)
         givers = np.where(has_some[:, replica], replica, has_some.argmax(axis=1))
@@ -203,7 +203,7 @@ class _ByTable(Owners):
     def _takes(self, part: slice) -> Bools:
         """bool[batches, ranks, batch size]: what is delivered."""
         is_sample: Bools = self._table.rows[part] != PADDING
-        return self._table.counted[part] if self._plan.tail == "exact" else is_sample
+        return self._table.counted[part] if not self.is_equal else is_sample
 
 
 def divide_by_table(plan: BatchPlan, order: Order) -> Division:
@@ -220,8 +220,9 @@ def divide_by_table(plan: BatchPlan, order: Order) -> Division:
     is_short = np.diff(table.edges[edges]) != plan.batch_size
     num_whole = int(is_short.argmax()) if is_short.any() else len(is_short)
     ends = [] if plan.tail == "drop" else (shift + table.edges[edges[num_whole + 1 :]]).tolist()
-    cuts = EvenCuts(plan.start, plan.batch_size, lambda _: False, lambda: (num_whole, ends))
-    return Division(_TableOrder(table, shift), cuts, _ByTable(plan, table, edges, shift))
+    cuts = Cuts(plan.start, plan.batch_size, lambda _: False, lambda: (num_whole, ends))
+    batches = _TableOrder(table, shift)
+    return Division(batches, cuts, _ByTable(batches, plan, table, edges, shift))
 
 
 def _table_of(plan: BatchPlan, order: MosaicOrder) -> tuple[EpochTable, int]:
