@@ -1,5 +1,8 @@
 """Stream training data from object storage into PyTorch trainers, exactly.
 
+The same samples in the same global batches on any number of nodes, devices and workers. One thing depends on the number
+of data replicas: with ``tail="exact"`` (evaluation), the border between an epoch's last two batches.
+
 Public names are loaded on first use (PEP 562), so that importing the package pulls in neither torch, nor a
 trainer, nor Spark, nor a cloud client.
 """

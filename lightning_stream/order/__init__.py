@@ -1,9 +1,9 @@
 """Which sample, when: the order of a run as pure functions over numpy arrays.
 
 Global batch k of epoch e is a pure function of (snapshot, weights, seed, e, order settings, k); where samples are
-packed, sorted by length or forgotten, also of the lengths and of the forgotten samples. The processes count in two
-cases only: with ``tail="exact"`` for the border between an epoch's last two batches, and in the orders of
-mosaicml-streaming.
+packed, sorted by length or forgotten, also of the lengths and of the forgotten samples. It depends on the processes in
+two cases only: with ``tail="exact"``, the border between an epoch's last two batches depends on the number of data
+replicas, since each needs a sample; and the orders of mosaicml-streaming depend on nodes and ranks.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ package; an order of mosaicml-streaming has its own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -266,32 +266,32 @@ def check_plan(
     """Raise ValueError, with all reasons, for an order that cannot be divided this way.
 
     ``must_divide``: every batch must give all replicas equally many samples. ``owns``: the order itself decides which
-    replica gets which sample.
+    replica gets which sample. ``problem`` is one more reason.
     """
+    if reasons := " ".join([*_problems(plan, order, must_divide, owns), problem]).strip():
+        raise ValueError(f"The batches of an epoch cannot be planned. {reasons}")
+
+
+def _problems(plan: BatchPlan, order: Order, must_divide: bool, owns: bool) -> Iterator[str]:
     size, start, replicas = plan.batch_size, plan.start, plan.world.num_replicas
-    reasons = []
     if plan.tail not in TAILS:
-        reasons.append(f"tail must be one of {', '.join(TAILS)}, not {plan.tail!r}.")
+        yield f"tail must be one of {', '.join(TAILS)}, not {plan.tail!r}."
     if start < 0 or not order.reads_to(start):
-        reasons.append(f"start must be within the epoch, [0, {order.size}], not {start}.")
+        yield f"start must be within the epoch, [0, {order.size}], not {start}."
     if plan.balance is not None and owns:
-        reasons.append(
+        yield (
             "This order assigns samples to replicas itself, so balance must be None. Omit it, or choose another "
             "batching_method or shuffle_algo."
         )
     if size < 1:
-        reasons.append(f"batch_size (B) must be at least 1, not {size}.")
+        yield f"batch_size (B) must be at least 1, not {size}."
     elif size % replicas and must_divide:
         below, above = size // replicas * replicas, ceil_div(size, replicas) * replicas
-        reasons.append(
+        yield (
             f"A global batch must divide evenly over the data replicas, but {size} samples over {replicas} "
             f"replicas leave {size % replicas}: use {f'{below} or ' if below else ''}{above} samples, or a number of "
             f"replicas that divides {size}."
         )
-    if problem:
-        reasons.append(problem)
-    if reasons:
-        raise ValueError("The batches of an epoch cannot be planned. " + " ".join(reasons))
 
 
 def divide_evenly(plan: BatchPlan, order: Order) -> Division:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -105,61 +105,52 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
     quick_start: bool = False  # whether an epoch begins with the beginnings of its first shards
 
     def __post_init__(self) -> None:
-        problems = violations(structs.asdict(self), _RULES)
-        method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
-        if method is not None and method.fixed is not None and getattr(self, method.fixed) is None:
-            problems.append(method.lacks)
-        problems += self._mosaic_problems() + self._length_problems(method)
-        if self.schedule is not None and not problems:
-            problems = self._schedule_problems(self.schedule)
-        places = [(switch.epoch, switch.position) for switch in self.switches]
-        if places != sorted(places) or not all(is_count(number, 0) for place in places for number in place):
-            problems.append(f"Switches of versions must follow each other, but they are at {places}.")
-        if problems:
+        if problems := [*self._problems()]:
             raise ValueError("The order settings must be valid. " + " ".join(problems))
 
-    def _mosaic_problems(self) -> list[str]:
-        if self.mosaic is None:
-            return []
-        problems = violations(structs.asdict(self.mosaic), _MOSAIC_RULES)
-        if self.forgotten is not None:
-            problems.append(
-                f"Samples are forgotten in the native order only, but shuffle_algo is {self.algorithm!r}: omit forget."
-            )
-        return problems
-
-    def _length_problems(self, method: BatchingMethod | None) -> list[str]:
-        problems = []
-        kind = method if self.mosaic is None else MOSAIC
-        if self.needs_lengths and kind is not None and not kind.can_be_packed:
+    def _problems(self) -> Iterator[str]:
+        """One sentence for everything that is wrong."""
+        wrong = violations(structs.asdict(self), _RULES)
+        method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
+        if method is not None and method.fixed is not None and getattr(self, method.fixed) is None:
+            wrong.append(method.lacks)
+        if self.mosaic is not None:
+            wrong += violations(structs.asdict(self.mosaic), _MOSAIC_RULES)
+        yield from wrong
+        if self.mosaic is not None and self.forgotten is not None:
+            yield f"Samples are forgotten in the native order only, not with {self.algorithm!r}: omit forget."
+        if self.mosaic is not None:
+            method = MOSAIC
+        if self.needs_lengths and method is not None and not method.can_be_packed:
             able = [name for name, other in METHODS.items() if other.can_be_packed]
             what = "Rows are packed from" if self.packing else "Samples are sorted by length in"
-            problems.append(f"{what} the native order with batching_method {' or '.join(able)}.")
+            yield f"{what} the native order with batching_method {' or '.join(able)}."
         if self.packing is not None and self.buckets is not None:
-            problems.append("Packed rows have one length: omit bucket_by and batch_tokens, and set the batch size.")
-        return problems
+            yield "Packed rows have one length: omit bucket_by and batch_tokens, and set the batch size."
+        if self.schedule is not None and not wrong:
+            yield from self._schedule_problems(self.schedule)
+        places = [(switch.epoch, switch.position) for switch in self.switches]
+        if places != sorted(places) or not all(is_count(number, 0) for place in places for number in place):
+            yield f"Switches of versions must follow each other, but they are at {places}."
 
-    def _schedule_problems(self, schedule: Schedule) -> list[str]:
-        problems, length = [], self.batching.block_of(self)
+    def _schedule_problems(self, schedule: Schedule) -> Iterator[str]:
+        length, counts_steps = self.batching.block_of(self), schedule.unit == "steps"
         if self.mosaic is not None:
-            problems.append(f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it.")
-        if schedule.unit == "steps" and self.batch_size is None:
-            problems.append("A schedule in steps needs a batch size from the start.")
-        if schedule.unit == "steps" and self.buckets is not None and self.buckets.batch_tokens is not None:
-            problems.append(
-                "A schedule in steps needs batches of one size: with batch_tokens, count samples or tokens."
-            )
+            yield f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it."
+        if counts_steps and self.batch_size is None:
+            yield "A schedule in steps needs a batch size from the start."
+        if counts_steps and self.buckets is not None and self.buckets.batch_tokens is not None:
+            yield "A schedule in steps needs batches of one size: with batch_tokens, count samples or tokens."
         if length > 1 and (self.epoch_size is None or self.epoch_size % length):
-            problems.append(
+            yield (
                 f"{self.batching_method} takes {length} samples of a stream at a time, so with a schedule epoch_size "
                 f"must be a multiple of that, not {self.epoch_size}."
             )
         if length > 1 and any(schedule.stops):
-            problems.append(
+            yield (
                 f"exhausted='stop' would end a stream within the {length} samples that {self.batching_method} takes at "
                 "a time: use 'repeat', or another batching_method."
             )
-        return problems
 
     @classmethod
     def resolve(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -69,7 +69,7 @@ class RunOrder:
                 "version=[(step, version), ...]."
             )
         if config.schedule is not None:
-            _check_schedule(config, config.schedule, snapshot, self.weights)
+            _refuse_schedule(_schedule_problems(config, config.schedule, self.weights, snapshot))
         shared = config.epoch_size if config.schedule is None else None  # a schedule draws whole epochs of each stream
         chosen = choose_per_stream(snapshot, self.weights, shared, config.seed)
         balanced = config.sampling_method == "balanced"
@@ -241,31 +241,29 @@ def check_weights(config: OrderConfig, names: Sequence[str], weights: Sequence[S
         raise ValueError("The weights of the streams cannot be met. " + " ".join(problems))
 
 
-def _schedule_problems(config: OrderConfig, schedule: Schedule, weights: Sequence[StreamWeights]) -> list[str]:
-    """Those of settings alone."""
-    problems = []
+def _schedule_problems(
+    config: OrderConfig, schedule: Schedule, weights: Sequence[StreamWeights], snapshot: Snapshot | None = None
+) -> Iterator[str]:
+    """What of a schedule contradicts the settings, or the data where it is given."""
     counts_tokens = schedule.counts_tokens(is_packed=config.packing is not None)
     if schedule.unit == "steps" and schedule.mean_lengths and not counts_tokens:
-        problems.append("Its steps count samples, so omit mean_lengths.")
-    if any(one != StreamWeights() for one in weights):
-        problems.append("The streams have a proportion, repeat or choose of their own: omit these.")
-    return problems
-
-
-def _check_schedule(
-    config: OrderConfig, schedule: Schedule, snapshot: Snapshot, weights: Sequence[StreamWeights]
-) -> None:
-    problems, names = _schedule_problems(config, schedule, weights), schedule.streams
-    if schedule.counts_tokens(is_packed=config.packing is not None) and not schedule.mean_lengths:
-        problems.append("It counts tokens, so it needs mean_lengths.")
+        yield "Its steps count samples, so omit mean_lengths."
+    if any(weight != StreamWeights() for weight in weights):
+        yield "The streams have a proportion, repeat or choose of their own: omit these."
+    if snapshot is None:
+        return
+    if counts_tokens and not schedule.mean_lengths:
+        yield "It counts tokens, so it needs mean_lengths."
+    names = schedule.streams
     if len(names) != snapshot.num_streams:
-        problems.append(f"It has weights for {len(names)} streams, but there are {snapshot.num_streams}.")
-    used = {name for _, points in schedule.points for name, weight in points if weight}
-    used |= {name for change in schedule.changes for name, weight in change.weights or () if weight}
-    empty = {name for name, size in zip(names, snapshot.stream_samples.tolist(), strict=False) if not size} & used
-    _refuse_schedule([*problems, *(f"Stream {name!r} has no samples, but a weight above 0." for name in sorted(empty))])
+        yield f"It has weights for {len(names)} streams, but there are {snapshot.num_streams}."
+    weights_of = [pairs for _, pairs in schedule.points] + [change.weights or () for change in schedule.changes]
+    used = {name for pairs in weights_of for name, weight in pairs if weight}
+    for name, size in sorted(zip(names, snapshot.stream_samples.tolist(), strict=False)):
+        if name in used and not size:
+            yield f"Stream {name!r} has no samples, but a weight above 0."
 
 
-def _refuse_schedule(problems: Sequence[str]) -> None:
-    if problems:
-        raise ValueError("A schedule must suit the streams. " + " ".join(problems))
+def _refuse_schedule(problems: Iterator[str]) -> None:
+    if sentences := " ".join(problems):
+        raise ValueError(f"A schedule must suit the streams. {sentences}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -88,8 +88,8 @@ class Schedule:
             streams=tuple(streams) or tuple(named),
             changes=tuple(changes),
         )
-        if problems := self._problems():
-            raise ValueError("A mixture's schedule must be valid. " + " ".join(problems))
+        if problems := " ".join(self._problems()):
+            raise ValueError(f"A mixture's schedule must be valid. {problems}")
 
     def of_streams(self, names: Sequence[str]) -> Schedule:
         """The schedule for streams of these names, in this order. Raises ValueError for names that are not there."""
@@ -164,52 +164,54 @@ class Schedule:
         changes = [MixtureChange(at, _pairs(weights), _pairs(skip)) for at, weights, skip in state.get("changes", ())]
         return cls(**{"points": (), **state, "changes": changes})
 
-    def _problems(self) -> list[str]:
+    def _problems(self) -> Iterator[str]:
         """One sentence for everything that is wrong."""
-        problems = violations(vars(self), _RULES)
+        yield from violations(vars(self), _RULES)
         starts = [at for at, _ in self.points]
         if starts[:1] != [0] or not all(is_count(at, 0) for at in starts) or starts != sorted(set(starts)):
-            problems.append(f"The points must be whole numbers that rise from 0, not {short(starts)}.")
-        weights_of = [(f"The point at {at}", weights) for at, weights in self.points]
-        weights_of += [(f"The change at {one.at}", one.weights) for one in self.changes if one.weights is not None]
-        for where, weights in weights_of:
-            problems += self._value_problems(where, dict(weights), "a weight", AMOUNT) or _least_problems(
-                where, weights
-            )
-        problems += self._value_problems("exhausted", self._ends, "each", _EXHAUSTED)
+            yield f"The points must be whole numbers that rise from 0, not {short(starts)}."
+        for at, weights in self.points:
+            yield from self._weight_problems(f"The point at {at}", weights)
+        yield from self._value_problems("exhausted", self._ends, "each", _EXHAUSTED)
         lengths = dict(self.mean_lengths)
-        problems += self._value_problems("mean_lengths", lengths, "a mean length", _LENGTH)
+        yield from self._value_problems("mean_lengths", lengths, "a mean length", _LENGTH)
         missing = [name for name in self.streams if name not in lengths]
         if lengths and missing:
-            problems.append(f"mean_lengths must name all streams or none, but {', '.join(missing)} have none.")
-        changed = [change.at for change in self.changes]
-        if not all(is_count(at, 0) for at in changed):
-            problems.append(f"Changes need sample numbers, not {short(changed)}.")
-        elif changed != sorted(changed):
-            problems.append("A change must not take effect before one that was made already.")
+            yield f"mean_lengths must name all streams or none, but {', '.join(missing)} have none."
         for change in self.changes:
-            where, skipped = f"The change at {change.at} (skip)", dict(change.skip)
-            problems += self._value_problems(where, skipped, "a number to skip", _SKIP)
-            ended = [name for name in skipped if self._ends.get(name) == "stop"]
-            problems += [f"Stream {name!r} ends when exhausted: skip needs one that repeats." for name in ended]
-        return problems
+            yield from self._change_problems(change)
+        changed = [change.at for change in self.changes]
+        if changed != sorted(changed):
+            yield "A change must not take effect before one that was made already."
 
-    def _value_problems(self, where: str, values: Mapping[str, object], noun: str, rule: Rule) -> list[str]:
+    def _change_problems(self, change: MixtureChange) -> Iterator[str]:
+        where = f"The change at {change.at}"
+        if not is_count(change.at, 0):
+            yield f"A change needs a sample number, not {short(change.at)}."
+        if change.weights is not None:
+            yield from self._weight_problems(where, change.weights)
+        yield from self._value_problems(f"{where} (skip)", dict(change.skip), "a number to skip", _SKIP)
+        for name, _ in change.skip:
+            if self._ends.get(name) == "stop":
+                yield f"Stream {name!r} ends when exhausted: skip needs one that repeats."
+
+    def _weight_problems(self, where: str, weights: Numbers) -> Iterator[str]:
+        problems = [*self._value_problems(where, dict(weights), "a weight", AMOUNT)]
+        yield from problems
+        positive = [] if problems else [weight for _, weight in weights if weight]
+        if positive and min(positive) < _LEAST * sum(positive):
+            yield f"{where} has the weight {min(positive)}, less than {_LEAST} of all: use 0."
+        elif not positive and not problems:
+            yield f"{where} must have a weight above 0."
+
+    def _value_problems(self, where: str, values: Mapping[str, object], noun: str, rule: Rule) -> Iterator[str]:
         """Values of streams that break a rule, and names of no stream."""
         bad = [f"{name}={short(value)}" for name, value in values.items() if not rule.accepts(value)]
-        problems = [f"{where} has {', '.join(bad)}, but {noun} must be {rule.text}."] if bad else []
+        if bad:
+            yield f"{where} has {', '.join(bad)}, but {noun} must be {rule.text}."
         unknown = [repr(name) for name in values if name not in self.streams]
-        names = f"{where} names {', '.join(unknown)}, but the streams are {', '.join(self.streams)}."
-        return [*problems, names] if unknown else problems
-
-
-def _least_problems(where: str, weights: Numbers) -> list[str]:
-    """What is wrong with weights that are numbers."""
-    positive = [weight for _, weight in weights if weight]
-    if not positive:
-        return [f"{where} must have a weight above 0."]
-    least = min(positive)
-    return [f"{where} has the weight {least}, less than {_LEAST} of all: use 0."] * (least < _LEAST * sum(positive))
+        if unknown:
+            yield f"{where} names {', '.join(unknown)}, but the streams are {', '.join(self.streams)}."
 
 
 def _whole(number: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -30,23 +31,21 @@ class World:
     replication: int = 1
 
     def __post_init__(self) -> None:
-        if problems := self._problems():
+        if problems := " ".join(self._problems()):
             raise ValueError(
-                f"A world must be consistent. {' '.join(problems)} Found {self!r}; correct the arguments or the "
-                "launcher's environment."
+                f"A world must be consistent. {problems} Found {self!r}; correct the arguments or the launcher's "
+                "environment."
             )
 
-    def _problems(self) -> list[str]:
-        rank, num_ranks, ranks_per_node, replication = self.rank, self.num_ranks, self.ranks_per_node, self.replication
-        if num_ranks < 1 or ranks_per_node < 1 or replication < 1:
-            return ["num_ranks, ranks_per_node and replication must each be at least 1."]
-        problems = []
-        if not 0 <= rank < num_ranks:
-            problems.append(f"rank must be in [0, num_ranks), but rank {rank} is not in [0, {num_ranks}).")
-        for name, value in (("ranks_per_node", ranks_per_node), ("replication", replication)):
-            if num_ranks % value:
-                problems.append(f"{name} must divide num_ranks, but {value} does not divide {num_ranks}.")
-        return problems
+    def _problems(self) -> Iterator[str]:
+        if self.num_ranks < 1 or self.ranks_per_node < 1 or self.replication < 1:
+            yield "num_ranks, ranks_per_node and replication must each be at least 1."
+            return
+        if not 0 <= self.rank < self.num_ranks:
+            yield f"rank must be in [0, num_ranks), but rank {self.rank} is not in [0, {self.num_ranks})."
+        for name, value in (("ranks_per_node", self.ranks_per_node), ("replication", self.replication)):
+            if self.num_ranks % value:
+                yield f"{name} must divide num_ranks, but {value} does not divide {self.num_ranks}."
 
     @property
     def replica(self) -> int:

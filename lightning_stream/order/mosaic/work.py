@@ -17,7 +17,7 @@ from .partitions import PADDING, partition
 from .shuffles import DEFAULT_BLOCK_SIZE, shuffle
 
 if TYPE_CHECKING:
-    from lightning_stream.order.config import MosaicConfig, OrderConfig
+    from lightning_stream.order.config import OrderConfig
 
 
 _SAMPLES_IN_BLOCKS = 4_000_000
@@ -101,22 +101,25 @@ def sampling(sizes: Ints, choose: int, granularity: int, seed: int, epoch: int, 
     return drawn
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class EpochInputs:
     """All that an epoch's global batches depend on, except the position of a resume.
 
-    ``nodes``, ``ranks`` of each and ``batch_size`` of a rank are this world; `chosen` has made ``choose, proportions``.
+    ``nodes``, ``ranks`` of each and ``batch_size`` of a rank are this world.
     """
 
     snapshot: Snapshot
+    weights: Sequence[StreamWeights]
     config: OrderConfig
-    mosaic: MosaicConfig
     epoch: int
-    choose: Sequence[int]
-    proportions: Sequence[float]
     nodes: int
     ranks: int
     batch_size: int
+
+    def __post_init__(self) -> None:
+        assert self.config.mosaic is not None
+        self.mosaic = self.config.mosaic
+        self.choose, self.proportions = chosen(self.snapshot, self.weights, self.config.epoch_size, self.config.seed)
 
     @property
     def global_batch(self) -> int:
@@ -187,12 +190,9 @@ def epoch_batches(
 
     ``world`` is (nodes, ranks of each, samples in a batch of one rank). Raises ValueError where streams cannot fill it.
     """
-    snapshot, weights, config = data
-    assert config.mosaic is not None
-    choose, proportions = chosen(snapshot, weights, config.epoch_size, config.seed)
-    inputs = EpochInputs(snapshot, config, config.mosaic, epoch, choose, proportions, *world)
-    streams = range(snapshot.num_streams)
-    method = _METHODS.get(config.batching_method)
+    inputs = EpochInputs(*data, epoch, *world)
+    streams = range(inputs.snapshot.num_streams)
+    method = _METHODS.get(inputs.config.batching_method)
     if method is None:  # "random": one generator draws the samples of all streams
         drawn = inputs.draw(streams)
         ids = inputs.order(drawn, inputs.block_size)
