@@ -90,10 +90,10 @@ def explain(run: RunOrder, position: Position, *, world: World | None = None) ->
     Example: ``print(explain(run, Position.from_state(state)))`` gives "epoch 0: 512 of 2000 samples trained on, ...".
     """
     here = position.rebased_on(run, batch_size=position.batch_size, tail=position.tail, world=world)
-    *earlier, (plan, _) = _stretches(run, here, world)
-    done = sum(steps for _, steps in earlier) + _steps_until(plan, here.position)
-    left = sum(steps for _, steps in earlier) + plan.num_batches - done
-    upcoming = trace(run, here, done, world=world) if left else None
+    *_, (plan, before, _) = _segments(run, here, here.epoch, world)
+    done = _steps_until(plan, here.position)
+    left = plan.num_batches - done
+    upcoming = trace(run, here, before + done, world=world) if left else None
     return Explanation(here.epoch, here.position, run.epoch(here.epoch).num_samples, left, upcoming)
 
 
@@ -105,24 +105,20 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     Raises:
         ValueError: The epoch has no such step.
     """
-    before = 0
-    for plan, steps in _stretches(run, position, world):
-        if 0 <= step - before < steps:
-            begin, end = plan.bounds(step - before)
-            ids, _ = plan.order.samples(begin, end)
+    end = 0
+    for plan, before, end in _segments(run, position, position.epoch, world):
+        if before <= step < end:
+            bounds = plan.bounds(step - before)
+            ids, _ = plan.order.samples(*bounds)
             shards, streams = run.snapshot.shards_of(ids), run.snapshot.streams_of(ids)
-            return TracedBatch(position.epoch, step, begin, end, ids, shards, streams)
-        before += steps
-    raise ValueError(
-        f"A step must be one of the epoch's: epoch {position.epoch} has {before} of them, not step {step}."
-    )
+            return TracedBatch(position.epoch, step, *bounds, ids, shards, streams)
+    raise ValueError(f"A step must be one of the epoch's: epoch {position.epoch} has {end} of them, not step {step}.")
 
 
 def batches_of(run: RunOrder, position: Position, epoch: int) -> Iterator[Ints]:
     """The samples of all global batches of an epoch, with the batch size of this position."""
-    here = position if epoch == position.epoch else replace(position, epoch=epoch, position=0, batch_changes=())
-    for plan, steps in _stretches(run, here, None):
-        yield from (plan.order.samples(*plan.bounds(k))[0] for k in range(steps))
+    for plan, before, end in _segments(run, position, epoch, None):
+        yield from (plan.order.samples(*plan.bounds(k))[0] for k in range(end - before))
 
 
 def where(
@@ -139,20 +135,17 @@ def where(
     """
     found: list[Occurrence] = []
     for epoch in (position.epoch,) if epochs is None else epochs:
-        here = position if epoch == position.epoch else replace(position, epoch=epoch, position=0, batch_changes=())
-        stretches = _stretches(run, here, delivery.world, delivery.accumulate)
-        if not all(plan.follows_order for plan, _ in stretches):
+        segments = _segments(run, position, epoch, delivery.world, delivery.accumulate)
+        if not all(plan.follows_order for plan, _, _ in segments):
             raise ValueError(
                 "This order of mosaicml-streaming has other batches on this number of nodes and ranks. Ask in the "
                 "world that the training run began in."
             )
         for at in run.where(sample_id, epoch).tolist():
-            before = 0
-            for plan, steps in stretches:
+            for plan, before, end in segments:
                 k = _steps_until(plan, at)
-                if k < steps and plan.bounds(k)[0] <= at:
+                if before + k < end and plan.bounds(k)[0] <= at:
                     found += (Occurrence(epoch, before + k, *place) for place in _delivered(plan, k, at, delivery))
-                before += steps
     return found
 
 
@@ -170,24 +163,23 @@ def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator
         return  # a position is on one replica
 
 
-def _stretches(
-    run: RunOrder, position: Position, world: World | None, accumulate: int = 1
-) -> list[tuple[BatchPlan, int]]:
-    """The epoch by its batch sizes: for each, a plan from its first position on, and its number of steps."""
-    order, tail = run.epoch(position.epoch), position.tail
-    found = []
-    for begin, end, size in position.segments(order.num_samples):
-        fits = world is None or size % world.num_replicas == 0  # an earlier batch may not: its world is not known
-        plan = BatchPlan(
-            order,
-            batch_size=size,
-            world=world if fits and world else World(),
-            tail=tail,
-            start=begin,
-            accumulate=accumulate,
-        )
-        found.append((plan, _steps_until(plan, end)))
-    return found
+def _segments(
+    run: RunOrder, position: Position, epoch: int, world: World | None, accumulate: int = 1
+) -> list[tuple[BatchPlan, int, int]]:
+    """An epoch by its batch sizes: a plan from the first position of each on, its first step, and that behind its last.
+
+    The changes of the position are those of its own epoch.
+    """
+    order, segments, step = run.epoch(epoch), [], 0
+    here = position if epoch == position.epoch else replace(position, batch_changes=())
+    for begin, end, size in here.segments(order.num_samples):
+        fits = world is not None and size % world.num_replicas == 0  # of an earlier batch the world is not known
+        known = world if world is not None and fits else World()
+        plan = BatchPlan(order, batch_size=size, world=known, tail=position.tail, start=begin, accumulate=accumulate)
+        steps = _steps_until(plan, end)
+        segments.append((plan, step, step + steps))
+        step += steps
+    return segments
 
 
 def _steps_until(plan: BatchPlan, end: int) -> int:
