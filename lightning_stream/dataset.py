@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from inspect import signature
+from math import gcd
 from typing import Any
 
 import numpy as np
@@ -18,34 +19,33 @@ from lightning_stream.cache import CacheConfig
 from lightning_stream.distributed import Dimensions, WorldLike
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
-from lightning_stream.loading.dataset_arguments import (
-    bound_schedule,
-    bucketing,
-    check_order,
-    chosen_streams,
-    mosaic_settings,
-    whole_numbers,
-)
+from lightning_stream.loading.describe import as_html, described, described_without_batches
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
-from lightning_stream.loading.packing import Packing
+from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.loading.plain import PlainIterations
-from lightning_stream.loading.questions import DatasetQuestions
 from lightning_stream.loading.randomness import READING, SeededCall
-from lightning_stream.loading.source import SampleSource, Transform
-from lightning_stream.order import Schedule
+from lightning_stream.loading.source import SampleSource
+from lightning_stream.order import MosaicConfig, OrderConfig, Schedule, StreamWeights
 from lightning_stream.order.balance import Cost
 from lightning_stream.order.bitmap import as_ids
-from lightning_stream.questions.describe import PUBLIC_NAMES
+from lightning_stream.order.buckets import LengthBuckets
+from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order.forget import Replay
+from lightning_stream.order.mosaic.partitions import PARTITIONS
+from lightning_stream.order.rules import count, violations
+from lightning_stream.order.run import check_weights
+from lightning_stream.questions import Occurrence
+from lightning_stream.questions.describe import PUBLIC_NAMES, Chain
 from lightning_stream.reading.bad_samples import Policy, bad_data
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
-from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of, name_of, weights_of, with_split
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.reading.switched import reader_of
 
 _SHOWN_STREAMS = 4
 
 
-class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
+class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     """Samples streamed from one or several datasets in an order that is elastic, deterministic and resumable.
 
     Iterated through a `StreamingDataLoader` (or a trainer's wrapper of one), every global batch is the same on any
@@ -172,7 +172,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         batch_multiple: float | None = None,
         stream_name: str = "stream",
         stream_config: Mapping[str, Any] | None = None,
-        transform: Transform | None = None,
+        transform: Callable[..., Any] | None = None,
         decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
         window: float | None = None,
         quick_start: bool | None = None,
@@ -195,12 +195,12 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         exclude_ids: Ids | None = None,
         schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
-        refuse_overrides(type(self))
+        refuse_overrides(type(self), IndexedSamples)
         single: dict[str, Any] = {"remote": remote, "local": local, "split": split, "version": version}
         single |= {"format": format, "columns": columns, "media_root": media_root}
-        self.streams = chosen_streams(streams, stream_name, single, stream_config)
+        self.streams = _chosen_streams(streams, stream_name, single, stream_config)
         self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
-            whole_numbers(
+            _whole_numbers(
                 batch_size=batch_size,
                 predownload=predownload,
                 replication=replication,
@@ -224,11 +224,11 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             "sampling_method": sampling_method,
             "sampling_granularity": self.sampling_granularity,
             "epoch_size": None if epoch_size is None else parse_count(epoch_size, "epoch_size") or None,
-            "mosaic": mosaic_settings(shuffle_algo, partition_algo, self.shuffle_block_size),
-            "schedule": bound_schedule(schedule, self.streams),
+            "mosaic": _mosaic_settings(shuffle_algo, partition_algo, self.shuffle_block_size),
+            "schedule": _bound_schedule(schedule, self.streams),
         }
-        buckets = bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
-        check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
+        buckets = _bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
+        _check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
         bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
@@ -245,7 +245,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             order_arguments,
             self.shuffle_seed,
             predownload=self.predownload,
-            transform=transform,
+            transform=None if transform is None else SeededCall(transform, self.shuffle_seed),
             world=world,
             replication=self.replication,
             data_dimension=data_dimension,
@@ -254,7 +254,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
             buckets=buckets,
             forget=None if forget is None else as_ids(forget, "forget").astype(np.int64),
         )
-        self._streaming_plain = PlainIterations(self.batch_size)
+        self._streaming_plain = PlainIterations(self._streaming_source, self.batch_size)
 
     def __repr__(self) -> str:
         reader, order = self._streaming_source.reader, dict(self._streaming_source.order_arguments)
@@ -276,12 +276,12 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
     @Readable
     def epoch_size(self) -> int:
         """Samples drawn per epoch, over all replicas."""
-        return self._streaming_plain.order(self._streaming_source).num_samples
+        return self._streaming_plain.order().num_samples
 
     @Readable
     def initial_physical_nodes(self) -> int | None:
         """Nodes of the run's first start, for mosaicml-streaming's orders; None for the native one."""
-        mosaic = self._streaming_plain.settings(self._streaming_source).order.mosaic
+        mosaic = self._streaming_plain.settings().order.mosaic
         return None if mosaic is None else mosaic.initial_physical_nodes
 
     @property
@@ -301,7 +301,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         """Samples of one replica in a full epoch."""
         if self._streaming_source.packing is not None:
             raise TypeError("the epochs of packed rows differ in length, so the dataset has none; see Packing")
-        num_samples = self._streaming_plain.order(self._streaming_source).num_samples
+        num_samples = self._streaming_plain.order().num_samples
         return math.ceil(num_samples / self._streaming_source.detect_world().num_replicas)
 
     length = Readable(__len__)
@@ -312,12 +312,59 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         Args:
             ids: Sample ids of this dataset, each at most once.
         """
-        part = copy.copy(self)
-        vars(part).update(
-            _streaming_source=self._streaming_source.subset(ids),
-            _streaming_plain=PlainIterations(self._streaming_plain.batch_size),
-        )
+        part, source = copy.copy(self), self._streaming_source.subset(ids)
+        plain = PlainIterations(source, self._streaming_plain.batch_size)
+        vars(part).update(_streaming_source=source, _streaming_plain=plain)
         return part
+
+    # Questions about the run
+
+    _repr_html_ = as_html
+
+    def describe(self, count_rows: bool | None = None) -> Chain:
+        """The chain from the streams to this rank's batches: settings, counts and a digest of every stage.
+
+        `print` shows it on one screen. Of a dataset that a `StreamingDataLoader` reads, it is that of the loader;
+        without one, and without a `batch_size`, the chain ends before the batches. It reads the indexes, and evaluates
+        the filters.
+
+        Args:
+            count_rows: Whether to plan the epoch where documents are packed or batches have a budget of tokens, about 3
+                million documents per second, which counts rows, batches and padding; None for up to a million.
+
+        Example::
+
+            print(dataset.describe())
+            dataset.describe()["streams"].counts["samples"]
+        """
+        loader = self._streaming_plain.loader
+        if loader is not None:
+            return loader.describe(count_rows)
+        source, plain = self._streaming_source, self._streaming_plain
+        settings, epoch = plain.settings(), plain.next_epoch
+        if plain.batch_size is not None or source.batch_tokens is not None:
+            return described(source, settings, epoch, count_rows)
+        return described_without_batches(source, settings, epoch)
+
+    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]:
+        """When and where the training run sees a sample, done or to come: ``(epoch, step, rank, micro_batch, row)``.
+
+        It is computed, not recorded: for this world and batch size, and the changes of the batch size in the current
+        epoch, which is what `epochs` defaults to. Padding does not count.
+
+        Example: ``dataset.where(7, epochs=range(3))`` is ``[Occurrence(epoch=0, step=12, rank=3, ...), ...]``.
+        """
+        return self._streaming_plain.where(sample_id, epochs)
+
+    def plan_replay(self, ids: Iterable[int], states: Sequence[Mapping[str, Any]]) -> Replay:
+        """What it takes that a run has never seen some samples: the newest of its states that is before all of them.
+
+        Continue from it with ``forget=ids``: the run is then the same as if it had begun so. Samples delivered in place
+        of bad ones are not searched.
+
+        Example: ``states[dataset.plan_replay([7], states).checkpoint]``
+        """
+        return self._streaming_source.plan_replay(ids, states)
 
     # Iteration without a loader of ours, and its position
 
@@ -330,14 +377,14 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
 
         Accelerate calls it before each iteration, with a count of its own.
         """
-        self._streaming_plain.set_epoch(self, self._streaming_source, epoch)
+        self._streaming_plain.set_epoch(self, epoch)
 
     def warm(self, steps: int) -> int:
         """Fetch, before training, the shards of this rank's first optimizer steps from where the next iteration starts.
 
         For a run through a `StreamingDataLoader`, use its `warm`, which knows the global batch. Returns their number.
         """
-        return self._streaming_plain.warm(self._streaming_source, steps)
+        return self._streaming_plain.warm(steps)
 
     def state_dict(self, num_samples: int | None = None, from_beginning: bool = True) -> dict[str, Any]:
         """The position after so many samples, in the form that `load_state_dict` reads.
@@ -347,7 +394,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
                 process, as torchdata's StatefulDataLoader asks.
             from_beginning: Whether they count from the beginning of the epoch, or from where this iteration started.
         """
-        return self._streaming_plain.state_dict(self._streaming_source, num_samples, from_beginning)
+        return self._streaming_plain.state_dict(num_samples, from_beginning)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state: the next iteration starts there; at an epoch's end it is that epoch's empty rest.
@@ -355,7 +402,7 @@ class StreamingDataset(DatasetQuestions, IndexedSamples, IterableDataset[Any]):
         Raises:
             StateError: It cannot be continued over this data with these settings; the message names the difference.
         """
-        self._streaming_plain.load_state_dict(self._streaming_source, state)
+        self._streaming_plain.load_state_dict(state)
 
 
 class LocalDataset(IndexedSamples, Dataset[Any]):
@@ -373,7 +420,7 @@ class LocalDataset(IndexedSamples, Dataset[Any]):
     def __init__(
         self, local: str | os.PathLike[str], split: str | None = None, allow_unsafe_types: bool = False
     ) -> None:
-        refuse_overrides(type(self))
+        refuse_overrides(type(self), IndexedSamples)
         self.local, self.split = os.fspath(local), split or ""
         dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)
         self._streaming_source = dataset._streaming_source  # noqa: SLF001 - the same reader
@@ -396,3 +443,101 @@ def source_of(dataset: StreamingDataset) -> SampleSource:
 def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
     """The position of a dataset that is read without a `StreamingDataLoader`."""
     return dataset._streaming_plain  # noqa: SLF001 - the one door to it
+
+
+# The arguments of a dataset
+
+
+def _whole_numbers(**given: float | None) -> list[int | None]:
+    """Numbers that may be floats (``1e9``) or None, as whole numbers; raise ValueError for others."""
+    numbers = {name: whole(value) for name, value in given.items()}
+    rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
+    if problems := violations(numbers, rules):
+        raise ValueError(" ".join(problems))
+    return list(numbers.values())
+
+
+def _bound_schedule(given: Any, streams: Sequence[Stream]) -> Schedule | None:
+    """The schedule of a mixture, given as itself or by its points, for streams in this order."""
+    if given is None:
+        return None
+    return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
+
+
+def _bucketing(by: str | None, window: float | None, tokens: float | None, multiple: float | None) -> Bucketing | None:
+    """How samples of similar lengths come together; None if they do not. ValueError for settings that lack another."""
+    numbers = _whole_numbers(bucket_window=window, batch_tokens=tokens, batch_multiple=multiple)
+    by = "tokens" if by is None and tokens is not None else by
+    if window is not None and by is None:
+        raise ValueError(f"bucket_window needs bucket_by; found bucket_window={window} alone. Pass bucket_by too")
+    if multiple is not None and tokens is None:
+        raise ValueError(f"batch_multiple needs batch_tokens; found batch_multiple={multiple} alone. Pass both")
+    return None if by is None else Bucketing(by, *numbers)
+
+
+def _mosaic_settings(algorithm: str | None, partition: str, block_size: int | None) -> MosaicConfig | None:
+    """The settings of the orders of mosaicml-streaming; None for the native one. ValueError for a wrong partition."""
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition_algo is one of {', '.join(PARTITIONS)}; found {partition!r}. Correct it")
+    return MosaicConfig(partition, block_size) if algorithm in MOSAIC_ALGORITHMS else None
+
+
+def _check_order(
+    arguments: Mapping[str, Any],
+    streams: Sequence[Stream],
+    batch_size: int,
+    pack: Packing | None,
+    balance: object,
+    buckets: Bucketing | None,
+    forget: object,
+) -> None:
+    """Raise ValueError for settings of an order that are wrong, or contradict each other or the streams' weights."""
+    rows = None if pack is None else pack.rows("")
+    sorted_by = None if buckets is None else LengthBuckets(1, 1, buckets.batch_tokens)
+    given = {**arguments, "packing": rows, "buckets": sorted_by, "forgotten": None if forget is None else ""}
+    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, **given)
+    weights = tuple(map(weights_of, streams))
+    if order.schedule is not None or any(one != StreamWeights() for one in weights):
+        check_weights(order, [*map(name_of, streams)], weights)
+    check_blocks(arguments, batch_size, batch_size)
+    if not (balance is None or isinstance(balance, str) or callable(balance)):
+        raise TypeError(f"balance is the name of lengths or a function of them; found {balance!r}. Pass e.g. 'tokens'")
+    if balance is not None and not order.batching.can_be_balanced:
+        raise ValueError(
+            f"this order assigns samples to ranks itself; found balance={balance!r} with batching_method="
+            f"{order.batching_method!r} and shuffle_algo={order.algorithm!r}. Omit balance, or choose another order"
+        )
+
+
+def check_blocks(arguments: Mapping[str, Any], batch_size: int, block: int) -> None:
+    """Raise ValueError for a schedule whose epochs cannot be cut into batches of one stream.
+
+    ``batch_size`` divides the global batch; ``block`` is the batch per device. A state may bring another block, which
+    divides the epochs.
+    """
+    if arguments["schedule"] is not None:
+        shared = gcd(block, arguments["epoch_size"] or 0)
+        block = 1 if 1 < shared < block else block
+        OrderConfig.resolve(batch_size=batch_size, device_batch_size=block, **arguments)
+
+
+def _chosen_streams(
+    streams: Sequence[Stream] | None, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None
+) -> tuple[Stream, ...]:
+    """The streams of a dataset, given themselves or by the arguments of a single one."""
+    if name != "stream":
+        raise ValueError(
+            f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
+        )
+    if not streams:
+        return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
+    if config or any(given[name] is not None for name in given if name != "split"):
+        raise ValueError("pass either streams=, or remote=, local=... of a single one, not both")
+    relative = [stream for stream in streams if stream.proportion is not None]
+    if relative and len(relative) < len(streams):
+        others = [stream for stream in streams if stream.proportion is None]
+        raise ValueError(
+            "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
+            f"{relative} and none for {others}. Give every stream a proportion, or none"
+        )
+    return tuple(with_split(stream, given["split"] or "") for stream in streams)

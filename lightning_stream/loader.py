@@ -3,40 +3,53 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from operator import index
 from typing import Any, Literal
 
+from msgspec import structs
 from torch.utils.data import DataLoader
 
-from lightning_stream.dataset import StreamingDataset, plain_iterations_of, source_of
+from lightning_stream.dataset import StreamingDataset, check_blocks, plain_iterations_of, source_of
 from lightning_stream.distributed import WorldLike, detect_world
 from lightning_stream.errors import StateError, suggesting
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.accelerate import Prepared, is_prepared
+from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.checks import check_run
 from lightning_stream.loading.collate import collate_samples
-from lightning_stream.loading.dataset_arguments import check_blocks
-from lightning_stream.loading.iteration import Driver, LoaderIterator, Progress, driver_of
-from lightning_stream.loading.loader_arguments import check_arguments, check_classes, device_batch, refuse_order
-from lightning_stream.loading.mixing import MixtureChanges
-from lightning_stream.loading.questions import LoaderQuestions
+from lightning_stream.loading.cursor import Cursor
+from lightning_stream.loading.describe import as_html, described
+from lightning_stream.loading.indexed import refuse_overrides
+from lightning_stream.loading.iteration import LoaderIterator, driver_of
+from lightning_stream.loading.loader_arguments import check_arguments, device_batch, refuse_order
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.workers import MadeBatches, Workers, choose_workers
-from lightning_stream.monitoring.meter import Made
-from lightning_stream.order import OrderConfig, Position, Tail, World
+from lightning_stream.monitoring.meter import Made, Meter
+from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
+from lightning_stream.monitoring.watch import Watch
+from lightning_stream.order import OrderConfig, Position, RunOrder, Schedule, Tail, World
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
+from lightning_stream.processes import num_cores
+from lightning_stream.questions import Occurrence, explain, trace
 from lightning_stream.questions.cache_need import ReadAhead
-from lightning_stream.reading.look_ahead import read_ahead_depth, warm
+from lightning_stream.questions.describe import Chain
+from lightning_stream.questions.tracing import Explanation, TracedBatch
+from lightning_stream.reading.look_ahead import furthest_ahead, read_ahead_depth, warm
 
+_NEVER_CALLED = {  # methods of a dataset that torch's loader calls
+    "__iter__": "change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
+    "__len__": "pass epoch_size= to the dataset, or use torch.utils.data.DataLoader",
+}
 _log = logging.getLogger(__name__)
 
 
-class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
+class StreamingDataLoader(DataLoader[Any]):
     """Loads a `StreamingDataset` in batches, and owns the position in it.
 
     Global batch k of an epoch holds the same samples on any number of nodes, ranks and workers; with ``tail="exact"``
@@ -100,7 +113,13 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         for_processes = worker_init_fn or multiprocessing_context
         refuse_order((shuffle, sampler, batch_sampler, generator), in_order, workers, for_processes)
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
-        check_classes(self, dataset, StreamingDataset)
+        if not isinstance(dataset, StreamingDataset):
+            raise TypeError(
+                f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
+                f"Use torch.utils.data.DataLoader for other datasets"
+            )
+        refuse_overrides(type(dataset), StreamingDataset, _NEVER_CALLED)
+        refuse_overrides(type(self), DataLoader, {"_get_batch_size": "let the dataset count: remove it"})
         self.streaming, self._source = dataset, source_of(dataset)
         in_dataset = plain_iterations_of(dataset).batch_size  # a subclass may use the name for its own
         sizes = (batch_size, global_batch_size)
@@ -113,16 +132,13 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         self.world, self.on_mismatch = world, on_mismatch
         is_own = collate_fn is not None and collate_fn is not collate_samples
         self._collate = SeededCall(collate_fn, self._source.seed, collate=True) if is_own else None  # type: ignore[arg-type]
-        self._progress = Progress()
+        self.cursor = Cursor()
         plain_iterations_of(dataset).has_loader |= not evaluation
         self._workers = Workers(dataset)
         self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)
         if num_workers == "auto" and not count:
             prefetch_factor, persistent_workers = None, False
         self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
-        self._last: MicroBatch | None = None
-        self._driver: Driver | None = None
-        self._begins_at: Position | None = None  # where a state, or `set_epoch`, made the next training run begin
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
         super().__init__(
@@ -173,13 +189,13 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
         """How the data is divided here, for a run that continues with these order settings, or else with its own."""
-        here = self._progress.position if self._driver is None else self._driver.known
+        here, driver = self.cursor.position, self.cursor.driver
         own = None if here is None else here.order
         settings = self._source.settings(
             self.detect_world(), self.batch_size or 1, self.accumulate, self.tail, resumed or own
         )
-        if self._driver is not None:
-            settings = replace(settings, padding=self._driver.padding)
+        if driver is not None:
+            settings = replace(settings, padding=driver.padding)
         return settings if resumed is not None or own is None else replace(settings, order=own)
 
     def __len__(self) -> int:
@@ -224,21 +240,18 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Start making an iteration's batches; returns where it begins."""
-        plain, is_look = plain_iterations_of(self.streaming), not iterator.moves
+        cursor, is_look = self.cursor, not iterator.moves
         iterator.moves &= not self.evaluation
-        driver = self._driver or driver_of(self)
+        driver = cursor.driver or driver_of(self)
         if driver is None and iterator.moves:
             self._take_loaded()
-        own = driver.begin(iterator) if driver is not None and iterator.moves else None
+        start = driver.begin(iterator) if driver is not None and iterator.moves else None
+        iterator.moves &= driver is None or start is not None
         settings = self.settings()
         run = self._run(settings)
-        iterator.moves &= driver is None or own is not None
         if iterator.moves:
-            plain.belongs_to(self)
-        if own is not None:
-            start = own
-        elif iterator.moves:
-            start = self._progress.begin(iterator, run, settings)
+            plain_iterations_of(self.streaming).belongs_to(self)
+            start = start or cursor.begin(iterator, run, settings)
         elif driver is not None and not driver.counts and not is_look:
             start = self.normalised(self.position)  # no trainer yet: where a state put it
         else:
@@ -253,23 +266,14 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None:
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
-        self._last = iterator.last_batch
-        if made.early and self._last is not None:
-            self._source.reader.delivered.add(made.early, self._last.label)
+        batch = iterator.last_batch
+        if made.early and batch is not None:
+            self._source.reader.delivered.add(made.early, batch.label)
         if iterator.is_measured:
-            self.meter.note(asked, got, made, self._last, iterator.num_batches == 1)
-        if self._driver is not None:
-            self._driver.note_batch(iterator)
-        if iterator.moves:
-            if self._last is not None and self._last.substitutions:
-                self.num_substituted += self._last.num_substituted
-            if self._driver is None:
-                self._progress.moved(iterator)
-
-    def note_end(self, iterator: LoaderIterator) -> None:
-        """Note the end of an iteration."""
-        if iterator.moves and self._driver is None:
-            self._progress.ended(iterator)
+            self.meter.note(asked, got, made, batch, iterator.num_batches == 1)
+        self.cursor.handed_out(iterator)
+        if iterator.moves and batch is not None and batch.substitutions:
+            self.num_substituted += batch.num_substituted
 
     def compare_arrived(self) -> None:
         """Compare those of these samples whose shards have come since."""
@@ -317,8 +321,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
     @property
     def last_batch(self) -> MicroBatch | None:
         """What the batch in training, or else handed out last, is made of; None before any was."""
-        current = None if self._driver is None else self._driver.current
-        return self._last if current is None else current
+        return self.cursor.last_batch
 
     @property
     def substitutes(self) -> bool:
@@ -336,22 +339,21 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
         After a look at one batch it is where the next iteration begins, until `state_dict` counts that batch.
         """
-        here = self._progress.position if self._driver is None else self._driver.known
-        return here or self.begins_at or self.first_position()
+        return self.cursor.position or self.begins_at or self.first_position()
 
     @property
     def begins_at(self) -> Position | None:
         """Where a state, also one that the dataset was given, or `set_epoch` made the next training run begin."""
         self._take_loaded()
-        return self._begins_at
+        return self.cursor.begins_at
 
     def _take_loaded(self) -> None:
         """Begin where the state stands that the dataset was given, as users of mosaicml-streaming do."""
-        plain = plain_iterations_of(self.streaming)
+        plain, cursor = plain_iterations_of(self.streaming), self.cursor
         loaded = None if self.evaluation else plain.state_for(self)
-        if loaded is None or self._begins_at is not None or self._progress.position is not None:
+        if loaded is None or cursor.begins_at is not None or cursor.position is not None:
             return
-        resume = self._resume if plain.batch_size is None else self.continue_from  # else the dataset announced it
+        resume = self._resume if plain.batch_size is None else cursor.seek  # else the dataset announced it
         resume(plain.passed({}, lambda: self.accept(loaded)))
 
     def first_position(self) -> Position:
@@ -367,28 +369,29 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
-        if not self._progress.begins_in(epoch):
-            self.continue_from(replace(self.first_position(), epoch=index(epoch)))
+        if not self.cursor.begins_in(epoch):
+            self.cursor.seek(replace(self.first_position(), epoch=index(epoch)))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""
-        if self._driver is not None:
-            return self._driver.state()
-        self._progress.asked()
+        if self.cursor.driver is not None:
+            return self.cursor.driver.state()
+        self.cursor.refuse_two()
         return self.state_of(self.position)
 
     def state_of(self, position: Position) -> dict[str, Any]:
         """A position as a state, which passes through the dataset's `state_dict`: a subclass may override that."""
         state, plain = self.proven(position).to_state(), plain_iterations_of(self.streaming)
-        self._progress.took(position)
+        self.cursor.took(position)
         found: dict[str, Any] = plain.passed(state, lambda: self.streaming.state_dict(position.position, True))
         return found
 
     def state_after(self, num_samples: int | None) -> dict[str, Any]:
         """The position after so many samples of the epoch; the caller counts them if no trainer does."""
-        if num_samples is None or self._driver is None or self._driver.counts or self._last is None:
+        driver, last = self.cursor.driver, self.last_batch
+        if num_samples is None or driver is None or driver.counts or last is None:
             return self.state_dict()
-        here = replace(self.first_position(), epoch=self._last.epoch, position=num_samples)
+        here = replace(self.first_position(), epoch=last.epoch, position=num_samples)
         return self.proven(here if num_samples else here.next_epoch()).to_state()
 
     def proven(self, position: Position) -> Position:
@@ -397,7 +400,7 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         What was delivered before its shard was verified is compared first, see `compare_early`.
         """
         self.compare_early()
-        return self._progress.proven(self._source.order(position.order), position)
+        return self.cursor.proven(self._source.order(position.order), position)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Continue from a state: the next iteration starts there.
@@ -405,28 +408,14 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         Raises:
             StateError: It cannot be continued over this data with these settings; the message names the difference.
         """
-        if self._driver is None:
+        driver = self.cursor.driver
+        if driver is None:
             self._resume(self.accept(state))
-        elif self._driver.takes_states:  # else the trainer reads the same checkpoint itself
-            self._driver.load(state)
-
-    @property
-    def is_driven(self) -> bool:
-        """Whether a trainer reports what was trained on, see `driven_by`."""
-        return self._driver is not None
-
-    def driven_by(self, driver: Driver) -> None:
-        """Let a trainer report what was trained on: a loader only knows what it hands out."""
-        self._driver = driver
-
-    def released(self) -> None:
-        """End `driven_by`: the loader keeps the position at which the training run ended."""
-        if self._driver is not None:
-            self._progress.go_to(self.position)
-        self._driver = self._begins_at = None
+        elif driver.takes_states:  # else the trainer reads the same checkpoint itself
+            driver.load(state)
 
     def _resume(self, position: Position) -> None:
-        self.continue_from(position)
+        self.cursor.seek(position)
         if not self.detect_world().rank:
             _log.info(self.resumed_at(position))
 
@@ -436,11 +425,6 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         total = None if self._source.packing is not None else self.num_samples
         return resumed_at(position, self.batches_before(position) // self.accumulate, total)
 
-    def continue_from(self, position: Position) -> None:
-        """Start the next iteration at a position."""
-        self._begins_at = position
-        self._progress.go_to(position)
-
     def accept(self, state: Mapping[str, Any] | None) -> Position:
         """Where `load_state_dict` would continue with this state; the loader does not move."""
         if not isinstance(state, Mapping):
@@ -449,8 +433,168 @@ class StreamingDataLoader(MixtureChanges, LoaderQuestions, DataLoader[Any]):
         state = plain.passed(given, lambda: self.streaming.load_state_dict(given))
         here = position_in(state, self._source, self.settings(order_in(state)), self.on_mismatch)
         self._source.reader.delivered.forget()  # the run goes back to before it
-        return self.builds_on(here)
+        return self.cursor.builds_on(here)
 
-    def builds_on(self, proven: Position) -> Position:
-        """Continue with the ledger's sum of this position, instead of summing again what came before."""
-        return self._progress.builds_on(proven)
+    # A mixture that changes
+
+    @property
+    def schedule(self) -> Schedule:
+        """The schedule of the mixture, with the changes made so far.
+
+        Raises:
+            ValueError: The dataset has none.
+        """
+        schedule: Schedule | None = self.position.order.schedule
+        if schedule is None:
+            raise ValueError(
+                "Only a mixture with a schedule can change, but the dataset has none. Pass "
+                "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
+            )
+        return schedule
+
+    def change_mixture(
+        self,
+        weights: Mapping[str, float] | None = None,
+        *,
+        skip: Mapping[str, int] | None = None,
+        after_steps: int = 0,
+    ) -> int:
+        """Change the weights of the streams, or skip samples, from the first batch that was not handed out on.
+
+        Where samples are packed into rows, the window that this batch begins in keeps its rows: the change holds from
+        the next window on.
+
+        Workers that have read further ahead begin again there. Call it on all ranks after the same step with the same
+        values: they take effect at the same global batch. States record the change, and a resumed run keeps it. With
+        the changes of its last state (``Schedule.from_state(state["order"]["schedule"])``) a run repeats exactly.
+
+        Args:
+            weights: The weights by stream names, for the rest of the run: they replace what the schedule had. A stream
+                with weight 0, or without one, is dropped; one that had none so far is added.
+            skip: How many of its next samples each of these streams omits; rounded up to whole batches or device blocks
+                where the batching method keeps these together.
+            after_steps: Optimizer steps from the last one trained on that the change waits for at least. A trainer may
+                hold a batch that it has not trained on, which a resumed run has not: with 2, both change alike.
+
+        Returns:
+            The global sample number, counted through all epochs, from which on the change holds.
+
+        Raises:
+            ValueError: The dataset has no schedule, or the weights do not suit it.
+
+        Example::
+
+            loader.change_mixture({"web": 0.2, "code": 0.8}, skip={"web": 10_000})
+        """
+        here: Position = self.position
+        order, schedule = here.order, self.schedule
+        iteration, driver = self.cursor.leading, self.cursor.driver
+        if after_steps < 0:
+            raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")
+        run, waited = self._source.order(order), after_steps * self.settings().global_batch_size
+        landmark = here.order_in(run).landmark(here.position)  # holds after the change too, and saves counting again
+        seen = [here, replace(here, position=here.position + waited)]
+        seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
+        earliest = [run.settled(one.epoch, one.position) for one in seen]
+        at = max(earliest + [change.at for change in schedule.changes])
+        order = structs.replace(order, schedule=schedule.changed(at, weights, skip))
+        if iteration is not None:
+            iteration.reorder(order, landmark)
+        if driver is not None:
+            driver.reorder(order)
+        elif iteration is None:
+            self.cursor.seek(replace(here, order=order, landmark=landmark))
+        return at
+
+    def batches_from(self, start: Position, settings: BatchSettings | None = None) -> MadeBatches:
+        """Start making the batches from a position to the end of its epoch."""
+        maker = BatchMaker(self._source, self._collate)
+        return self._workers.batches(maker, settings or self.settings(), Start.of(start), self)
+
+    # Questions about the run
+
+    _repr_html_ = as_html
+
+    def describe(self, count_rows: bool | None = None) -> Chain:
+        """The chain from the streams to this rank's batches, in the current epoch; see `StreamingDataset.describe`.
+
+        Example: ``print(loader.describe())``.
+        """
+        epoch = 0 if self.evaluation else self.position.epoch
+        return described(self._source, self.settings(), epoch, count_rows, self.accumulate)
+
+    @property
+    def meter(self) -> Meter:
+        """What this process measures at the loader."""
+        return self._workers.meter
+
+    def stats(self) -> LoaderStats:
+        """Where the time of the training loop has gone so far: waiting, by cause, and training.
+
+        The numbers are those of this process, its workers included. Costs no step anything.
+
+        Example: ``print(loader.stats())`` after training prints a table, and what to change.
+        """
+        return self.meter.stats(self._source.reader.counters)
+
+    def aside(self, what: Literal["validation", "checkpoint"]) -> AbstractContextManager[None]:
+        """Measure a block of your own training loop as a validation, or as writing a checkpoint, not as training.
+
+        A block inside another one is a part of that.
+
+        Raises:
+            ValueError: `what` is something else.
+
+        Example::
+
+            with loader.aside("checkpoint"):
+                torch.save({"model": model.state_dict(), "data": loader.state_dict()}, "run.pt")
+        """
+        return self.meter.aside(what)
+
+    def watch(self, after_s: float = 120.0, say: Callable[[str], object] = print) -> Watch:
+        """Report, from a thread, while the first shards arrive, and where everything stands if no batch comes.
+
+        Args:
+            after_s: Seconds without a batch after which the stacks of all threads, those of the workers, and the
+                requests in flight are written to stderr, once for each wait.
+            say: Shows the user a sentence.
+
+        Example::
+
+            with loader.watch(after_s=60):
+                train(loader)
+        """
+        return Watch(self, after_s, say)
+
+    def loading_settings(self) -> LoadingSettings:
+        """The settings that decide how fast the loader is."""
+        source, settings, world = self._source, self.settings(), self.detect_world()
+        size, reader = settings.device_batch_size, source.reader
+        limit_bytes = reader.defaults.config.limit_bytes
+        return LoadingSettings(
+            batch_size=size,
+            num_workers=self.num_workers,
+            workers=self.workers,
+            num_cores=max(1, num_cores() // world.ranks_per_node),
+            fetch_threads=reader.config.fetch_threads,
+            persistent_workers=self.persistent_workers or self.workers == "threads",
+            predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
+            cache_limit=limit_bytes,
+            dataset_bytes=sum(int(index.raw_bytes.sum()) for index in reader.indexes),
+        )
+
+    def explain(self, position: Position | None = None) -> Explanation:
+        """The next epoch, batch and sample ids, from here or from a position."""
+        return explain(self._run(settings := self.settings()), position or self.position, world=settings.world)
+
+    def trace(self, step: int, position: Position | None = None) -> TracedBatch:
+        """The samples of one step of the epoch (from 0), done or to come: of all replicas, in position order."""
+        return trace(self._run(settings := self.settings()), position or self.position, step, world=settings.world)
+
+    def where(self, sample_id: int, epochs: Iterable[int] | None = None) -> list[Occurrence]:
+        """When and where the run sees a sample: in this epoch, or in `epochs`; see `StreamingDataset.where`."""
+        return self.settings().where(self._source, self.position, sample_id, epochs)
+
+    def _run(self, settings: BatchSettings) -> RunOrder:
+        return self._source.order(settings.order)

@@ -1,16 +1,27 @@
-"""How a batch is made: its samples are planned, read ahead, read, transformed and collated, and each stage is timed."""
+"""How a batch is made, in any process, and how long each stage takes.
+
+The stages of a batch, in their order here: it is planned, its shards are announced, so that they are fetched; its
+samples are read, as columns where nothing asks for single ones; transformed; collated; and, if they were read before
+their shards were verified, compared before they are handed out.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
-from typing import Any
+from typing import Any, TypeVar
 
-from lightning_stream.loading.randomness import SeededCall
+import numpy as np
+
+from lightning_stream.formats.shard import Buffers
+from lightning_stream.loading.collate import collate_columns, collate_samples
+from lightning_stream.loading.packing import read_rows, split_rows
+from lightning_stream.loading.randomness import SeededCall, preserved_generators
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.monitoring.meter import Made
@@ -18,6 +29,8 @@ from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
+from lightning_stream.reading.proofs import EarlyRead
+from lightning_stream.reading.switched import SwitchedReader
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 
@@ -25,19 +38,24 @@ _SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches that 
 _log = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
+
+
 @dataclass
 class BatchMaker:
-    """Makes the batches of a loader, in any process.
+    """Makes the batches of a loader, in any process. It never calls the dataset, but for a subclass's `get_item`.
 
     Attributes:
         source: The samples.
         collate: From samples to a batch; None for the default.
         memory: Where the arrays of a batch are made; None for memory of their own.
+        in_threads: Whether threads of the training process make batches, which share its random generators.
     """
 
     source: SampleSource
     collate: SeededCall | None = None
     memory: Callable[[int], memoryview | None] | None = None
+    in_threads: bool = False
 
     def batches(self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1) -> Generator[Delivery]:
         """The batches of one worker of several, from a start to the end of its epoch."""
@@ -67,20 +85,108 @@ class BatchMaker:
         self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: _Processor | None = None
     ) -> Delivery:
         """Make one batch, whose planning took so long."""
-        source, spent, processor = self.source, self.source.reader.counters.spent, processor or _Processor()
+        spent, processor = self.source.reader.counters.spent, processor or _Processor()
+        spent.waited_s = spent.transform_s = spent.collate_s = 0.0
         processor.begin()
         began = perf_counter()
-        waited_s, transform_s, collate_s = spent.waited_s, spent.transform_s, spent.collate_s
-        spent.early = []
-        batch, info = readable(source, planned, order, lambda made: source.batch(made, self.collate, self.memory))
-        early, spent.early = tuple(spent.early), None
-        ended, waited_s = perf_counter(), spent.waited_s - waited_s
-        transform_s, collate_s = spent.transform_s - transform_s, spent.collate_s - collate_s
-        read_s = ended - began - waited_s - transform_s - collate_s
-        stages = (planning_s, waited_s, read_s, transform_s, collate_s)
-        thread_s, process_s, queued_s = processor.used(ended - began - waited_s)
+        batch, info, early = self.read(planned, order, self._batch)
+        ended = perf_counter()
+        making_s = ended - began - spent.waited_s
+        read_s = making_s - spent.transform_s - spent.collate_s
+        stages = (planning_s, spent.waited_s, read_s, spent.transform_s, spent.collate_s)
+        thread_s, process_s, queued_s = processor.used(making_s)
         made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s, early)
         return batch, info, made
+
+    def read(
+        self, planned: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
+    ) -> tuple[T, MicroBatch, tuple[EarlyRead, ...]]:
+        """What `read` makes of a batch, under the policy for bad samples; the batch with others in place of these.
+
+        The third has the samples that were read before their shards were verified.
+        """
+        spent = self.source.reader.counters.spent
+        spent.early = []
+        result, info = readable(self.source, planned, order, read)
+        early, spent.early = tuple(spent.early), None
+        return result, info, early
+
+    def _batch(self, batch: MicroBatch) -> Any:
+        """Read, transform and collate: columns are gathered at once where nothing asks for single samples."""
+        if self.source.transform is None and self.collate is None and self.source.read_one is None:
+            return collate_columns(self._columns(batch, self.memory))
+        samples = self.samples(batch)
+        began = perf_counter()
+        if self.collate is None:
+            collated = collate_samples(samples, self.memory)
+        else:
+            with self._preserved(), self._named("collating", batch.sample_ids[:8].tolist()):
+                collated = self.collate(samples, batch.epoch, int(batch.positions[0]))
+        self.source.reader.counters.spent.collate_s += perf_counter() - began
+        return collated
+
+    def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
+        reader, packing = self.source.reader, self.source.packing
+        if isinstance(reader, SwitchedReader):
+            return reader.batch_of(batch.delivered, batch.version, out)
+        if batch.rows is None or packing is None:
+            return reader.batch(batch.delivered, out)
+        return read_rows(reader, batch.rows, packing)
+
+    def samples(self, batch: MicroBatch) -> list[Any]:
+        """Read and transform the samples of one micro-batch: its rows, where samples are packed into rows."""
+        transform, positions = self.source.transform, batch.positions.tolist()
+        if batch.rows is None:
+            ids_of = [[sample_id] for sample_id in batch.delivered.tolist()]
+            samples: Iterable[Any] = map(partial(self._sample, batch), batch.delivered.tolist(), positions)
+        else:
+            ids_of = [ids.tolist() for ids in np.split(batch.rows.ids, batch.rows.edges[1:-1])]
+            samples = split_rows(self._columns(batch))
+        if transform is None and self.source.read_one is None:
+            return list(samples)
+        with self._preserved():
+            if transform is None:
+                return list(samples)
+            places = zip(samples, ids_of, positions, strict=True)
+            return [
+                self._transformed(transform, sample, ids, batch.epoch, position) for sample, ids, position in places
+            ]
+
+    def _sample(self, batch: MicroBatch, sample_id: int, position: int) -> Any:
+        """Read a sample: as a subclass of the dataset does, if that has its own way."""
+        reader = self.source.reader
+        if self.source.read_one is not None:
+            with self._named("reading", [sample_id]):
+                return self.source.read_one(sample_id, batch.epoch, position)
+        if isinstance(reader, SwitchedReader):
+            return reader.sample_of(sample_id, version=batch.version)
+        return reader.sample(sample_id)
+
+    def _transformed(self, transform: SeededCall, sample: Any, ids: list[int], epoch: int, position: int) -> Any:
+        began = perf_counter()
+        with self._named("transforming", ids):
+            transformed = transform(sample, epoch, position)
+        self.source.reader.counters.spent.transform_s += perf_counter() - began
+        return transformed
+
+    def _preserved(self) -> AbstractContextManager[None]:
+        """Restore the global generators, except in threads: these never change them, but the training does."""
+        return nullcontext() if self.in_threads else preserved_generators()
+
+    @contextmanager
+    def _named(self, doing: str, ids: list[int]) -> Iterator[None]:
+        """Add to an error of the user's code which samples it came from."""
+        try:
+            yield
+        except Exception as error:
+            snapshot = self.source.snapshot
+            shards = snapshot.shards_of(np.array(ids))
+            stream = snapshot.stream_names[int(snapshot.streams_of(np.array(ids[:1]))[0])]
+            files = sorted({self.source.reader.entry(int(shard))[1].raw.basename for shard in shards})
+            note = f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}."
+            # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
+            error.add_note(note)
+            raise
 
     def verified(self, settings: BatchSettings, delivery: Delivery) -> Delivery:
         """A batch that is about to be handed out; made again if its shards have come since and have other bytes."""
@@ -90,10 +196,6 @@ class BatchMaker:
             delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
             _, info, made = delivery
         return delivery
-
-    def in_threads(self) -> BatchMaker:
-        """One for threads of this process, which share its random generators."""
-        return BatchMaker(replace(self.source, in_threads=True), self.collate)
 
 
 class _Processor:

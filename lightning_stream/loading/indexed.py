@@ -148,7 +148,7 @@ class IndexedSamples:
     reader = _of(lambda source: source.reader)
     snapshot = _of(lambda source: source.snapshot)
     order = _of(lambda source: source.order)
-    transform = _of(lambda source: source.transform)
+    transform = _of(lambda source: source.transform and source.transform.function)
 
     def __getitem__(self, index: Any) -> Any:
         """Read by index: a sample for an int (negative ones from the end), a list for a slice, list or array.
@@ -246,11 +246,11 @@ def _check_range(number: int, first: int, size: int) -> None:
         raise IndexError(f"the dataset has {size} samples: index {number} is not in [{first}, {size})")
 
 
-def refuse_overrides(kind: type) -> None:
-    """Raise TypeError where a subclass overrides a method that would never be called."""
-    for name, remedy in _NEVER_CALLED.items():
-        if getattr(kind, name, None) is not getattr(IndexedSamples, name, None):
+def refuse_overrides(kind: type, base: type, remedies: Mapping[str, str] = _NEVER_CALLED) -> None:
+    """Raise TypeError where a subclass of `base` overrides a method that would never be called, with its remedy."""
+    for name, remedy in remedies.items():
+        if getattr(kind, name, None) is not getattr(base, name, None):
             raise TypeError(
-                f"a dataset reads samples by get_item or __getitem__; found {kind.__name__}.{name}, which would never "
-                f"be called. Instead, {remedy}"
+                f"samples are read by get_item or __getitem__; found {kind.__name__}.{name}, which would never be "
+                f"called. Instead, {remedy}"
             )

@@ -6,31 +6,6 @@ from typing import Any
 
 from lightning_stream.order.rules import count, violations
 
-_NOT_CALLED = {
-    "__iter__": "Change samples in __getitem__ and batches in collate_fn, or use torch.utils.data.DataLoader",
-    "__len__": "Pass epoch_size= to the dataset, or use torch.utils.data.DataLoader",
-}
-
-
-def check_classes(loader: Any, dataset: Any, kind: Any) -> None:
-    """Refuse a dataset of another class than `kind`, and subclasses that override what would never be called."""
-    if hasattr(loader, "_get_batch_size"):
-        raise TypeError(
-            "a StreamingDataLoader counts the samples that it hands out; found "
-            f"{type(loader).__name__}._get_batch_size, which it would never call. Remove it"
-        )
-    if not isinstance(dataset, kind):
-        raise TypeError(
-            f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
-            f"Use torch.utils.data.DataLoader for other datasets"
-        )
-    for method, remedy in _NOT_CALLED.items():
-        if getattr(type(dataset), method) is not getattr(kind, method):
-            raise TypeError(
-                f"a StreamingDataLoader reads samples by get_item or __getitem__; found "
-                f"{type(dataset).__name__}.{method}, which it would never call. {remedy}"
-            )
-
 
 def check_arguments(
     sizes: tuple[int | None, int | None],

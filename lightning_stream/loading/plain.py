@@ -10,7 +10,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -18,18 +17,16 @@ from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
 from lightning_stream.loading.accelerate import refuse_second_dealing
+from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.iteration import Loader, composer_callback
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.torch_private import iteration_key
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
-from lightning_stream.order.batches import TAILS, EpochOrder
-from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.order.batches import TAILS
 from lightning_stream.questions import Occurrence
-from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
-from lightning_stream.reading.proofs import EarlyRead
 
 STATE_KEY = "lightning_stream"
 _log = logging.getLogger(__name__)
@@ -38,7 +35,8 @@ _log = logging.getLogger(__name__)
 class PlainIterations:
     """Where the iterations over one dataset start, agreed upon by the workers of a plain DataLoader."""
 
-    def __init__(self, batch_size: int | None) -> None:
+    def __init__(self, source: SampleSource, batch_size: int | None) -> None:
+        self._source = source
         self.batch_size = batch_size  # samples per device; DataLoader workers need it
         self._owner: ReferenceType[Loader] | None = None
         self._num_yielded = 0  # samples of this rank since the iteration began
@@ -54,7 +52,7 @@ class PlainIterations:
     def belongs_to(self, loader: Loader) -> None:
         """Leave the position to a loader of ours that trains on this dataset; not where a trainer drives another."""
         owner = self.loader
-        if owner is loader or (owner is not None and owner.is_driven and not loader.is_driven):
+        if owner is loader or (owner is not None and owner.cursor.driver is not None and loader.cursor.driver is None):
             return
         self.loaded_state = self.state_for(loader)
         self._owner = ref(loader)
@@ -100,19 +98,19 @@ class PlainIterations:
             owner.set_epoch(epoch)
         self._shared.upcoming = Start(epoch)
 
-    def settings(self, source: SampleSource, state: Mapping[str, Any] | None = None) -> BatchSettings:
+    def settings(self, state: Mapping[str, Any] | None = None) -> BatchSettings:
         """This rank's batches if no loader of ours reads the dataset."""
         resumed = order_in(state) if state is not None else None if self._loaded is None else self._loaded.order
         tail: Tail = "pad" if state is None or state.get("tail") not in TAILS else state["tail"]
-        return source.settings(source.detect_world(), self.batch_size or 1, 1, tail, resumed)
+        return self._source.settings(self._source.detect_world(), self.batch_size or 1, 1, tail, resumed)
 
-    def order(self, source: SampleSource) -> RunOrder:
+    def order(self) -> RunOrder:
         """The order of the training run."""
-        return source.order(self.settings(source).order)
+        return self._source.order(self.settings().order)
 
-    def set_epoch(self, dataset: Any, source: SampleSource, epoch: int) -> None:
+    def set_epoch(self, dataset: Any, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a loaded state is kept."""
-        refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
+        refuse_second_dealing(dataset, self._source.detect_world(), has_loader=self.has_loader)
         if self._loaded is None:
             self._shared.upcoming = Start(epoch)
 
@@ -138,15 +136,17 @@ class PlainIterations:
         refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         key = iteration_key(worker) if worker is not None else os.getpid()
-        settings = self.settings(source)
+        settings = self.settings()
         batches, size = settings.micro_batches(source, self._shared.begin(key, index)), settings.device_batch_size
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
         self._num_yielded = 0
+        maker = BatchMaker(source)
         for batch in ahead:
-            read = partial(_read, source, batch, batches.plan.order)  # in a worker nobody could compare it later
-            samples, early = read()
+            source.reader.delivered.compare_arrived()
+            samples, _, early = maker.read(batch, batches.plan.order, maker.samples)
+            # In a worker nobody could compare it later.
             while worker is not None and not source.reader.is_right(early, wait=True):
-                samples, early = read()
+                samples, _, early = maker.read(batch, batches.plan.order, maker.samples)
             if worker is None and early:
                 source.reader.delivered.add(early, batch.label)
             for sample in samples:
@@ -154,20 +154,20 @@ class PlainIterations:
                 yield sample
         source.reader.delivered.compare()
 
-    def warm(self, source: SampleSource, steps: int) -> int:
+    def warm(self, steps: int) -> int:
         """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
-        return warm(source.reader, self.settings(source).plan(source, self._shared.upcoming), steps)
+        return warm(self._source.reader, self.settings().plan(self._source, self._shared.upcoming), steps)
 
-    def where(self, source: SampleSource, sample_id: int, epochs: Iterable[int] | None) -> list[Occurrence]:
+    def where(self, sample_id: int, epochs: Iterable[int] | None) -> list[Occurrence]:
         """When and where the training run sees a sample, see `StreamingDataset.where`."""
         if (owner := self.loader) is not None:
             return owner.where(sample_id, epochs)
-        settings, epoch = self.settings(source), self._shared.upcoming.epoch
-        run, size = source.order(settings.order), settings.global_batch_size
+        settings, epoch = self.settings(), self._shared.upcoming.epoch
+        run, size = self._source.order(settings.order), settings.global_batch_size
         position = Position.start(run, batch_size=size, tail=settings.tail, epoch=epoch)
-        return settings.where(source, position, sample_id, epochs)
+        return settings.where(self._source, position, sample_id, epochs)
 
-    def state_dict(self, source: SampleSource, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
+    def state_dict(self, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, see `StreamingDataset.state_dict`."""
         if self._passing is not None:
             counted = self._passing.get("position", num_samples)
@@ -197,10 +197,10 @@ class PlainIterations:
                     "a worker of torchdata's StatefulDataLoader sees only its own part of a run: use "
                     "StreamingDataLoader, which keeps the position with any number of workers, or num_workers=0"
                 )
-            num_samples, from_beginning = self._num_yielded * source.detect_world().num_replicas, False
-        source.reader.delivered.compare()
-        settings = self.settings(source)
-        run, began = source.order(settings.order), self._shared.current
+            num_samples, from_beginning = self._num_yielded * self._source.detect_world().num_replicas, False
+        self._source.reader.delivered.compare()
+        settings = self.settings()
+        run, began = self._source.order(settings.order), self._shared.current
         start = began or self._shared.upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
@@ -209,7 +209,7 @@ class PlainIterations:
         order = run.epoch(start.epoch)
         return position.advanced(run, reached if order.exists(reached) else order.num_samples).to_state()
 
-    def load_state_dict(self, source: SampleSource, state: Mapping[str, Any] | None) -> None:
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Let the next iteration start at a state.
 
         At the end of an epoch it is the empty rest of that epoch: Composer asks for it before it ends the epoch.
@@ -230,24 +230,24 @@ class PlainIterations:
         self._owner, self.loaded_state, self._num_yielded = None, state, 0
         if self.batch_size is None:
             return  # only a loader of ours can read it
-        settings = self.settings(source, state)
-        self._loaded = here = position_in(state, source, settings)
+        settings = self.settings(state)
+        self._loaded = here = position_in(state, self._source, settings)
         if not settings.world.rank:
             step = here.position // settings.global_batch_size
-            num_samples = None if source.packing is not None else source.order(here.order).num_samples
+            num_samples = None if self._source.packing is not None else self._source.order(here.order).num_samples
             _log.info(resumed_at(here, step, num_samples))
         start = Start.of(here)
         reached = int(state["sample_in_epoch"] if is_mosaic_state(state) else state["position"])
         if reached and start.epoch > int(state["epoch"]):
-            start = Start(int(state["epoch"]), self.order(source).epoch(int(state["epoch"])).num_samples)
+            start = Start(int(state["epoch"]), self.order().epoch(int(state["epoch"])).num_samples)
         self._shared.upcoming = start
         if trainer_state is not None:
-            composer_callback().continue_epoch(trainer_state, partial(self._skip_epoch, source))
+            composer_callback().continue_epoch(trainer_state, self._skip_epoch)
 
-    def _skip_epoch(self, source: SampleSource) -> None:
+    def _skip_epoch(self) -> None:
         """Leave an empty rest of the epoch that the next iteration begins in."""
         epoch = self._shared.upcoming.epoch
-        self._shared.upcoming = Start(epoch, self.order(source).epoch(epoch).num_samples)
+        self._shared.upcoming = Start(epoch, self.order().epoch(epoch).num_samples)
 
     def _trained_on(self) -> tuple[Loader | None, Any]:
         """The loader of ours whose position a state is, and Composer's state where Composer saves or loads one.
@@ -257,16 +257,6 @@ class PlainIterations:
         join = composer_callback()
         trainer_state = None if join is None else join.state_that_asks()
         return (self.loader if trainer_state is None else join.loader_of(trainer_state, self)), trainer_state
-
-
-def _read(source: SampleSource, batch: MicroBatch, order: EpochOrder) -> tuple[list[Any], list[EarlyRead]]:
-    """The samples of a batch, and those of them that came before their shards were verified."""
-    source.reader.delivered.compare_arrived()
-    spent = source.reader.counters.spent
-    spent.early = []
-    samples = readable(source, batch, order, source.samples)[0]
-    early, spent.early = spent.early, None
-    return samples, early
 
 
 def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -1,16 +1,14 @@
-"""The samples of a dataset as a value: where they are, their order, and how a batch of them is read.
+"""The samples of a dataset as a value: where they are, their order, and how it is divided into batches.
 
 A worker process gets one; it never calls the dataset back, except where a subclass reads samples in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
-from time import perf_counter
 from typing import Any, cast
 
 import numpy as np
@@ -19,10 +17,8 @@ from numpy.typing import NDArray
 
 from lightning_stream.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.errors import NotFoundError
-from lightning_stream.formats.shard import Buffers
-from lightning_stream.loading.collate import collate_columns, collate_samples
-from lightning_stream.loading.packing import Bucketing, Packing, read_rows, split_rows
-from lightning_stream.loading.randomness import SeededCall, preserved_generators
+from lightning_stream.loading.packing import Bucketing, Packing
+from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, Tail, World
 from lightning_stream.order.balance import Balance, Cost
@@ -30,7 +26,7 @@ from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
 from lightning_stream.order.methods import METHODS
-from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
+from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.orders import ceil_div
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.questions import Delivery, Occurrence, where
@@ -40,7 +36,6 @@ from lightning_stream.reading.stream import versions_of, weights_of
 from lightning_stream.reading.switched import SwitchedReader
 
 _AVERAGED = 1 << 20  # lengths at once
-Transform = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -100,14 +95,14 @@ def _mean(lengths: NDArray[np.integer], kept: Callable[[NDArray[np.integer]], ND
 
 @dataclass
 class SampleSource:
-    """What a dataset reads, in which order, and what becomes of a sample; see also `StreamingDataset`."""
+    """What a dataset reads and in which order, and the user's functions of a sample; see also `StreamingDataset`."""
 
     reader: SampleReader  # from sample ids to samples and columns
     bad_data: BadData  # what to do with what cannot be read
     order_arguments: Mapping[str, Any]  # the user's settings of the order, see `OrderConfig.resolve`
     seed: int  # key of the order and of what is drawn at random
     predownload: int | None = None  # samples each worker fetches ahead; None to choose
-    transform: Transform | None = None  # called with each sample
+    transform: SeededCall | None = None  # called with each sample
     read_one: SeededCall | None = None  # a subclass's own way to read a sample by its id
     world: WorldLike = None
     replication: int | None = None
@@ -116,13 +111,10 @@ class SampleSource:
     balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
     forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
     buckets: Bucketing | None = None  # how samples of similar lengths come together
-    in_threads: bool = False  # whether threads of the training process make batches: see `check_workers`
-    seeded: SeededCall | None = field(default=None, init=False, repr=False)
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
     switched: dict[Any, OrderConfig] = field(default_factory=dict, repr=False)  # settings with their switches
 
     def __post_init__(self) -> None:
-        self.seeded = None if self.transform is None else SeededCall(self.transform, self.seed)
         if any(len(versions_of(stream)) > 1 for stream in self.reader.streams):
             self._refuse_with_switches()
 
@@ -301,86 +293,9 @@ class SampleSource:
         """Some samples of this source, with an order of their own."""
         chosen = Bitmap.of_ids(as_ids(ids, "ids"), self.snapshot.num_samples)
         reader, forget = self.reader.only(chosen), self.forget
+        reader.snapshot  # noqa: B018 - nothing has to be read for it, and a repr shows what is known
         if forget is not None:
             kept = forget[chosen.mask[forget]]
             forget = chosen.count_before(kept) if len(kept) else None
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})
-
-    def batch(self, batch: MicroBatch, collate: SeededCall | None, out: Callable[[int], Any] | None = None) -> Any:
-        """Read, transform and collate one micro-batch.
-
-        Columns are gathered at once where nothing asks for single samples: no transform, no collate function, no
-        subclass that reads samples in its own way. `out` returns memory of so many bytes for arrays, or None.
-        """
-        if self.transform is None and collate is None and self.read_one is None:
-            return collate_columns(self._columns(batch, out))
-        samples = self.samples(batch)
-        began = perf_counter()
-        if collate is None:
-            collated = collate_samples(samples, out)
-        else:
-            with self._preserved(), self._named("collating", batch.sample_ids[:8].tolist()):
-                collated = collate(samples, batch.epoch, int(batch.positions[0]))
-        self.reader.counters.spent.collate_s += perf_counter() - began
-        return collated
-
-    def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
-        if isinstance(self.reader, SwitchedReader):
-            return self.reader.batch_of(batch.delivered, batch.version, out)
-        if batch.rows is None:
-            return self.reader.batch(batch.delivered, out)
-        assert self.packing is not None
-        return read_rows(self.reader, batch.rows, self.packing)
-
-    def samples(self, batch: MicroBatch) -> list[Any]:
-        """Read and transform the samples of one micro-batch: its rows, where samples are packed into rows."""
-        if batch.rows is not None:
-            rows, ids_of = split_rows(self._columns(batch)), np.split(batch.rows.ids, batch.rows.edges[1:-1])
-            with self._preserved():
-                places = zip(rows, ids_of, batch.positions.tolist(), strict=True)
-                return [self._transformed(row, ids.tolist(), batch.epoch, at) for row, ids, at in places]
-        ids = batch.delivered.tolist()
-        read = self.reader.sample
-        if isinstance(self.reader, SwitchedReader):
-            read = partial(self.reader.sample_of, version=batch.version)
-        if self.transform is None and self.read_one is None:
-            return [read(sample_id) for sample_id in ids]
-        with self._preserved():
-            drawn = zip(ids, batch.positions.tolist(), strict=True)
-            return [self._one(read, one, batch.epoch, at) for one, at in drawn]
-
-    def _preserved(self) -> AbstractContextManager[None]:
-        """Restore the global generators, except in threads: these never change them, but the training does."""
-        return nullcontext() if self.in_threads else preserved_generators()
-
-    def _one(self, read: Callable[[int], Any], sample_id: int, epoch: int, position: int) -> Any:
-        if self.read_one is None:
-            sample: Any = read(sample_id)
-        else:
-            with self._named("reading", [sample_id]):
-                sample = self.read_one(sample_id, epoch, position)
-        return self._transformed(sample, [sample_id], epoch, position)
-
-    def _transformed(self, sample: Any, ids: list[int], epoch: int, position: int) -> Any:
-        if self.seeded is None:
-            return sample
-        began = perf_counter()
-        with self._named("transforming", ids):
-            transformed = self.seeded(sample, epoch, position)
-        self.reader.counters.spent.transform_s += perf_counter() - began
-        return transformed
-
-    @contextmanager
-    def _named(self, doing: str, ids: list[int]) -> Iterator[None]:
-        """Add to an error of the user's code which samples it came from."""
-        try:
-            yield
-        except Exception as error:
-            shards = self.snapshot.shards_of(np.array(ids))
-            stream = self.snapshot.stream_names[int(self.snapshot.streams_of(np.array(ids[:1]))[0])]
-            files = sorted({self.reader.entry(int(shard))[1].raw.basename for shard in shards})
-            note = f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}."
-            # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
-            error.add_note(note)
-            raise

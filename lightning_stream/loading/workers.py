@@ -6,12 +6,14 @@ import atexit
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,8 @@ from lightning_stream.threads import DaemonPool
 _PREFETCHED = 2  # batches that a worker may have on their way, as torch has it
 _EXIT_S = 5
 _MOST_CHOSEN = 8  # workers; more only help where a batch takes longer than eight steps
+_DECODERS = "decoders"
+_IMAGES = re.compile("pil|jpeg|png")  # in the names of their encodings
 _OWN_READING = "the dataset's own get_item or __getitem__"
 _log = logging.getLogger(__name__)
 
@@ -201,7 +205,7 @@ def _in_threads(
     """Batches in their order, while threads of this process make those that follow, so many at most."""
     pending: deque[futures.Future[Delivery]] = deque()
     with DaemonPool(num_threads, "make") as pool:
-        for make in maker.in_threads().to_make(settings, start, threads=(num_threads, ahead)):
+        for make in replace(maker, memory=None, in_threads=True).to_make(settings, start, threads=(num_threads, ahead)):
             pending.append(pool.submit(make))
             _unfinished.add(pending[-1])
             pending[-1].add_done_callback(_unfinished.discard)
@@ -276,7 +280,8 @@ def choose_workers(
     """Return what makes a loader's batches, ``"processes"`` or ``"threads"``, and how many of them.
 
     For ``"auto"``: none where batches are gathered from columns, which takes less time than to hand them over. Where
-    functions of the user see each sample: a worker for each core that this rank may use, except one for the training.
+    functions of the user see each sample, or images are decoded: a worker for each core that this rank may use, except
+    one for the training.
     These are threads where no lock of the interpreter keeps them from working at the same time, and processes
     elsewhere.
 
@@ -292,7 +297,7 @@ def choose_workers(
         cores = max(1, num_cores() // world.ranks_per_node)
         num_workers = min(_MOST_CHOSEN, max(1, cores - 1)) if functions else 0
         has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
-        has_lock = has_lock and functions != ["decoders"]  # which seldom hold it
+        has_lock = has_lock and functions != [_DECODERS]  # which seldom hold it
         workers = workers or ("processes" if has_lock or _unfit_for_threads(source, collate) else "threads")
         if not world.rank:
             why = " and ".join(functions) or "no function to call for a sample"
@@ -307,13 +312,19 @@ def choose_workers(
 
 
 def _functions(source: SampleSource, collate: SeededCall | None) -> list[str]:
-    """The user's functions that are called for samples."""
-    found = {"decoders": source.reader.config.decoders, "the transform": source.transform, "collate_fn": collate}
-    return [name for name, one in {**found, _OWN_READING: source.read_one}.items() if one]
+    """What is called for samples: the user's functions, and decoders of images."""
+    encodings = [encoding for index in source.reader.indexes for encoding in index.columns.values()]
+    called = {
+        _DECODERS: source.reader.config.decoders or any(map(_IMAGES.search, encodings)),
+        "the transform": source.transform,
+        "collate_fn": collate,
+        _OWN_READING: source.read_one,
+    }
+    return [name for name, is_called in called.items() if is_called]
 
 
 def _unfit_for_threads(source: SampleSource, collate: SeededCall | None) -> list[str]:
-    called = {"the transform": source.seeded, "collate_fn": collate}
+    called = {"the transform": source.transform, "collate_fn": collate}
     found = [name for name, one in called.items() if one is not None and not one.can_share_process]
     return found + ([] if source.read_one is None else [_OWN_READING])
 

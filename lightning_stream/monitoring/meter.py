@@ -7,7 +7,8 @@ nothing else, counts: what was made ahead cost the training no time. So the part
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from time import perf_counter
 from typing import NamedTuple, Protocol
@@ -97,7 +98,6 @@ class Meter:
     Attributes:
         total: All of it, without the counters.
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
-        is_aside: Whether the consumer does something else than training, which is measured when it ends.
         noted: Called with the time and the batch, for each one that is about to be handed out; None calls nothing.
     """
 
@@ -105,7 +105,7 @@ class Meter:
         self.total = LoaderStats()
         self.noted: Callable[[float, MicroBatch | None], object] | None = None
         self.waiting_since: float | None = None
-        self.is_aside = False
+        self._is_aside = False  # whether the consumer does something else than training, measured when it ends
         self._training_since: float | None = None
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
         # The sum of the counters of workers that have ended, and the others: one value, which other threads read.
@@ -155,6 +155,20 @@ class Meter:
         else:
             self.total.compute_s += seconds
             self.total.pauses[what] += seconds
+
+    @contextmanager
+    def aside(self, what: str) -> Iterator[None]:
+        """Measure a block as a validation or a checkpoint, see `StreamingDataLoader.aside`."""
+        if what not in ("validation", "checkpoint"):
+            raise ValueError(f'aside() measures a "validation" or a "checkpoint"; found {what!r}')
+        is_inside, since = self._is_aside, Mark.of(perf_counter())
+        self._is_aside = True
+        try:
+            yield
+        finally:
+            self._is_aside = is_inside
+            if not is_inside:
+                self.spent(what, since, perf_counter())
 
     def note(self, asked: float, got: float, made: Made, batch: MicroBatch | None, is_first: bool) -> None:
         """Count a batch that is about to be handed out."""

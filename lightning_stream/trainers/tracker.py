@@ -122,7 +122,7 @@ class PositionTracker:
             owns: Whether an iteration is the trainer's own; None in a plain loop over this tracker.
         """
         if self.is_attached and self._loader is not loader:
-            self.loader.released()
+            self.loader.cursor.release(self.loader.position)
         self._loader, self.is_attached = loader, True
         self.known = position
         self._owns = owns or self._is_own
@@ -130,16 +130,16 @@ class PositionTracker:
             self._record.close()
         self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery)
         self._forget_epoch()
-        loader.driven_by(self)
+        loader.cursor.driver = self
         if self._proven is not None:
-            loader.builds_on(self._proven)
+            loader.cursor.builds_on(self._proven)
 
     def detach(self) -> None:
         """End the training run: the loader stands where it ended, and the record is closed."""
         if self._record is not None:
             self._record.close()
         if self.is_attached:
-            self.loader.released()
+            self.loader.cursor.release(self.loader.position)
         self.is_attached, self._own, self.current = False, None, None
 
     @property

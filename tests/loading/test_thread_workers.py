@@ -335,6 +335,17 @@ def test_auto_chooses_workers_by_what_is_done_with_samples(
     assert (loader.num_workers, loader.workers) == expected
 
 
+def test_auto_counts_images_that_their_encoding_decodes(tmp_path: Path, cores: Any) -> None:
+    cores(3)
+    image = pytest.importorskip("PIL.Image").new("RGB", (8, 8))
+    with MDSWriter(out=tmp_path / "photos", columns={"image": "jpeg", "label": "int"}) as writer:
+        for number in range(32):
+            writer.write({"image": image, "label": number})
+    loader = StreamingDataLoader(StreamingDataset(local=tmp_path / "photos"), 16, num_workers="auto")
+    assert (loader.num_workers, loader.workers) == (2, "threads")
+    assert sum(len(batch["image"]) for batch in loader) == 32
+
+
 def test_auto_says_once_what_it_chose_and_changes_no_batch(
     over: Any, cores: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -137,7 +137,7 @@ def test_a_slow_function_is_named(
 @pytest.fixture
 def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Time that passes only while this process computes: other programs are a cause of their own."""
-    for module in ("iteration", "source", "batches"):
+    for module in ("iteration", "batches"):
         monkeypatch.setattr(f"lightning_stream.loading.{module}.perf_counter", process_time)
 
 

@@ -408,7 +408,7 @@ def continues_at(shift: int) -> Callable[..., None]:
 
     def broken(self: StreamingDataLoader, state: Any) -> None:
         load(self, state)
-        self.continue_from(replace(self.position, position=self.position.position + shift, ledger=None))
+        self.cursor.seek(replace(self.position, position=self.position.position + shift, ledger=None))
 
     return broken
 

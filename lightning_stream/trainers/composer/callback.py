@@ -304,7 +304,7 @@ def loader_of(state: State, plain: PlainIterations) -> StreamingDataLoader | Non
     loader = state.train_dataloader
     if not isinstance(loader, StreamingDataLoader) or plain_iterations_of(loader.streaming) is not plain:
         return None
-    if not loader.is_driven:
+    if loader.cursor.driver is None:
         _follower(loader)
     return loader
 

@@ -161,7 +161,7 @@ class StreamingCallback(Callback):
         source = loops.data_source_of(trainer)
         if isinstance(source, StreamingDataLoader) and source.epochs_differ and source.begins_at is None:
             # Lightning asks for its length first, and trains nothing if the fit before this one came to its data's end.
-            source.continue_from(self._begins_at(source) or source.first_position())
+            source.cursor.seek(self._begins_at(source) or source.first_position())
 
     def _check(self, trainer: Any) -> None:
         loops.warn_if_untried(trainer)

@@ -1,0 +1,298 @@
+"""Where the training run over a loader stands: one owner of its position, without torch, threads or files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+from weakref import WeakSet, ref
+
+from lightning_stream.errors import StateError
+from lightning_stream.loading.source import BatchSettings
+from lightning_stream.order import OrderConfig, Position, RunOrder, ledger
+from lightning_stream.order.micro_batches import MicroBatch
+from lightning_stream.order.rows import Landmark
+
+_LOOKS_BEFORE_WARNING = 3
+_ALONE = -1  # the turn of an iteration that ended before another loader was asked for a batch
+
+
+class _Turns:
+    """Counts how often another loader of this process is asked for a batch than the one before."""
+
+    def __init__(self) -> None:
+        self.number, self._asked_last = 0, 0
+
+    def take(self, cursor: Cursor) -> int:
+        """Note that a loader is asked for a batch; returns the number of its turn."""
+        if self._asked_last != id(cursor):
+            self._asked_last = id(cursor)
+            self.number += 1
+        return self.number
+
+
+_TURNS = _Turns()
+
+
+@dataclass(eq=False)
+class Walk:
+    """How far one iteration over an epoch has come.
+
+    Attributes:
+        moves: Whether its batches are those of the training run.
+        start: Where it began; None before its first batch.
+        last_batch: The samples of the batch that it handed out last.
+        num_batches: How many it handed out.
+        is_exhausted: Whether it came to the end of its epoch.
+        limit: How many it hands out at most; None for all of the epoch.
+    """
+
+    moves: bool = True
+    start: Position | None = None
+    last_batch: MicroBatch | None = None
+    num_batches: int = 0
+    is_exhausted: bool = False
+    limit: int | None = None
+    is_outdated: bool = field(default=False, init=False)  # whether its batches are those of another order by now
+    turn: int = 0
+
+    @property
+    def reached(self) -> Position | None:
+        """Everything before it was handed out; inside an accumulation, the last whole optimizer step."""
+        start, last = self.start, self.last_batch
+        if start is None or (last is None and not self.is_exhausted):
+            return start
+        if last is None or last.ends_epoch:  # an epoch may have no batch, and is over then
+            return start.next_epoch()
+        return replace(start, position=last.end if last.completes_step else last.begin)
+
+    @property
+    def upcoming(self) -> Position | None:
+        """Where the first global batch begins of which nothing was handed out; None before the first batch."""
+        if self.start is None or self.last_batch is None:
+            return self.start
+        return replace(self.start, position=self.last_batch.end)
+
+    @property
+    def is_inside_epoch(self) -> bool:
+        """Whether some, but not all of the epoch was handed out."""
+        return self.last_batch is not None and not self.last_batch.ends_epoch
+
+    def reorder(self, order: OrderConfig, landmark: Landmark | None) -> None:
+        """Continue in another order, which is the same up to `upcoming`; a global batch in progress is completed.
+
+        ``landmark`` is what is known of both orders here.
+        """
+        if self.start is not None:
+            self.start = replace(self.start, order=order, landmark=landmark)
+            self.is_outdated = True
+
+    def ended(self) -> Walk:
+        """What remains of it after its end."""
+        turn = _ALONE if self.turn == _TURNS.number else self.turn
+        return Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, turn=turn)
+
+
+class Driver(Protocol):
+    """A trainer that drives a loader: it has the training run's position, and recognises its own iteration.
+
+    `PositionTracker` documents its methods.
+    """
+
+    padding: bool  # whether a rank gets padding beside samples of its own
+    counts: bool  # whether a trainer reports what was trained on
+    takes_states: bool  # whether the trainer loads states through the loader
+
+    @property
+    def known(self) -> Position | None: ...
+    @property
+    def current(self) -> MicroBatch | None: ...
+    @property
+    def iteration(self) -> Walk | None: ...
+    def reorder(self, order: OrderConfig) -> None: ...
+    def begin(self, iterator: Any) -> Position | None: ...
+    def note_batch(self, iterator: Any) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+    def load(self, state: Mapping[str, Any] | None) -> None: ...
+
+
+class Cursor:
+    """The position of a loader, and the ledger's sum up to there.
+
+    Where a trainer drives the loader, the trainer knows the position: a loader only knows what it hands out. Else one
+    iteration leads, and its batches move the position; others look on and move nothing while the leader lives. An
+    iteration that handed out a single batch, and was not asked for another, was a look, as in ``next(iter(loader))``,
+    unless a state was taken then: the next iteration begins where it began. It was none where it came to the epoch's
+    last batch in step with other loaders, as in ``zip(one, other)``: only one of them is asked for the end there.
+
+    Attributes:
+        driver: The trainer that reports what was trained on; None where no trainer does.
+        begins_at: Where a state, or `set_epoch`, made the next training run begin.
+    """
+
+    def __init__(self) -> None:
+        self.driver: Driver | None = None
+        self.begins_at: Position | None = None
+        self._last: MicroBatch | None = None
+        self._walk: Walk | None = None  # of the iteration that led last
+        self._leader: ref[Walk] | None = None
+        self._live: WeakSet[Walk] = WeakSet()
+        self._was_asked = False  # whether a state was taken since the leader's last start
+        self._num_looks = 0  # how many iterations in a row were looks at the same batch
+        self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
+
+    def __getstate__(self) -> dict[str, object]:
+        """A copy stands where this one does, and follows no iteration and no trainer."""
+        walk = self._now and self._now.ended()
+        if self.driver is not None and self.position is not None:
+            walk = Walk(start=self.position)
+        was_asked = self._was_asked or self.leading is not None
+        state = {"begins_at": self.begins_at, "_walk": walk, "_was_asked": was_asked, "_summed": self._summed}
+        return {**state, "_last": self._last}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__()  # type: ignore[misc]
+        vars(self).update(state)
+
+    @property
+    def leading(self) -> Walk | None:
+        """The iteration whose batches move the position; None if none is in progress."""
+        if self.driver is not None:
+            return self.driver.iteration
+        return None if self._leader is None else self._leader()
+
+    @property
+    def _now(self) -> Walk | None:
+        leader = None if self._leader is None else self._leader()
+        return self._walk if leader is None or leader.start is None else leader
+
+    @property
+    def position(self) -> Position | None:
+        """Where the training run is; None before anything began. A look whose iteration is over has not moved it."""
+        if self.driver is not None:
+            return self.driver.known
+        now = self._now
+        if now is None:
+            return None
+        return now.start if self.leading is None and self._only_looked(now) else now.reached
+
+    @property
+    def last_batch(self) -> MicroBatch | None:
+        """The batch in training, or else handed out last; None before any was."""
+        current = None if self.driver is None else self.driver.current
+        return self._last if current is None else current
+
+    # What iterations report
+
+    def begin(self, walk: Walk, run: RunOrder, settings: BatchSettings) -> Position:
+        """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
+        size, tail, now = settings.global_batch_size, settings.tail, self._now
+        if now is None or now.start is None or now.reached is None:
+            here = Position.start(run, batch_size=size, tail=tail)
+        elif self._only_looked(now):
+            here = now.start
+            self._note_look(here)
+        else:
+            self._num_looks = 0
+            here = now.reached.next_epoch() if now.is_inside_epoch else now.reached
+            here = here.rebased_on(run, batch_size=size, tail=tail, world=settings.world)
+        self._live.add(walk)
+        if self._leader is None:
+            self._walk, self._leader, self._was_asked = Walk(start=here), ref(walk), False
+        return here
+
+    def asked(self, walk: Walk) -> None:
+        """Note that a batch is requested."""
+        walk.turn = _TURNS.take(self)
+
+    def handed_out(self, walk: Walk) -> None:
+        """Note a batch that is about to be handed out: a second one makes its iteration lead where that only looked."""
+        self._last = walk.last_batch
+        if self.driver is not None:
+            self.driver.note_batch(walk)
+        elif walk.num_batches == 2 and walk in self._live and (self._now is None or self._only_looked(self._now)):
+            self._leader = ref(walk)
+
+    def ended(self, walk: Walk) -> None:
+        """Note that an iteration was closed, dropped or exhausted."""
+        self._live.discard(walk)
+        if walk.moves and self._leader is not None and self._leader() in (walk, None):
+            if walk.num_batches or walk.is_exhausted:
+                self._walk = walk.ended()
+            self._leader = None
+
+    def _only_looked(self, walk: Walk) -> bool:
+        if walk.num_batches != 1 or walk.is_exhausted or self._was_asked:
+            return False
+        return walk.last_batch is None or not (walk.last_batch.ends_epoch and walk.turn not in (_TURNS.number, _ALONE))
+
+    def _note_look(self, at: Position) -> None:
+        """Warn of a loop that takes each batch from a new iteration, which is the same batch each time."""
+        self._num_looks += 1
+        if self._num_looks == _LOOKS_BEFORE_WARNING:
+            warnings.warn(
+                "an iteration of one batch is a look, and the next iteration begins with the same batch: found "
+                f"{self._num_looks} looks in a row at the batch at epoch {at.epoch}, position {at.position}. To train, "
+                "keep one iterator, batches = iter(loader), and call next(batches)",
+                stacklevel=2,
+            )
+
+    # States
+
+    def refuse_two(self) -> None:
+        """Note that a state is taken here.
+
+        Raises:
+            StateError: Two iterations are in progress, and either of them may be the one that trains.
+        """
+        going = [walk.num_batches for walk in self._live if walk.num_batches > 1]
+        if len(going) > 1:
+            raise StateError(
+                "a loader's state is that of the iteration that trains, but several iterations over this loader are in "
+                f"progress, after {' and '.join(map(str, going))} batches. Take iterator.state_dict() of the one that "
+                "trains, or close() the others"
+            )
+        self._was_asked = True
+
+    def took(self, position: Position) -> None:
+        """Note that a state of this position was taken, which decides whether the last batch was only a look."""
+        now = self._now
+        if now is not None and position == now.reached:
+            self._was_asked = True
+        elif now is not None and position == self.position:
+            self._walk = Walk(start=position)
+
+    def seek(self, position: Position) -> None:
+        """Let the next iteration begin here; those in progress no longer move the position."""
+        self.begins_at = position
+        self._walk, self._leader, self._live = Walk(start=position), None, WeakSet()
+        self._was_asked, self._num_looks = False, 0
+
+    def release(self, position: Position) -> None:
+        """End the run of a trainer, which stands at a position."""
+        if self.driver is not None:
+            self.seek(position)
+        self.driver = self.begins_at = None
+
+    def begins_in(self, epoch: int) -> bool:
+        """Whether the next iteration reads this epoch, from wherever in it was set."""
+        now = self._now
+        if now is None or now.start is None or now.reached is None or self._only_looked(now):
+            return epoch == (0 if now is None or now.start is None else now.start.epoch)
+        return not now.is_inside_epoch and epoch == now.reached.epoch
+
+    def proven(self, run: RunOrder, position: Position) -> Position:
+        """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
+        epoch, begin, total = self._summed
+        if epoch != position.epoch or begin > position.position:
+            begin, total = 0, 0
+        order = position.order_in(run)
+        grown = ledger.expected(order, begin, position.position)
+        landmark = order.landmark(position.position)
+        return self.builds_on(replace(position, ledger=(total + grown) % ledger.MODULUS, landmark=landmark))
+
+    def builds_on(self, proven: Position) -> Position:
+        """Continue with the ledger's sum of this position, instead of summing again what came before."""
+        self._summed = (proven.epoch, proven.position, proven.ledger)
+        return proven
