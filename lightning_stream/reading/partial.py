@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec.structs import replace
@@ -54,11 +54,7 @@ _MOST_OF_SHARD = 0.5  # is read while the rest arrives
 _log = logging.getLogger(__name__)
 
 
-class PartialShard(NamedTuple):
-    """Some samples of a shard, as a shard of their own: its sample k is that of index ``read.indices[k]``."""
-
-    shard: Shard
-    read: EarlyRead
+PartialShard = tuple[Shard, EarlyRead]  # whose sample k is that of index ``read.indices[k]`` in the whole one
 
 
 class PartialShards:
@@ -69,6 +65,7 @@ class PartialShards:
         self._tables: dict[int, _Offsets] = {}
         self._versions: dict[int, str | None] = {}  # of each shard's object, from its first range
         self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
+        self._distrusted: set[int] = set()
         self.num_requests = 0
         self._guard = threading.Lock()
         self._requests = DaemonPool(_THREADS, "range")
@@ -86,7 +83,7 @@ class PartialShards:
         cache.
         """
         cache, entry = self._shards.entry(number)
-        if isinstance(cache.store, DownloadHook) or not _may_be_partial(cache, entry):
+        if isinstance(cache.store, DownloadHook) or not self._may_be_partial(number):
             return False
         num_bytes = entry.raw.num_bytes
         table = 0 if number in self._tables else REQUEST_BYTES + table_bytes(entry)
@@ -107,7 +104,12 @@ class PartialShards:
             return False
         part = (last + 1) / entry.num_samples
         is_worth_it = part <= _MOST_OF_SHARD and entry.raw.num_bytes * (1 - part) >= REQUEST_BYTES
-        return is_worth_it and _may_be_partial(cache, entry)
+        return is_worth_it and self._may_be_partial(number)
+
+    def _may_be_partial(self, number: int) -> bool:
+        cache, entry = self._shards.entry(number)
+        is_raw = entry.format == "mds" and entry.compressed is None and number not in self._distrusted
+        return is_raw and cache.config.validate_hash is None and not cache.in_place
 
     def arriving(self, number: int, indices: Int64s, has_come: Callable[[], bool]) -> PartialShard | None:
         """Samples of a shard that is being fetched, by any process, as soon as they are here.
@@ -193,14 +195,15 @@ class PartialShards:
             self._spent[number] += REQUEST_BYTES * num_requests + num_bytes
 
     def distrust(self, number: int) -> None:
-        """Read no more of a shard by ranges: what came so does not fit."""
+        """Read no more of a shard before all of it is here: what came does not fit."""
         self._drop(number)
-        self._note(number, 0, REQUEST_BYTES + self._shards.entry(number)[1].raw.num_bytes)
+        self._distrusted.add(number)
 
     def drop(self, number: int) -> None:
         """Forget what is known of a shard: the whole one is here."""
         self._drop(number)
         self._spent.pop(number, None)
+        self._distrusted.discard(number)
 
     def _drop(self, number: int) -> None:
         with self._guard:
@@ -219,12 +222,7 @@ class PartialShards:
             path = Path(file.name)
             raw = replace(entry.raw, basename=path.name, num_bytes=int(offsets[-1]), hashes={})
             shard = self._shards.open(number, replace(small, raw=raw), path.parent)
-        return PartialShard(shard, EarlyRead.of(number, indices.tolist(), samples, is_awaited))
-
-
-def _may_be_partial(cache: ShardCache, entry: ShardEntry) -> bool:
-    is_raw = entry.format == "mds" and entry.compressed is None and len(entry.files) == 1
-    return is_raw and cache.config.validate_hash is None and not cache.in_place
+        return shard, EarlyRead.of(number, indices.tolist(), samples, is_awaited)
 
 
 def table_bytes(entry: ShardEntry) -> int:

@@ -28,7 +28,6 @@ from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.next_use import NextUse, next_use_of_file
-from lightning_stream.reading.partial import PartialShard
 from lightning_stream.reading.proofs import Deliveries, EarlyRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
 from lightning_stream.reading.stream import CacheDefaults, Stream, name_of
@@ -189,10 +188,8 @@ class SampleReader:
         Raises:
             FormatError: It cannot be decoded; names the sample, its stream, its shard and the column.
         """
-        offsets, row = (
-            self.shards.snapshot.shard_offsets,
-            sample_id if self.members is None else self.members[sample_id],
-        )
+        offsets = self.shards.snapshot.shard_offsets
+        row = sample_id if self.members is None else self.members[sample_id]
         within = row - int(offsets[number := int(offsets.searchsorted(row, side="right")) - 1])
         if not self.shards.num_joined:
             return self._part_of_sample(sample_id, number, within)
@@ -202,31 +199,25 @@ class SampleReader:
 
     def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
-        pool, at = self.shards.pool, within
-        before, part = pool.num_fetched_again, None
+        pool, read = self.shards.pool, None
+        before = pool.num_fetched_again
         if (shard := pool.open.get(number)) is None:
-            part = pool.by_range({number: np.array([within])}).get(number)
-            if part is not None:
-                shard, at = part.shard, 0
-            else:
-                with pool.reading([number]):
-                    shard = pool.shard(number)
+            shard, read = pool.of_batch([number], {number: np.array([within])})[number]
         try:
-            sample = shard.sample(at)
+            sample = shard.sample(within if read is None else 0)
             if self.config.load_images:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
-            if part is not None:
+            if read is not None:
                 pool.partial.distrust(number)
-            if part is not None or pool.fetched_again(number, pool.open.lease(number, shard), before):
+            if read is not None or pool.fetched_again(number, pool.open.lease(number, shard), before):
                 return self._part_of_sample(sample_id, number, within)
             ids = np.array([sample_id])
             stream, original_id = int(self.snapshot.streams_of(ids)[0]), int(self.original_ids(ids)[0])
             where = f"sample {original_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
-        if part is not None:
-            self._note_early([part.read])
+        self._note_early([] if read is None else [read])
         return sample
 
     def _note_early(self, reads: list[EarlyRead]) -> None:
@@ -317,20 +308,20 @@ class SampleReader:
 
     def _opened(self, of_shard: Int64s, within: Int64s, reads: list[EarlyRead]) -> tuple[list[Shard], Int64s, Int64s]:
         """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
-        numbers, which = np.unique(of_shard, return_inverse=True)
+        pool, (numbers, which) = self.shards.pool, np.unique(of_shard, return_inverse=True)
         # With an index, numpy does not import numpy.ma for it: 10 ms of the first batch.
         wanted = {
-            number: np.unique(within[which == k], return_index=True)[0] for k, number in enumerate(numbers.tolist())
+            number: np.unique(within[which == k], return_index=True)[0]
+            for k, number in enumerate(numbers.tolist())
+            if number not in pool.open
         }
-        opened, shards = self.shards.pool.of_batch(wanted), []
-        for k, number in enumerate(numbers.tolist()):
-            shard = opened[number]
-            if isinstance(shard, PartialShard):
-                within[which == k] = wanted[number].searchsorted(within[which == k])
-                reads.append(shard.read)
-                shard = shard.shard
-            shards.append(shard)
-        return shards, which, within
+        opened = pool.of_batch(numbers.tolist(), wanted)
+        for number, (_, read) in opened.items():
+            if read is not None:
+                rows = of_shard == number
+                within[rows] = wanted[number].searchsorted(within[rows])
+                reads.append(read)
+        return [opened[number][0] for number in numbers.tolist()], which, within
 
     def read_ahead(self, ids: NDArray[np.int64]) -> Want | None:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.

@@ -10,14 +10,14 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import Lease, ShardCache
-from lightning_stream.errors import CacheError, FormatError, LockTimeoutError
+from lightning_stream.errors import CacheError, FormatError, LightningStreamError, LockTimeoutError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.mds.gather import SpanTable, flat_arrays
 from lightning_stream.formats.memory import Int64s
@@ -36,6 +36,7 @@ UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
 """A function of 1-d arrays as they lie in memory, and of that memory, which it must not keep."""
 
 _MOST_FETCHERS = 16  # one for each canonical node that the default order has: the first batch needs a shard of each
+_FIRST, _NEXT, _LATER = range(3)  # ranks: a batch waits for it; of the first batch; of others
 _LOOK_S, _LOOK_EACH_S = 0.025, 0.005  # between looks for shards that other processes fetch: 200 files a second at most
 _LOCK_S = 1.0  # the lock is held for microseconds
 _FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
@@ -137,13 +138,13 @@ class OpenShards:
 class Fetch(Future["Lease | None"]):
     """A shard that a thread fetches, or will; the result is None where another process fetches it.
 
-    `arrived` is its lease then, once it is here.
+    `arrived` is its lease then, once it is here. Of several, those of the lowest `rank` are fetched first.
     """
 
     def __init__(self, cache: ShardCache, entry: ShardEntry) -> None:
         super().__init__()
         self.cache, self.entry = cache, entry
-        self.is_urgent = False  # a batch waits for it
+        self.rank = _LATER
         self.is_elsewhere = False
         self.arrived: Lease | None = None
 
@@ -168,94 +169,89 @@ class FetchQueue:
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._lock = threading.RLock()
-        self._is_starting = True
-        self._later: list[Fetch] = []
-        self._queue: list[Fetch] = []
-        self._num_running = 0
+        self._highest_rank = _NEXT  # of those that may begin
+        self._waiting: list[Fetch] = []
         self._elsewhere: list[Fetch] = []
+        self._num_running = 0
         self._fetchers, self._looker = DaemonPool(num_threads, "fetch"), DaemonPool(1, "look")
         self.pools = [self._fetchers, self._looker]
 
     def add(self, fetches: Sequence[Fetch]) -> None:
         """Begin to fetch shards, in this order; later, while those of the first call are being fetched."""
         with self._lock:
-            if self._is_starting and self._is_busy():
-                self._later += fetches
-            else:
-                self._begin(fetches)
+            rank = _LATER if self._is_busy() else _NEXT
+            self._waiting += fetches
+            self._begin(fetches, rank)
 
     def first(self, fetches: Sequence[Fetch]) -> None:
         """Fetch these before all others, and all at once: with more threads, if it takes more."""
         with self._lock:
-            for fetch in fetches:
-                fetch.is_urgent = True
-            late = [fetch for fetch in self._later if fetch.is_urgent]
-            self._later = [fetch for fetch in self._later if not fetch.is_urgent]
-            self._begin(late)
             if (threads := urgent_threads(self._fetchers.num_threads, len(fetches))) > self._fetchers.num_threads:
                 self._fetchers.resize(threads)
+            self._begin(fetches, _FIRST)
 
     def start_later(self) -> None:
         """Begin to fetch what waits: the first batch has what it needs."""
-        if self._is_starting:
+        if self._highest_rank < _LATER:
             with self._lock:
-                self._is_starting = False
-                later, self._later = self._later, []
-                self._begin(later)
+                self._highest_rank = _LATER
+                self._begin(self._waiting, _LATER)
 
     def drop(self, fetch: Fetch) -> None:
         """Do not fetch this one; if that has begun, it ends with a lease that nobody keeps."""
         with self._lock:
-            for waiting in (self._later, self._queue, self._elsewhere):
-                if fetch in waiting:
-                    waiting.remove(fetch)
+            for fetches in (self._waiting, self._elsewhere):
+                if fetch in fetches:
+                    fetches.remove(fetch)
                     fetch.cancel()
-            self._ended()
+            self._end()
 
     def has_idle_threads(self) -> bool:
         """Whether shards are waited for while threads are idle."""
-        num_waiting = self._num_running + len(self._queue) + len(self._later)
-        return self._is_busy() and num_waiting < self._fetchers.num_threads
+        return self._is_busy() and self._num_running + len(self._waiting) < self._fetchers.num_threads
 
     def close(self) -> None:
         """Fetch no more, without waiting for what has begun."""
         with self._lock:
-            for fetch in (*self._later, *self._queue):
+            for fetch in self._waiting:
                 fetch.cancel()
-            self._later, self._queue, self._elsewhere = [], [], []
+            self._waiting, self._elsewhere = [], []
         for pool in self.pools:
             pool.close()
 
+    def _may_begin(self) -> list[Fetch]:
+        return [fetch for fetch in self._waiting if fetch.rank <= self._highest_rank]
+
     def _is_busy(self) -> bool:
-        return bool(self._num_running or self._queue or self._elsewhere)
+        return bool(self._num_running or self._elsewhere or self._may_begin())
 
-    def _ended(self) -> None:
-        if not self._is_busy():
-            self.start_later()
-
-    def _begin(self, fetches: Sequence[Fetch]) -> None:
-        self._queue = sorted([*self._queue, *fetches], key=lambda fetch: not fetch.is_urgent)
-        for _ in fetches:
+    def _begin(self, fetches: Sequence[Fetch], rank: int) -> None:
+        for fetch in fetches:
+            fetch.rank = min(rank, fetch.rank)
             self._fetchers.submit(self._fetch_next)
 
     def _fetch_next(self) -> None:
         with self._lock:
-            if not self._queue:
-                return  # one was dropped
-            fetch = self._queue.pop(0)
+            if not (fetches := self._may_begin()):
+                return  # those that another thread was asked for
+            fetch = min(fetches, key=lambda one: one.rank)
+            self._waiting.remove(fetch)
             self._num_running += 1
             # With fewer shards wanted than threads, the connections of the idle ones help with these.
-            share = max(1, self._num_threads // (self._num_running + len(self._queue)))
+            share = max(1, self._num_threads // (self._num_running + len(fetches) - 1))
         try:
             fetch.set_result(fetch.cache.lease(fetch.entry, 0, share))
         except LockTimeoutError:
             self._leave(fetch)
         except BaseException as error:  # noqa: BLE001 - raised where the shard is needed
             fetch.set_exception(error)
-        finally:
-            with self._lock:
-                self._num_running -= 1
-                self._ended()
+        with self._lock:
+            self._num_running -= 1
+            self._end()
+
+    def _end(self) -> None:
+        if not self._is_busy():
+            self.start_later()
 
     def _leave(self, fetch: Fetch) -> None:
         """Leave a shard to the process that fetches it."""
@@ -275,13 +271,10 @@ class FetchQueue:
             time.sleep(max(_LOOK_S, _LOOK_EACH_S * len(fetches)))
 
     def _arrive(self, fetch: Fetch) -> None:
-        try:
+        with suppress(LightningStreamError, OSError):  # the thread that needs the shard asks again, and raises it
             fetch.arrived = fetch.cache.lease(fetch.entry, 0)
-        except Exception:  # noqa: BLE001 - the thread that needs the shard asks again, and raises it
-            fetch.arrived = None
-        with self._lock:
-            fetch.is_elsewhere = False
-            self.drop(fetch)
+        fetch.is_elsewhere = False
+        self.drop(fetch)
 
 
 class Want(NamedTuple):
@@ -388,14 +381,15 @@ class ShardPool:
             self.fetches.clear()
             self.open.close_all_but(0)
 
-    def of_batch(self, wanted: Mapping[int, Int64s]) -> dict[int, Shard | PartialShard]:
-        """Every shard of a batch by its number, opened, or those of its samples alone that are wanted."""
-        shards: dict[int, Shard | PartialShard] = {**self.by_range(wanted)}
-        missing = [number for number in wanted if number not in shards]
+    def of_batch(self, numbers: list[int], wanted: Mapping[int, Int64s]) -> dict[int, tuple[Shard, EarlyRead | None]]:
+        """The shards of a batch by number, opened; of those that are not, the `wanted` samples alone may come."""
+        shards: dict[int, tuple[Shard, EarlyRead | None]] = {**self.by_range(wanted)}
+        missing = [number for number in numbers if number not in shards]
         with self.reading(missing):
             self.fetch_first(missing)
             for number in missing:
-                shards[number] = self._arriving(number, wanted[number]) or self.shard(number)
+                part = self._arriving(number, wanted[number]) if number in wanted else None
+                shards[number] = part or (self.shard(number), None)
         self.queue.start_later()
         return shards
 

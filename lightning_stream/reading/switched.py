@@ -61,12 +61,9 @@ class SwitchedReader(SampleReader):
 
     def sample_of(self, sample_id: int, version: int | None) -> dict[str, Any]:
         """Read one sample, with the columns that a version has; None for the last one that has the sample."""
-        found = super().sample(sample_id)
-        if not self._lacks:
-            return found
-        ids = np.array([sample_id])
-        at = int(self._last_versions(ids)[0]) if version is None else version, int(self.snapshot.streams_of(ids)[0])
-        return {name: one for name, one in found.items() if name not in self._lacks or not self._lacks[name][at]}
+        lacking = self._lacking(np.array([sample_id]), version)
+        sample = super().sample(sample_id)
+        return {name: value for name, value in sample.items() if name not in lacking or not lacking[name][0]}
 
     def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:
         """Gather samples as columns, each with those of the last version that has it."""
@@ -74,38 +71,36 @@ class SwitchedReader(SampleReader):
 
     def batch_of(self, ids: NDArray[np.int64], version: int | None, out: Buffers | None = None) -> dict[str, Any]:
         """Gather samples as columns: those that a version has, and None for samples whose streams lack one there."""
-        found = super().batch(ids, out)
-        if not self._lacks:
-            return found
-        streams = self.snapshot.streams_of(ids)
-        versions = self._last_versions(ids) if version is None else np.full(len(ids), version)
-        for name in [name for name in self._lacks if name in found]:
-            lacking = self._lacks[name][versions, streams]
-            if version is not None and self._lacks[name][version].all():
-                del found[name]
-            elif lacking.any():
-                found[name] = Ragged([None if one else value for one, value in zip(lacking, found[name], strict=True)])
-        return found
+        batch = super().batch(ids, out)
+        for name, lacking in self._lacking(ids, version).items():
+            if name in batch and version is not None and self._lacks[name][version].all():
+                del batch[name]
+            elif name in batch and lacking.any():
+                values = zip(lacking, batch[name], strict=True)
+                batch[name] = Ragged([None if is_absent else value for is_absent, value in values])
+        return batch
 
-    def _last_versions(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The number of the last version that has each sample."""
-        found = np.zeros(len(ids), np.int64)
-        for number, version in enumerate(self.versions):
-            found[version.members.has(ids)] = number
-        return found
-
-    @cached_property
-    def _lacks(self) -> dict[str, NDArray[np.bool_]]:
-        """By the names of columns that were added between versions: the streams that lack it, bool[versions, streams].
+    def _lacking(self, ids: NDArray[np.int64], version: int | None) -> dict[str, NDArray[np.bool_]]:
+        """Whether each sample lacks a column that was added between versions, by its name.
 
         A sample that was deleted before may have a wrong value there.
         """
-        names = {name for index in self.indexes for columns in index.column_sets for name in columns}
-        have = [
-            [{name for columns in index.column_sets for name in columns} for index in reader.indexes]
-            for reader, _ in self._versions
-        ]
-        tables = {name: np.array([[name not in one for one in version] for version in have]) for name in names}
+        if not self._lacks:
+            return {}
+        versions = np.full(len(ids), version or 0)
+        for number, data in enumerate(self.versions if version is None else ()):
+            versions[data.members.has(ids)] = number
+        streams = self.snapshot.streams_of(ids)
+        return {name: table[versions, streams] for name, table in self._lacks.items()}
+
+    @cached_property
+    def _lacks(self) -> dict[str, NDArray[np.bool_]]:
+        """The streams that lack a column that was added between versions, by its name: bool[versions, streams]."""
+        have = [[set().union(*index.column_sets) for index in reader.indexes] for reader, _ in self._versions]
+        tables = {
+            name: np.array([[name not in names for names in streams] for streams in have])
+            for name in set().union(*have[-1])
+        }
         return {name: table for name, table in tables.items() if (table != table[-1]).any()}
 
     @cached_property
@@ -117,17 +112,15 @@ class SwitchedReader(SampleReader):
         streams = [with_version(stream, version_at(stream, step)) for stream in self.streams]
         reader = SampleReader(streams, self.defaults, self.config)
         reader.shards.indexes = tuple(map(version_index, streams, reader.caches))  # with any columns
-        masks = []
+        mask = np.zeros(self.shards.snapshot.num_samples, np.bool_)
         begin = 0
         for stream, index, last in zip(self.streams, reader.indexes, self.indexes, strict=True):
             _check_same_ids(stream, index, last)
-            mask = np.zeros(last.num_samples, np.bool_)
-            mask[: index.num_samples] = (
-                True if reader.members is None else reader.members.mask[begin:][: index.num_samples]
-            )
-            masks.append(mask)
-            begin += index.num_samples
-        return reader, np.concatenate(masks)
+            mask[begin : begin + index.num_samples] = True
+            begin += last.num_samples
+        if reader.members is not None:
+            mask[mask] = reader.members.mask
+        return reader, mask
 
 
 def _check_same_ids(stream: Stream, index: Index, last: Index) -> None:
