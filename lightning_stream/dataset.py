@@ -36,7 +36,7 @@ from lightning_stream.order.rules import count, violations
 from lightning_stream.order.run import check_weights
 from lightning_stream.questions import Occurrence
 from lightning_stream.questions.describe import PUBLIC_NAMES, Chain
-from lightning_stream.reading.bad_samples import Policy, bad_data
+from lightning_stream.reading.bad_samples import BadData, BadDataPolicy, Policy
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of, name_of, weights_of, with_split
 from lightning_stream.reading.stream_shards import ReaderConfig
@@ -229,7 +229,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         }
         buckets = _bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
         _check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
-        bad = bad_data(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed)
+        bad = BadData(BadDataPolicy(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed))
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         reading = ReaderConfig(

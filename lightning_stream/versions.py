@@ -25,7 +25,7 @@ from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.model import MAX_FILE_BYTES, to_text
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.order.bitmap import as_ids
-from lightning_stream.reading.bad_samples import bad_data
+from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.filters import Evaluation
 from lightning_stream.reading.lengths import read_lengths
@@ -320,7 +320,7 @@ def _checked(ids: Any, index: Index) -> NDArray[np.int64]:
 def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_unsafe_types: bool) -> NDArray[np.int64]:
     """The ids of the samples of a version for which a function returns True."""
     with closing(_reader(stream, allow_unsafe_types)) as reader:
-        mask = Evaluation(reader, where, bad_data("raise", "raise", None, 0)).mask()
+        mask = Evaluation(reader, where, BadData()).mask()
         return reader.original_ids(np.flatnonzero(mask))
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -96,53 +96,43 @@ class BadData:
             return True
         return False
 
-    def _replacement(self, reader: SampleReader, epoch: int, position: int, drawn: int) -> int:
-        """The sample to deliver at a position instead of the drawn one: the same in every world."""
-        for sample_id in replacements(reader.snapshot, self.policy.seed, epoch, position, drawn):
-            if not self.is_bad(reader, sample_id):
-                return sample_id
-        raise FormatError(
-            f"sample {drawn} cannot be read, and none of the samples that could replace it: too much of the data is "
-            f"bad. The last reason: {self.found[drawn]}"
-        )
+    def _bad_ids(self, reader: SampleReader, drawn: int | RowSpans) -> list[int]:
+        """Those of a sample, or of the documents of a row, that cannot be read."""
+        ids = [drawn] if isinstance(drawn, int) else drawn.ids.tolist()
+        return [sample_id for sample_id in ids if self.is_bad(reader, sample_id)]
 
     def replaced(self, reader: SampleReader, info: MicroBatch, order: EpochOrder) -> MicroBatch:
         """The micro-batch with substitutes for samples that cannot be read; the same object if there are none.
 
-        A packed row with a document that cannot be read is replaced as a whole, by another row of its window.
+        A packed row with a document that cannot be read is replaced as a whole, by another row of its window. The
+        substitutes are the same in every world.
         """
-        if info.rows is not None:
-            return self._replaced_rows(reader, info, info.rows, order)
+        drawn: list[int | RowSpans] = info.ids.tolist() if info.rows is None else list(info.rows)
         substitutions = []
-        for position, drawn in zip(info.positions.tolist(), info.ids.tolist(), strict=True):
-            if self.is_bad(reader, drawn):
-                delivered = self._replacement(reader, info.epoch, position, drawn)
-                substitutions.append(Substitution(position, drawn, delivered))
-                self._quarantine(reader, info.epoch, position, drawn, delivered)
-        return replace(info, substitutions=tuple(substitutions)) if substitutions else info
-
-    def _replaced_rows(self, reader: SampleReader, info: MicroBatch, rows: RowSpans, order: EpochOrder) -> MicroBatch:
-        substitutions, found = [], []
-        for row, position, drawn in zip(rows, info.positions.tolist(), info.ids.tolist(), strict=True):
-            bad = [sample_id for sample_id in row.ids.tolist() if self.is_bad(reader, sample_id)]
-            found.append(row if not bad else self._readable_row(reader, order, position, bad[0]))
-            if bad:
-                substitutions.append(Substitution(position, drawn, int(found[-1].fingerprints()[0])))
-            for sample_id in bad:
-                self._quarantine(reader, info.epoch, position, sample_id, None)
+        for k, (position, sample_id) in enumerate(zip(info.positions.tolist(), info.ids.tolist(), strict=True)):
+            bad_ids = self._bad_ids(reader, drawn[k])
+            if not bad_ids:
+                continue
+            others: Iterable[int | RowSpans] = (
+                replacements(reader.snapshot, self.policy.seed, info.epoch, position, sample_id)
+                if info.rows is None
+                else order.order.alternatives(position, self.policy.seed, order.epoch)
+            )
+            other = next((other for other in others if not self._bad_ids(reader, other)), None)
+            if other is None:
+                raise FormatError(
+                    f"sample {bad_ids[0]} cannot be read, and nothing that could replace it, another sample or another "
+                    f"row of its window: too much of the data is bad. The last reason: {self.found[bad_ids[0]]}"
+                )
+            drawn[k] = other
+            delivered = other if isinstance(other, int) else int(other.fingerprints()[0])
+            substitutions.append(Substitution(position, sample_id, delivered))
+            for bad_id in bad_ids:
+                self._quarantine(reader, info.epoch, position, bad_id, delivered if info.rows is None else None)
         if not substitutions:
             return info
-        return replace(info, rows=RowSpans.joined(found), substitutions=tuple(substitutions))
-
-    def _readable_row(self, reader: SampleReader, order: EpochOrder, position: int, drawn: int) -> RowSpans:
-        """The row to deliver at a position instead of one with a bad document: the same in every world."""
-        for row in order.order.alternatives(position, self.policy.seed, order.epoch):
-            if not any(self.is_bad(reader, sample_id) for sample_id in row.ids.tolist()):
-                return row
-        raise FormatError(
-            f"sample {drawn} cannot be read, and no other row of its window could be read either: too much of the data "
-            f"is bad. The last reason: {self.found[drawn]}"
-        )
+        rows = None if info.rows is None else RowSpans.joined(cast("list[RowSpans]", drawn))
+        return replace(info, rows=rows, substitutions=tuple(substitutions))
 
     def path_of(self, reader: SampleReader) -> Path:
         """The file that lists the bad samples."""
@@ -196,8 +186,3 @@ def readable(
         return read(whole), whole
     finally:
         reader.done_with(announced)
-
-
-def bad_data(on_bad_sample: Any, on_bad_shard: Any, quarantine: str | os.PathLike[str] | None, seed: int) -> BadData:
-    """A policy, before anything was found bad."""
-    return BadData(BadDataPolicy(on_bad_sample, on_bad_shard, quarantine, seed))

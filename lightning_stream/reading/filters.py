@@ -198,7 +198,10 @@ class Evaluation:
         return f"filter-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:32]}"
 
     def __call__(self, part: ShardRange) -> NDArray[np.bool_]:
-        """Evaluate a part, in any process, and keep the answers."""
+        """Evaluate a part, in any process, and keep the answers; a part that has been is read."""
+        offsets = self.reader.snapshot.shard_offsets
+        if (packed := self._results.read(self._result_of(part))) is not None:
+            return _unpacked(packed, int(offsets[part.end] - offsets[part.begin]))
         kept = np.concatenate([self._of_shard(shard) for shard in range(part.begin, part.end)])
         self._results.keep(self._result_of(part), np.packbits(kept).tobytes())
         return kept
@@ -239,19 +242,16 @@ class Evaluation:
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
         parts = [ShardRange(number, *pair) for number, pair in enumerate(pairwise(bounds))]
-        known = {}
-        for part in parts:
-            if (packed := results.read(self._result_of(part))) is not None:
-                known[part.number] = _unpacked(packed, int(offsets[part.end] - offsets[part.begin]))
-        missing = [part for part in parts if part.number not in known]
-        progress, begin = Progress(len(missing), "filtering"), time.monotonic()
+        progress, begin = Progress(len(parts), "filtering"), time.monotonic()
+        kept, missing = dict[int, NDArray[np.bool_]](), list(parts)
         while missing and time.monotonic() - begin < _ALONE_S:
             part = missing.pop(0)
-            known[part.number] = self(part)
-            progress(len(known[part.number]))
-        num_workers = self._num_workers(len(missing))
-        known |= run_partitions(self, missing, num_workers, lambda kept: progress(len(kept)), _REMEDY)
-        answers = np.packbits(np.concatenate([known[part.number] for part in parts])).tobytes()
+            kept[part.number] = self(part)
+            progress(len(kept[part.number]))
+        kept |= run_partitions(
+            self, missing, self._num_workers(len(missing)), lambda part: progress(len(part)), _REMEDY
+        )
+        answers = np.packbits(np.concatenate([kept[part.number] for part in parts])).tobytes()
         results.keep(self.name, answers, parts=map(self._result_of, parts))
         return answers
 

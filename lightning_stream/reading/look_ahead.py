@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import filterfalse
 
 from lightning_stream.order import BatchPlan, prefetch_shards
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.reading.next_use import NextUse
+from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.shard_pool import Want
 
@@ -31,7 +32,7 @@ def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
         shards = prefetch_shards(plan, reader.snapshot, 0, end)
         reader.fetch(shards)
     finally:
-        reader.forget(next_use)
+        reader.shards.pool.plans.pop(id(next_use), None)
     return len(shards)
 
 
@@ -63,42 +64,46 @@ def read_ahead(
     """Yield micro-batches of a plan, while the shards of those that follow are fetched.
 
     Without a ``predownload``, it looks further ahead while connections are idle: in an order that reads shard after
-    shard, the next batches need too few. However it ends, it takes back what it
-    has announced. The caller reads at most `in_progress` of the latest batches, or else the next one is not requested.
+    shard, the next batches need too few. However it ends, it drops what it has asked for. The caller reads at most
+    `in_progress` of the latest batches, or else the next one is not requested.
     """
-    reader.spare_requests(spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers))
-    next_use, is_exiting = _eviction_plan(reader, plan), sys.is_finalizing
-    waiting: deque[tuple[MicroBatch, Want | None]] = deque()
-    being_read: deque[Want | None] = deque()
+    pool, is_exiting = reader.shards.pool, sys.is_finalizing
+    pool.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
+    next_use = _eviction_plan(reader, plan)
+    ahead: deque[MicroBatch] = deque()
+    wants: deque[Want | None] = deque()  # of the batches that are being read, and of those ahead
     infos = iter(infos)
     try:
         # Once all shards are open, which they then stay, nothing is fetched or evicted any more.
-        while not reader.has_all_open or waiting:
-            further = reader.could_fetch_more()
-            allowed = furthest_ahead(predownload, device_batch_size, is_limited=not further)
+        while not reader.has_all_open or ahead:
+            is_further = not reader.shards.is_limited and pool.queue.has_idle_threads()
+            allowed = furthest_ahead(predownload, device_batch_size, is_limited=not is_further)
             allowed = 0 if reader.has_all_open else allowed
-            if len(waiting) <= allowed and (info := next(infos, None)) is not None:
-                waiting.append((info, reader.read_ahead(info.sample_ids)))
+            if len(ahead) <= allowed and (info := next(infos, None)) is not None:
+                ahead.append(info)
+                wants.append(reader.read_ahead(info.sample_ids))
                 continue
-            if not waiting:
+            if not ahead:
                 break
-            next_use.advance(waiting[0][0].begin)
-            info, announced = waiting.popleft()
-            being_read.append(announced)
-            yield info
-            if len(being_read) >= in_progress:
-                reader.done_with(being_read.popleft())
+            next_use.advance(ahead[0].begin)
+            yield ahead.popleft()
+            if len(wants) - len(ahead) >= in_progress:
+                reader.done_with(wants.popleft())
         yield from infos
     finally:
         if not is_exiting():  # at the interpreter's exit, modules may be gone already
-            for announced in (*being_read, *(announced for _, announced in waiting)):
-                reader.done_with(announced)
-            reader.forget(next_use)
+            for want in wants:
+                reader.done_with(want)
+            pool.plans.pop(id(next_use), None)
 
 
 def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:
     """Let the reader's caches evict first what this plan needs last."""
     next_use = NextUse(plan.order, reader.snapshot)
     next_use.advance(plan.start)
-    reader.plan(next_use)
+    if reader.shards.is_limited:
+        plans = reader.shards.pool.plans
+        for stream, cache in enumerate(reader.caches if not plans else ()):
+            cache.plan(partial(next_use_of_file, reader.shards.files(stream), plans))
+        plans[id(next_use)] = next_use
     return next_use

@@ -50,6 +50,7 @@ _HELD_BYTES = 64 << 20  # of tables that are kept
 _THREADS = 16
 _ATTEMPTS = 3  # to read a table and samples that fit the index
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.01  # between two looks at a file that arrives
+_STALL_S = 5.0  # without growth: the process that fetches it may be dead, and whoever waits for the whole takes over
 _MOST_OF_SHARD = 0.5  # is read while the rest arrives
 _log = logging.getLogger(__name__)
 
@@ -278,13 +279,16 @@ def _cut(table: _Offsets, parts: list[_Part], contents: list[bytes]) -> dict[int
 def _arriving(
     cache: ShardCache, entry: ShardEntry, indices: Int64s, has_come: Callable[[], bool]
 ) -> dict[int, bytes] | None:
-    """Samples of a file that grows, when they are here; None where it is whole before, or comes in parts."""
+    """Samples of a file that grows, when they are here; None where it is whole before, comes in parts, or stalls."""
     path, pause_s, needed = cache.arriving(entry), _SHORTEST_PAUSE_S, table_bytes(entry)
-    while not has_come():
+    size, grew = 0, time.monotonic()
+    while not has_come() and time.monotonic() - grew < _STALL_S:
         with suppress(FileNotFoundError), path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes >= entry.raw.num_bytes:
                 return None  # it is being verified, or comes in parts
+            if num_bytes != size:
+                size, grew = num_bytes, time.monotonic()
             if num_bytes >= needed:
                 table = offsets_of(file.read(table_bytes(entry)), entry, entry.raw.basename)
                 needed = int(table[indices[-1] + 1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,7 +27,6 @@ from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.lengths import read_lengths
-from lightning_stream.reading.next_use import NextUse, next_use_of_file
 from lightning_stream.reading.proofs import Deliveries, EarlyRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
 from lightning_stream.reading.stream import CacheDefaults, Stream, name_of
@@ -348,14 +347,6 @@ class SampleReader:
             return False
         return len(self.shards.pool.open) == self.shards.num_files <= self.config.max_open_shards
 
-    def spare_requests(self, count: int) -> None:
-        """Let this process request so many ranges of shards that are being fetched anyway."""
-        self.shards.pool.spare_requests = count
-
-    def could_fetch_more(self) -> bool:
-        """Whether connections are idle while others fetch; always False under a cache limit."""
-        return not self.shards.is_limited and self.shards.pool.queue.has_idle_threads()
-
     def done_with(self, want: Want | None) -> None:
         """Drop what `read_ahead` wanted, once: shards that no other batch needs are not fetched any more and, under a
         cache limit, closed."""
@@ -375,20 +366,6 @@ class SampleReader:
             entries = map(self.entry, self.shards.with_joined(shards).tolist())
             for fetch in [pool.submit(cache.ensure, entry) for cache, entry in entries]:
                 fetch.result()
-
-    def plan(self, next_use: NextUse) -> None:
-        """Under a cache limit, evict first what this and all other plans need last, until `forget`."""
-        if not self.shards.is_limited:
-            return
-        plans = self.shards.pool.plans
-        if not plans:
-            for stream, cache in enumerate(self.caches):
-                cache.plan(partial(next_use_of_file, self.shards.files(stream), plans))
-        plans[id(next_use)] = next_use
-
-    def forget(self, next_use: NextUse) -> None:
-        """End a plan."""
-        self.shards.pool.plans.pop(id(next_use), None)
 
     def close(self) -> None:
         """Close every mapped shard."""

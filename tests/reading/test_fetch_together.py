@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ torch = pytest.importorskip("torch")
 from servers.web import Handler, WebServer  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.cache import ShardCache  # noqa: E402
 from lightning_stream.errors import NotFoundError  # noqa: E402
 
 NUM_SAMPLES, WORKERS, THREADS = 320, 2, 4
@@ -84,3 +88,42 @@ def test_what_fails_for_one_worker_fails_for_the_other(tmp_path: Path) -> None:
         dataset = StreamingDataset(remote=server.url, local=tmp_path / "cache", shuffle=True)
         with pytest.raises(NotFoundError, match=r"shard\.00003\.mds"):
             list(StreamingDataLoader(dataset, 16, num_workers=WORKERS))
+
+
+def hold(cache: ShardCache, name: str, is_held: Any) -> None:
+    assert cache._place.lock(name).try_acquire()
+    is_held.set()
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_what_another_process_fetches_comes_also_where_that_process_dies(tmp_path: Path, dies: bool) -> None:
+    """While it lives, one thread looks for its shard; whoever needs the shard takes over from a dead one."""
+    with WebServer() as server:
+        write(tmp_path / "data", server)
+        dataset = StreamingDataset(remote=server.url, local=tmp_path / "cache", shuffle=False)
+        reader, name = dataset.reader, dataset.reader.entry(0)[1].raw.basename
+        reader.caches[0]._place.prepare()
+        context = multiprocessing.get_context("fork")
+        is_held = context.Event()
+        other = context.Process(target=hold, args=(reader.caches[0], name, is_held))
+        other.start()
+        try:
+            assert is_held.wait(30)
+            want = reader.read_ahead(np.arange(4))
+            (fetch,) = reader.shards.pool.fetches.values()
+            assert fetch.result(30) is None
+            assert fetch.is_elsewhere
+            if dies:
+                other.kill()
+                assert reader.batch(np.arange(4))["id"].tolist() == [0, 1, 2, 3]
+            else:
+                (tmp_path / "cache" / name).write_bytes(server.objects[f"/{name}"])
+                while not fetch.has_come():
+                    time.sleep(0.01)
+                assert fetch.arrived or reader.batch(np.arange(4))["id"].tolist() == [0, 1, 2, 3]
+            reader.done_with(want)
+            assert not reader.shards.pool.fetches
+        finally:
+            other.kill()
+            other.join()

@@ -19,6 +19,7 @@ from servers.holding import NUM_SAMPLES, HoldingServer, held_files  # noqa: E402
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.cache import ShardCache  # noqa: E402
 from lightning_stream.errors import StoreError  # noqa: E402
+from lightning_stream.reading import partial  # noqa: E402
 from lightning_stream.reading.partial import PartialShards  # noqa: E402
 from lightning_stream.stores import RetryingStore, open_store  # noqa: E402
 from lightning_stream.stores.retry import RetryPolicy  # noqa: E402
@@ -165,3 +166,16 @@ def test_a_file_that_comes_in_parts_is_not_read_early(tmp_path: Path) -> None:
     go.set()
     thread.join(30)
     assert cache.present(entry)
+
+
+def test_a_file_that_no_longer_grows_is_not_waited_for(
+    server: HoldingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that fetched it may have been killed: then whoever waits for the whole shard fetches it."""
+    monkeypatch.setattr(partial, "_STALL_S", 0.1)
+    cache = ShardCache(open_store(f"{server.url}/raw"), tmp_path / "cache")
+    entry = cache.index().entry(0)
+    draft = cache.arriving(entry)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    draft.write_bytes(bytes(100))
+    assert parts_of(cache, entry).arriving(0, np.arange(2), lambda: False) is None
