@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 from msgspec.structs import replace
@@ -18,9 +18,6 @@ from lightning_stream.formats.memory import MappedFile, offsets_error, sample_of
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.rows import as_mds, write_as_mds
 from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 __all__ = ["DECODE_ERRORS", "Batch", "Buffers", "Ragged", "Shard", "open_shard"]
 

@@ -93,6 +93,9 @@ def test_values_may_be_arrays_lists_or_generators_and_columns_of_any_encoding(tm
     for number, sample in zip(ids, dataset[:], strict=True):
         assert (sample["id"], sample["words"], sample["about"]) == (number, f"w{number}", {"n": number})
     assert np.array_equal(np.stack([sample["vector"] for sample in dataset[:]]), vectors)
+    alone = StreamingDataset(local=tmp_path, columns=["words"])  # none of the shards' own
+    assert alone[:] == [{"words": f"w{number}"} for number in ids]
+    assert alone.reader.batch(np.arange(58)) == {"words": [f"w{number}" for number in ids]}
     batch = next(iter(StreamingDataLoader(dataset, 58)))
     assert np.array_equal(batch["vector"].numpy(), vectors)
     assert batch["words"] == [f"w{number}" for number in ids]

@@ -60,8 +60,7 @@ class _AnyArray(ViewEncoding):
                 f"{self.name} takes arrays of 1 to {_MAX_DIMS} dimensions; got shape {shape}. Store a number as a "
                 "scalar encoding, and an absent value as 'json' or 'bytes'."
             )
-        largest = max(shape)
-        step = 0 if largest < 1 << 8 else 1 if largest < 1 << 16 else 2 if largest < 1 << 32 else 3
+        step = [max(shape) >> bits > 0 for bits in (8, 16, 32)].count(True)
         head = code + bytes(((len(shape) << 2) | step,)) + np.array(shape, f"<u{1 << step}").tobytes()
         return head + little_endian(array).tobytes()
 
@@ -138,8 +137,7 @@ class _FixedArray(ViewEncoding):
         self._native = np.dtype(dtype.name)
 
     def encode(self, value: Any) -> bytes:
-        # numpy has one object for each native dtype, and comparing it by identity is cheaper
-        if type(value) is not np.ndarray or (value.dtype is not self._native and value.dtype != self._native):
+        if type(value) is not np.ndarray or value.dtype != self._native:
             value = as_array(value, self.name)
             check_dtype(value, self.layout.dtype, self.name)
             value = little_endian(value)
@@ -206,8 +204,7 @@ def check_dtype(array: NDArray[Any], dtype: np.dtype[Any], name: str) -> None:
 
 def little_endian(array: NDArray[Any]) -> NDArray[Any]:
     """Return the same numbers in little-endian memory."""
-    order = array.dtype.newbyteorder("<")
-    return array if array.dtype == order else array.astype(order)
+    return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def make_ndarray(name: str) -> Encoding:

@@ -93,8 +93,6 @@ class _StrFloat(ViewEncoding):
     """A float as the shortest text that is read as the same float."""
 
     def encode(self, value: Any) -> bytes:
-        if type(value) is float:
-            return str(value).encode()
         dims: int = getattr(value, "ndim", 0)
         if dims or isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
             raise TypeError(f"str_float takes a number; got {describe(value)}.")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import xxhash
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding, plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.mds.layout import encodings_of
 from lightning_stream.formats.model import MAX_FILE_BYTES, Schema, to_text
 from lightning_stream.formats.shard_encoder import (
@@ -22,9 +24,6 @@ from lightning_stream.formats.shard_encoder import (
     column_error,
     offset_table,
 )
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _DIGEST_BYTES = 8
 _READ_BYTES = 1 << 18
@@ -169,11 +168,9 @@ def is_intact(path: Path) -> bool:
         if at < 8 + 4 * count or at > path.stat().st_size:
             return False
         file.seek(0)
-        head, wanted, digest = file.read(at), file.read(_DIGEST_BYTES), xxhash.xxh3_64()
-        for chunk in iter(lambda: file.read(_READ_BYTES), b""):
-            digest.update(chunk)
-        digest.update(head)
-    return digest.digest() == wanted
+        head, wanted = file.read(at), file.read(_DIGEST_BYTES)
+        parts = chain(iter(lambda: file.read(_READ_BYTES), b""), [head])
+        return digest_parts(["xxh3_64"], parts)["xxh3_64"] == wanted.hex()
 
 
 def is_made_from(path: Path, stamp: str) -> bool:

@@ -212,15 +212,15 @@ def flat_copies(columns: Batch, names: Sequence[str]) -> tuple[dict[str, FlatArr
         if name not in columns:
             raise ValueError(f"There is no column {name!r}; the dataset has {', '.join(columns)}.")
         arrays = [np.asarray(value) for value in columns[name]]
-        dtype = arrays[0].dtype
-        if any(array.ndim != 1 or array.dtype != dtype for array in arrays):
-            found = sorted({f"{array.dtype}{list(array.shape)}" for array in arrays})[:3]
-            raise FormatError(f"Column {name!r} must have 1-d arrays of one dtype; found {', '.join(found)}.")
-        counts = np.array([len(array) for array in arrays], np.int64)
-        ends = at + np.cumsum(counts) * dtype.itemsize
-        flat[name] = FlatArrays(dtype, ends - counts * dtype.itemsize, counts)
-        parts.append(np.concatenate(arrays).view(np.uint8))
-        at = int(ends[-1])
+        kinds = {f"{array.dtype} of {array.ndim} dimensions" for array in arrays}
+        if len(kinds) > 1 or arrays[0].ndim != 1:
+            raise FormatError(f"Column {name!r} must have 1-d arrays of one dtype; found {', '.join(sorted(kinds))}.")
+        numbers = np.concatenate(arrays)
+        counts = np.array(list(map(len, arrays)), np.int64)
+        begins = at + (np.cumsum(counts) - counts) * numbers.itemsize
+        flat[name] = FlatArrays(numbers.dtype, begins, counts)
+        parts.append(numbers.view(np.uint8))
+        at += numbers.nbytes
     return flat, np.concatenate(parts).data
 
 

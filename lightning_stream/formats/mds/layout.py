@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Collection, Mapping
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 from lightning_stream.errors import FormatError
@@ -13,9 +13,6 @@ from lightning_stream.formats.encodings import ROW_ENCODINGS, Encoding, get_enco
 from lightning_stream.formats.encodings.base import AdaptedEncoding
 from lightning_stream.formats.encodings.text import RowFault
 from lightning_stream.formats.model import Schema
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 Decoders = Mapping[str, Callable[[bytes], Any]]
 
