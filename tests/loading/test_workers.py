@@ -132,6 +132,14 @@ def test_a_batch_that_does_not_come_in_time_is_an_error(data: Path) -> None:
     assert not multiprocessing.active_children()
 
 
+def test_what_a_worker_cannot_get_by_pickle_is_named(data: Path) -> None:
+    dataset = StreamingDataset(remote=data, transform=lambda sample: sample)
+    loader = StreamingDataLoader(dataset, 8, num_workers=2, multiprocessing_context="forkserver")
+    with pytest.raises(ValueError, match=r"start by 'forkserver' .*lambda.* at the top of a module, or pass"):
+        next(iter(loader))
+    assert not multiprocessing.active_children()
+
+
 @pytest.mark.usefixtures("workers_by_fork")
 def test_a_workers_init_function_may_fail(data: Path) -> None:
     def fail(worker: int) -> None:

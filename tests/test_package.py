@@ -1,0 +1,73 @@
+"""The package as others install it: what the wheel holds, what its page shows, and its types in a user's project."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+USER = ROOT / "tests" / "support" / "typed_user.py"
+CHECKERS = {
+    "mypy": ["mypy", "--strict", "--config-file=", "--cache-dir"],
+    "basedpyright": ["basedpyright", "--level", "error", "--pythonpath", sys.executable],
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    if not shutil.which("uv"):
+        pytest.skip("no uv, which builds the wheel: pip install uv")
+    out = tmp_path_factory.mktemp("dist")
+    subprocess.run(["uv", "build", "--quiet", "--wheel", "--out-dir", out, ROOT], check=True)
+    return zipfile.ZipFile(next(out.glob("*.whl")))
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_package_alone_with_its_types(wheel: zipfile.ZipFile) -> None:
+    names = wheel.namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"lightning_stream"}
+    assert "lightning_stream/py.typed" in names
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "lightning_stream").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+
+
+@pytest.mark.slow
+def test_the_page_of_the_package_has_no_link_into_the_repository(wheel: zipfile.ZipFile) -> None:
+    name = next(name for name in wheel.namelist() if name.endswith("METADATA"))
+    metadata = message_from_string(wheel.read(name).decode())
+    assert metadata["Requires-Python"] == "<3.15,>=3.11"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = metadata.get_payload()
+    assert isinstance(page, str)
+    links = re.findall(r"\]\((.+?)\)", page)
+    assert len(links) > 10
+    assert all(link.startswith(("https://", "http://")) for link in links)
+
+
+def _errors(checker: str, path: Path, cache: Path) -> list[str]:
+    if find_spec(checker) is None:
+        pytest.skip(f"no {checker}: uv sync --group lint")
+    command = [sys.executable, "-m", *CHECKERS[checker], *([str(cache)] if checker == "mypy" else []), str(path)]
+    run = subprocess.run(command, cwd=cache, capture_output=True, text=True, check=False)
+    assert run.returncode in (0, 1), run.stderr
+    return [line for line in run.stdout.splitlines() if " error" in line and not re.match(r"\d+ error|Found", line)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("checker", CHECKERS)
+def test_a_users_project_is_typed(checker: str, tmp_path: Path) -> None:
+    project = tmp_path / "user.py"
+    project.write_text(USER.read_text())
+    assert _errors(checker, project, tmp_path) == []
+    project.write_text(project.read_text().replace("shuffle=True", "shufle=True").replace("-> int:", "-> str:"))
+    wrong = _errors(checker, project, tmp_path)
+    assert any("shufle" in line for line in wrong)
+    assert len(wrong) == 2
