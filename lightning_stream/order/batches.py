@@ -199,15 +199,18 @@ class BatchPlan:
 
     def ids(self, k: int) -> Ints:
         """Sample ids of global batch ``k`` in position order, padding excluded."""
-        return self._division.order.ids(positions_of(*self.bounds(k)))
+        return self._division.order.ids(self._positions(k))
+
+    def _positions(self, k: int) -> Ints:
+        return positions_of(*self.bounds(k))
 
     def share(self, k: int) -> ReplicaBatch:
         """This replica's part of global batch ``k``."""
-        return self._division.owners.share(k, *self.bounds(k))
+        return self._division.owners.share(k, self._positions(k))
 
     def places(self, k: int) -> ReplicaBatch:
         """As :meth:`share`, with positions in the place of ids: far from those planned last, ids cost much more."""
-        return self._division.owners.places(k, *self.bounds(k))
+        return self._division.owners.places(k, self._positions(k))
 
     @property
     def splits_samples(self) -> bool:
@@ -216,15 +219,13 @@ class BatchPlan:
         is_plain = type(owners) is ByNode and type(cuts) is Cuts and self.balance is None
         return is_plain and not isinstance(order, PackedRows)
 
-    def positions(self, k: int, count: int, replicas: Sequence[int]) -> Ints:
-        """int64[count, replicas, B / replicas]: what replicas get of whole batches [k, k + count), many at a time."""
-        size = self.batch_size
-        first = self.start + k * size
-        nodes = self._division.order.nodes(positions_of(first, first + count * size)).reshape(count, size)
+    def offsets_in(self, at: Ints, replicas: Sequence[int]) -> Ints:
+        """int64[batches, replicas, B / replicas]: what replicas get of whole batches, as offsets in their positions."""
+        nodes = self._division.order.nodes(at).reshape(-1, self.batch_size)
         is_alike = (nodes == nodes[0]).all()  # usually C divides B, and all batches are grouped alike
         grouped = np.argsort(nodes[:1] if is_alike else nodes, axis=1, kind="stable")
         offsets = grouped.reshape(len(grouped), self.world.num_replicas, -1)[:, replicas]
-        return first + size * np.arange(count)[:, None, None] + offsets
+        return self.batch_size * np.arange(len(nodes))[:, None, None] + offsets
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:
         """As :meth:`share` of each, ascending, but full ones are planned together: 16 of 1024 in 60 % of the time."""
@@ -233,18 +234,17 @@ class BatchPlan:
         count = bisect_left(ks, self.num_whole_batches) if len(ks) > 1 and self.splits_samples else 0
         if count < 2:
             return [self.share(k) for k in ks]
-        first, end = self.bounds(ks[0])[0], self.bounds(ks[count - 1])[1]
-        chosen = np.array(ks[:count]) - ks[0]
-        positions = self.positions(ks[0], int(chosen[-1]) + 1, [self.world.replica])[chosen, 0]
-        ids = self._division.order.ids(positions_of(first, end))[positions - first]
-        full = map(ReplicaBatch, ids, positions, np.zeros(ids.shape, dtype=np.bool_))
+        at = positions_of(self.bounds(ks[0])[0], self.bounds(ks[count - 1])[1])
+        offsets = self.offsets_in(at, [self.world.replica])[np.array(ks[:count]) - ks[0], 0]
+        ids = self._division.order.ids(at)[offsets]
+        full = map(ReplicaBatch, ids, at[offsets], np.zeros(ids.shape, dtype=np.bool_))
         return [*full, *map(self.share, ks[count:])]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
         """How many micro-batches of at most ``device_batch_size`` samples, padding included, every replica cuts its
         share of global batch ``k`` into. Raises ValueError where they would cut the blocks of ``device_per_stream``.
         """
-        return self._division.owners.num_micro_batches(k, *self.bounds(k), device_batch_size)
+        return self._division.owners.num_micro_batches(k, self._positions(k), device_batch_size)
 
 
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> Ints:

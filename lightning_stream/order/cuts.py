@@ -29,6 +29,7 @@ class Cuts:
         self._batch_size = batch_size
         self._reaches = reaches
         self._listed = listed
+        self._num_known = 0  # whole batches, at least: asking costs as much as the rest of planning a batch
 
     @cached_property
     def _ends(self) -> tuple[int, Sequence[int]]:
@@ -46,7 +47,12 @@ class Cuts:
 
     def is_whole(self, k: int) -> bool:
         """Whether batch ``k`` has the regular size, and no tail changes it. Cheap far from the epoch's end."""
-        return self._reaches(self.start + (k + 1) * self._batch_size) or k < self.num_whole
+        if k < self._num_known:
+            return True
+        if self._reaches(self.start + (k + 1) * self._batch_size):
+            self._num_known = k + 1
+            return True
+        return k < self.num_whole
 
     def end_of(self, k: int) -> int | None:
         """The position behind batch ``k``; None if there is no such batch. Cheap far from the epoch's end."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -41,12 +42,19 @@ def positions_of(begin: int, end: int) -> Ints:
 
 
 def places_by(key: Ints) -> Iterator[tuple[int, Ints]]:
-    """Each value of ``key``, ascending, with the places that have it."""
-    if len(key) and key[0] == key[-1] and (key == key[0]).all():
-        yield int(key[0]), np.arange(len(key))
+    """Each value of ``key``, ascending, with the places that have it, ascending."""
+    low, high = int(key.min(initial=2**62)), int(key.max(initial=0))
+    if low == high:
+        yield low, np.arange(len(key))
         return
-    for value in np.unique(key).tolist():
-        yield value, np.flatnonzero(key == value)
+    small = (
+        (key - low).astype(np.uint16) if high - low < 2**16 else key
+    )  # which is sorted by its digits: 3 times as fast
+    order = np.argsort(small, kind="stable")
+    ordered = key[order]
+    edges = [0, *(np.flatnonzero(ordered[1:] != ordered[:-1]) + 1).tolist(), len(key)]
+    for begin, end in pairwise(edges if len(key) else []):
+        yield int(ordered[begin]), order[begin:end]
 
 
 class Order(ABC):

@@ -10,7 +10,7 @@ import numpy as np
 
 from .arrays import Bools, Ints
 from .balance import balanced_split
-from .orders import Interleave, Order, ceil_div, places_by, positions_of
+from .orders import Interleave, Order, ceil_div, places_by
 from .world import World
 
 if TYPE_CHECKING:
@@ -54,17 +54,18 @@ class ReplicaBatch:
         if len(self) < count:
             at = np.minimum(np.arange(count), len(self) - 1)
             filler = self.filler[at] | (np.arange(count) >= len(self))
-            return self._take(at, filler).micro_batches(count)
+            rows = None if self.rows is None else self.rows.take(at)
+            return ReplicaBatch(self.ids[at], self.positions[at], filler, rows=rows).micro_batches(count)
         block = self.device_block if ceil_div(len(self), self.device_block) >= count else 1
         blocks = ceil_div(len(self), block)
         ends = [min(blocks * number // count * block, len(self)) for number in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:
             ends = [0, *self.ends]
-        return [self._take(np.arange(begin, end), self.filler[begin:end], block) for begin, end in pairwise(ends)]
+        return [self._part(slice(*bounds), block) for bounds in pairwise(ends)]
 
-    def _take(self, at: Ints, filler: Bools, block: int = 1) -> ReplicaBatch:
-        rows = None if self.rows is None else self.rows.take(at)
-        return ReplicaBatch(self.ids[at], self.positions[at], filler, block, rows=rows)
+    def _part(self, at: slice, block: int) -> ReplicaBatch:
+        rows = None if self.rows is None else self.rows.take(np.arange(at.start, at.stop))
+        return ReplicaBatch(self.ids[at], self.positions[at], self.filler[at], block, rows=rows)
 
 
 def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:
@@ -73,7 +74,7 @@ def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> i
 
 
 class ByNode:
-    """Who gets what of a global batch k, which has the positions [begin, end).
+    """Who gets what of a global batch k, which has the positions ``at``.
 
     It is stably grouped by canonical node and cut evenly; or by cost, where the plan has a balance.
 
@@ -88,34 +89,32 @@ class ByNode:
         self.is_equal = plan.tail != "exact"
         self._num_micro = num_micro
 
-    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
+    def places(self, k: int, at: Ints) -> ReplicaBatch:
         """This replica's part, with positions in the place of ids."""
         world, balance = self.plan.world, self.plan.balance
-        at = positions_of(begin, end)
         nodes = self.order.nodes(at)
         if balance is None:
             grouped = np.argsort(nodes, kind="stable")[:, None]
             offsets, filler = dealt(grouped, np.zeros(grouped.shape, np.bool_), world, self.is_equal)
             return ReplicaBatch(at[offsets], at[offsets], filler)
         costs = balance.costs_of(self.order, at)
-        count = self.num_micro_batches(k, begin, end, balance.device_batch_size)
+        count = self.num_micro_batches(k, at, balance.device_batch_size)
         offsets, filler, ends = balanced_split(nodes, costs, world, equal=self.is_equal, num_micro_batches=count)
         return ReplicaBatch(at[offsets], at[offsets], filler, ends=ends)
 
-    def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
+    def share(self, k: int, at: Ints) -> ReplicaBatch:
         """This replica's part."""
-        places = self.places(k, begin, end)
+        places = self.places(k, at)
         rows = self.order.spans(places.positions)
         if rows is not None:
             return replace(places, ids=rows.fingerprints(), rows=rows)
-        ids = self.order.ids(positions_of(begin, end))
-        return replace(places, ids=ids[places.positions - begin])
+        return replace(places, ids=self.order.ids(at)[places.positions - at[0]])
 
-    def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
+    def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:
         """How many micro-batches every replica cuts its share into."""
         if self._num_micro is not None:
             return self._num_micro
-        return num_micro_batches(end - begin, device_batch_size, self.plan.world.num_replicas)
+        return num_micro_batches(len(at), device_batch_size, self.plan.world.num_replicas)
 
 
 class ByBlock(ByNode):
@@ -130,18 +129,17 @@ class ByBlock(ByNode):
         self._num_full = cuts.num_whole
         self._num_of_blocks = cuts.num_batches if self.is_equal else cuts.num_whole
 
-    def places(self, k: int, begin: int, end: int) -> ReplicaBatch:
+    def places(self, k: int, at: Ints) -> ReplicaBatch:
         if k >= self._num_of_blocks:
-            return super().places(k, begin, end)
-        at = positions_of(begin, end)
+            return super().places(k, at)
         block = self._interleave.block
         blocks, filler = blocks_of(self.order.nodes(at), self._interleave.locate(at)[0], block)
         offsets, filler = dealt(blocks, filler, self.plan.world, is_equal=True)
         return ReplicaBatch(at[offsets], at[offsets], filler, block)
 
-    def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
+    def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:
         if k >= self._num_of_blocks:
-            return super().num_micro_batches(k, begin, end, device_batch_size)
+            return super().num_micro_batches(k, at, device_batch_size)
         block = self._interleave.block
         if device_batch_size % block and block % device_batch_size:
             raise ValueError(
@@ -150,7 +148,7 @@ class ByBlock(ByNode):
             )
         # Blocks are filled up, so the share itself is counted.
         is_full = k < self._num_full
-        length = (end - begin) // self.plan.world.num_replicas if is_full else len(self.places(k, begin, end))
+        length = len(at) // self.plan.world.num_replicas if is_full else len(self.places(k, at))
         return ceil_div(length, device_batch_size)
 
 

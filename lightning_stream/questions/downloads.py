@@ -9,6 +9,7 @@ import numpy as np
 
 from lightning_stream.order.arrays import Ints
 from lightning_stream.order.batches import BatchPlan, Tail
+from lightning_stream.order.orders import positions_of
 from lightning_stream.order.run import RunOrder
 from lightning_stream.order.world import World
 
@@ -136,9 +137,8 @@ def _reads_of(plans: Sequence[BatchPlan]) -> Iterator[tuple[int, Ints]]:
     whole = plan.num_whole_batches if plan.splits_samples else 0
     step = max(1, _CHUNK // size)
     for k in range(0, whole, step):
-        count = min(step, whole - k)
-        first, last = plan.bounds(k)[0], plan.bounds(k + count - 1)[1]
-        ids = plan.order.ids(first, last)[plan.positions(k, count, replicas) - first]
+        at = positions_of(plan.bounds(k)[0], plan.bounds(min(k + step, whole) - 1)[1])
+        ids = plan.order.order.ids(at)[plan.offsets_in(at, replicas)]
         yield from ((replica, ids[:, replica]) for replica in replicas)
     for k in range(whole, plan.num_batches):
         yield from ((replica, replica_plan.share(k).sample_ids) for replica, replica_plan in enumerate(plans))

@@ -171,22 +171,22 @@ class _ByTable(ByNode):
         self._edges = edges
         self._shift = shift
 
-    def share(self, k: int, begin: int, end: int) -> ReplicaBatch:
+    def share(self, k: int, at: Ints) -> ReplicaBatch:
         """Repeats have the first position of their batch."""
         table, part, replica = self._table, self._part(k), self.plan.world.replica
         takes = self._takes(part)
         has_some: Bools = np.any(takes, axis=2)
         givers = np.where(has_some[:, replica], replica, has_some.argmax(axis=1))
-        at = np.arange(len(takes)), givers
-        mask = takes[at]
-        filler = ~table.counted[part][at] | (givers != replica)[:, None]
+        given = np.arange(len(takes)), givers
+        mask = takes[given]
+        filler = ~table.counted[part][given] | (givers != replica)[:, None]
         ends = np.cumsum(mask.sum(axis=1)).tolist()
-        positions = table.positions(part)[at][mask] + self._shift
-        return ReplicaBatch(table.rows[part][at][mask], positions, filler[mask], ends=tuple(ends))
+        positions = table.positions(part)[given][mask] + self._shift
+        return ReplicaBatch(table.rows[part][given][mask], positions, filler[mask], ends=tuple(ends))
 
     places = share  # its ids are in a table
 
-    def num_micro_batches(self, k: int, begin: int, end: int, device_batch_size: int) -> int:
+    def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:
         """As that library cuts, where its batches per device have this size."""
         lengths = self._takes(self._part(k)).sum(axis=2)
         size = self._table.rows.shape[2]
