@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from lightning_stream.dataset import LocalDataset, StreamingDataset
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.loader import StreamingDataLoader
-    from lightning_stream.loading.images import DecodeCenterCrop, DecodeRandomCrop
-    from lightning_stream.loading.jpeg import decode_jpeg
     from lightning_stream.loading.packing import Packing
+    from lightning_stream.media.crops import DecodeCenterCrop, DecodeRandomCrop
+    from lightning_stream.media.jpeg import decode_jpeg
     from lightning_stream.monitoring.exporters import export_prometheus
     from lightning_stream.order import Position, Schedule, World
     from lightning_stream.reading.stream import Stream
@@ -49,10 +49,10 @@ _NAMES = {
     "convert.lengths": "add_lengths",
     "dataset": "LocalDataset StreamingDataset",
     "formats.encodings": "register_encoding",
-    "loading.jpeg": "decode_jpeg",
+    "media.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
     "monitoring.exporters": "export_prometheus",
-    "loading.images": "DecodeCenterCrop DecodeRandomCrop",
+    "media.crops": "DecodeCenterCrop DecodeRandomCrop",
     "loading.packing": "Packing",
     "order": "Position Schedule World",
     "reading.stream": "Stream",

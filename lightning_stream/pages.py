@@ -22,8 +22,8 @@ import numpy as np
 
 from lightning_stream.formats.encodings.images import pillow
 from lightning_stream.formats.encodings.media import Media
-from lightning_stream.loading.jpeg import FORMATS, rgb
-from lightning_stream.loading.media import media_facts
+from lightning_stream.media.facts import media_facts
+from lightning_stream.media.jpeg import FORMATS, rgb
 from lightning_stream.monitoring.stats import INPUT_BOUND, PARTS, PAUSE_LABELS, LoaderStats, percent
 from lightning_stream.questions.describe import readable
 from lightning_stream.run_log import Place, Row, Run, page_of, read_run

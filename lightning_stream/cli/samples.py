@@ -12,7 +12,7 @@ import numpy as np
 
 from lightning_stream.cli.output import as_text
 from lightning_stream.formats.encodings.media import Media
-from lightning_stream.loading.media import media_facts
+from lightning_stream.media.facts import media_facts
 
 _SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90
 _MOST_DISTINCT, _MOST_COMMON, _LONGEST = 1000, 8, 100

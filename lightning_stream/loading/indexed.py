@@ -63,9 +63,10 @@ class ShardInfo:
 
     def __init__(self, source: SampleSource, number: int) -> None:
         _, entry = source.reader.entry(number)
+        schema = entry.schema
         self._source, self._first = source, int(source.snapshot.shard_offsets[number])
         self.samples = self.size = int(source.snapshot.sizes[number])
-        self.basename, schema = entry.raw.basename, entry.schema
+        self.basename = entry.raw.basename
         self.compression, self.hashes, self.size_limit = schema.compression, list(schema.hashes), schema.size_limit
         self.column_names, self.column_encodings = list(schema.names), list(schema.encodings)
         self.column_sizes = list(schema.sizes)
@@ -81,8 +82,7 @@ class ShardInfo:
 
     def get_zip_size(self) -> int | None:
         """Bytes of its compressed files; None where it is not compressed."""
-        sizes = [packed.bytes for _, packed in self.file_pairs if packed is not None]
-        return sum(sizes) if sizes else None
+        return sum(packed.bytes for _, packed in self.file_pairs if packed) or None
 
     def get_max_size(self) -> int:
         """Bytes of all its files."""

@@ -15,7 +15,7 @@ import pytest
 from lightning_stream import MDSWriter
 from lightning_stream.cli import main
 from lightning_stream.formats.encodings.media import Media
-from lightning_stream.loading.media import media_facts
+from lightning_stream.media.facts import media_facts
 
 Answer = Callable[..., tuple[int, Any]]
 

@@ -18,7 +18,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
-from lightning_stream.loading.jpeg import decode_jpeg
+from lightning_stream.media.jpeg import decode_jpeg
 from lightning_stream.writer import MDSWriter
 
 JPEG = get_encoding("jpeg")

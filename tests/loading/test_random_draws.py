@@ -108,3 +108,16 @@ def test_the_names_of_a_subclass_change_neither_batches_nor_draws(data: Path, in
     assert list(loaders[0]) == list(loaders[1])
     assert "batch_size=4" in repr(loaders[1])
     assert loaders[1].batch_size == 4
+
+
+class OwnSeed(Cropped):
+    def __init__(self, *args: Any, **given: Any) -> None:
+        super().__init__(*args, **given)
+        self.shuffle_seed = self.batch_size = "a name of the subclass's own"  # type: ignore[assignment]
+
+
+def test_attributes_of_a_subclass_change_no_draw(data: Path) -> None:
+    given = {"transform": transform, "shuffle": True, "shuffle_seed": 5, "batch_size": 4}
+    first, other = (list(StreamingDataLoader(kind(data, **given), collate_fn=collate)) for kind in (Cropped, OwnSeed))
+    assert first == other
+    assert len(first) == NUM_SAMPLES // 4

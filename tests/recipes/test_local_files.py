@@ -20,7 +20,7 @@ import torchvision.transforms.v2
 
 from lightning_stream import StreamingDataLoader, StreamingDataset
 from lightning_stream.convert import convert
-from lightning_stream.loading.jpeg import Photo
+from lightning_stream.media.jpeg import Photo
 from recipes.data.synthetic import write_flowers
 
 

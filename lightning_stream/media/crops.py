@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_stream.errors import FormatError, needs, suggesting
 from lightning_stream.formats.encodings.base import type_name
 from lightning_stream.formats.sizes import whole
-from lightning_stream.loading.jpeg import DECODERS, Decoder, Photo, Pixels
+from lightning_stream.media.jpeg import DECODERS, Decoder, Photo, Pixels
 
 _TRIES = 10  # random parts that are tried until one lies within the photo, as torchvision does
 

@@ -25,7 +25,7 @@ from lightning_stream import (  # noqa: E402
     StreamingDataset,
 )
 from lightning_stream.errors import FormatError, MissingExtraError  # noqa: E402
-from lightning_stream.loading import images, jpeg  # noqa: E402
+from lightning_stream.media import crops, jpeg  # noqa: E402
 
 # torchvision deprecates its decoders, for those of TorchCodec.
 pytestmark = pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities:DeprecationWarning")
@@ -73,7 +73,7 @@ def test_unscaled_parts_have_the_pixels_of_a_whole_decode(decoder: str, given: C
         box, flip = whole_box(crop, 200, 300, seed)
         top, left, height, width = box
         cut = whole[:, top : top + height, left : left + width].permute(1, 2, 0).numpy()
-        wanted = images._resized(cut, (120, 160))
+        wanted = crops._resized(cut, (120, 160))
         found = crop({"image": given(data), "label": 3}, at(seed))
         assert found["label"] == 3
         assert found["image"].dtype == torch.uint8

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightning_stream.loading import jpeg
-from lightning_stream.loading.jpeg import Photo, decode_jpeg
+from lightning_stream.media import jpeg
+from lightning_stream.media.jpeg import Photo, decode_jpeg
 
 
 def jpeg_bytes(mode: str, size: tuple[int, int] = (301, 203)) -> bytes:
