@@ -8,7 +8,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from email.utils import formatdate
 from functools import partial
 from typing import Any
@@ -30,7 +30,7 @@ _SIGNED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # some of them are secrets
 class AzureOptions:
     """Options for ``azure://container/path``, ``az://`` and ``abfss://container@account.dfs.core.windows.net/path``.
 
@@ -44,10 +44,10 @@ class AzureOptions:
     """
 
     account: str | None = None
-    account_key: str | None = field(default=None, repr=False)
-    sas_token: str | None = field(default=None, repr=False)
-    connection_string: str | None = field(default=None, repr=False)
-    endpoint_url: str | None = field(default=None, repr=False)
+    account_key: str | None = None
+    sas_token: str | None = None
+    connection_string: str | None = None
+    endpoint_url: str | None = None
     anonymous: bool = False
     timeout_s: float = 60.0
 

@@ -9,7 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
 
-from lightning_stream import errors
+from lightning_stream.errors import (
+    AccessError,
+    AlreadyExistsError,
+    ConflictError,
+    DigestError,
+    LightningStreamError,
+    MissingExtraError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    redact,
+    summarize,
+)
 
 from .transfer import ObjectStream, check_name, claimed, shown_url, source_file
 
@@ -29,11 +41,11 @@ _STATUS = {
 }
 
 
-class PastTheEndError(errors.StoreError):
+class PastTheEndError(StoreError):
     """A range begins at or after the object's end. It is raised and caught within the stores."""
 
 
-class PreconditionError(errors.StoreError):
+class PreconditionError(StoreError):
     """The condition of a put does not hold. It is raised and caught within the stores."""
 
 
@@ -133,7 +145,7 @@ class Store(ABC):
 
     def exists(self, name: str) -> bool:
         """Return whether there is an object of that name."""
-        with contextlib.suppress(errors.NotFoundError):
+        with contextlib.suppress(NotFoundError):
             self.open(name, 0, 1).close()
             return True
         return False
@@ -240,7 +252,7 @@ class BaseStore(Store):
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
         """List in any order. `prefix` may end in the middle of a name."""
-        raise errors.StoreError(f"{self.url}/{prefix}: it cannot be listed. Name the files, or use a bucket's own URL.")
+        raise StoreError(f"{self.url}/{prefix}: it cannot be listed. Name the files, or use a bucket's own URL.")
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:  # noqa: ARG002
         return list(self._list(prefix)), None
@@ -280,12 +292,10 @@ class BaseStore(Store):
                 if conditional and not native and stack.enter_context(claimed(self, name)) != if_version:
                     raise PreconditionError(name)
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
-        except (PreconditionError, errors.NotFoundError) as error:
+        except (PreconditionError, NotFoundError) as error:
             if if_version is not None:
-                raise errors.ConflictError(
-                    f"{where}: another process has replaced or deleted it. Read it again."
-                ) from None
-            if isinstance(error, errors.NotFoundError):
+                raise ConflictError(f"{where}: another process has replaced or deleted it. Read it again.") from None
+            if isinstance(error, NotFoundError):
                 raise
             raise already_exists(where) from None
 
@@ -295,7 +305,7 @@ class BaseStore(Store):
 
     def delete(self, name: str) -> None:
         check_name(name)
-        with contextlib.suppress(errors.NotFoundError), self.translate_errors(name):
+        with contextlib.suppress(NotFoundError), self.translate_errors(name):
             self._delete(name)
 
     def translate_errors(self, name: str) -> _Translation:
@@ -306,19 +316,19 @@ class BaseStore(Store):
         if (found := self._special_error(error, where)) is not None:
             return found
         status = self._status(error)
-        reason = errors.redact(str(error)) if isinstance(error, AnswerError) else errors.summarize(error)
+        reason = redact(str(error)) if isinstance(error, AnswerError) else summarize(error)
         kinds = {kind.__name__ for kind in type(error).__mro__}
         if status in (404, 410):
-            return errors.NotFoundError(f"{where}: {self.missing}")
+            return NotFoundError(f"{where}: {self.missing}")
         if status == 407 or "connection failed: 407" in reason:
-            return errors.AccessError(
+            return AccessError(
                 f"{where}: the proxy refused ({reason}). Put its user and password in the variable that names it: "
                 "HTTPS_PROXY=http://USER:PASSWORD@HOST:PORT, or HTTP_PROXY."
             )
         if status in (401, 403):
-            return errors.AccessError(f"{where}: refused ({reason}). {self.access_remedy}")
+            return AccessError(f"{where}: refused ({reason}). {self.access_remedy}")
         if status in (408, 425, 429) or status >= 500:
-            unavailable = errors.UnavailableError(
+            unavailable = UnavailableError(
                 f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once."
             )
             unavailable.is_throttled = status in (429, 503)
@@ -328,9 +338,9 @@ class BaseStore(Store):
         if status == 416:
             return PastTheEndError(f"{where}: past its end")
         if status < 300 and kinds & self.network_errors:
-            return errors.UnavailableError(f"{where}: {reason}. Check the network and the server.")
+            return UnavailableError(f"{where}: {reason}. Check the network and the server.")
         if status >= 300 or kinds & self.client_errors:
-            return errors.StoreError(f"{where}: {reason}. Check the URL and the options.")
+            return StoreError(f"{where}: {reason}. Check the URL and the options.")
         return None
 
     def _guarded(self, name: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -352,7 +362,7 @@ class _Translation:
         """Nothing to prepare."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ours = (errors.LightningStreamError, errors.MissingExtraError)
+        ours = (LightningStreamError, MissingExtraError)
         if not isinstance(error, Exception) or isinstance(error, ours):
             return
         found = self.store._translated(error, f"{self.store.url}/{self.name}")  # noqa: SLF001 - one class in two
@@ -365,14 +375,12 @@ class _Translation:
                 del found
 
 
-def already_exists(where: str | Path) -> errors.AlreadyExistsError:
+def already_exists(where: str | Path) -> AlreadyExistsError:
     """Return the error for a put of an existing name."""
-    return errors.AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
+    return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
 
 
 def refuse_larger(found: int | None, promised: int | None, where: str) -> None:
     """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
     if promised is not None and found is not None and found > promised:
-        raise errors.DigestError(
-            f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. {REMEDY}"
-        )
+        raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. {REMEDY}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
@@ -18,7 +18,7 @@ from .transfer import PerProcess, read_options, refuse_query
 _FILES, _FOLDERS = "/api/2.0/fs/files", "/api/2.0/fs/directories"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # some of them are secrets
 class DatabricksOptions:
     """Options for ``dbfs:/Volumes/``; the others come from ``DATABRICKS_*`` or ``~/.databrickscfg``.
 
@@ -28,8 +28,8 @@ class DatabricksOptions:
         timeout_s: Longest silence on a connection.
     """
 
-    host: str | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
+    host: str | None = None
+    token: str | None = None
     profile: str | None = None
     timeout_s: float = 60.0
 

@@ -8,7 +8,7 @@ import json
 import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
@@ -23,7 +23,7 @@ _HOME = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # some of them are secrets
 class GcsOptions:
     """Options for ``gs://``; the others come from the variables and files that Google's tools read.
 
@@ -40,9 +40,9 @@ class GcsOptions:
     credentials_file: str | None = None
     project: str | None = None
     anonymous: bool | None = None
-    endpoint_url: str | None = field(default=None, repr=False)
-    access_key_id: str | None = field(default=None, repr=False)
-    secret_access_key: str | None = field(default=None, repr=False)
+    endpoint_url: str | None = None
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
     timeout_s: float = 60.0
 
 

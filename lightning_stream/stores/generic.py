@@ -7,7 +7,16 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
-from lightning_stream import errors
+from lightning_stream.errors import (
+    AccessError,
+    MissingExtraError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    needs,
+    redact,
+    summarize,
+)
 
 from .base import BaseStore, ObjectEntry
 from .transfer import ObjectStream, PerProcess, file_chunks
@@ -31,7 +40,7 @@ class FsspecStore(BaseStore):
         self._scheme = url.partition("://")[0]
         self._timeout_s = timeout_s
         # A name before the @ is a user's, or (oci) the bucket's.
-        self.url = errors.redact(self._given) if self._scheme in _WITH_USERS else self._given
+        self.url = redact(self._given) if self._scheme in _WITH_USERS else self._given
         # One connection per thread: not every file system (sftp) can share one between threads.
         self._of_thread = PerProcess(threading.local)
 
@@ -85,15 +94,15 @@ class FsspecStore(BaseStore):
         return system, root if name is None else f"{root.rstrip('/')}/{name}"
 
     def _connect(self) -> tuple[Any, str]:
-        with errors.needs("fsspec", "fsspec", f"using {self.url}"):
+        with needs("fsspec", "fsspec", f"using {self.url}"):
             import fsspec
         try:
             # No shared instances: neither two stores nor a forked child may use the same connection.
             system, path = fsspec.core.url_to_fs(self._given, skip_instance_cache=True, **self._options)
         except ImportError as error:
             package = _PACKAGES.get(self._scheme, "its fsspec package")
-            raise errors.MissingExtraError(
-                f"{self._scheme}:// needs {package} beside fsspec ({errors.summarize(error)}). Install it with:  "
+            raise MissingExtraError(
+                f"{self._scheme}:// needs {package} beside fsspec ({summarize(error)}). Install it with:  "
                 f"pip install {_PACKAGES.get(self._scheme, '...')}"
             ) from error
         if self._scheme in ("sftp", "ssh"):
@@ -101,17 +110,17 @@ class FsspecStore(BaseStore):
         return system, path
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:
-        reason = errors.summarize(error)
+        reason = summarize(error)
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
-            return errors.NotFoundError(f"{where}: no such file. Check the URL.")
+            return NotFoundError(f"{where}: no such file. Check the URL.")
         if isinstance(error, PermissionError) or {kind.__name__ for kind in type(error).__mro__} & _LOGIN_ERRORS:
-            return errors.AccessError(f"{where}: refused ({reason}). Check user, key or password, and their rights.")
+            return AccessError(f"{where}: refused ({reason}). Check user, key or password, and their rights.")
         if isinstance(error, (OSError, EOFError, TimeoutError)) or type(error).__name__ == "SSHException":
             self._of_thread().connected = None  # the next attempt makes a new connection
-            return errors.UnavailableError(f"{where}: {reason}. Check the network and the server.")
+            return UnavailableError(f"{where}: {reason}. Check the network and the server.")
         if isinstance(error, ValueError) and "Protocol not known" in str(error):
             return ValueError(f"no store is known for {self._scheme}:// ({reason})")
-        return errors.StoreError(f"{where}: {reason}. Check the URL and the options.")
+        return StoreError(f"{where}: {reason}. Check the URL and the options.")
 
 
 def known_schemes() -> list[str]:

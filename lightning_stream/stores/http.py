@@ -59,13 +59,13 @@ _TO_ANY_HOST = ("User-Agent", "Accept-Encoding", "Range")
 _METADATA = {ipaddress.ip_address(address) for address in ("fd00:ec2::254", "100.100.100.200", "168.63.129.16")}
 _SPAN = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 _REASON_BYTES = 2000
-_XML = re.compile(r"<(Code|Message|Region)>([^<]*)<")
-_JSON = re.compile(r'"(error_code|message)"\s*:\s*"([^"]*)"')
+_SAID = re.compile(r'[<"](Code|Message|Region|error_code|message)(?:>|"\s*:\s*")([^<"]*)')  # XML or JSON
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 # All that a proxy depends on: to look through the whole environment takes 0.05 ms.
-_PROXIES = [f"{name}_proxy" for name in ("http", "https", "all", "no")] + [
-    f"{name}_PROXY" for name in ("HTTP", "HTTPS", "ALL", "NO")
-]
+_PROXIES = (
+    *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
+)
 _SLOW_S = 1.0
 _WAIT_S = 0.02
 _RECORD_BYTES = 1 << 15  # more than a record of TLS
@@ -75,11 +75,10 @@ _ENOUGH_BYTES = 256 << 10
 def _refusal(answer: Any) -> AnswerError:
     text = answer.read(_REASON_BYTES, decode_content=True).decode(errors="replace")
     answer.close()
-    said = dict(_XML.findall(text) or _JSON.findall(text))
-    name = said.get("Code") or said.get("error_code") or answer.headers.get("x-ms-error-code") or ""
-    reason = f"{name} {said.get('Message') or said.get('message') or ''}".strip() or answer.reason or ""
-    region = answer.headers.get("x-amz-bucket-region") or said.get("Region")
-    return AnswerError(answer.status, reason, name, region)
+    said = {field.lower(): value for field, value in _SAID.findall(text)}
+    name = said.get("code") or said.get("error_code") or answer.headers.get("x-ms-error-code", "")
+    reason = f"{name} {said.get('message', '')}".strip() or answer.reason or ""
+    return AnswerError(answer.status, reason, name, answer.headers.get("x-amz-bucket-region") or said.get("region"))
 
 
 @dataclass
@@ -382,6 +381,7 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
         return pool
     alive = [*urllib3.connection.HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     options: dict[str, Any] = {"maxsize": _CONNECTIONS, "socket_options": alive, "ca_certs": authorities}
+    options["blocksize"] = CHUNK_BYTES  # of what is sent of a file at a time
     if proxy is None:
         pool = urllib3.PoolManager(**options)
     elif proxy.startswith("socks"):
@@ -389,18 +389,18 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
             from urllib3.contrib.socks import SOCKSProxyManager
         pool = SOCKSProxyManager(proxy, **options)
     else:  # urllib3 does not take the user and password from its URL
-        parts = urlsplit(proxy)
-        login = f"{unquote(parts.username or '')}:{unquote(parts.password or '')}"
-        headers = urllib3.make_headers(proxy_basic_auth=login) if parts.username is not None else None
-        pool = urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
+        login = unquote(urllib3.util.parse_url(proxy).auth or "")
+        pool = urllib3.ProxyManager(
+            proxy, proxy_headers=urllib3.make_headers(proxy_basic_auth=login or None), **options
+        )
     return pools.setdefault((proxy, authorities), pool)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # some of them are secrets
 class HttpOptions:
     """Options for ``http://`` and ``https://``: headers for this host, and the longest silence on a connection."""
 
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict)
     timeout_s: float = 60.0
 
 

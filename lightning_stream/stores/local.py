@@ -22,7 +22,7 @@ from .transfer import ObjectStream, file_chunks
 LOCK = ".lock-"
 _OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: all who may write into the folder may lock
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
-_OF_DATABRICKS = re.compile(r"/(?:dbfs/(?=.)|(?=Volumes/.))(.+)")  # paths that Databricks mounts on its own machines
+_VOLUME = re.compile(r"(?:/dbfs)?(/Volumes/.+)")  # paths that Databricks mounts on its own machines
 
 
 class LocalStore(BaseStore):
@@ -91,8 +91,8 @@ class LocalStore(BaseStore):
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             lacking = "" if self.folder.is_dir() else f" (nor the folder {self.folder})"
-            there = _OF_DATABRICKS.match(str(self.folder)) if lacking else None
-            hint = f" Outside Databricks, that is dbfs:/{there[1]}." if there else ""
+            there = _VOLUME.match(str(self.folder)) if lacking else None
+            hint = f" Outside Databricks, that is dbfs:{there[1]}." if there else ""
             return NotFoundError(f"no such file: {where}{lacking}. Check the path.{hint}")
         if isinstance(error, PermissionError):
             return AccessError(f"user {os.getuid()} has no right to use {where}. Check the mode of its folder.")

@@ -13,7 +13,7 @@ import time
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree as ET
@@ -30,7 +30,7 @@ _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
 _SESSION = "/?session"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # some of them are secrets
 class S3Options:
     """Options for ``s3://``; the others come from the variables and files that AWS tools read.
 
@@ -44,12 +44,12 @@ class S3Options:
         timeout_s: Longest silence on a connection.
     """
 
-    endpoint_url: str | None = field(default=None, repr=False)
+    endpoint_url: str | None = None
     region: str | None = None
     profile: str | None = None
-    access_key_id: str | None = field(default=None, repr=False)
-    secret_access_key: str | None = field(default=None, repr=False)
-    session_token: str | None = field(default=None, repr=False)
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
     anonymous: bool | None = None
     requester_pays: bool | None = None
     addressing_style: str | None = None

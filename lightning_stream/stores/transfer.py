@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import hashlib
 import io
 import os
@@ -187,11 +186,9 @@ _making: dict[int, Any] = {}
 
 
 class PerProcess(Generic[T]):
-    """A client that is made on first use, once per process; it is never pickled.
+    """What is made on first use, once per process, such as a login; it is never pickled.
 
-    A forked child keeps the parent's client, since closing it there could end the parent's sessions. The garbage
-    collector pauses while a client is made: it has 100,000 objects that stay, and collections find nothing among them
-    and all objects of torch. Boto3's first client would take 170 ms instead of 65, in every worker.
+    A forked child keeps the parent's, since closing that could end the parent's sessions.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -199,18 +196,13 @@ class PerProcess(Generic[T]):
         self._made: dict[int, T] = {}
 
     def __call__(self) -> T:
-        """Return the client of this process."""
+        """Return what this process has made."""
         pid = os.getpid()
-        if pid in self._made:
-            return self._made[pid]
-        with _making.setdefault(pid, threading.RLock()):
-            was_on = gc.isenabled()
-            gc.disable()
-            try:
-                return self._made[pid] if pid in self._made else self._made.setdefault(pid, self._make())
-            finally:
-                if was_on:
-                    gc.enable()
+        if pid not in self._made:
+            with _making.setdefault(pid, threading.RLock()):
+                if pid not in self._made:
+                    self._made[pid] = self._make()
+        return self._made[pid]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_make": self._make, "_made": {}}
