@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import os
 import pwd
@@ -265,6 +266,7 @@ class CacheFolder:
                     lock.release()
 
 
+@functools.lru_cache(maxsize=64)  # a fetch asks for that of its shard again and again
 def key_of(name: str) -> str:
     """Return what stands for a shard in the names of its lock and drafts, whose length is limited."""
     return hashlib.sha256(name.encode()).hexdigest()[:24]

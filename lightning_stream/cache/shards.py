@@ -315,7 +315,8 @@ class ShardCache:
         path, is_named = home / raw.basename, self.config.validate_hash is not None
         is_foreign = False
         if not is_named and home == self.folder and raw.hashes:
-            is_foreign = not self._space.knows(CacheEntry((raw.basename,), raw.num_bytes), _reserved(raw, entry))
+            alone = CacheEntry((raw.basename,), raw.num_bytes)
+            is_foreign = not (self._space.knows(alone) or self._space.knows(_reserved(raw, entry)))
         try:
             if is_foreign:
                 verify(path, raw, None, str(path))

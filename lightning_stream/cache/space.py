@@ -63,10 +63,10 @@ class Space:
         self._entries = entries
         return tuple(entries.values())
 
-    def knows(self, *forms: CacheEntry) -> bool:
-        """Return whether a shard was fetched in one of these forms, or its file was compared with its hash."""
-        markers = [*map(self._marker, forms), self.compared(forms[0].names[0])]
-        return any(marker.exists() for marker in markers) or (self._take_over_log() and self.knows(*forms))
+    def knows(self, entry: CacheEntry) -> bool:
+        """Return whether a shard was fetched as this, or its file was compared with its hash."""
+        is_known = self._marker(entry).exists() or self.compared(entry.names[0]).exists()
+        return is_known or (self._take_over_log() and self.knows(entry))
 
     def mark(self, entry: CacheEntry, former: CacheEntry | None = None) -> None:
         """Note a shard whose files will appear, in place of a former note; for the holder of its lock."""
