@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -116,11 +116,8 @@ class Space:
         if not log.exists():
             return False
         with FileLock(self.folder.control / "ledger.lock", _WAIT_S, self.folder.modes):
-            entries, compared = _read_log(log)
-            for entry in entries:
+            for entry in _read_log(log):
                 self._write(entry, draft)
-            for name in compared:
-                self.folder.write(self.compared(name), b"")
             log.unlink(missing_ok=True)
         return True
 
@@ -169,7 +166,7 @@ class Space:
             is_marked = self._marker(marked).exists()
             growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)
             total, counted_at = _counted(os.pread(lock.fd, _VALUE_BYTES, 0))
-            if total + growth > limit_bytes or not 0 <= time.time() - counted_at < _SCAN_EVERY_S:
+            if total + growth > limit_bytes or abs(time.time() - counted_at) >= _SCAN_EVERY_S:
                 total, counted_at = sum(held.num_bytes for held in self.entries()), time.time()
             if total + growth > limit_bytes:
                 return total + growth - limit_bytes
@@ -297,27 +294,21 @@ def _read(marker: Path) -> CacheEntry | None:
     return entry if entry is not None and stem == _stem(entry.names[0]) else None
 
 
-def _read_log(log: Path) -> tuple[list[CacheEntry], set[str]]:
-    """Return the shards in the log of a former release, and the names of files that it compared with their hashes.
+def _read_log(log: Path) -> Iterable[CacheEntry]:
+    """Return the shards in the log of a former release.
 
-    It has lines ``["+", bytes, names...]``, ``["-", name]`` and ``["=", name]``; torn ones are left out.
+    It has lines ``["+", bytes, names...]`` and ``["-", name]``. Others are left out: torn ones, and those of files of
+    somebody else, which are compared with their hashes once more.
     """
     entries: dict[str, CacheEntry] = {}
-    compared: set[str] = set()
     for line in log.read_bytes().splitlines() if log.exists() else ():
         try:
             sign, *names = json.loads(line)
             entry = _entry(names, names.pop(0) if sign == "+" else 0)
         except (ValueError, TypeError, IndexError, RecursionError):
             continue
-        if entry is None or sign not in ("+", "-", "="):
-            continue
-        name = entry.names[0]
-        if sign == "=":
-            compared.add(name)
-            continue
-        compared.discard(name)
-        entries.pop(name, None)
-        if sign == "+":
-            entries[name] = entry
-    return list(entries.values()), compared
+        if entry is not None and sign == "+":
+            entries[entry.names[0]] = entry
+        if entry is not None and sign == "-":
+            entries.pop(entry.names[0], None)
+    return entries.values()

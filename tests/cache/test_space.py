@@ -143,8 +143,7 @@ def test_the_log_of_a_former_release_becomes_markers(tmp_path: Path) -> None:
     assert space.knows(CacheEntry((names[0],), 10_000))
     assert not log.exists()
     assert {entry.names: entry.num_bytes for entry in space.entries()} == {(name,): 10_000 for name in names[:2]}
-    assert space.knows(CacheEntry((names[2],), 9))
-    assert not space.knows(CacheEntry((names[3],), 10_000))
+    assert not any(space.knows(CacheEntry((name,), 10_000)) for name in names[2:4])
     log.write_text(json.dumps(["+", 10_000, names[3]]))  # a process of that release still runs
     for number in (4, 5):
         cache.ensure(index.entry(number))
