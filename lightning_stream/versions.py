@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError
+from lightning_stream.errors import ConflictError, NotFoundError
 from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.hashing import digest, digest_parts, hashes_to_write
@@ -32,14 +32,14 @@ from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
-from lightning_stream.stores import Store, open_store
-from lightning_stream.version_log import Edit, Version, commit, read_log, read_newest
+from lightning_stream.stores import open_store
+from lightning_stream.version_log import Edit, Version, read_log, read_newest
 from lightning_stream.version_log import publish as publish_version
 from lightning_stream.writer.base import finalize_shard
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.lengths import put_lengths
 from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import Transaction
+from lightning_stream.writer.place import Mode, Transaction
 
 _NAMING_HASH = "xxh3_128"  # of files of deleted samples
 _PUTS = 8  # shards of a column that are put at the same time
@@ -145,33 +145,29 @@ def delete_rows(
         raise ValueError("delete_rows takes either ids or where; pass one of them.")
     if callable(ids) or not (where is None or callable(where)):
         raise TypeError("delete_rows takes a function of a sample as where=, and ids without a name.")
-    store = open_store(os.fspath(out), store_options)
-    base = read_newest(store)
+    place, base = _begun(out, "append", store_options)
     if where is None:
-        given = _checked(ids, base.index)
+        given = _checked(ids, base)
     else:
-        stream = Stream(out, version=base.index.digest, options=store_options)
+        stream = Stream(out, version=base.digest, options=store_options)
         given = _matching(stream, where, allow_unsafe_types)
     counts = [0]
 
     def edit(version: Version) -> Edit:
-        _refuse_compacted(base.index, version.index, store)
-        before = deleted_samples(ShardCache(store), version.index)
+        index = version.index
+        _refuse_compacted(base, index)
+        before = deleted_samples(ShardCache(place.store), index)
         all_deleted = np.union1d(before, given).astype("<i8")
         counts[0] = len(all_deleted) - len(before)
         data = all_deleted.tobytes()
-        hashes = hashes_to_write([name for schema in version.index.schemas for name in schema.hashes] or None)
+        hashes = hashes_to_write([name for schema in index.schemas for name in schema.hashes] or None)
         name = f"deleted.{digest(_NAMING_HASH, data)[:16]}.bin"
         file = FileEntry(name, len(data), digest_parts(hashes, [data]), len(all_deleted))
-        store.put(file.basename, data)
+        place.store.put(file.basename, data)
         return Edit("delete", (), {}, message, key or "", file)
 
-    if len(given) or key:
-        try:
-            publish_version(store, commit(store, base, edit), always=False)
-        except AlreadyExistsError:  # the change of this key
-            return 0
-    return counts[0]
+    is_new = (len(given) or key) and place.commit(edit)
+    return counts[0] if is_new else 0
 
 
 def add_column(
@@ -212,23 +208,21 @@ def add_column(
         ValueError: Another number of values, values that the encoding does not take, or an unknown encoding.
         ConflictError: Samples were appended meanwhile for which there are no values, or the dataset was compacted.
     """
-    place = _place(out, store_options)
-    place.begin("append")
-    base, store = place.base, place.store
-    assert base is not None
+    place, base = _begun(out, "append", store_options)
+    url = place.store.url
     shards = list[bytes]()
     counts = [0]
 
     def edit(version: Version) -> Edit:
         index = version.index
-        _refuse_compacted(base, index, store)
+        _refuse_compacted(base, index)
         if index.num_samples == index.num_deleted:
-            raise ValueError(f"add_column needs a dataset with samples; {store.url} has none.")
+            raise ValueError(f"add_column needs a dataset with samples; {url} has none.")
         if any(name in columns for columns in index.column_sets):
-            raise FileExistsError(f"{store.url} has a column {name!r} already. Choose another name.")
+            raise FileExistsError(f"{url} has a column {name!r} already. Choose another name.")
         if len(index) > len(shards):
             if shards and not callable(values):
-                raise ConflictError(f"{store.url} got new samples meanwhile, which have no values of {name!r}")
+                raise ConflictError(f"{url} got new samples meanwhile, which have no values of {name!r}")
             stream = Stream(out, version=index.digest, options=store_options)
             with closing(_reader(stream, allow_unsafe_types)) as reader:
                 counts[0] += _put_column(place, reader, {name: encoding}, values, shards)
@@ -253,29 +247,25 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
         ValueError: A shard with deleted samples or added columns is not of the MDS format.
         ConflictError: Another writer changed the dataset meanwhile; it stays as it is.
     """
-    place = _place(out, store_options)
-    place.begin("edit")
-    index, cache = place.base, ShardCache(place.store)
-    if index is None or (index.deleted is None and not index.joined):
+    place, index = _begun(out, "edit", store_options)
+    if index.deleted is None and not index.joined:
         return 0
-    ends = np.cumsum(index.shard_sizes)
-    groups = np.split(gone := deleted_samples(cache, index), np.searchsorted(gone, ends)[:-1])
+    cache, mask = ShardCache(place.store), np.ones(index.num_samples, dtype=np.bool_)
+    mask[deleted_samples(cache, index)] = False
     entries, num_written = list[bytes](), 0
-    for shard, ids in enumerate(groups):
-        if not len(ids) and len(index.entries(shard)) == 1:
+    for shard, is_live in enumerate(np.split(mask, np.cumsum(index.shard_sizes)[:-1])):
+        if is_live.all() and len(index.entries(shard)) == 1:
             entries.append(index.text(shard))
             continue
+        name = f"shard.{place.next_shard + num_written:05}.mds"
         num_written += 1
-        kept = np.setdiff1d(np.arange(index.shard_sizes[shard]), ids - (ends[shard] - index.shard_sizes[shard]))
-        if len(kept):
-            name = f"shard.{place.next_shard + num_written - 1:05}.mds"
-            entries.append(to_text(_written_again(place, name, cache, index.entries(shard), kept)))
-    mask = np.ones(index.num_samples, dtype=np.bool_)
-    mask[gone] = False
+        if is_live.any():
+            again = _written_again(place, name, cache, index.entries(shard), np.flatnonzero(is_live))
+            entries.append(to_text(again))
     lengths = {name: read_lengths([cache], [index], name)[mask] for name in index.lengths}
     files = put_lengths(place, lengths, index.schemas[0].hashes)
     place.commit(Edit("compact", entries, files, message))
-    publish_version(place.store, read_newest(place.store))
+    publish(out, store_options=store_options)
     return num_written
 
 
@@ -324,21 +314,25 @@ def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_uns
         return reader.original_ids(np.flatnonzero(mask))
 
 
-def _place(out: str | os.PathLike[str], store_options: Mapping[str, Any] | None) -> Transaction:
+def _begun(
+    out: str | os.PathLike[str], mode: Mode, store_options: Mapping[str, Any] | None
+) -> tuple[Transaction, Index]:
     place = Transaction(os.fspath(out), store_options=store_options)
     if not place.store.exists(INDEX_NAME):
         raise NotFoundError(f"there is no dataset: {place.store.url} has no {INDEX_NAME}. Check the path.")
-    return place
+    place.begin(mode)
+    assert place.base is not None
+    return place, place.base
 
 
 def _reader(stream: Stream, allow_unsafe_types: bool) -> SampleReader:
     return SampleReader([stream], CacheDefaults(), ReaderConfig(allow_unsafe_types=allow_unsafe_types))
 
 
-def _refuse_compacted(base: Index, now: Index, store: Store) -> None:
+def _refuse_compacted(base: Index, now: Index) -> None:
     """Raise ConflictError unless the samples of a version have the same ids in a later one."""
     if len(now) < len(base) or any(now.text(shard) != base.text(shard) for shard in range(len(base))):
-        raise ConflictError(f"{store.url} was compacted meanwhile, so its samples have other ids. Call this again.")
+        raise ConflictError(f"{now.where} was compacted meanwhile, so its samples have other ids. Call this again.")
 
 
 def _put_column(
