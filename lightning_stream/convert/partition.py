@@ -150,7 +150,7 @@ class PartitionWriter(MDSWriter):
 
     def write_encoded(self, batch: EncodedBatch, lengths: Lengths) -> None:
         """Add rows that are bytes of these columns already, with their lengths."""
-        self._add_encoded(self._encoder or self._open(None, None), batch, lengths)
+        self._add_encoded(self._encoder or self._open(), batch, lengths)
 
     def receipt(self, begins: str, nulls: Mapping[str, int], rows: Sequence[int] = ()) -> Receipt:
         """Return the receipt of the finished partition."""

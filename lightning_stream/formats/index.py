@@ -139,13 +139,16 @@ class Index:
         for name, files in lengths.items():
             for file in files:
                 check_basename(file.basename, self.where)
-            counts = [file.num_samples for file in files]
-            sizes = [file.num_bytes for file in files]
-            if [size / 4 for size in sizes] != counts or sum(sizes) != 4 * self.num_samples:
+                if file.num_bytes / 4 != file.num_samples:
+                    raise self._wrong_lengths(
+                        f"lengths have 4 bytes per sample; {file.basename} of lengths {name!r} has "
+                        f"{file.num_bytes:,} bytes for {file.num_samples or 0:,} samples"
+                    )
+            if (total := sum(file.num_bytes for file in files) // 4) != self.num_samples:
                 names = ", ".join(file.basename for file in files[:3]) or "no file"
                 raise self._wrong_lengths(
-                    f"lengths have one number of 4 bytes per sample; lengths {name!r} ({names}) have {counts[:3]} "
-                    f"numbers in {sizes[:3]} bytes for {self.num_samples:,} samples"
+                    f"lengths have one number per sample; lengths {name!r} ({names}) have {total:,} numbers for "
+                    f"{self.num_samples:,} samples"
                 )
         return lengths
 

@@ -8,7 +8,7 @@ import sys
 import warnings
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,7 +144,7 @@ class ShardWriter(ABC):
 
     def get_config(self) -> dict[str, Any]:
         """Return the format, columns and packing in the index; ValueError if no columns are known."""
-        return (self._encoder or self._make_encoder(self._chosen(None, None))).schema.to_object()
+        return (self._encoder or self._make_encoder(self._chosen(None))).schema.to_object()
 
     def flush_shard(self) -> None:
         """End the current shard; the next sample begins another one."""
@@ -159,17 +159,16 @@ class ShardWriter(ABC):
         """Translate inferred MDS encodings to the format's own types."""
         return columns
 
-    def _chosen(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> Mapping[str, str]:
+    def _chosen(self, infer: Callable[[], dict[str, str]] | None) -> Mapping[str, str]:
         """Return the given columns, else those of the dataset appended to, else those of the first sample or batch."""
+        base = self._place.base
         if self._columns is not None:
             return self._columns
-        if self._place.base is not None and self._place.base.schemas:
-            return self._place.base.columns
-        if sample is not None:
-            return self._inferred(infer_columns(sample))
-        if batch is not None:
-            return self._inferred({name: infer_column(name, values) for name, values in batch.items()})
-        raise ValueError("no columns were given, and there is no sample to infer them from. Pass columns=.")
+        if base is not None and base.schemas:
+            return base.columns
+        if infer is None:
+            raise ValueError("no columns were given, and there is no sample to infer them from. Pass columns=.")
+        return self._inferred(infer())
 
     def write(self, sample: Mapping[str, Any]) -> None:
         """Add one sample. Values that belong to no column are not written; a warning names them once.
@@ -180,7 +179,7 @@ class ShardWriter(ABC):
                 or the writer is finished.
             StoreError: A shard could not be put. Then no index will be put either.
         """
-        encoder = self._encoder or self._open(sample, None)
+        encoder = self._encoder or self._open(lambda: infer_columns(sample))
         parts = encoder.encode(sample)
         if len(sample) != self._num_columns and not self._has_reported_extra:
             self._report_extra_columns(encoder, sample)
@@ -209,7 +208,9 @@ class ShardWriter(ABC):
         """
         columns, num_rows = batch_columns(batch)
         if num_rows:
-            encoder = self._encoder or self._open(None, columns)
+            encoder = self._encoder or self._open(
+                lambda: {name: infer_column(name, values) for name, values in columns.items()}
+            )
             if set(columns) - set(encoder.schema.names):
                 self._report_extra_columns(encoder, columns)
             encoded = encoder.encode_batch(columns, num_rows)
@@ -253,7 +254,7 @@ class ShardWriter(ABC):
         """
         if self._finished:
             return
-        encoder = self._encoder or self._open(None, None)
+        encoder = self._encoder or self._open()
         try:
             self._send(encoder)
             entries = self._pipeline.finish()
@@ -280,13 +281,13 @@ class ShardWriter(ABC):
             self._pipeline.fail(error)
             raise
 
-    def _open(self, sample: Mapping[str, Any] | None, batch: dict[str, Any] | None) -> ShardEncoder:
+    def _open(self, infer: Callable[[], dict[str, str]] | None = None) -> ShardEncoder:
         if self._finished:
             raise ValueError("the writer is finished, and its index is put. Make a new writer for more samples.")
         if not self._opened:
             self._place.begin(self._mode)
             self._opened = True
-        encoder = self._make_encoder(self._chosen(sample, batch))
+        encoder = self._make_encoder(self._chosen(infer))
         if self._place.base is not None:
             check_appendable(self._place.base, encoder.schema.format, encoder.schema.columns, self._lengths)
         check_measurable(self._length_functions, encoder.schema.names)

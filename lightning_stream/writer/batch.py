@@ -108,6 +108,7 @@ def arrow_numbers(column: Any) -> NDArray[Any]:
     return np.frombuffer(column.buffers()[1], dtype, len(column), column.offset * dtype.itemsize)
 
 
+_SMALL_BYTES = 1 << 10
 _NUMBERS = {
     "int8": "i1", "int16": "i2", "int32": "i4", "int64": "i8", "uint8": "u1", "uint16": "u2", "uint32": "u4",
     "uint64": "u8", "halffloat": "f2", "float": "f4", "double": "f8",
@@ -120,5 +121,8 @@ def _arrow_bytes(column: Any, large: bool) -> BinaryColumn:
     if not len(column):
         return BinaryColumn()
     table = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
-    view = memoryview(data).cast("B") if data is not None else memoryview(b"")
-    return BinaryColumn(view[begin:end] for begin, end in pairwise(table.tolist()))
+    begin, end = int(table[0]), int(table[-1])
+    stored: Any = memoryview(data).cast("B")[begin:end] if data is not None else b""
+    if end - begin < _SMALL_BYTES * len(column):  # a copy costs less than the garbage collector's walk over views
+        stored = bytes(stored)
+    return BinaryColumn(stored[first:last] for first, last in pairwise((table - begin).tolist()))

@@ -122,14 +122,16 @@ class Transaction:
                 f"{self.store.url} is not empty: it holds {first.name!r}. Write to a new place, or pass overwrite=True "
                 "to replace the dataset there, or append=True to add shards to it."
             )
-        self._seen = {name: (None, None) if mode == "new" else seen(self.store, name) for name in (INDEX_NAME, *also)}
-        if mode == "overwrite":
-            self.former = {name for store in self.stores for name in _files_of_versions(store)}
         if mode not in ("append", "edit"):
+            names = (INDEX_NAME, *also)
+            self._seen = {name: (None, None) if mode == "new" else seen(self.store, name) for name in names}
+            if mode == "overwrite":
+                self.former = {name for store in self.stores for name in _files_of_versions(store)}
             return
-        if self._seen[INDEX_NAME][0] is None:
-            raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.")
-        self._version = read_newest(self.store)
+        try:
+            self._version = read_newest(self.store)
+        except errors.NotFoundError:
+            raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.") from None
         if any(newest_text(store) != self._version.index.data for store in self.stores[1:]):
             raise ValueError(
                 "both places of a pair must hold the dataset that is appended to. Pass keep_local=False, or copy "
