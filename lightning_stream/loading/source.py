@@ -219,7 +219,7 @@ class SampleSource:
             return None
         cost = None if isinstance(self.balance, str) else self.balance
         self.reader.lengths(self.balanced_by)  # raises now if there are none
-        return Balance.by_lengths(_Lengths(self.reader, self.balanced_by), device_batch_size, cost)
+        return Balance(cost, device_batch_size, _Lengths(self.reader, self.balanced_by))
 
     @property
     def balanced_by(self) -> str:

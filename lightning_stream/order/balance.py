@@ -33,55 +33,35 @@ _EXCHANGED = 64  # in larger groups, the differences left are below 0.1 % withou
 
 
 @dataclass(frozen=True)
-class _Costs:
-    """What samples cost, by their ids."""
-
-    lengths: Callable[[], NDArray[np.integer]]
-    cost: Cost
-
-    def __call__(self, ids: Ints) -> NDArray[Any]:
-        return self.cost(self.lengths()[ids].astype(np.int64))
-
-
-def _as_they_are(lengths: Ints) -> Ints:
-    return lengths
-
-
-@dataclass(frozen=True)
 class Balance:
     """What a `BatchPlan` balances its shares by.
 
     Args:
-        costs: From sample ids (int64[n]) to what each costs: n numbers of at least 0, the same on every machine. So
-            they must follow from + - * / and square roots of the data; exponents and logarithms may differ in the last
-            bit from machine to machine.
+        costs: From lengths (int64[n]) to what each costs: n numbers of at least 0, the same on every machine. So they
+            must follow from + - * / and square roots of the data; exponents and logarithms may differ in the last bit
+            from machine to machine. None: a sample costs its length.
         device_batch_size: Samples of a micro-batch on one device.
-        of_lengths: The same from lengths of documents: a packed row costs what its documents cost together.
+        lengths: Gives those of all samples; a packed row costs what its documents cost together. None: ``costs`` takes
+            sample ids.
 
     Example::
 
         Balance(lambda ids: lengths[ids].astype(np.int64) ** 2, device_batch_size=8)
     """
 
-    costs: Cost
+    costs: Cost | None
     device_batch_size: int
-    of_lengths: Cost | None = None
-
-    @classmethod
-    def by_lengths(
-        cls, lengths: Callable[[], NDArray[np.integer]], device_batch_size: int, cost: Cost | None = None
-    ) -> Balance:
-        """A sample costs what ``cost`` makes of its length (int64[n]), or else its length; ``lengths`` gives all."""
-        cost = cost or _as_they_are
-        return cls(_Costs(lengths, cost), device_batch_size, cost)
+    lengths: Callable[[], NDArray[np.integer]] | None = None
 
     def costs_of(self, order: Order, at: Ints) -> Ints:
         """The costs of some positions as whole numbers."""
-        rows = None if self.of_lengths is None else order.spans(at)
-        if rows is None or self.of_lengths is None:
-            return whole_costs(self.costs(order.ids(at)), len(at))
-        of_documents = whole_costs(self.of_lengths(rows.num_tokens), len(rows.num_tokens))
-        return np.add.reduceat(of_documents, rows.edges[:-1])
+        costs = self.costs or np.asarray
+        rows = None if self.lengths is None else order.spans(at)
+        if rows is not None:
+            of_documents = whole_costs(costs(rows.num_tokens), len(rows.num_tokens))
+            return np.add.reduceat(of_documents, rows.edges[:-1])
+        ids = order.ids(at)
+        return whole_costs(costs(ids if self.lengths is None else self.lengths()[ids].astype(np.int64)), len(at))
 
 
 def whole_costs(given: ArrayLike, count: int) -> Ints:

@@ -157,9 +157,9 @@ def plan_replay(run: RunOrder, ids: Iterable[int] | Ints, checkpoints: Sequence[
         forgotten = Forgotten.of(run.snapshot, np.concatenate([run.forgotten.ids, forgotten.ids]))
     first = first_seen(run, forgotten, newest)
     # A state with other forgotten samples does not tell what its run has not seen.
-    known = [i for i, checkpoint in enumerate(checkpoints) if checkpoint.order.forgotten in (None, forgotten.digest)]
-    clean = [i for i in known if first is None or reached[i] <= first]
-    index = max(clean, key=lambda i: reached[i], default=None)
+    known = [checkpoint.order.forgotten in (None, forgotten.digest) for checkpoint in checkpoints]
+    clean = [i for i, place in enumerate(reached) if known[i] and (first is None or place <= first)]
+    index = max(clean, key=reached.__getitem__, default=None)
     here = (0, 0) if index is None else reached[index]
     between = sum(run.epoch(epoch).num_samples for epoch in range(here[0], newest[0]))
     epoch, position = first or (None, None)

@@ -107,18 +107,14 @@ class MicroBatches:
         self._pieces = plan.num_micro_batches(0, device_batch_size) if plan.is_whole(0) else 1
 
     @cached_property
-    def _num_whole(self) -> int:
-        return self.plan.num_whole_batches * self._pieces
-
-    @cached_property
-    def _rest_ends(self) -> list[int]:
-        """Numbers behind the last micro-batch of each global batch that is not whole."""
-        plan = self.plan
-        rests = (plan.num_micro_batches(k, self._size) for k in range(plan.num_whole_batches, plan.num_batches))
-        return [self._num_whole + end for end in accumulate(rests)]
+    def _ends(self) -> list[int]:
+        """Numbers behind the last micro-batch of all whole global batches, and of each one behind them."""
+        plan, num_whole = self.plan, self.plan.num_whole_batches
+        rests = (plan.num_micro_batches(k, self._size) for k in range(num_whole, plan.num_batches))
+        return [*accumulate(rests, initial=num_whole * self._pieces)]
 
     def __len__(self) -> int:
-        return self._rest_ends[-1] if self._rest_ends else self._num_whole
+        return self._ends[-1]
 
     def has(self, j: int) -> bool:
         """Whether there is a micro-batch j. Cheap far from the epoch's end, where `len` plans all packed rows."""
@@ -130,9 +126,9 @@ class MicroBatches:
             return j // self._pieces, j % self._pieces, self._pieces
         if not 0 <= j < len(self):
             raise IndexError(f"micro-batches count from 0 to {len(self) - 1} here; found {j}")
-        rest = bisect_right(self._rest_ends, j)
-        first = self._rest_ends[rest - 1] if rest else self._num_whole
-        return self.plan.num_whole_batches + rest, j - first, self._rest_ends[rest] - first
+        rest = bisect_right(self._ends, j)
+        first, end = self._ends[rest - 1 : rest + 1]
+        return self.plan.num_whole_batches + rest - 1, j - first, end - first
 
     def place(self, j: int) -> Place:
         """The place of micro-batch j. O(1)."""

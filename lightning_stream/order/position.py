@@ -160,12 +160,12 @@ class Position:
 
         It is the beginning of the next epoch if this one was begun and has no batch left.
         """
-        order, here = self.order_in(run), self
-        arguments: dict[str, Any] = {"batch_size": batch_size, "world": world or World(), "tail": tail}
-        if self.position and not (
-            order.exists(self.position) and BatchPlan(order, start=self.position, **arguments).has(0)
-        ):
-            here = self.next_epoch()
+        order, begin = self.order_in(run), self.position
+        is_over = begin > 0 and not order.exists(begin)
+        if begin and not is_over:
+            plan = BatchPlan(order, batch_size=batch_size, world=world or World(), tail=tail, start=begin)
+            is_over = not plan.has(0)
+        here = self.next_epoch() if is_over else self
         changes = here.batch_changes
         if batch_size != here.batch_size and here.position:
             earlier = changes or ((0, here.batch_size),)
@@ -199,8 +199,8 @@ class Position:
             raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(found))
         if on_mismatch == "warn":
             return found
-        order = None if run.config.mosaic is not None else self.order_in(run)
-        if order is not None and not order.reaches(self.position) and self.position > order.num_samples:
+        order = self.order_in(run)
+        if not order.order.reads_to(self.position):
             raise _damaged([f"position is {self.position}, but epoch {self.epoch} ends at {order.num_samples}."])
         return []
 

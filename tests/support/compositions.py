@@ -89,10 +89,7 @@ def forgotten_of(one: Composition, data: Data) -> Forgotten | None:
 
 def balance_of(one: Composition, data: Data, device_batch_size: int) -> Balance | None:
     """What the shares of a composition are balanced by."""
-    cost = one.balance
-    if cost is None:
-        return None
-    return Balance(lambda ids: cost(data.lengths[ids].astype(np.int64)), device_batch_size, cost)
+    return None if one.balance is None else Balance(one.balance, device_batch_size, lambda: data.lengths)
 
 
 def square(lengths: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -131,7 +131,7 @@ class Job:
         if name is None:
             return None
         power = {"lengths": 1, "squares": 2}[name]
-        return Balance.by_lengths(lambda: self.lengths, self.device_batch_size, lambda lengths: lengths**power)
+        return Balance(lambda lengths: lengths**power, self.device_batch_size, lambda: self.lengths)
 
 
 def _buckets(
