@@ -22,7 +22,7 @@ from msgspec import structs
 
 from .arrays import Bools, Ints
 from .bitmap import as_ids
-from .orders import Order, positions_of
+from .orders import Order, chunks_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
 from .snapshot import Snapshot
 
@@ -190,10 +190,10 @@ def _first_drawn(order: Order, forgotten: Forgotten, end: int) -> int | None:
     if len(forgotten.ids) * _WORTH_A_SCAN < end:
         firsts = [at for sample_id in forgotten.ids.tolist() for at in order.find(sample_id)[:1] if at < end]
         return min(firsts, default=None)
-    for begin in range(0, end, _CHUNK):
-        hits = forgotten.among(order.ids(positions_of(begin, min(begin + _CHUNK, end))))
-        if hits.any():
-            return begin + int(hits.argmax())
+    for at in chunks_of(0, end, _CHUNK):
+        hits = at[forgotten.among(order.ids(at))]
+        if len(hits):
+            return int(hits[0])
     return None
 
 

@@ -12,16 +12,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from .arrays import Ints
 from .batches import BatchPlan, EpochOrder
+from .orders import chunks_of, positions_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
 from .snapshot import Snapshot
 
 MODULUS = 2**64
-_CHUNK = 1 << 20
 _ATTEMPTS = 16
 
 
-def total(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> int:
+def total(epoch: int, positions: Ints, ids: Ints) -> int:
     """The sum, modulo 2**64, of one well-mixed number per (epoch, position, sample id)."""
     start = mix64(np.full(1, epoch, dtype=np.uint64) + MIX_STEP)
     hashes = mix64(mix64(start + positions.astype(np.uint64) * MIX_STEP) + ids.astype(np.uint64) * MIX_STEP)
@@ -30,14 +31,14 @@ def total(epoch: int, positions: NDArray[np.int64], ids: NDArray[np.int64]) -> i
 
 def expected(order: EpochOrder, begin: int, end: int) -> int:
     """The sum of positions [begin, end) of an epoch. O(end - begin), in chunks."""
-    chunks = ((first, min(first + _CHUNK, end)) for first in range(begin, end, _CHUNK))
-    return sum(total(order.epoch, np.arange(*chunk, dtype=np.int64), order.ids(*chunk)) for chunk in chunks) % MODULUS
+    chunks = chunks_of(begin, end)
+    return sum(total(order.epoch, at, order.ids(int(at[0]), int(at[-1]) + 1)) for at in chunks) % MODULUS
 
 
 def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
     """uint64[steps]: the sum of all replicas in each of the global batches [k_begin, k_end)."""
     steps, epoch = range(k_begin, k_end), plan.order.epoch
-    sums = [total(epoch, np.arange(*plan.bounds(k), dtype=np.int64), plan.ids(k)) for k in steps]
+    sums = [total(epoch, positions_of(*plan.bounds(k)), plan.ids(k)) for k in steps]
     return np.array(sums, dtype=np.uint64)
 
 

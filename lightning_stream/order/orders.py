@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 Counted = tuple[int, int, int]
 """A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
 
-_SEARCHED = 1 << 20  # positions at once
-
 
 def ceil_div(number: int, divisor: int) -> int:
     """``number / divisor`` rounded up."""
@@ -39,6 +37,12 @@ def ceil_div(number: int, divisor: int) -> int:
 def positions_of(begin: int, end: int) -> Ints:
     """The positions [begin, end) as an array."""
     return np.arange(begin, end, dtype=np.int64)
+
+
+def chunks_of(begin: int, end: int, length: int = 1 << 20) -> Iterator[Ints]:
+    """The positions [begin, end), so many at once."""
+    for first in range(begin, end, length):
+        yield positions_of(first, min(first + length, end))
 
 
 def places_by(key: Ints) -> Iterator[tuple[int, Ints]]:
@@ -83,8 +87,7 @@ class Order(ABC):
     def find(self, sample_id: int) -> list[int]:
         """All positions of a sample, ascending. Here O(size), by a search."""
         positions: list[int] = []
-        for begin in range(0, self.size, _SEARCHED):
-            at = positions_of(begin, min(begin + _SEARCHED, self.size))
+        for at in chunks_of(0, self.size):
             positions += at[self.ids(at) == sample_id].tolist()
         return positions
 

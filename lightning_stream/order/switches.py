@@ -21,12 +21,10 @@ from .batches import Tail
 from .bitmap import Bitmap
 from .config import OrderConfig, Switch
 from .draw import StreamWeights
-from .orders import Composed, Order, ceil_div, positions_of
+from .orders import Composed, Order, ceil_div, chunks_of
 from .permutation import RngStream, random_u64
 from .run import RunOrder
 from .snapshot import Snapshot
-
-_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,8 +110,8 @@ class SwitchedRun(RunOrder):
             raise ValueError(f"A switch must be in its epoch, which has {order.size} samples; found {position}.")
         version = self._versions[number]
         is_left = version.members.mask.copy()
-        for begin in range(0, position, _CHUNK):
-            is_left[order.ids(positions_of(begin, min(begin + _CHUNK, position)))] = False
+        for at in chunks_of(0, position):
+            is_left[order.ids(at)] = False
         left = Bitmap.of_mask(is_left[version.members.mask])
         parts = [part for part in order.parts if part.begin < position]
         if len(left):
