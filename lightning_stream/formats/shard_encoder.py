@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings.base import Bytes2d
+from lightning_stream.formats.encodings.base import EncodedColumn
 from lightning_stream.formats.model import Schema
 
-EncodedColumn: TypeAlias = "Bytes2d | Sequence[Any]"
-"""The values of a column as bytes: uint8[rows, width], or one bytes-like value per row."""
 _CHUNK_BYTES = 1 << 18  # it stays in a core's cache between the copy, the hash and the write
 _WIDE_BYTES = 1 << 16  # values from this size on are not copied together
 _SMALL_BYTES = 1 << 10
@@ -114,7 +112,7 @@ def column_error(name: str, encoding: str, sample: Any, error: Exception) -> Exc
     if not isinstance(sample, Mapping):
         return TypeError(f"a sample must be a mapping of column names to values; got {type(sample).__name__}.")
     if name not in sample:
-        return ValueError(f"column {name!r} ({encoding}) is missing in a sample that has {', '.join(map(str, sample))}")
+        return ValueError(f"column {name!r} ({encoding}) is missing; found {', '.join(map(str, sample))}.")
     for kind in (TypeError, ValueError):
         if isinstance(error, kind):
             return kind(f"column {name!r}: {error}")

@@ -13,8 +13,8 @@ from lightning_stream.formats.memory import AddressWindow, Int64s
 
 Bytes2d: TypeAlias = NDArray[np.uint8]
 """uint8[rows, width]: the bytes of one row after another."""
-EncodedColumn: TypeAlias = "Bytes2d | tuple[Bytes2d, ...] | list[Any]"
-"""A batch's values as bytes: blocks of uint8[rows, width], side by side, or one bytes-like value per row."""
+EncodedColumn: TypeAlias = "Bytes2d | Sequence[Any]"
+"""The values of a column as bytes: uint8[rows, width], or one bytes-like value per row."""
 
 
 Stored: TypeAlias = "bytes | memoryview"
@@ -97,7 +97,7 @@ class Encoding:
         """As `decode`, of mapped memory, which the value never refers to."""
         return self.decode(bytes(data))
 
-    def encode_many(self, values: Any) -> EncodedColumn | None:
+    def encode_many(self, values: Any) -> EncodedColumn | tuple[Bytes2d, ...] | None:
         """Return the bytes of all values of a batch: the same as those of `encode` for each. Errors as `encode`.
 
         Args:

@@ -13,13 +13,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import Encoding, get_encoding, plain_values
-from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.encodings.base import BinaryColumn, EncodedColumn
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.mds.layout import encodings_of
 from lightning_stream.formats.model import MAX_FILE_BYTES, Schema, to_text
 from lightning_stream.formats.shard_encoder import (
     EncodedBatch,
-    EncodedColumn,
     check_columns,
     column_error,
     offset_table,
@@ -125,7 +124,7 @@ class ShardDraft:
     def __init__(self, encoder: MdsEncoder, num_samples: int, path: Path) -> None:
         self._encoder = encoder
         self._first = encoder.header_bytes + 4 * num_samples + _DIGEST_BYTES
-        self._sizes: list[NDArray[np.int64]] = []
+        self._sizes = [np.empty(0, np.int64)]
         self._digest = xxhash.xxh3_64()
         self._out = path.open("wb")
         self._out.seek(self._first)
@@ -145,7 +144,7 @@ class ShardDraft:
 
     def finish(self) -> None:
         """Write the head; ValueError if the shard is too large for its offsets."""
-        sizes = np.concatenate(self._sizes) if self._sizes else np.empty(0, np.int64)
+        sizes = np.concatenate(self._sizes)
         if int(sizes.sum()) + self._first > MAX_FILE_BYTES:
             raise ValueError(f"a shard must stay under 4 GiB; found {int(sizes.sum()):,} bytes of samples.")
         (_, (table, config)), *_ = self._encoder.files(sizes, (), _DIGEST_BYTES)
@@ -188,12 +187,10 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
         if values.encoding == name or (values.encoding == "bytes" and stored is bytes):
             return [_blocks_if_fixed(values, size, name)]
         values = plain_values(values)
-    if isinstance(values, np.ndarray) and values.dtype.char == "V" and values.dtype.names is None:
-        rows = values.reshape(len(values), 1).view(np.uint8)  # bytes of one size
-        if stored is bytes and size in (None, rows.shape[1]):
-            return [rows]
-        values = [bytes(row) for row in rows]
-    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USO":
+    if isinstance(values, np.ndarray) and values.ndim == 1 and values.dtype.kind in "USOV":
+        dtype = values.dtype
+        if stored is bytes and dtype.kind == "V" and dtype.names is None and size in (None, dtype.itemsize):
+            return [values.reshape(-1, 1).view(np.uint8)]  # bytes of one size
         values = values.tolist()
     column = encoding.encode_many(values)
     if column is None:
