@@ -134,10 +134,10 @@ def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:
 
     Other lengths are dropped: a dataset without them can be read, and they can be added at any time.
     """
-    parts = {folder: index for folder, index in indexes.items() if index.num_samples}
+    parts = {folder: index.lengths for folder, index in indexes.items() if index.num_samples}
     found: dict[str, list[FileEntry]] = {}
-    for name in sorted({name for index in parts.values() for name in index.lengths}):
-        without = [folder for folder, index in parts.items() if name not in index.lengths]
+    for name in sorted({name for lengths in parts.values() for name in lengths}):
+        without = [folder for folder, lengths in parts.items() if name not in lengths]
         if without:
             warnings.warn(
                 f"the merged index has no lengths {name!r}, since {len(without)} of {len(parts)} partitions have none: "
@@ -146,7 +146,7 @@ def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:
                 stacklevel=3,
             )
             continue
-        files = ((folder, file) for folder, index in parts.items() for file in index.lengths[name])
+        files = ((folder, file) for folder, lengths in parts.items() for file in lengths[name])
         found[name] = [msgspec.structs.replace(file, basename=f"{folder}/{file.basename}") for folder, file in files]
     return found
 

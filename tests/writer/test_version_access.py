@@ -149,6 +149,13 @@ def test_a_change_that_was_lost_is_an_error_if_there_are_later_ones(changed: Pat
         read_log(LocalStore(changed))
 
 
+def test_a_change_that_does_not_say_what_it_makes_is_an_error(changed: Path) -> None:
+    name = min(changed.glob("versions/*/*.json"))
+    name.write_text(json.dumps({**json.loads(name.read_bytes()), "digest": ""}))
+    with pytest.raises(FormatError, match="versions of a dataset must be described in JSON"):
+        read_log(LocalStore(changed))
+
+
 def test_damaged_files_of_versions_raise_errors_of_this_package_and_never_other_samples(changed: Path) -> None:
     draws = random.Random(0)
     store = LocalStore(changed)
