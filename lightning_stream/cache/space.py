@@ -115,6 +115,7 @@ class Space:
         log, draft = self.folder.control / "ledger", self.folder.control / "ledger.draft"
         if not log.exists():
             return False
+        self.folder.prepare()  # the former release had no folder for markers
         with FileLock(self.folder.control / "ledger.lock", _WAIT_S, self.folder.modes):
             for entry in _read_log(log):
                 self._write(entry, draft)

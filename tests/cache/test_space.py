@@ -153,6 +153,18 @@ def test_the_log_of_a_former_release_becomes_markers(tmp_path: Path) -> None:
     assert len(left) == 4
 
 
+def test_a_folder_where_a_former_release_has_fetched_all_is_read(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d", num_shards=1)
+    (entry,) = [index.entry(0)]
+    folder = prepared(tmp_path / "c")
+    (tmp_path / "c" / entry.raw.basename).write_bytes((tmp_path / "d" / entry.raw.basename).read_bytes())
+    (folder.control / "ledger").write_text(f'\n["+", {entry.raw.num_bytes}, "{entry.raw.basename}"]\n')
+    folder.markers.rmdir()  # which is of this release
+    cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c")
+    cache.lease(entry).close()
+    assert cache._space.knows(CacheEntry((entry.raw.basename,), entry.raw.num_bytes))
+
+
 # -- processes that are killed
 
 
