@@ -5,12 +5,10 @@ botocore finds the credentials and the address of a bucket, and signs; the reque
 
 from __future__ import annotations
 
-import base64
 import logging
 import os
 import threading
 import time
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,10 +20,9 @@ from lightning_stream.errors import AccessError, StoreError, needs, redact
 
 from .base import AnswerError, BaseStore, ListingPage, PreconditionError, StoreTraits
 from .http import BucketStore, Request, content_md5, with_query
-from .transfer import CHUNK_BYTES, first_set, read_options, split_url
+from .transfer import first_set, read_options, split_url
 
 _log = logging.getLogger("lightning_stream.stores")
-_CRC = "x-amz-checksum-crc32"
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
 _SESSION = "/?session"
 
@@ -167,11 +164,9 @@ class S3Store(BucketStore):
         return is_signed and self._options.anonymous is None and not self._options.resolved_payer()
 
     def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
-        """Send an object, with a checksum for the server to verify: all compatible servers know MD5."""
-        known = (
-            {"Content-MD5": content_md5(body)} if self._options.resolved_endpoint() else {_CRC: _content_crc32(body)}
-        )
-        super()._upload(method, url, body, num_bytes, {**headers, **known})
+        """Send an object with a digest for the server to compare: MD5, or (in directory buckets) the signature's."""
+        digest = {} if self._login().is_directory else {"Content-MD5": content_md5(body)}
+        super()._upload(method, url, body, num_bytes, {**headers, **digest})
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         is_conditional = if_absent or if_version is not None
@@ -293,15 +288,6 @@ class _Login:
 
     def sign(self, request: Request, credentials: Any) -> None:
         signed = self._request(request.method, request.url, request.headers, request.body)
-        # A checksum and TLS make the digest of the body superfluous.
-        signed.context.update(has_streaming_input=True, checksum={"request_algorithm": {"in": "header", "name": _CRC}})
+        signed.context["has_streaming_input"] = True  # beside an MD5, over TLS, the signature needs no digest of it
         self._signer(credentials, *self._signed_for).add_auth(signed)
         request.headers = dict(signed.headers.items())
-
-
-def _content_crc32(file: BinaryIO) -> str:
-    value = 0
-    while chunk := file.read(CHUNK_BYTES):
-        value = zlib.crc32(chunk, value)
-    file.seek(0)
-    return base64.b64encode(value.to_bytes(4, "big")).decode()
