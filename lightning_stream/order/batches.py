@@ -7,7 +7,7 @@ package; an order of mosaicml-streaming has its own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -260,19 +260,18 @@ def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: in
 # The ways to divide an order.
 
 
-def check_plan(
-    plan: BatchPlan, order: Order, *, problem: str = "", must_divide: bool = True, owns: bool = False
-) -> None:
-    """Raise ValueError, with all reasons, for an order that cannot be divided this way.
+def refuse(problems: Iterable[str]) -> None:
+    """Raise ValueError where there are any."""
+    if sentences := " ".join(problems):
+        raise ValueError(f"The batches of an epoch cannot be planned. {sentences}")
+
+
+def problems_of(plan: BatchPlan, order: Order, *, must_divide: bool = True, owns: bool = False) -> Iterator[str]:
+    """Why an order cannot be divided this way.
 
     ``must_divide``: every batch must give all replicas equally many samples. ``owns``: the order itself decides which
-    replica gets which sample. ``problem`` is one more reason.
+    replica gets which sample.
     """
-    if reasons := " ".join([*_problems(plan, order, must_divide, owns), problem]).strip():
-        raise ValueError(f"The batches of an epoch cannot be planned. {reasons}")
-
-
-def _problems(plan: BatchPlan, order: Order, must_divide: bool, owns: bool) -> Iterator[str]:
     size, start, replicas = plan.batch_size, plan.start, plan.world.num_replicas
     if plan.tail not in TAILS:
         yield f"tail must be one of {', '.join(TAILS)}, not {plan.tail!r}."
@@ -296,35 +295,35 @@ def _problems(plan: BatchPlan, order: Order, must_divide: bool, owns: bool) -> I
 
 def divide_evenly(plan: BatchPlan, order: Order) -> Division:
     """Batches of B samples, cut anywhere; replicas get samples by canonical node or by cost."""
-    check_plan(plan, order)
+    refuse(problems_of(plan, order))
     return Division(order, _even_cuts(plan, order, _ends_anywhere), ByNode(order, plan))
 
 
 def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
     """Each batch is a block of one stream; then each stream's remainder is a batch."""
     length = _interleave(order).block
-    problem = _start_problem(plan, order)
+    problems = [*problems_of(plan, order), *_start_problems(plan, order)]
     if length != plan.batch_size:
-        problem += (
+        problems.append(
             f"per_stream fixes the global batch at the run's start: {length} samples then, {plan.batch_size} now. "
             "Keep it, or choose another batching_method."
         )
-    check_plan(plan, order, problem=problem)
+    refuse(problems)
     return Division(order, _even_cuts(plan, order, _ends_of_streams), ByNode(order, plan))
 
 
 def divide_blocks(plan: BatchPlan, order: Order) -> Division:
     """Replicas get whole blocks; single samples only where a block is one, or with ``"exact"`` in the remainder."""
     block = _interleave(order).block
-    problem = _start_problem(plan, order)
+    problems = [*problems_of(plan, order, owns=True), *_start_problems(plan, order)]
     per_replica, left = divmod(plan.batch_size, plan.world.num_replicas)
     if not left and per_replica % block:
-        problem += (
+        problems.append(
             f"device_per_stream keeps blocks of {block} samples, so a replica's part of a global batch must be a "
             f"multiple of that, but {plan.batch_size} samples over {plan.world.num_replicas} replicas are "
             f"{per_replica} each."
         )
-    check_plan(plan, order, problem=problem, owns=True)
+    refuse(problems)
     if block == 1:
         return Division(order, _even_cuts(plan, order, _ends_anywhere), ByNode(order, plan))
     cuts = _even_cuts(plan, order, _ends_anywhere if plan.tail == "exact" else _ends_of_blocks)
@@ -334,7 +333,7 @@ def divide_blocks(plan: BatchPlan, order: Order) -> Division:
 def divide_by_budget(plan: BatchPlan, order: Order) -> Division:
     """Batches that differ in size, each cut into as many micro-batches as the run accumulates."""
     assert isinstance(order, ByLength)
-    check_plan(plan, order, must_divide=False)
+    refuse(problems_of(plan, order, must_divide=False))
     left = order.size % plan.batch_size if plan.tail == "drop" else 0
     return Division(order, CountedCuts(order, plan.start, order.size - left), ByNode(order, plan, plan.accumulate))
 
@@ -345,12 +344,11 @@ def _interleave(order: Order) -> Interleave:
     return order.below
 
 
-def _start_problem(plan: BatchPlan, order: Order) -> str:
+def _start_problems(plan: BatchPlan, order: Order) -> Iterator[str]:
     """Why an epoch cannot start here: a start lies between two blocks, or anywhere in the remainders."""
     block = _interleave(order).block
-    if plan.start >= order.full_end or plan.start % block == 0:
-        return ""
-    return f"This order takes {block} samples of one stream at a time, but start={plan.start} lies inside them. "
+    if plan.start < order.full_end and plan.start % block:
+        yield f"This order takes {block} samples of one stream at a time, but start={plan.start} lies inside them."
 
 
 _Ends = Callable[[BatchPlan, Order, int], Sequence[int]]

@@ -18,7 +18,7 @@ import numpy as np
 
 from lightning_stream.lazy import kept
 from lightning_stream.order.arrays import Bools, Ints, starts_of
-from lightning_stream.order.batches import BatchPlan, Division, check_plan
+from lightning_stream.order.batches import BatchPlan, Division, problems_of, refuse
 from lightning_stream.order.cuts import Cuts
 from lightning_stream.order.orders import Order, ceil_div
 from lightning_stream.order.shares import ByNode, ReplicaBatch
@@ -212,7 +212,7 @@ def divide_by_table(plan: BatchPlan, order: Order) -> Division:
     ``tail="drop"`` ends before the first batch that is not full; ``"exact"`` delivers no repeats.
     """
     assert isinstance(order, MosaicOrder)
-    check_plan(plan, order, owns=True)
+    refuse(problems_of(plan, order, owns=True))
     table, first = _table_of(plan, order)
     accumulate = plan.batch_size // (table.rows.shape[1] * table.rows.shape[2])
     edges = np.append(np.arange(first, len(table.rows), accumulate), len(table.rows))
