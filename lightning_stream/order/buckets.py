@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.lazy import kept
+
 from .orders import ceil_div
 from .rules import TEXT, Rule, count, violations
 
@@ -68,9 +70,10 @@ class LengthBuckets:
         Raises:
             ValueError: The budget has no room for ``batch_size`` samples of the greatest length.
         """
-        longest, usual = int(lengths.max(initial=1)), batch_size or 1
+        usual = batch_size or 1
         if batch_tokens is not None:
-            room = batch_tokens // max(longest, 1)
+            longest, mean = kept(_SUMMARIES, digest, lambda _: _summary(lengths), 4) if digest else _summary(lengths)
+            room = batch_tokens // longest
             multiple = batch_size or max(one for one in _MULTIPLES if one <= max(room, 1))
             if multiple > room:
                 raise ValueError(
@@ -78,13 +81,23 @@ class LengthBuckets:
                     f"{multiple * longest:,}; found {batch_tokens:,}. Raise it, omit long samples with filter_lengths, "
                     "or lower batch_multiple"
                 )
-            batch_size, usual = multiple, batch_tokens // max(1, int(lengths.mean() if len(lengths) else 1))
+            batch_size, usual = multiple, batch_tokens // mean
         elif resumed is not None:
             batch_size = resumed.batch_size
         batch_size = batch_size or 1
         if window is None:
             window = max(_WINDOW, _BATCHES * usual) if resumed is None else resumed.window
         return cls(ceil_div(window, batch_size) * batch_size, batch_size, batch_tokens, digest)
+
+
+_SUMMARIES: dict[str, tuple[int, int]] = {}  # by digest: a loader asks for its settings several times
+
+
+def _summary(lengths: NDArray[np.integer]) -> tuple[int, int]:
+    """The greatest length and the mean one, at least 1."""
+    if not len(lengths):
+        return 1, 1
+    return max(1, int(lengths.max())), max(1, int(lengths.mean()))
 
 
 _RULES: dict[str, Rule] = {
