@@ -95,9 +95,8 @@ _SUMMARIES: dict[str, tuple[int, int]] = {}  # by digest: a loader asks for its 
 
 def _summary(lengths: NDArray[np.integer]) -> tuple[int, int]:
     """The greatest length and the mean one, at least 1."""
-    if not len(lengths):
-        return 1, 1
-    return max(1, int(lengths.max())), max(1, int(lengths.mean()))
+    mean = int(lengths.mean()) if len(lengths) else 1
+    return int(lengths.max(initial=1)), max(1, mean)
 
 
 _RULES: dict[str, Rule] = {

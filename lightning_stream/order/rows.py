@@ -7,7 +7,7 @@ of the epoch, or from the windows that a state has counted.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -107,8 +107,8 @@ class WindowCounts:
 Planned = TypeVar("Planned")
 
 
-class Regrouped(Order, Generic[Planned]):
-    """An order whose windows are planned one by one. ``key`` is (seed, epoch, ...); None keeps the order in them."""
+class Regrouped(ABC, Generic[Planned]):
+    """What plans the windows of an order one by one. ``key`` is (seed, epoch, ...); None keeps the order in them."""
 
     def __init__(self, below: Order, length: int, key: tuple[int, ...] | None) -> None:
         self._below = below
@@ -161,7 +161,7 @@ class PackedSequence(Regrouped[PackedWindow]):
         self.counts = WindowCounts(self.num_windows, lambda number: self.window(number).num_rows, counted)
 
     @property
-    def size(self) -> int:  # type: ignore[override]
+    def size(self) -> int:
         """All rows. This counts those of every window."""
         return self.counts.up_to(_ALL)
 
@@ -176,12 +176,6 @@ class PackedSequence(Regrouped[PackedWindow]):
     def _made_rows(self, window: int) -> RowSpans:
         planned = self.window(window)
         return planned.rows().take(self.permuted(RngStream.ROWS, window, planned.num_rows))
-
-    def ids(self, at: Ints) -> Ints:
-        return self.spans(at).fingerprints()
-
-    def nodes(self, at: Ints) -> Ints:
-        return np.zeros_like(at)
 
     def spans(self, at: Ints) -> RowSpans:
         """The spans of some rows, in this order."""
