@@ -320,7 +320,7 @@ class ResumingStream:
         self._name, self._position, self._end = span
         self._stop = None if stream.num_bytes is None else self._position + stream.num_bytes
         self._chunks: Iterator[bytes] | None = iter(stream)
-        self._tag = stream.tag
+        self._tag, self._has_version = stream.tag, stream.version is not None
         # Raised if only a read from the beginning helps: caught in this file, or raised to the user.
         self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
         self._too_short: type[StoreError] = _EndedEarlyError if restarts else UnavailableError
@@ -368,7 +368,9 @@ class ResumingStream:
             if left:
                 raise self._too_short(f"{stream.where}: the server says that it ends before {self._position + 1:,}.")
         elif stream.tag != self._tag:
-            if stream.tag is not None and self._tag is not None:
+            # A date says nothing about a version.
+            is_alike = self._has_version == (stream.version is not None)
+            if is_alike and stream.tag is not None and self._tag is not None:
                 raise self._replaced(_replaced(stream.where))
             raise UnavailableError(f"{stream.where}: an answer without the object's version, perhaps a proxy's page.")
         elif self._tag is None and left is not None and stream.num_bytes not in (None, left):

@@ -83,6 +83,11 @@ def half(begin: int, end: int | None) -> ObjectStream:
     return ObjectStream(iter([there]), len(there), "v1")
 
 
+def dated(begin: int, end: int | None) -> ObjectStream:
+    """The rest of the object, by a proxy that leaves out its version: a date is all that is said of it."""
+    return ObjectStream(iter([CONTENT[begin:end]]), len(CONTENT[begin:end]), tag="Wed, 21 Oct 2026 07:28:00 GMT")
+
+
 BROKEN = whole(sent=1000)
 
 
@@ -91,6 +96,7 @@ BROKEN = whole(sent=1000)
     [
         [BROKEN, page],
         [BROKEN, page, empty, half],
+        [BROKEN, dated, dated, dated],
         [BROKEN, half, half, half, half, half, half],
         [whole(sent=len(CONTENT))],
         [whole(sent=len(CONTENT), known=False)],
@@ -101,7 +107,14 @@ BROKEN = whole(sent=1000)
         [whole(CONTENT[::-1], "v0", sent=1000), whole(sent=1000)],
     ],
     ids=[
-        *("login page", "page, empty, short", "always short", "reset after the last byte", "the same, unknown length"),
+        *(
+            "login page",
+            "page, empty, short",
+            "without its version",
+            "always short",
+            "reset after the last byte",
+            "the same, unknown length",
+        ),
         *("unknown length", "said too long", "no versions", "replaced once", "replaced once and broken"),
     ],
 )
