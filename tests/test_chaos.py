@@ -60,7 +60,7 @@ def test_no_fault_and_no_kill_costs_a_sample(s3_endpoint: str, tmp_path: Path) -
         for number in range(NUM_SAMPLES):
             writer.write({"id": number, "x": content(number)})
     options = {**options_of(s3_endpoint), **OPTIONS}
-    upload("s3://bucket/samples", {**options, "timeout_s": 20.0}, tmp_path / "data")
+    upload("s3://bucket/data", {**options, "timeout_s": 20.0}, tmp_path / "data")
     with FaultProxy(s3_endpoint, Plan(latency_s=0.002, probability=PROBABILITY, resumed=ODD, burst=3)) as proxy:
         reach = {**options, "endpoint_url": proxy.url}
 

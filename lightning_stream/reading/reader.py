@@ -204,7 +204,7 @@ class SampleReader:
             shard, read = pool.of_batch([number], {number: np.array([within])})[number]
         try:
             sample = shard.sample(within if read is None else 0)
-            if self.config.load_images:
+            if self.shards.config.load_images:
                 for name, value in sample.items():
                     load_images(name, value)
         except FormatError as error:
@@ -216,7 +216,8 @@ class SampleReader:
             stream, original_id = int(self.snapshot.streams_of(ids)[0]), int(self.original_ids(ids)[0])
             where = f"sample {original_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
-        self._note_early([] if read is None else [read])
+        if read is not None:
+            self._note_early([read])
         return sample
 
     def _note_early(self, reads: list[EarlyRead]) -> None:

@@ -144,7 +144,7 @@ class Fetch(Future["Lease | None"]):
     def __init__(self, cache: ShardCache, entry: ShardEntry) -> None:
         super().__init__()
         self.cache, self.entry = cache, entry
-        self.rank = _LATER
+        self.rank = _LATER + 1  # until it is added to a queue
         self.is_elsewhere = False
         self.arrived: Lease | None = None
 
@@ -181,21 +181,23 @@ class FetchQueue:
         with self._lock:
             rank = _LATER if self._is_busy() else _NEXT
             self._waiting += fetches
-            self._begin(fetches, rank)
+            self._move_up(fetches, rank)
 
     def first(self, fetches: Sequence[Fetch]) -> None:
         """Fetch these before all others, and all at once: with more threads, if it takes more."""
         with self._lock:
             if (threads := urgent_threads(self._fetchers.num_threads, len(fetches))) > self._fetchers.num_threads:
                 self._fetchers.resize(threads)
-            self._begin(fetches, _FIRST)
+            self._move_up(fetches, _FIRST)
 
     def start_later(self) -> None:
         """Begin to fetch what waits: the first batch has what it needs."""
         if self._highest_rank < _LATER:
             with self._lock:
+                later = [fetch for fetch in self._waiting if fetch.rank > self._highest_rank]
                 self._highest_rank = _LATER
-                self._begin(self._waiting, _LATER)
+                for _ in later:
+                    self._fetchers.submit(self._fetch_next)
 
     def drop(self, fetch: Fetch) -> None:
         """Do not fetch this one; if that has begun, it ends with a lease that nobody keeps."""
@@ -219,26 +221,30 @@ class FetchQueue:
         for pool in self.pools:
             pool.close()
 
-    def _may_begin(self) -> list[Fetch]:
-        return [fetch for fetch in self._waiting if fetch.rank <= self._highest_rank]
+    def _may_begin(self, fetch: Fetch) -> bool:
+        return fetch.rank <= self._highest_rank
 
     def _is_busy(self) -> bool:
-        return bool(self._num_running or self._elsewhere or self._may_begin())
+        return bool(self._num_running or self._elsewhere or any(map(self._may_begin, self._waiting[:1])))
 
-    def _begin(self, fetches: Sequence[Fetch], rank: int) -> None:
+    def _move_up(self, fetches: Sequence[Fetch], rank: int) -> None:
+        """Give fetches this rank, if theirs is higher; for each that may begin now, a thread is asked."""
         for fetch in fetches:
+            could_begin = self._may_begin(fetch)
             fetch.rank = min(rank, fetch.rank)
-            self._fetchers.submit(self._fetch_next)
+            if not could_begin and self._may_begin(fetch):
+                self._fetchers.submit(self._fetch_next)
+        self._waiting = sorted(self._waiting, key=lambda fetch: fetch.rank)
 
     def _fetch_next(self) -> None:
         with self._lock:
-            if not (fetches := self._may_begin()):
-                return  # those that another thread was asked for
-            fetch = min(fetches, key=lambda one: one.rank)
-            self._waiting.remove(fetch)
-            self._num_running += 1
             # With fewer shards wanted than threads, the connections of the idle ones help with these.
-            share = max(1, self._num_threads // (self._num_running + len(fetches) - 1))
+            fetches = list(filter(self._may_begin, self._waiting[: self._num_threads]))
+            if not fetches:
+                return  # the one that this thread was asked for was dropped
+            fetch = self._waiting.pop(0)
+            share = max(1, self._num_threads // (self._num_running + len(fetches)))
+            self._num_running += 1
         try:
             fetch.set_result(fetch.cache.lease(fetch.entry, 0, share))
         except LockTimeoutError:
@@ -386,12 +392,23 @@ class ShardPool:
         shards: dict[int, tuple[Shard, EarlyRead | None]] = {**self.by_range(wanted)}
         missing = [number for number in numbers if number not in shards]
         with self.reading(missing):
-            self.fetch_first(missing)
+            if len(missing) > 1 or not self._is_alone(missing, wanted):
+                self.fetch_first(missing)
             for number in missing:
                 part = self._arriving(number, wanted[number]) if number in wanted else None
                 shards[number] = part or (self.shard(number), None)
         self.queue.start_later()
         return shards
+
+    def _is_alone(self, missing: list[int], wanted: Mapping[int, Int64s]) -> bool:
+        """Whether this thread may as well fetch the one shard that is missing: nobody does yet, and it comes whole.
+
+        That saves a change of threads, 40 us of a sample in a shard on the disk.
+        """
+        return not any(
+            number in self.fetches or (number in wanted and self.partial.comes_soon(number, int(wanted[number][-1])))
+            for number in missing
+        )
 
     def by_range(self, wanted: Mapping[int, Int64s]) -> dict[int, PartialShard]:
         """The wanted samples of shards that are not here, where they are cheaper alone."""
