@@ -15,7 +15,15 @@ import pytest
 from servers.web import WebServer
 
 from lightning_stream.errors import DigestError, StoreError, UnavailableError
-from lightning_stream.stores import BaseStore, LocalStore, ObjectStream, RetryingStore, RetryPolicy, open_store
+from lightning_stream.stores import (
+    BaseStore,
+    LocalStore,
+    ObjectStream,
+    RetryingStore,
+    RetryPolicy,
+    StoreTraits,
+    open_store,
+)
 from lightning_stream.stores.base import AnswerError
 
 POLICY = RetryPolicy(retries=3, first_pause_s=0.001, longest_pause_s=0.002)
@@ -27,6 +35,7 @@ class Script(BaseStore):
     """Answers each request for the object as the script says, and by its content when the script is over."""
 
     url = "script://x"
+    traits = StoreTraits(conditional_put=True)
 
     def __init__(self, *answers: Answer) -> None:
         self.answers = list(answers)
@@ -96,7 +105,7 @@ BROKEN = whole(sent=1000)
     [
         [BROKEN, page],
         [BROKEN, page, empty, half],
-        [BROKEN, dated, dated, dated],
+        [BROKEN, dated, BROKEN, dated, BROKEN, dated],
         [BROKEN, half, half, half, half, half, half],
         [whole(sent=len(CONTENT))],
         [whole(sent=len(CONTENT), known=False)],
