@@ -7,7 +7,7 @@ found, and what to do.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
@@ -119,15 +119,19 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        for name in kwargs:
-            if name not in names:
-                close = get_close_matches(name, names, 1)
-                remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
-                called = type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__
-                raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
+        refuse_unknown(type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__, kwargs, names)
         return function(*args, **kwargs)
 
     return checked
+
+
+def refuse_unknown(called: str, given: Iterable[str], names: Sequence[str]) -> None:
+    """Raise TypeError for an argument that a function does not have; it names the one that was probably meant."""
+    for name in given:
+        if name not in names:
+            close = get_close_matches(name, names, 1)
+            remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
+            raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
 
 
 _USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")  # up to the last @: passwords may hold others

@@ -1,10 +1,35 @@
-"""The checks of a `StreamingDataLoader`'s arguments."""
+"""The arguments of a `StreamingDataLoader` that trainers pass on to it, and the checks of all."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypedDict
 
+from lightning_stream.errors import refuse_unknown
 from lightning_stream.order.rules import count, violations
+
+
+class WorkerOptions(TypedDict, total=False):
+    """How batches are made: see `StreamingDataLoader`."""
+
+    num_workers: int | Literal["auto"]
+    workers: Literal["processes", "threads"] | None
+    collate_fn: Callable[[list[Any]], Any] | None
+    timeout: float
+    worker_init_fn: Callable[[int], None] | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    multiprocessing_context: Any
+
+
+def options_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those options that a kind (a TypedDict) has."""
+    return {name: value for name, value in options.items() if name in kind.__annotations__}
+
+
+def check_options(called: str, options: Mapping[str, Any], *kinds: type) -> None:
+    """Raise TypeError for an option that none of these kinds has."""
+    refuse_unknown(called, options, [name for kind in kinds for name in kind.__annotations__])
 
 
 def check_arguments(

@@ -12,9 +12,11 @@ from lightning_stream.dataset import StreamingDataset, plain_iterations_of
 from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import missing_extra
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
 from lightning_stream.order import Tail
 from lightning_stream.reading.stream import Stream
 from lightning_stream.trainers.composer.counting import BatchCounter
+from lightning_stream.trainers.options import RunOptions
 
 try:
     from composer import DataSpec
@@ -35,13 +37,7 @@ def data_spec(
     batch_size: int | None = None,
     evaluation: bool = False,
     tail: Tail | None = None,
-    num_workers: int | Literal["auto"] = 0,
-    workers: Literal["processes", "threads"] | None = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
     pin_memory: bool | None = None,
-    prefetch_factor: int | None = None,
-    persistent_workers: bool = False,
-    multiprocessing_context: Any = None,
     world: WorldLike = None,
     batch_transforms: Callable[[Any], Any] | None = None,
     microbatch_transforms: Callable[[Any], Any] | None = None,
@@ -52,14 +48,7 @@ def data_spec(
     get_num_tokens_in_batch: Callable[[Any], int | dict[str, int]] | None = None,
     split_batch: Callable[[Any, int | float], Sequence[Any]] | None = None,
     on_mismatch: Literal["error", "warn"] = "error",
-    on_missing_state: Literal["restart", "error"] = "error",
-    check_delivery: bool = True,
-    record_delivery: str | os.PathLike[str] | None = None,
-    seed_steps: int | None = None,
-    monitor: bool = True,
-    watch_after_s: float | None = 120.0,
-    report: bool | str | os.PathLike[str] = True,
-    **dataset_arguments: Any,
+    **options: Any,
 ) -> DataSpec:
     """Make a Composer `DataSpec` that streams data, and continues a stopped run exactly.
 
@@ -75,10 +64,7 @@ def data_spec(
         evaluation: Whether this is for evaluation: each sample once, always in the same order, no position.
         tail: What happens to an epoch's last partial batch: ``"pad"`` (training; padding has no weight in the loss),
             ``"drop"`` or ``"exact"`` (evaluation).
-        num_workers, workers: Workers per rank, which are ``"processes"`` or ``"threads"``: see `StreamingDataLoader`.
-        collate_fn: From a list of samples to a batch.
         pin_memory: None pins where there is CUDA.
-        prefetch_factor, persistent_workers, multiprocessing_context: As in `torch.utils.data.DataLoader`.
         world: Which processes train together; None to detect it when needed.
         batch_transforms: Called with each batch in host memory, before it is cut into micro-batches.
         microbatch_transforms: Called with each micro-batch on the device.
@@ -88,35 +74,26 @@ def data_spec(
         get_num_samples_in_batch, get_num_tokens_in_batch, split_batch: Instead of ours, which read tensors, arrays,
             lists, and dicts or tuples of them, and do not count padding.
         on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
-        on_missing_state, check_delivery, record_delivery, seed_steps: See `PositionTracker`.
-        monitor: Log ``data/wait_share`` and other metrics of the data, show the part of the time spent waiting for data
-            and the downloads in the progress bar, and tell what to change if training waits for data.
-        watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
-            None: never, and nothing is reported while the first shards arrive.
-        report: The folder for the log of the run's data and its page, see `RunReport`. True takes that of the
-            checkpoints if it is a local one; False writes none. It needs the monitor.
-        dataset_arguments: Arguments of `StreamingDataset`.
+        options: `num_workers`, `workers`, `collate_fn`, `timeout`, `worker_init_fn`, `prefetch_factor`,
+            `persistent_workers` and `multiprocessing_context` of a `StreamingDataLoader`; those of a run, see
+            `RunOptions` (`seed_steps`, `monitor`, `report`, ...); all others are arguments of a `StreamingDataset`.
 
     Raises:
         ValueError: Settings that contradict each other.
         MissingExtraError: Composer is not installed.
     """
     name_node()
+    workers, run = options_of(WorkerOptions, options), options_of(RunOptions, options)
     loader = StreamingDataLoader(
-        _dataset(dataset, dataset_arguments),
+        _dataset(dataset, {name: value for name, value in options.items() if name not in workers | run}),
         batch_size=batch_size,
         global_batch_size=global_batch_size,
         evaluation=evaluation,
         tail=tail,
-        num_workers=num_workers,
-        workers=workers,
-        collate_fn=collate_fn,
         pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
-        prefetch_factor=prefetch_factor,
-        persistent_workers=persistent_workers,
-        multiprocessing_context=multiprocessing_context,
         world=world,
         on_mismatch=on_mismatch,
+        **workers,
     )
     if evaluation:
         if loader.num_samples < (replicas := loader.detect_world().num_replicas):
@@ -126,16 +103,7 @@ def data_spec(
                 "devices, or on more samples"
             )
     else:
-        StreamingPosition(
-            loader,
-            on_missing_state=on_missing_state,
-            check_delivery=check_delivery,
-            record_delivery=record_delivery,
-            seed_steps=seed_steps,
-            monitor=monitor,
-            watch_after_s=watch_after_s,
-            report=report,
-        )
+        StreamingPosition(loader, **run)
         loader.packs_states = True
         plain_iterations_of(loader.streaming).belongs_to(loader)
     counter = BatchCounter(loader, token_column, padding_id)

@@ -7,18 +7,20 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.distributed import detect_world
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.loader_arguments import WorkerOptions, check_options, options_of
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import Tail, World
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is, sampler_replicas
 from lightning_stream.trainers.lightning.package import LightningDataModule
+from lightning_stream.trainers.options import RunOptions
 
 DatasetLike = StreamingDataset | Mapping[str, Any] | str | os.PathLike[str]
 
@@ -29,6 +31,16 @@ _OUT_OF_PLACE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "You defined a `validation_step` but have no `val_dataloader`",
 )
+
+
+class CallbackOptions(RunOptions, total=False):
+    """The options of a `StreamingCallback`."""
+
+    show_position: bool
+
+
+class ModuleOptions(WorkerOptions, CallbackOptions, total=False):
+    """What a data module passes on: to its loaders, and to its callback."""
 
 
 class StreamingDataModule(LightningDataModule):
@@ -43,21 +55,19 @@ class StreamingDataModule(LightningDataModule):
             gets ``global_batch_size / (replicas * accumulation)`` at a time.
         batch_size: Samples per device and micro-batch, instead.
         eval_batch_size: Samples per device in validation, test and prediction; defaults to the training's.
-        num_workers, workers: Workers per rank, which are ``"processes"`` or ``"threads"``: see `StreamingDataLoader`.
-        eval_num_workers: The same in evaluation; defaults to `num_workers`.
-        collate_fn: From a list of samples to a batch.
+        eval_num_workers: `num_workers` in evaluation, if that differs.
         tail: What happens to a training epoch's last partial batch: ``"pad"``, ``"drop"`` or ``"exact"``. Evaluation is
             always exact.
         pin_memory: None pins where the trainer trains on CUDA.
-        timeout, worker_init_fn, prefetch_factor, persistent_workers, multiprocessing_context: As in
-            `torch.utils.data.DataLoader`.
         replication: Groups of this many consecutive ranks get the same samples; None asks the trainer's strategy, which
             knows about tensor parallelism.
         prepare: Called once per node before anything is read, e.g. to convert the data.
         on_mismatch: Where the data or the order settings differ from the checkpoint's: ``"error"``, or ``"warn"`` to
             continue in another order from there.
-        seed_steps, on_missing_state, check_delivery, show_position, monitor, watch_after_s, report, record_delivery:
-            See `StreamingCallback`.
+        options: `num_workers`, `workers`, `collate_fn`, `timeout`, `worker_init_fn`, `prefetch_factor`,
+            `persistent_workers` and `multiprocessing_context` of a `StreamingDataLoader`; `seed_steps`,
+            `on_missing_state`, `check_delivery`, `show_position`, `monitor`, `watch_after_s`, `report` and
+            `record_delivery` of a `StreamingCallback`.
 
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`.
@@ -76,30 +86,16 @@ class StreamingDataModule(LightningDataModule):
         global_batch_size: int | None = None,
         batch_size: int | None = None,
         eval_batch_size: int | None = None,
-        num_workers: int | Literal["auto"] = 0,
-        workers: Literal["processes", "threads"] | None = None,
         eval_num_workers: int | Literal["auto"] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
         tail: Tail = "pad",
         pin_memory: bool | None = None,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        multiprocessing_context: Any = None,
         replication: int | None = None,
         prepare: Callable[[], object] | None = None,
         on_mismatch: Literal["error", "warn"] = "error",
-        seed_steps: int | None = None,
-        on_missing_state: str = "error",
-        check_delivery: bool = True,
-        show_position: bool = True,
-        monitor: bool = True,
-        watch_after_s: float | None = 120.0,
-        report: bool | str | os.PathLike[str] = True,
-        record_delivery: str | os.PathLike[str] | None = None,
+        **options: Unpack[ModuleOptions],
     ) -> None:
         super().__init__()
+        check_options(type(self).__name__, options, ModuleOptions)
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.datasets = {name: _dataset(name, what) for name, what in given.items()}
         budget = next((one.batch_tokens for one in self.datasets.values() if one is not None), None)
@@ -110,31 +106,14 @@ class StreamingDataModule(LightningDataModule):
                 f"batch_size={batch_size}, batch_tokens={budget}"
             )
         self.global_batch_size, self.batch_size, self.eval_batch_size = global_batch_size, batch_size, eval_batch_size
-        self.num_workers = num_workers
-        self.eval_num_workers = num_workers if eval_num_workers is None else eval_num_workers
         self.tail, self.pin_memory, self.replication, self.prepare = tail, pin_memory, replication, prepare
         self.on_mismatch = on_mismatch
-        self._worker_arguments: dict[str, Any] = {
-            "workers": workers,
-            "collate_fn": collate_fn,
-            "timeout": timeout,
-            "worker_init_fn": worker_init_fn,
-            "prefetch_factor": prefetch_factor,
-            "persistent_workers": persistent_workers,
-            "multiprocessing_context": multiprocessing_context,
-        }
+        self._worker_options = options_of(WorkerOptions, options)
+        self.num_workers = options.get("num_workers", 0)
+        self.eval_num_workers = self.num_workers if eval_num_workers is None else eval_num_workers
         self._loaders: weakref.WeakSet[StreamingDataLoader] = weakref.WeakSet()
         self._ignored: list[Any] = []  # the filters that keep Lightning's wrong advice out, while it runs
-        self.position_callback = StreamingCallback(
-            seed_steps,
-            on_missing_state,
-            check_delivery=check_delivery,
-            show_position=show_position,
-            monitor=monitor,
-            watch_after_s=watch_after_s,
-            report=report,
-            record_delivery=record_delivery,
-        )
+        self.position_callback = StreamingCallback(**options_of(CallbackOptions, options))
         self.position_callback.make_loader = partial(StreamingDataModule.train_dataloader, self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -171,7 +150,6 @@ class StreamingDataModule(LightningDataModule):
             self.batch_size,
             global_batch_size=self.global_batch_size,
             accumulate=self._accumulate(),
-            num_workers=self.num_workers,
             tail=self.tail,
             on_mismatch=self.on_mismatch,
         )
@@ -246,8 +224,8 @@ class StreamingDataModule(LightningDataModule):
         dataset = self.datasets[name]
         if dataset is None:
             raise ValueError(f"the trainer asked for {name} data, but StreamingDataModule got none: pass {name}=")
-        common = {"world": self.world(), "pin_memory": self._pins(), **self._worker_arguments}
-        loader = StreamingDataLoader(dataset, batch_size, **common, **options)
+        common = {**self._worker_options, "world": self.world(), "pin_memory": self._pins()}
+        loader = StreamingDataLoader(dataset, batch_size, **{**common, **options})
         self._loaders.add(loader)
         return loader_kept_as_it_is(loader) if self.trainer is not None and self.trainer.overfit_batches else loader
 
