@@ -261,8 +261,8 @@ class BucketStore(HttpDialect):
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         if isinstance(error, AnswerError) and (error.name in _NO_BUCKET or "bucket does not exist" in str(error)):
-            kind = "container" if error.name == "ContainerNotFound" else "bucket"
-            return NotFoundError(f"{where}: there is no {kind} {self._bucket!r}. Check the URL, endpoint and region.")
+            lacks = "there is no container" if error.name == "ContainerNotFound" else "there is no bucket"
+            return NotFoundError(f"{where}: {lacks} {self._bucket!r}. Check the URL, endpoint and region.")
         return super()._special_error(error, where)
 
 
