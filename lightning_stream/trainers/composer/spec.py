@@ -129,6 +129,11 @@ def _dataset(given: DatasetLike | None, arguments: Mapping[str, Any]) -> Streami
         return given
     if isinstance(given, Mapping):
         return StreamingDataset(**{**given, **arguments})
+    if given is not None and not isinstance(given, Sequence):
+        raise TypeError(
+            f"data_spec takes a StreamingDataset, a mapping of its arguments, or a list of streams; found "
+            f"{type(given).__name__}"
+        )
     return StreamingDataset(**arguments) if given is None else StreamingDataset(streams=given, **arguments)
 
 
