@@ -264,7 +264,7 @@ def test_a_spec_is_made_from_a_dataset_a_mapping_streams_or_keywords(shards: Pat
     with pytest.raises(TypeError, match="not both: found a StreamingDataset and shuffle"):
         data_spec(StreamingDataset(remote=shards), batch_size=16, shuffle=True)
     with pytest.raises(ValueError, match="on_missing_state"):
-        data_spec(remote=shards, batch_size=16, on_missing_state="ignore")  # type: ignore[arg-type]
+        data_spec(remote=shards, batch_size=16, on_missing_state="ignore")
 
 
 def test_the_dataset_is_reached_through_the_loader(shards: Path) -> None:
