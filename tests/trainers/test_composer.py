@@ -259,7 +259,7 @@ def test_a_spec_is_made_from_a_dataset_a_mapping_streams_or_keywords(shards: Pat
     ]
     assert {spec.num_samples for spec in made} == {NUM_SAMPLES}
     assert len({tuple(next(iter(spec.dataloader))["id"].tolist()) for spec in made}) == 1
-    with pytest.raises(TypeError, match="data_spec takes a StreamingDataset, .* found StreamingDataLoader"):
+    with pytest.raises(TypeError, match=r"data_spec takes a StreamingDataset, .* found StreamingDataLoader"):
         data_spec(StreamingDataLoader(StreamingDataset(remote=shards), 8), global_batch_size=16)
     with pytest.raises(TypeError, match="not both: found a StreamingDataset and shuffle"):
         data_spec(StreamingDataset(remote=shards), batch_size=16, shuffle=True)
