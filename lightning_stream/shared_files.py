@@ -32,7 +32,7 @@ except ImportError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 T = TypeVar("T")
 DRAFT = ".draft-"
@@ -329,7 +329,7 @@ class FileLock:
         for _ in backoff(_SETTLING_S if self.modes != PRIVATE else 0):
             try:
                 return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
-            except FileNotFoundError:  # noqa: PERF203 (the loop is over retries)
+            except FileNotFoundError:
                 make_folder(self.path.parent, self.modes)
             except PermissionError:
                 # In a shared folder another user may have made it an instant ago, and not opened it to us yet.

@@ -13,7 +13,7 @@ import contextlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from itertools import chain, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -218,7 +218,7 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
             operation=wanted.operation,
             samples=0,
             num_shards=0,
-            time=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            time=datetime.now(UTC).isoformat(timespec="milliseconds"),
             writer=writer,
             message=wanted.message,
             key=wanted.key,

@@ -445,7 +445,7 @@ class ShardCache:
             try:
                 get()
                 return
-            except FormatError as error:  # noqa: PERF203 (the loop is over retries)
+            except FormatError as error:
                 if not left or is_full(error) or not lock.is_current():
                     raise
                 self.counters.add("retries")

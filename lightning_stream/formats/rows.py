@@ -170,7 +170,7 @@ def write_as_mds(entry: ShardEntry, files: Sequence[Path], to: Path, mark: str =
             for first, last in pairwise(offsets[begin : end + 1].tolist()):
                 try:
                     rows.append(["", *parse(bytes(data.view[first:last]))])
-                except _ROW_ERRORS as error:  # noqa: PERF203 - of this row alone
+                except _ROW_ERRORS as error:
                     rows.append([f"{type(error).__name__}: {error!s:.300}", *absent])
             draft.add(dict(zip(made.names, zip(*rows, strict=True), strict=True)), len(rows))
         try:

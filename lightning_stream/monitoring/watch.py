@@ -18,7 +18,7 @@ from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.stores.retry import requests_in_flight
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _LOOK_S = 1.0
 _FIRST_WORD_S = 5.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timezone
+from datetime import UTC
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -242,7 +242,7 @@ def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[st
     for name, encoding in columns.items():
         try:
             found[name] = _values(batch.column(name), encoding)
-        except (ValueError, TypeError, pa.ArrowInvalid) as error:  # noqa: PERF203 - a batch has few columns
+        except (ValueError, TypeError, pa.ArrowInvalid) as error:
             raise ValueError(f"column {name!r}: {error}") from error
     return found
 
@@ -281,7 +281,7 @@ def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
 
 def _iso(moment: Any) -> str:
     is_zoned = getattr(moment, "tzinfo", None) is not None
-    return str((moment.astimezone(timezone.utc) if is_zoned else moment).isoformat())
+    return str((moment.astimezone(UTC) if is_zoned else moment).isoformat())
 
 
 def _nested(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:

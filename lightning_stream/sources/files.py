@@ -405,7 +405,7 @@ def check_unchanged(files: Sequence[SourceFile]) -> None:
         try:
             if file.store is None:
                 file.check()
-        except (FormatError, NotFoundError) as error:  # noqa: PERF203 - no error is the rule
+        except (FormatError, NotFoundError) as error:
             raise FormatError(
                 f"{file.uri} was modified or removed during the conversion. Nothing was published. Convert again once "
                 "the file stays as it is."

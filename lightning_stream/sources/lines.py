@@ -156,7 +156,7 @@ class JsonlReader(Reader):
         for number, line in enumerate(lines, 1):
             try:
                 yield _parsed_line(line, number, where)
-            except FormatError as error:  # noqa: PERF203 - no error is the rule
+            except FormatError as error:
                 if self.on_bad != "skip":
                     raise
                 _log.warning("a line is skipped: %s", error)

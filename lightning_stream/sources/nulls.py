@@ -26,7 +26,7 @@ def widened_columns(columns: Mapping[str, str], pieces: Iterable[Piece | InputSp
     for name, kind in wider:
         try:
             types[name] = common_type(types.get(name, kind), kind)
-        except ValueError as error:  # noqa: PERF203 - few files have wider types
+        except ValueError as error:
             raise ValueError(f"column {name!r}: {error}. Cast it, or name the encodings by columns=.") from error
     return {**columns, **{name: encoding_of(kind) for name, kind in types.items()}}
 

@@ -116,7 +116,7 @@ class TableReader(Reader):
         for name in self.types.keys() & set(stored):
             try:
                 found[name] = common_type(self.types[name], plain_type(schema.field(name).type))
-            except ValueError as error:  # noqa: PERF203 - a file has few columns
+            except ValueError as error:
                 raise FormatError(
                     f"all files must have types that fit those of the first; column {name!r} of {file.uri} does not: "
                     f"{error}. Cast it, or name the encodings: columns={{{name!r}: ...}}."

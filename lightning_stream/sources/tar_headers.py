@@ -195,7 +195,7 @@ class _Walker:
         for at in headers[_sums(rows) != _octals(rows[:, 148:156])].tolist():
             try:  # some old tars have sums of signed bytes
                 tarfile.TarInfo.frombuf(bytes(self._data[at : at + BLOCK]), "utf-8", "surrogateescape")
-            except tarfile.HeaderError as error:  # noqa: PERF203 - there is at most one
+            except tarfile.HeaderError as error:
                 raise self._error(f"a damaged header at byte {at:,}: {error}") from error
 
     def _error(self, found: str) -> FormatError:

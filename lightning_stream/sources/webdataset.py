@@ -23,7 +23,7 @@ from lightning_stream.sources.stretches import rows_at, stretch
 from lightning_stream.sources.tar_headers import BLOCK, Members, is_named, refusal, walk
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 KEY = "__key__"
 _SAMPLED = 100

@@ -132,7 +132,7 @@ class RetryingStore(Store):
         while True:
             try:
                 return read(budget)
-            except _ReplacedError as error:  # noqa: PERF203 (the loop is over retries)
+            except _ReplacedError as error:
                 num_replaced += 1
                 if num_replaced == _READS:
                     raise StoreError(str(error)) from None
@@ -254,7 +254,7 @@ class RetryBudget:
         while True:
             try:
                 return call()
-            except UnavailableError as error:  # noqa: PERF203 (the loop is over retries)
+            except UnavailableError as error:
                 self.failed(error)
 
     def progressed(self, num_bytes: int) -> None:

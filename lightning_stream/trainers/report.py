@@ -37,7 +37,7 @@ from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _SHORTEST_ROW_S, _ROWS = 0.2, 400  # a row takes at least this long, and this part of the run so far
 _MOST_BAD = 200

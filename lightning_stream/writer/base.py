@@ -37,7 +37,7 @@ from lightning_stream.writer.place import Mode, Out, Transaction
 from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 _LOG = logging.getLogger(__name__)
 _DEFAULT_WORKERS = 4

@@ -61,7 +61,7 @@ def _write_all(fd: int, view: memoryview) -> None:
     while view:
         try:
             view = view[os.writev(fd, [view]) :]
-        except OSError as error:  # noqa: PERF203 (a write has a MiB)
+        except OSError as error:
             if error.errno != errno.EINVAL or not _clear_direct(fd):
                 raise  # else a disk with other rules: the rest goes through the page cache
 

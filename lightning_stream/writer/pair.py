@@ -42,7 +42,7 @@ class Pair(Store):
         ):
             try:
                 store.put(name, source, if_absent=absent, if_version=there)
-            except (AlreadyExistsError, ConflictError) as error:  # noqa: PERF203 (there are two)
+            except (AlreadyExistsError, ConflictError) as error:
                 if seen(store, name)[0] == source:
                     continue
                 if store is self._main:

@@ -202,7 +202,7 @@ class Transaction:
                         write_file(store.folder / name, parts)
                 else:
                     store.put(name, b"".join(parts), if_absent=True)
-            except errors.AlreadyExistsError:  # noqa: PERF203 (a pair has two stores)
+            except errors.AlreadyExistsError:
                 if self.mode == "new":
                     raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
         self.done.append(name)

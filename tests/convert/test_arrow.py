@@ -23,7 +23,7 @@ from lightning_stream.writer.batch import arrow_numbers  # noqa: E402
 
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250)
-MICROS = int(WHEN.replace(tzinfo=dt.timezone.utc).timestamp()) * 10**6 + 250
+MICROS = int(WHEN.replace(tzinfo=dt.UTC).timestamp()) * 10**6 + 250
 COLUMNS: list[tuple[str, Any, Any, str, Any]] = [
     ("i8", pa.int8(), -3, "int8", np.int8(-3)),
     ("u64", pa.uint64(), 2**64 - 1, "uint64", np.uint64(2**64 - 1)),

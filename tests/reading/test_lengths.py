@@ -126,7 +126,7 @@ def test_a_pickled_reader_does_not_carry_the_numbers(tmp_path: Path) -> None:
     dataset = StreamingDataset(local=write(tmp_path / "set", lengths={"tokens": len}))
     before = len(pickle.dumps(dataset.reader))
     dataset.lengths("tokens")
-    assert len(pickle.dumps(dataset.reader)) - before < len(dataset.reader.indexes[0].data) + 2000
+    assert len(pickle.dumps(dataset.reader)) - before < len(pickle.dumps(dataset.reader.indexes)) + 2000
     assert pickle.loads(pickle.dumps(dataset.reader))._lengths == {}
 
 

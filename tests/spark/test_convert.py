@@ -16,7 +16,7 @@ from lightning_stream import spark as room
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
 
-WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.timezone.utc)
+WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.UTC)
 
 
 def samples_of(place: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from lightning_stream import LocalDataset
 from lightning_stream import spark as room
 
-UTC = dt.timezone.utc
+UTC = dt.UTC
 EPOCH = dt.datetime(1970, 1, 1)
 MOMENTS = st.datetimes(dt.datetime(1900, 1, 1), dt.datetime(2200, 1, 1))
 DAYS = st.dates(dt.date(1900, 1, 1), dt.date(2200, 1, 1))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ def test_credentials_that_have_been_refreshed_sign_the_next_request(monkeypatch:
     names = iter("abcdefgh")
 
     def refresh() -> dict[str, str]:
-        until = datetime.now(timezone.utc) + timedelta(seconds=1)  # always about to expire
+        until = datetime.now(UTC) + timedelta(seconds=1)  # always about to expire
         name = next(names)
         return {"access_key": name, "secret_key": "s", "token": f"token-{name}", "expiry_time": until.isoformat()}
 

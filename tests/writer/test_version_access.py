@@ -172,7 +172,7 @@ def test_damaged_files_of_versions_raise_errors_of_this_package_and_never_other_
         for read in (read_newest, older_entries, lambda at: read_version(at, 1), lambda at: read_version(at, 0)):
             try:
                 found = read(store)
-            except LightningStreamError:  # noqa: PERF203 - the loop is over ways to read
+            except LightningStreamError:
                 num_errors += 1
             else:
                 assert isinstance(found, list) or found.index.digest in expected or path.name.startswith("index")
