@@ -22,9 +22,9 @@ from lightning_stream.sources.choose import open_source
 from lightning_stream.sources.files import Uris
 from lightning_stream.sources.inputs import Inputs
 from lightning_stream.sources.nulls import NullRule
-from lightning_stream.stores import LocalStore
+from lightning_stream.stores import LocalStore, is_remote
 from lightning_stream.writer.lengths import LengthFunctions, check_functions
-from lightning_stream.writer.place import Out, is_remote
+from lightning_stream.writer.place import Out
 
 
 @suggesting

@@ -21,10 +21,9 @@ from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, MeasuredColumns, Piece, Reader, Source
 from lightning_stream.sources.files import SourceFile, split_place
-from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.stores import LocalStore, is_remote, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.version_log import is_listed
-from lightning_stream.writer.place import is_remote
 
 _ROW_ENCODINGS = {"float": "float64"}  # what MDS calls the types of row formats, where it has another name
 _ROWS = 256

@@ -15,8 +15,8 @@ from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import to_text, with_keys, with_lengths
 from lightning_stream.shared_files import FileLock, sweep_drafts
-from lightning_stream.stores import LocalStore, Store, open_store
-from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of, is_remote
+from lightning_stream.stores import LocalStore, Store, is_remote, open_store
+from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 
 _FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json|{LENGTHS}"

@@ -28,8 +28,8 @@ from lightning_stream.formats.shard import Shard
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.order.permutation import MIX_STEP, mix64
 from lightning_stream.sources.base import Partition, Source
+from lightning_stream.stores import is_remote
 from lightning_stream.writer.lengths import Lengths
-from lightning_stream.writer.place import is_remote
 
 from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes, row_bytes
 from .task import PartitionTask

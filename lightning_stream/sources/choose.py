@@ -15,8 +15,7 @@ from lightning_stream.errors import FormatError, NotFoundError, needs, redact
 from lightning_stream.sources.base import Reader, Source
 from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table, warn_of_left_out
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
-from lightning_stream.stores import open_store
-from lightning_stream.writer.place import is_remote
+from lightning_stream.stores import is_remote, open_store
 
 # The suffixes and the reader of each kind.
 _KINDS = {

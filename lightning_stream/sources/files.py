@@ -22,9 +22,8 @@ from urllib.parse import unquote
 import zstandard
 
 from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact
-from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, Store, open_store
+from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, Store, is_remote, open_store
 from lightning_stream.stores.local import change_mark, is_other_mark
-from lightning_stream.writer.place import is_remote
 
 _log = logging.getLogger(__name__)
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"

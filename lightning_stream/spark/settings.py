@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_stream.stores import is_remote
 from lightning_stream.writer.base import WriterConfig
 from lightning_stream.writer.lengths import check_functions
-from lightning_stream.writer.place import is_remote
 
 _WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers", "progress_bar", "lengths")
 _OWN_KEYS = ("out", "columns", "keep_local", "overwrite", "exist_ok", "retry", "store_options")

@@ -69,6 +69,11 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
     return RetryingStore(_store_class(scheme, text).from_url(text, {**given, "timeout_s": policy.timeout_s}), policy)
 
 
+def is_remote(url: str) -> bool:
+    """Whether this is the URL of a store, and not a folder."""
+    return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
+
+
 def _scheme(url: str) -> str | None:
     """Return the scheme of a URL; None for a path. ValueError for a mistyped URL that is no path of a file."""
     scheme, colon, _ = url.partition("://")
@@ -105,5 +110,5 @@ def _meant(scheme: str) -> str:
 
 __all__ = [
     "BaseStore", "LocalStore", "ObjectEntry", "ObjectStream", "RetryPolicy", "RetryingStore", "Store", "StoreTraits",
-    "open_store", "shown_url",
+    "is_remote", "open_store", "shown_url",
 ]  # fmt: skip

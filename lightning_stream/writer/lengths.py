@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +14,9 @@ from lightning_stream.formats.encodings.base import BinaryColumn, describe
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.formats.model import length_file_stem
-from lightning_stream.writer.place import Transaction
+
+if TYPE_CHECKING:
+    from lightning_stream.writer.place import Transaction
 
 LengthFunctions: TypeAlias = "Mapping[str, Callable[[Any], int]]"
 Lengths: TypeAlias = "dict[str, NDArray[np.uint32]]"  # of some samples, by name

@@ -25,7 +25,7 @@ from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, with_lengths
 from lightning_stream.shared_files import sweep_drafts
-from lightning_stream.stores import LocalStore, ObjectEntry, Store, open_store
+from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
 from lightning_stream.writer.local_file import write_file
 from lightning_stream.writer.pair import Pair, seen
@@ -364,11 +364,6 @@ def listed_files(index: bytes | None) -> set[str]:
 def digest_of(*parts: Any) -> str:
     """Return 16 hex digits that identify these bytes."""
     return digest_parts(["xxh3_128"], parts)["xxh3_128"][:16]
-
-
-def is_remote(url: str) -> bool:
-    """Whether this is the URL of a store, and not a folder."""
-    return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
 
 
 def _another(found: str) -> str:
