@@ -187,7 +187,7 @@ def test_of_two_places_none_has_the_others_identity(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_google_endpoint_is_logged_in_to_where_anonymous_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("google.cloud.storage", reason="google-cloud-storage is not installed: pip install it")
+    pytest.importorskip("google.auth", reason="google-auth is not installed: pip install 'lightning-stream[gcs]'")
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     monkeypatch.setenv("CLOUDSDK_CONFIG", "/nowhere")
     monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
