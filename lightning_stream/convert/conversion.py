@@ -19,7 +19,7 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.processes import Progress, run_partitions
-from lightning_stream.sources.base import Found, InputSplit, Partition, Piece, Source, partitions_of, read_splits
+from lightning_stream.sources.base import Found, Partition, Piece, Source, partitions_of, read_splits
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
 from lightning_stream.sources.nulls import NullRule, widened_columns
@@ -206,7 +206,7 @@ class Conversion:
         limit = self.writer["size_limit"]
         return limit if self.by_piece or limit != "auto" else _SHARD_BYTES
 
-    def _splits(self, found: Found, num_bytes: int) -> tuple[list[InputSplit], bool]:
+    def _splits(self, found: Found, num_bytes: int) -> tuple[list[Piece], bool]:
         """The parts of the source, and whether each becomes a shard."""
         source = self.source
         if self.shuffle and source.reader.is_listing:
@@ -222,7 +222,7 @@ class Conversion:
         )  # fmt: skip
         return splits, False
 
-    def _settled(self, found: Found, splits: Sequence[InputSplit]) -> Found:
+    def _settled(self, found: Found, splits: Sequence[Piece]) -> Found:
         """The columns as where the source is read in place: they hold the values of all files, and known nulls."""
         if self.columns is not None or self.transform.function is not None:
             return found
@@ -241,23 +241,19 @@ class Conversion:
         )  # fmt: skip
         return replace(found, columns={**found.columns, **dict.fromkeys(names, "json")})
 
-    def _source_digest(self, splits: Sequence[InputSplit], receipts: Sequence[Receipt]) -> str:
+    def _source_digest(self, splits: Sequence[Piece], receipts: Sequence[Receipt]) -> str:
         """The digest of the source where it is read in place; empty if its files have names that no index may have."""
         if (own := self.source.reader.source_digest) is not None:
             return own
         rows = [count for receipt in receipts for count in receipt.rows]
-        shards = [
-            (one.file, Piece(one.begin, one.end or one.file.num_bytes, count, one.num_bytes, one.settings))
-            for one, count in zip(splits, rows, strict=True)
-            if count
-        ]
+        shards = [piece._replace(num_rows=count) for piece, count in zip(splits, rows, strict=True) if count]
         try:
             text = b"{" + shards_text(self.source.reader.kind, {"row": "bytes"}, shards) + b"}"
             return Index.from_bytes(text, self.source.name).digest
         except FormatError:
             return ""
 
-    def _columns(self, found: Found, splits: Sequence[InputSplit]) -> dict[str, str]:
+    def _columns(self, found: Found, splits: Sequence[Piece]) -> dict[str, str]:
         """What is written."""
         if self.transform.function is None or self.columns is not None:
             return dict(self.columns or found.columns)

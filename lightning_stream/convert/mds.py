@@ -19,7 +19,7 @@ from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.shared_files import scratch_folder
-from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, MeasuredColumns, Piece, Reader, Source
+from lightning_stream.sources.base import Asked, Batch, Found, MeasuredColumns, Piece, Reader, Source
 from lightning_stream.sources.files import SourceFile, split_place
 from lightning_stream.stores import LocalStore, is_remote, open_store
 from lightning_stream.threads import DaemonPool
@@ -121,14 +121,14 @@ class MdsReader(Reader):
         files: Sequence[SourceFile],
         columns: Mapping[str, str],  # noqa: ARG002
         pool: DaemonPool,  # noqa: ARG002
-    ) -> Iterator[tuple[SourceFile, Piece]]:
+    ) -> Iterator[Piece]:
         """Yield the samples of each shard that are not deleted."""
         edges = self._edges.tolist()
         for begin, end, num_bytes in zip(edges, edges[1:], self._index.raw_bytes.tolist(), strict=False):
             if begin < end:
-                yield files[0], Piece(begin, end, end - begin, num_bytes)
+                yield Piece(files[0], begin, end, num_bytes, end - begin)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield columns of values, in the bytes in which they are stored where these are written again."""
         sets, formats = self._index.column_sets, {schema.format for schema in self._index.schemas}
         kept = {name for name, kind in columns.items() if formats == {"mds"} and all(s.get(name) == kind for s in sets)}

@@ -25,9 +25,9 @@ from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.sources.base import (
     Batch,
-    InputSplit,
     MeasuredColumns,
     Partition,
+    Piece,
     Reader,
     Row,
     batched,
@@ -194,7 +194,7 @@ class PartitionTask:
         """Take the rows of a partition that belong to a split."""
         return PartitionWriter(spec, number)
 
-    def _batches(self, splits: Sequence[InputSplit], where: str) -> Iterator[Batch]:
+    def _batches(self, splits: Sequence[Piece], where: str) -> Iterator[Batch]:
         batches = _refusing(read_splits(self.reader, splits, self.read, by_column=self.by_piece))
         return batches if self.transform.function is None else batched(self.transform.samples(batches, where))
 

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from lightning_stream.errors import FormatError
 from lightning_stream.lazy import kept
-from lightning_stream.sources.base import Batch, InputSplit, Piece
+from lightning_stream.sources.base import Batch, Piece
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import stretch, stretches
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
@@ -24,17 +24,19 @@ _HEADER_BYTES, _WHOLE_BYTES = 1 << 12, 1 << 28
 _HEADS: dict[Any, bytes] = {}
 
 
-def _blocks(schema: pa.Schema, num_rows: int, num_bytes: int, rows: int, read: Callable[[int, int, Any], Any]) -> Table:
+def _blocks(
+    file: SourceFile, schema: pa.Schema, num_rows: int, num_bytes: int, rows: int, read: Callable[[int, int, Any], Any]
+) -> Table:
     """A table in blocks of ``rows``, which ``read(begin, end, columns)`` gives as record batches."""
     begins = range(0, num_rows, rows)
 
-    def batches(place: Piece | InputSplit, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+    def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
         for first in begins[place.begin : place.end]:
             yield from read(first, min(num_rows, first + rows), columns)
 
     def pieces() -> list[Piece]:
         each = num_bytes // max(1, len(begins))
-        return [Piece(k, k + 1, min(rows, num_rows - first), each) for k, first in enumerate(begins)]
+        return [Piece(file, k, k + 1, each, min(rows, num_rows - first)) for k, first in enumerate(begins)]
 
     return Table(schema, pieces, batches)
 
@@ -75,13 +77,13 @@ class NumpyReader(TableReader):
         def read(begin: int, end: int, columns: Any) -> list[pa.RecordBatch]:
             return [_record_batch(arrays.read(range(begin, end)), columns)]
 
-        return _blocks(schema, arrays.num_rows, arrays.num_bytes, arrays.block_rows, read)
+        return _blocks(file, schema, arrays.num_rows, arrays.num_bytes, arrays.block_rows, read)
 
     def has_rows(self, file: SourceFile) -> bool:
         """Return whether the file may have its rows one after another."""
         return file.ending == ".npy" and not file.is_packed
 
-    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
         arrays = self._rows_of(split.file) or self._loaded(split.file)
         first = split.begin * arrays.block_rows
         yield Batch(_record_batch(arrays.read([first + row for row in rows]), columns), split.file.uri)
@@ -171,4 +173,5 @@ class DatasetReader(TableReader):
             return rows[begin:end].combine_chunks().to_batches()  # type: ignore[no-any-return]
 
         num_rows = len(self.dataset)
-        return _blocks(schema, num_rows, file.num_bytes, fitting_rows(num_rows, file.num_bytes, _BLOCK_ROWS), read)
+        block_rows = fitting_rows(num_rows, file.num_bytes, _BLOCK_ROWS)
+        return _blocks(file, schema, num_rows, file.num_bytes, block_rows, read)

@@ -27,28 +27,25 @@ _LISTED_FILES = 10_000
 _FOOTERS_AT_ONCE = 32  # a footer costs two requests, and little else
 
 
-@dataclass(frozen=True)
-class InputSplit:
-    """A piece of a file that can be read by itself."""
+class Piece(NamedTuple):
+    """A piece of a file that can be read by itself, and become a shard.
+
+    Attributes:
+        file: The file.
+        begin, end: In units of the kind of source: bytes, row groups, batches; an end of None is the file's.
+        num_bytes: About.
+        num_rows: Of a piece that becomes a shard.
+        settings: Those of the reader, if they differ between pieces.
+        nulls: The columns that are known to have some.
+        others: The columns that are not read.
+        types: The Arrow types of columns for which those of the first file are too narrow.
+    """
 
     file: SourceFile
-    begin: int  # in units of the kind of source: bytes, row groups, batches
-    end: int | None  # None for the file's end
-    num_bytes: int  # about
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of the reader, if they differ between pieces
-    nulls: tuple[str, ...] = ()  # the columns that are known to have some
-    types: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Piece(NamedTuple):
-    """A piece of a file that becomes a shard: where it is, its rows, about their bytes, the reader's settings,
-    the columns that are known to have nulls, those that are not read, and the Arrow types of columns for which those
-    of the first file are too narrow."""
-
     begin: int
-    end: int
-    num_rows: int
+    end: int | None
     num_bytes: int
+    num_rows: int = 0
     settings: Mapping[str, Any] = {}
     nulls: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
@@ -60,7 +57,7 @@ class Partition:
     """What one process writes at a time."""
 
     number: int
-    splits: tuple[InputSplit, ...]
+    splits: tuple[Piece, ...]
 
     def __str__(self) -> str:
         files = f" ({self.splits[0].file.uri}{' and others' if len(self.splits) > 1 else ''})" if self.splits else ""
@@ -122,9 +119,9 @@ class Reader(ABC):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
+    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut a file into parts of about ``partition_bytes``; always in the same way."""
-        return [InputSplit(file, 0, None, file.num_bytes)]
+        return [Piece(file, 0, None, file.num_bytes)]
 
     def has_pieces(self, files: Sequence[SourceFile]) -> bool:
         """Whether `pieces` are known for these files."""
@@ -132,7 +129,7 @@ class Reader(ABC):
         return (own.pieces, own.all_pieces) != (Reader.pieces, Reader.all_pieces)
 
     @abstractmethod
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of some pieces, in order, some at a time."""
 
     def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
@@ -142,23 +139,20 @@ class Reader(ABC):
         """
         raise ValueError(f"{file.uri}: files of the format {self.kind} cannot be read in place. Convert them.")
 
-    def all_pieces(
-        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
-    ) -> Iterator[tuple[SourceFile, Piece]]:
+    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         """Yield the pieces of all files, in order; several files are looked at at once."""
-        found = [pool.submit(self.pieces, file, columns) for file in files]
-        for file, pieces in zip(files, found, strict=True):
-            yield from ((file, piece) for piece in pieces.result())
+        for pieces in [pool.submit(self.pieces, file, columns) for file in files]:
+            yield from pieces.result()
 
     def takes_nulls(self, encoding: str) -> bool:
         """Whether a column of this encoding can be read as json, which has nulls."""
         return encoding not in ("bytes", "json")
 
-    def of_piece(self, split: InputSplit) -> Reader:
+    def of_piece(self, split: Piece) -> Reader:
         """Return the reader of a piece: with its settings, and the user's options."""
         return replace(self, **split.settings) if split.settings else self  # type: ignore[type-var]
 
-    def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of a piece as `read` does, or as the values of each column, which is faster."""
         return self.read([split], columns)
 
@@ -166,7 +160,7 @@ class Reader(ABC):
         """Return whether `read_rows` can read some rows of a piece for less than all of it."""
         return False
 
-    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
         """Yield some rows of a piece, by their numbers in it, from ranges of bytes."""
         raise NotImplementedError(f"{self.kind}: rows cannot be read one by one")
 
@@ -234,19 +228,16 @@ class Source:
         """Whether its pieces are known, so that it can be read in place."""
         return bool(self.files) and self.reader.has_pieces(self.files)
 
-    def pieces(self, columns: Mapping[str, str]) -> list[tuple[SourceFile, Piece]]:
+    def pieces(self, columns: Mapping[str, str]) -> list[Piece]:
         """Return the pieces of all files that become shards where it is read in place, in order."""
         with readable(self.name), DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
             return list(self.reader.all_pieces(self.files, columns, pool))
 
-    def cut(self, columns: Mapping[str, str], partition_bytes: int, *, by_piece: bool = False) -> list[InputSplit]:
+    def cut(self, columns: Mapping[str, str], partition_bytes: int, *, by_piece: bool = False) -> list[Piece]:
         """Cut the source, in order: into pieces that become shards where it is read in place, or into larger parts."""
         reader = self.reader
         if reader.piece_bytes is None and (by_piece or reader.is_cut_by_piece):
-            return [
-                InputSplit(file, one.begin, one.end, one.num_bytes, one.settings, one.nulls, one.types)
-                for file, one in self.pieces(columns)
-            ]
+            return self.pieces(columns)
         limit = reader.piece_bytes if by_piece and reader.piece_bytes else partition_bytes
         with readable(self.name):
             return [split for file in self.files for split in reader.input_splits(file, limit)]
@@ -284,7 +275,7 @@ def marks_of(files: Sequence[SourceFile]) -> str:
     return f"{marks[0].partition('.')[0]}.{xxhash.xxh3_64_hexdigest(','.join(marks).encode())}" if marks else ""
 
 
-def partitions_of(splits: Sequence[InputSplit], partition_bytes: int) -> list[Partition]:
+def partitions_of(splits: Sequence[Piece], partition_bytes: int) -> list[Partition]:
     """Group pieces into partitions of at least so many bytes. The number of processes does not matter."""
     partitions: list[Partition] = []
     begin = num_bytes = 0
@@ -297,7 +288,7 @@ def partitions_of(splits: Sequence[InputSplit], partition_bytes: int) -> list[Pa
 
 
 def read_splits(
-    reader: Reader, splits: Sequence[InputSplit], columns: Mapping[str, str], *, by_column: bool = False
+    reader: Reader, splits: Sequence[Piece], columns: Mapping[str, str], *, by_column: bool = False
 ) -> Iterator[Batch]:
     """Yield the rows of some pieces, each as its settings need; ``by_column`` as values of each column, if possible."""
     whole = not by_column and not any(split.settings for split in splits)

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.base import SAMPLED_ROWS, Asked, Batch, Found, InputSplit, Reader, present, spread
+from lightning_stream.sources.base import SAMPLED_ROWS, Asked, Batch, Found, Piece, Reader, present, spread
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.lines import check_on_bad, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
@@ -53,7 +53,7 @@ class CsvReader(Reader):
         columns: dict[str, list[Any]] = {}
         for file in spread(files):
             left = SAMPLED_ROWS
-            for batch in self._texts(InputSplit(file, 0, None, file.num_bytes)):
+            for batch in self._texts(Piece(file, 0, None, file.num_bytes)):
                 for name, column in zip(batch.schema.names, batch.columns, strict=True):
                     columns.setdefault(name, []).append(column.slice(0, left))
                 left -= batch.num_rows
@@ -64,7 +64,7 @@ class CsvReader(Reader):
             raise ValueError(f"{files[0].root} is empty: there is nothing to write.")
         return Found({name: _inferred(texts) for name, texts in found.items()})
 
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
+    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut between lines, unless values are quoted: these may hold line ends."""
         if file.num_bytes <= partition_bytes or file.is_packed or file.path is None:
             return super().input_splits(file, partition_bytes)
@@ -72,7 +72,7 @@ class CsvReader(Reader):
             has_quotes = any(b'"' in block for block in iter(lambda: plain.read(_BLOCK_BYTES), b""))
         return super().input_splits(file, partition_bytes) if has_quotes else line_splits(file, partition_bytes)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
         for split in splits:
             done, after = 0, f" after byte {split.begin:,}" if split.begin else ""
@@ -84,7 +84,7 @@ class CsvReader(Reader):
                     yield Batch(piece, where)
                 done += batch.num_rows
 
-    def _texts(self, split: InputSplit) -> Iterator[pa.RecordBatch]:
+    def _texts(self, split: Piece) -> Iterator[pa.RecordBatch]:
         """All rows as texts."""
         file = split.file
         head, above = _head(file) if self.names is None else (b"", 0)

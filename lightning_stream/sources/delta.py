@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
-from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece
+from lightning_stream.sources.base import Asked, Batch, Found, Piece
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader, with_constants
 from lightning_stream.stores import ObjectEntry, Store
@@ -113,7 +113,7 @@ class DeltaReader(ParquetReader):
                 found.append(group._replace(num_rows=rows, settings=settings, nulls=(*group.nulls, *nulls)))
         return found
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of a row group that are not deleted, with the columns of the table."""
         stored = {name: one for name, one in columns.items() if name not in self.partition and name not in self.absent}
         kept = np.ones(1 + max(self.deleted, default=-1), bool)

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched, spread
 from lightning_stream.sources.files import SourceFile, named_in_data
 from lightning_stream.threads import DaemonPool
 
@@ -72,9 +72,7 @@ class FileFolderReader(Reader):
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         return True
 
-    def all_pieces(
-        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
-    ) -> Iterator[tuple[SourceFile, Piece]]:
+    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
         for file, after in zip_longest(files, files[1:]):
             held.append(file)
@@ -82,16 +80,16 @@ class FileFolderReader(Reader):
             is_last = after is None or after.root != file.root  # a source may name several folders
             if num_bytes >= _PIECE_BYTES or len(held) == _PIECE_FILES or is_last:
                 listed = [(each.name, each.num_bytes, each.stamp, labels[_class_of(each)]) for each in held]
-                yield held[0], Piece(0, len(held), len(held), num_bytes, {"listed": listed})
+                yield Piece(held[0], 0, len(held), num_bytes, len(held), {"listed": listed})
                 held, num_bytes = [], 0
 
     def has_rows(self, file: SourceFile) -> bool:
         return True
 
-    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
         return replace(self, listed=[self.listed[row] for row in rows]).read([split], columns)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
             first = splits[0].file

@@ -22,7 +22,7 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
-from lightning_stream.sources.base import Batch, InputSplit, Piece, Reader, Source, marks_of, readable, stamps_of
+from lightning_stream.sources.base import Batch, Piece, Reader, Source, marks_of, readable, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of, is_table
 from lightning_stream.sources.nulls import NullRule, widened_columns
@@ -90,8 +90,8 @@ class InPlace:
         if self.columns is None:
             _warn_of_others(shards, columns)
         if not isinstance(self.columns, Mapping):
-            columns = widened_columns(columns, [piece for _, piece in shards])
-            for name in {name for _, piece in shards for name in piece.nulls if name in columns}:
+            columns = widened_columns(columns, shards)
+            for name in {name for piece in shards for name in piece.nulls if name in columns}:
                 if reader.takes_nulls(columns[name]):  # MDS has no null but in json
                     columns[name] = "json"
         _refuse_nulls(shards, columns)
@@ -181,7 +181,7 @@ class InPlace:
         names += f" media {self.media.identity}" if self.media else ""
         return "" if self == InPlace() else f" as {self.kind} {json.dumps(self.columns)} {self.version}{names}"
 
-    def _origin_of(self, store: Store, entry: ShardEntry) -> tuple[Reader, InputSplit]:
+    def _origin_of(self, store: Store, entry: ShardEntry) -> tuple[Reader, Piece]:
         """The piece of a file that a shard is made from, and its reader."""
         origin = entry.raw.origin
         assert origin is not None
@@ -190,7 +190,7 @@ class InPlace:
             reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
         reader.is_strict = False  # columns that are not read were logged
         reader.media_root = self.media  # whatever an index says
-        return reader, InputSplit(source, origin.begin, origin.end, entry.raw.num_bytes)
+        return reader, Piece(source, origin.begin, origin.end, entry.raw.num_bytes)
 
     def _columns(self, source: Source) -> dict[str, str]:
         wanted = self.columns
@@ -202,25 +202,25 @@ class InPlace:
             raise ValueError(f"{where}{error}") from error
 
 
-def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[tuple[SourceFile, Piece]]) -> bytes:
+def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[Piece]) -> bytes:
     """Return the keys of an index whose shards are these pieces of files."""
     schema = MdsEncoder(columns, None, (), None).schema
-    entries = (to_text(_entry(schema, kind, number, *one)) for number, one in enumerate(shards))
+    entries = (to_text(_entry(schema, kind, number, piece)) for number, piece in enumerate(shards))
     return b'"shards": [' + b", ".join(entries) + b'], "version": 2'
 
 
-def _refuse_nulls(shards: Sequence[tuple[SourceFile, Piece]], columns: Mapping[str, str]) -> None:
+def _refuse_nulls(shards: Sequence[Piece], columns: Mapping[str, str]) -> None:
     """Raise FormatError if a column is known to have nulls, but cannot; those of deleted rows do not count."""
-    for file, piece in shards:
+    for piece in shards:
         nulls = [name for name in piece.nulls if columns.get(name, "json") != "json"]
         if nulls and not piece.settings.get("deleted"):
-            count = sum(nulls[0] in piece.nulls for _, piece in shards)
-            raise _nulls(file.uri, f"{', '.join(nulls)}: {count:,} of {len(shards):,} shards have some")
+            count = sum(nulls[0] in piece.nulls for piece in shards)
+            raise _nulls(piece.file.uri, f"{', '.join(nulls)}: {count:,} of {len(shards):,} shards have some")
 
 
-def _warn_of_others(shards: Sequence[tuple[SourceFile, Piece]], columns: Mapping[str, str]) -> None:
+def _warn_of_others(shards: Sequence[Piece], columns: Mapping[str, str]) -> None:
     """Log the columns that only later files have."""
-    others = {name: file for file, piece in reversed(shards) for name in piece.others if name not in columns}
+    others = {name: piece.file for piece in reversed(shards) for name in piece.others if name not in columns}
     for name, file in others.items():
         _log.warning(
             "%s has a column %r, which the first file lacks: it is not read. Name the columns by columns=.",
@@ -265,7 +265,7 @@ def is_made(index: Index) -> bool:
 
 
 def _settled(
-    entry: ShardEntry, batches: Iterable[Batch], split: InputSplit, add: Callable[[dict[str, Any], int], None]
+    entry: ShardEntry, batches: Iterable[Batch], split: Piece, add: Callable[[dict[str, Any], int], None]
 ) -> str:
     """Add all batches as columns of values; FormatError for nulls and wrong values. Return what they are of."""
     columns, nulls, at = entry.schema.columns, dict[str, int](), ""
@@ -291,9 +291,10 @@ def _nulls(where: str, found: str) -> FormatError:
     )
 
 
-def _entry(schema: Schema, kind: str, number: int, file: SourceFile, piece: Piece) -> ShardEntry:
-    settings = json.dumps(piece.settings) if piece.settings else ""
-    origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, piece.end, settings)
+def _entry(schema: Schema, kind: str, number: int, piece: Piece) -> ShardEntry:
+    file, settings = piece.file, json.dumps(piece.settings) if piece.settings else ""
+    end = piece.end or file.num_bytes
+    origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, end, settings)
     # Shards of another version have other names.
     mark = xxhash.xxh3_64_hexdigest(f"{(origin, schema.columns)!r}{file.mark}".encode())
     raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin=origin, mark=file.mark)

@@ -15,7 +15,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
 
-from .base import SAMPLED_ROWS, Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched, spread
+from .base import SAMPLED_ROWS, Asked, Batch, Found, Piece, Reader, Row, batched, spread
 from .files import SourceFile
 from .nulls import LARGEST_FLOAT
 from .stretches import stretch
@@ -30,16 +30,16 @@ _log = logging.getLogger(__name__)
 _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-def line_splits(file: SourceFile, partition_bytes: int) -> list[InputSplit]:
+def line_splits(file: SourceFile, partition_bytes: int) -> list[Piece]:
     """Cut a file of lines into pieces; a compressed one stays whole, since it can only be read from its beginning."""
     if file.is_packed or file.num_bytes <= partition_bytes:
-        return [InputSplit(file, 0, None, file.num_bytes)]
+        return [Piece(file, 0, None, file.num_bytes)]
     count = round(file.num_bytes / partition_bytes)
     cuts = [file.num_bytes * k // count for k in range(count + 1)]
-    return [InputSplit(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
+    return [Piece(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
 
 
-def line_blocks(split: InputSplit) -> Iterator[tuple[int, bytes]]:
+def line_blocks(split: Piece) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin within a piece, in blocks of a few MiB; each with its position in bytes."""
     # A compressed file is one piece; the end that an index has of it is that of the compressed bytes.
     end = None if split.file.is_packed else split.end
@@ -67,7 +67,7 @@ def _num_filled(block: bytes) -> int:
     return block.count(b"\n") + (block[-1:] not in (b"", b"\n"))
 
 
-def _filled_lines(split: InputSplit) -> Iterator[tuple[list[bytes], str]]:
+def _filled_lines(split: Piece) -> Iterator[tuple[list[bytes], str]]:
     """Yield the lines that are not blank, in blocks, with where they are."""
     for at, block in line_blocks(split):
         lines = [line for line in block.split(b"\n") if line and not line.isspace()]
@@ -102,16 +102,14 @@ class JsonlReader(Reader):
                     rows += found
         return Found(_inferred(rows, files[0].root))
 
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
+    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut anywhere, unless the file is compressed, or one array of objects."""
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
 
-    def all_pieces(
-        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
-    ) -> Iterator[tuple[SourceFile, Piece]]:
+    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         """Yield pieces of about 64 MiB. Their rows are counted, so the files are read once."""
 
-        def num_rows(split: InputSplit) -> int:
+        def num_rows(split: Piece) -> int:
             if _is_array(split.file):
                 return sum(len(batch.rows) for batch in self._rows(split))
             return sum(_num_filled(block) for _, block in line_blocks(split))
@@ -119,18 +117,18 @@ class JsonlReader(Reader):
         splits = [split for file in files for split in self.input_splits(file, _PIECE_BYTES)]
         for one, counted in zip(splits, [pool.submit(num_rows, split) for split in splits], strict=True):
             if rows := counted.result():
-                yield one.file, Piece(one.begin, one.end or one.file.num_bytes, rows, one.num_bytes)
+                yield one._replace(num_rows=rows)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
             yield from self._rows(split)
 
-    def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the same, of a file that was not changed since it was listed."""
         stretch(split.file, 0, min(1, split.file.num_bytes))
         return self.read([split], columns)
 
-    def _rows(self, split: InputSplit, limit: int | None = None) -> Iterator[Batch]:
+    def _rows(self, split: Piece, limit: int | None = None) -> Iterator[Batch]:
         """Yield rows a few MiB at a time, no more than ``limit`` of each."""
         if not _is_array(split.file):
             for lines, where in _filled_lines(split):
@@ -240,10 +238,10 @@ class TextReader(Reader):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         return Found({"text": "str"} if self.lines else {"text": "str", "name": "str"})
 
-    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[InputSplit]:
+    def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         return line_splits(file, partition_bytes) if self.lines else super().input_splits(file, partition_bytes)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         if not self.lines:
             return batched((self._whole(split.file, columns), split.file.uri) for split in splits)
         return (batch for split in splits for batch in self._by_line(split))
@@ -253,7 +251,7 @@ class TextReader(Reader):
             row = {"text": plain.read().removeprefix(_BOM).decode(), "name": file.name}
             return {name: row[name] for name in columns}
 
-    def _by_line(self, split: InputSplit) -> Iterator[Batch]:
+    def _by_line(self, split: Piece) -> Iterator[Batch]:
         try:
             for lines, where in _filled_lines(split):
                 yield Batch([{"text": line.decode().rstrip("\r")} for line in lines], where)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, batched, present
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, batched, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at, stretch, stretches
 from lightning_stream.threads import DaemonPool
@@ -97,9 +97,7 @@ class LitDataReader(Reader):
         wanted = formats if asked is None else [name for name in asked if name in formats]
         return Found({name: _encoding(name, formats[name], files[0].root) for name in wanted})
 
-    def all_pieces(
-        self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool
-    ) -> Iterator[tuple[SourceFile, Piece]]:
+    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         by_name, settings = {file.name: file for file in files}, self.settings
         del settings["kind"]
         settings |= {"is_table": True} if self.is_table else {}
@@ -108,9 +106,9 @@ class LitDataReader(Reader):
             if name not in by_name:
                 raise FormatError(f"{files[0].root}/{name} is in LitData's index, but not there. Copy it again.")
             present([*self.names, *self._types], columns, by_name[name])
-            yield by_name[name], Piece(0, num_items, num_items, by_name[name].num_bytes, settings, nulls)
+            yield Piece(by_name[name], 0, num_items, by_name[name].num_bytes, num_items, settings, nulls)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
             for batch in self.read_columns(split, columns):
                 if not isinstance(batch.rows, dict):
@@ -122,7 +120,7 @@ class LitDataReader(Reader):
                 )
                 yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
 
-    def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
         data = stretch(split.file)
         table = _arrow_rows(split.file, data)
         if table is None:
@@ -133,7 +131,7 @@ class LitDataReader(Reader):
     def has_rows(self, file: SourceFile) -> bool:
         return self.compression is None and not self.is_table
 
-    def read_rows(self, split: InputSplit, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
         file = split.file
         head = stretch(file, 0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
         offsets = self._offsets(file, head, file.num_bytes)

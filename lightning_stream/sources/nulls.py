@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.sources.base import InputSplit, Piece, Row
+from lightning_stream.sources.base import Piece, Row
 from lightning_stream.writer.batch import batch_columns
 
 _NUMBERS = ("int", "uint", "float")
 LARGEST_FLOAT = 1 << 53  # up to it, every whole number is a float64
 
 
-def widened_columns(columns: Mapping[str, str], pieces: Iterable[Piece | InputSplit]) -> dict[str, str]:
+def widened_columns(columns: Mapping[str, str], pieces: Iterable[Piece]) -> dict[str, str]:
     """Return the columns with encodings that hold the values of all files exactly; ValueError if there are none."""
     wider = [pair for piece in pieces for pair in piece.types.items()]
     if not wider:

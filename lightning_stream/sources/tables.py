@@ -18,7 +18,7 @@ from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.lazy import kept
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
-from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, present
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile, read_below
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.sources.stretches import FetchedFile, stretch
@@ -39,7 +39,7 @@ class Table(NamedTuple):
 
     schema: pa.Schema
     pieces: Callable[[], Sequence[Piece]]
-    batches: Callable[[Piece | InputSplit, list[str] | None], Iterator[pa.RecordBatch]]
+    batches: Callable[[Piece, list[str] | None], Iterator[pa.RecordBatch]]
 
 
 @dataclass
@@ -81,7 +81,7 @@ class TableReader(Reader):
         columns = {name: "json" if name in nulls else encoding for name, encoding in found.columns.items()}
         return replace(found, columns=columns)
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in _joined(splits):
             done, after = 0, f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
@@ -159,12 +159,12 @@ class TableReader(Reader):
     def _table(self, plain: Any, file: SourceFile) -> Table: ...
 
 
-def _joined(splits: Sequence[InputSplit]) -> list[InputSplit]:
+def _joined(splits: Sequence[Piece]) -> list[Piece]:
     """Join pieces that follow each other in a file, so that it is opened once."""
-    found: list[InputSplit] = []
+    found: list[Piece] = []
     for split in splits:
         if found and (found[-1].file, found[-1].end) == (split.file, split.begin):
-            found[-1] = replace(found[-1], end=split.end)
+            found[-1] = found[-1]._replace(end=split.end)
         else:
             found.append(split)
     return found
@@ -221,11 +221,11 @@ class ParquetReader(TableReader):
             numbers = range(footer.num_row_groups)[begin:end]
             groups = zip(numbers, map(footer.row_group, numbers), strict=True)
             return [
-                Piece(k, k + 1, group.num_rows, group.total_byte_size, nulls=_nulls(group, names))
+                Piece(file, k, k + 1, group.total_byte_size, group.num_rows, nulls=_nulls(group, names))
                 for k, group in groups
             ]
 
-        def batches(place: Piece | InputSplit, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+        def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
             for piece in pieces(place.begin, place.end):
                 if isinstance(plain, FetchedFile):
                     plain.fetch(_column_spans(footer.row_group(piece.begin), columns))
@@ -287,11 +287,18 @@ class ArrowReader(TableReader):
         def pieces() -> list[Piece]:
             records = (each for each in messages(plain, file.uri, file.num_bytes) if each.num_rows is not None)
             return [
-                Piece(each.begin, each.end, each.num_rows or 0, each.end - each.begin, nulls=_known(schema, each.nulls))
+                Piece(
+                    file,
+                    each.begin,
+                    each.end,
+                    each.end - each.begin,
+                    each.num_rows or 0,
+                    nulls=_known(schema, each.nulls),
+                )
                 for each in records
             ]
 
-        def batches(place: Piece | InputSplit, _: list[str] | None) -> Iterator[pa.RecordBatch]:
+        def batches(place: Piece, _: list[str] | None) -> Iterator[pa.RecordBatch]:
             stored = stretch(file, place.begin, place.end)
             inner = (kind for each in schema.types for kind in _storage_types(each))
             if any(map(pa.types.is_dictionary, inner)):  # each batch needs all dictionaries before it

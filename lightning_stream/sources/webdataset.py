@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
-from lightning_stream.sources.base import Asked, Batch, Found, InputSplit, Piece, Reader, Row, batched
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at, stretch
 from lightning_stream.sources.tar_headers import BLOCK, Members, is_named, refusal, walk
@@ -83,14 +83,14 @@ class TarReader(Reader):
         while first < len(samples):
             end = max(first + 1, int(np.searchsorted(samples, samples[first] + _PIECE_BYTES)))
             begin, stop = int(samples[first]), int(samples[end]) if end < len(samples) else file.num_bytes
-            found.append(Piece(begin, stop, end - first, stop - begin, nulls=nulls, others=others))
+            found.append(Piece(file, begin, stop, stop - begin, end - first, nulls=nulls, others=others))
             first = end
         return found
 
-    def read(self, splits: Sequence[InputSplit], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         return batched(_row(sample, columns, split.file) for split in splits for sample in _streamed(split.file))
 
-    def read_columns(self, split: InputSplit, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield all samples of a piece by column; row by row where one of them lacks a column, or has a wrong value."""
         file, data = split.file, stretch(split.file, split.begin, split.end)
         found = walk(data, file.uri, is_whole=True, checked=True)
