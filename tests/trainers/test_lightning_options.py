@@ -47,6 +47,12 @@ def streaming(shards: Path, **options: Any) -> StreamingDataLoader:
     return StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), GLOBAL_BATCH, **options)
 
 
+def test_an_option_that_no_door_has_is_refused_with_the_one_that_was_meant(shards: Path) -> None:
+    for wrong, meant in (("num_worker", "num_workers"), ("monitors", "monitor"), ("show_positions", "show_position")):
+        with pytest.raises(TypeError, match=f"argument '{wrong}'. Did you mean '{meant}'"):
+            StreamingDataModule(train=shards, batch_size=4, **{wrong: 2})  # type: ignore[arg-type]
+
+
 def test_other_loaders_and_two_callbacks_are_refused(shards: Path, tmp_path: Path) -> None:
     other = torch.utils.data.DataLoader([{"id": 0, "x": torch.zeros(4)}] * 8)
     with pytest.raises(TypeError, match="keeps the position of a StreamingDataLoader"):
