@@ -17,6 +17,7 @@ from support import convert_inputs
 
 from lightning_stream.convert import Inputs, convert
 from lightning_stream.errors import LightningStreamError
+from lightning_stream.writer.place import Transaction
 
 SIZE = {"size_limit": 20_000}
 
@@ -71,6 +72,29 @@ def test_shards_left_without_any_receipt_are_known_as_ours(
         with pytest.raises(KeyboardInterrupt):
             convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
     assert list((tmp_path / "out").glob("part-*/shard*"))
+    convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
+    convert(inputs, tmp_path / "whole", **SIZE, num_workers=1)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def test_a_manifest_without_its_index_is_known_as_ours(
+    tmp_path: Path, files_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap = Transaction.swap
+
+    def swap_unless_index(place: Transaction, name: str, data: bytes) -> None:
+        if name == "index.json":
+            raise KeyboardInterrupt
+        swap(place, name, data)
+
+    inputs = inputs_of(tmp_path, convert_inputs.samples)
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "swap", swap_unless_index)
+        with pytest.raises(KeyboardInterrupt):
+            convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
+    assert (tmp_path / "out" / "manifest.json").exists()
+    with pytest.raises(FileExistsError, match=r"holds manifest\.json"):
+        convert(inputs, tmp_path / "out", size_limit=9999, num_workers=1)
     convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
     convert(inputs, tmp_path / "whole", **SIZE, num_workers=1)
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")

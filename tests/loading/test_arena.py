@@ -294,7 +294,8 @@ def test_an_iteration_leaves_no_descriptor_behind(tmp_path: Path) -> None:
 
     dataset[0]
     before = after_one(3)
-    assert [after_one(stop) for stop in (100, 0, 3)] == [before] * 3
+    after = [after_one(stop) for stop in (100, 0, 3)]
+    assert max(after) <= before  # what tests before this one have left may be closed meanwhile
 
 
 LONG = """

@@ -83,7 +83,7 @@ def change_and_kill(url: str, options: Any, count: int, watcher: Watcher) -> int
     draw = random.Random(3)
     processes = [KilledProcess(url, options, number, count) for number in range(_WRITERS)]
     running = list(processes)
-    kills = {processes[0]: time.monotonic() + 3.0}  # when each is killed next
+    kills: dict[KilledProcess, float] = {}  # when each is killed next
     try:
         while running:
             with selectors.DefaultSelector() as selector:
@@ -96,6 +96,8 @@ def change_and_kill(url: str, options: Any, count: int, watcher: Watcher) -> int
                     running.remove(process)
                 elif draw.random() < _KILLED:
                     kills.setdefault(process, time.monotonic() + draw.uniform(0, 0.2))
+                elif process is processes[0] and not process.num_kills:  # at least one kill, on any machine
+                    kills.setdefault(process, time.monotonic())
             for process in [one for one, when in kills.items() if one in running and time.monotonic() > when]:
                 del kills[process]
                 process.kill()
