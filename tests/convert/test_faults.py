@@ -93,7 +93,7 @@ def test_a_manifest_without_its_index_is_known_as_ours(
         with pytest.raises(KeyboardInterrupt):
             convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
     assert (tmp_path / "out" / "manifest.json").exists()
-    with pytest.raises(FileExistsError, match=r"holds manifest\.json"):
+    with pytest.raises(FileExistsError, match="another conversion's dataset: size_limit was 20000, now 9999"):
         convert(inputs, tmp_path / "out", size_limit=9999, num_workers=1)
     convert(inputs, tmp_path / "out", **SIZE, num_workers=1)
     convert(inputs, tmp_path / "whole", **SIZE, num_workers=1)
