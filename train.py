@@ -9,6 +9,7 @@ python train.py --help                                     all choices
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import re
@@ -84,6 +85,9 @@ class Run:
 
 
 ConfigStore.instance().store("run_types", Run)
+if sys.version_info >= (3, 14) and hasattr(argparse.ArgumentParser, "_check_help"):
+    # From Python 3.14 on, argparse looks into each help text; one of Hydra 1.3's is an object that becomes a text.
+    argparse.ArgumentParser._check_help = lambda *_: None  # noqa: SLF001
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
