@@ -231,7 +231,10 @@ class ShardCache:
             return self._once(name, done, partial(self._fetch, entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
-        """Set the function from a raw basename to its next use (smaller is sooner; None: not again), for evictions."""
+        """Set the function from a raw basename to its next use, for evictions.
+
+        Smaller is sooner, infinite is not again, and None is not known.
+        """
         self._next_use = next_use
 
     def evict(self, entry: ShardEntry) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -141,10 +142,14 @@ class Space:
             raise CacheFullError(f"cache_limit is {limit_bytes:,} bytes; {name} alone needs {need:,}. Raise it.")
         evicted = in_use = 0
         for _ in backoff(wait_s):
-            excess = self._reserve(entry, limit_bytes, former)
-            if excess <= 0:
+            if self._reserve(entry, limit_bytes, former) <= 0:
                 break
-            num_shards, in_use = self._evict(excess, name, next_use)
+            # One at a time: two that evict at once would each make the space that one needs.
+            with FileLock(self.folder.control / "evict", _WAIT_S, self.folder.modes):
+                excess = self._reserve(entry, limit_bytes, former)
+                if excess <= 0:
+                    break
+                num_shards, in_use = self._evict(excess, name, next_use)
             evicted += num_shards
         else:
             raise CacheFullError(
@@ -177,7 +182,7 @@ class Space:
         return 0
 
     def _evict(self, excess: int, wanted: str, next_use: NextUse | None) -> tuple[int, int]:
-        """Delete so many bytes of shards, holding no lock over all; return how many shards, and the bytes in use."""
+        """Delete so many bytes of shards; return how many shards, and the bytes in use."""
         entries = [entry for entry in self._entries.values() if entry.names[0] != wanted]  # `_reserve` counted them
         if len(entries) > _SLACK_FROM:
             # Make space for a few of many small shards at once, so that not every fetch sorts all of them.
@@ -243,16 +248,21 @@ class Space:
         return 0.0
 
     def _in_order(self, entries: list[CacheEntry], next_use: NextUse | None) -> list[CacheEntry]:
-        """Sort: first shards without a known next use, least recently used first; then those that are needed latest."""
+        """Sort: first shards without a known next use, then those that are needed latest; of equals, the oldest first.
+
+        A process that is done with a shard does not know whether another one is still about to read it.
+        """
         recent = time.time() - _RECENT_S
 
-        def key(entry: CacheEntry) -> tuple[int, float]:
+        def key(entry: CacheEntry) -> tuple[int, float, float]:
             when = None if next_use is None else next_use(entry.names[0])
-            if when is not None:
-                return (1, -when)
+            if when is not None and when < math.inf:
+                return (1, -when, 0.0)  # each has its own position
             used = self.last_used(entry)
+            if when is not None:
+                return (1, -when, used)
             # The needs of other jobs are not known, so a shard that was just used comes last.
-            return (2 if next_use is not None and used > recent else 0, used)
+            return (2 if next_use is not None and used > recent else 0, 0.0, used)
 
         return sorted(entries, key=key)
 

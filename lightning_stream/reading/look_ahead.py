@@ -17,7 +17,6 @@ from lightning_stream.reading.shard_pool import Want
 _READ_AHEAD_BATCHES = 8
 _FILES_PER_RANGE = 20  # to begin earlier costs at most a twentieth more requests, over all processes
 _FURTHER = 16  # times as far, where connections would be idle otherwise
-_BATCHES_BEHIND = 2  # that another worker may be
 
 
 def warm(reader: SampleReader, plan: BatchPlan, steps: int) -> int:
@@ -74,8 +73,6 @@ def read_ahead(
     ahead: deque[MicroBatch] = deque()
     wants: deque[Want | None] = deque()  # of the batches that are being read, and of those ahead
     infos = iter(infos)
-    # Other workers of the machine may still need what this one has just read.
-    latest: deque[int] = deque(maxlen=1 if num_workers == 1 else 1 + _BATCHES_BEHIND)
     try:
         # Once all shards are open, which they then stay, nothing is fetched or evicted any more.
         while not reader.has_all_open or ahead:
@@ -88,8 +85,7 @@ def read_ahead(
                 continue
             if not ahead:
                 break
-            latest.append(ahead[0].begin)
-            next_use.advance(latest[0])
+            next_use.advance(ahead[0].begin)
             yield ahead.popleft()
             if len(wants) - len(ahead) >= in_progress:
                 reader.done_with(wants.popleft())
