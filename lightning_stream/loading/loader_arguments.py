@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict
 
-from lightning_stream.errors import refuse_unknown
 from lightning_stream.order.rules import count, violations
 
 
@@ -25,11 +24,6 @@ class WorkerOptions(TypedDict, total=False):
 def options_of(kind: type, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return those options that a kind (a TypedDict) has."""
     return {name: value for name, value in options.items() if name in kind.__annotations__}
-
-
-def check_options(called: str, options: Mapping[str, Any], *kinds: type) -> None:
-    """Raise TypeError for an option that none of these kinds has."""
-    refuse_unknown(called, options, [name for kind in kinds for name in kind.__annotations__])
 
 
 def check_arguments(

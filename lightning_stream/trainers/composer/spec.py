@@ -84,8 +84,9 @@ def data_spec(
     """
     name_node()
     workers, run = options_of(WorkerOptions, options), options_of(RunOptions, options)
+    of_dataset = {name: options[name] for name in options.keys() - workers.keys() - run.keys()}
     loader = StreamingDataLoader(
-        _dataset(dataset, {name: value for name, value in options.items() if name not in workers | run}),
+        _dataset(dataset, of_dataset),
         batch_size=batch_size,
         global_batch_size=global_batch_size,
         evaluation=evaluation,

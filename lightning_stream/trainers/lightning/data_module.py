@@ -13,8 +13,9 @@ import torch
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.distributed import detect_world
+from lightning_stream.errors import refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.loading.loader_arguments import WorkerOptions, check_options, options_of
+from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import Tail, World
 from lightning_stream.trainers.lightning.callback import StreamingCallback
@@ -95,7 +96,7 @@ class StreamingDataModule(LightningDataModule):
         **options: Unpack[ModuleOptions],
     ) -> None:
         super().__init__()
-        check_options(type(self).__name__, options, ModuleOptions)
+        refuse_unknown(type(self).__name__, options, list(ModuleOptions.__annotations__))
         given = {"train": train, "val": val, "test": test, "predict": predict}
         self.datasets = {name: _dataset(name, what) for name, what in given.items()}
         budget = next((one.batch_tokens for one in self.datasets.values() if one is not None), None)
