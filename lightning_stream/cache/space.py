@@ -19,7 +19,7 @@ from lightning_stream.formats.model import check_basename
 from lightning_stream.shared_files import LOCK_FDS, FileLock, backoff, same_file, try_flock
 
 _RECENT_S = 60.0
-_SCAN_EVERY_S = 10.0  # the total is counted anew, since processes without a limit do not add to it
+_SCAN_EVERY_S = 10.0  # the total is counted again, since processes without a limit do not add to it
 _SLACK_FROM = 256  # shards; with fewer, making space for one at a time is cheap
 _VALUE_BYTES = 64
 _WAIT_S = 60.0  # for a lock that is held for milliseconds

@@ -1,1 +1,1 @@
-"""What a training run measures at its loaders, why it waits for data, and who is told. Nothing here needs torch."""
+"""What a run measures at its loaders, why it waits for data, and who gets the figures. Nothing here needs torch."""

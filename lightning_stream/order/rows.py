@@ -90,11 +90,11 @@ class WindowCounts:
         place = bisect_right(counts, number) - 1
         return base + place, counts[place], counts[min(place + 1, len(counts) - 1)]
 
-    def _until(self, is_enough: Callable[[int, int], bool], anew: bool = False) -> tuple[int, list[int]]:
-        """Count until it is enough to know what comes before a window, or until all are counted; ``anew`` from the
+    def _until(self, is_enough: Callable[[int, int], bool], again: bool = False) -> tuple[int, list[int]]:
+        """Count until it is enough to know what comes before a window, or until all are counted; ``again`` from the
         first one.
         """
-        if anew:
+        if again:
             self._known = (0, [0])
         base, counts = self._known
         last = len(counts) - 1

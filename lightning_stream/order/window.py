@@ -30,7 +30,7 @@ from .spread import spread_parts
 _CHUNK = 1 << 12
 _KEPT_PART = (
     1 << 15
-)  # samples: what is not read yet of a smaller part is kept; of a larger one, each piece is made anew
+)  # samples: what is not read yet of a smaller part is kept; of a larger one, each piece is made again
 _SLICE = 1 << 17  # entries of a mixing block that are in memory together: a last block is as large as several parts
 _Ids = NDArray[np.integer]
 _NO_IDS = np.empty(0, dtype=np.int64)

@@ -50,7 +50,7 @@ _HELD_BYTES = 64 << 20  # of tables that are kept
 _THREADS = 16
 _ATTEMPTS = 3  # to read a table and samples that fit the index
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.01  # between two looks at a file that arrives
-_STALL_S = 5.0  # without growth: the process that fetches it may be dead, and whoever waits for the whole takes over
+_STALL_S = 5.0  # without growth: its process may be dead, and a thread that waits for the whole shard takes over
 _MOST_OF_SHARD = 0.5  # is read while the rest arrives
 _log = logging.getLogger(__name__)
 

@@ -380,7 +380,7 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
     if (pool := pools.get((proxy, authorities))) is not None:
         return pool
     # glibc gives memory back as soon as twice the largest block that was freed is unused. With chunks alone, it would
-    # take the memory of each chunk anew from the kernel: 0.6 CPU-seconds a GB instead of 0.4.
+    # take the memory of each chunk from the kernel again: 0.6 CPU-seconds a GB instead of 0.4.
     bytearray(8 * CHUNK_BYTES)
     alive = [*urllib3.connection.HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
     options: dict[str, Any] = {"maxsize": _CONNECTIONS, "socket_options": alive, "ca_certs": authorities}

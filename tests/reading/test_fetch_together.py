@@ -98,7 +98,7 @@ def hold(cache: ShardCache, name: str, is_held: Any) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_what_another_process_fetches_comes_also_where_that_process_dies(tmp_path: Path, dies: bool) -> None:
-    """While it lives, one thread looks for its shard; whoever needs the shard takes over from a dead one."""
+    """While it lives, one thread looks for its shard; a thread that needs the shard takes over from a dead one."""
     with WebServer() as server:
         write(tmp_path / "data", server)
         dataset = StreamingDataset(remote=server.url, local=tmp_path / "cache", shuffle=False)

@@ -171,7 +171,7 @@ def test_a_file_that_comes_in_parts_is_not_read_early(tmp_path: Path) -> None:
 def test_a_file_that_no_longer_grows_is_not_waited_for(
     server: HoldingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process that fetched it may have been killed: then whoever waits for the whole shard fetches it."""
+    """The process that fetched it may have been killed: then a thread that waits for the whole shard fetches it."""
     monkeypatch.setattr(partial, "_STALL_S", 0.1)
     cache = ShardCache(open_store(f"{server.url}/raw"), tmp_path / "cache")
     entry = cache.index().entry(0)

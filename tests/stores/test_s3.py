@@ -1,4 +1,4 @@
-"""Requests to S3: addressed as boto3 does it, signed anew each time, and sent again where the bucket is elsewhere."""
+"""Requests to S3: addressed as boto3 does it, signed each time, and sent again where the bucket is elsewhere."""
 
 from __future__ import annotations
 
