@@ -157,11 +157,12 @@ class RunReport:
         """Write a row of what was measured since the last one, and of samples by stream."""
         if not any(recent.numbers().values()):
             return
-        self.has_ended, self._row_began = False, perf_counter()
+        self.has_ended = False
         here = self.loader.position
         done = min(1.0, here.position / recent.epoch_positions) if recent.epoch_positions else 0.0
         drawn = {name: number for name, number in drawn.items() if number}
         self._append(Row, epochs=round(here.epoch + done, 6), stats=numbers_of(recent), drawn=drawn)
+        self._row_began = perf_counter()  # behind the row's own time: or else the next one could come too soon
 
     def note_message(self, sentence: str) -> None:
         """Keep a sentence that the user was shown."""
