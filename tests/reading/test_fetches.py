@@ -129,7 +129,7 @@ def test_more_is_worth_fetching_while_shards_are_waited_for_and_threads_are_idle
     assert queue.has_idle_threads()  # what another process fetches takes no connection of ours
     until(elsewhere.done)
     assert not elsewhere.has_come()
-    until(lambda: queue._num_running == 0)  # the answer comes a little before its thread is free
+    until(queue.has_idle_threads)  # the answer comes a little before its thread is free
     (first,) = added(queue, Cache(), 0)
     assert queue.has_idle_threads()
     (second,) = added(queue, Cache(), 1)
