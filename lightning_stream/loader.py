@@ -209,7 +209,8 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def num_batches(self, epoch: int) -> int:
         """Micro-batches of this rank in one epoch. Where epochs differ, this plans all of its batches."""
-        return len(self.settings().micro_batches(self._source, Start(epoch)))
+        start = Start(epoch, landmark=self.position.landmark)  # what a state has counted is not planned again
+        return len(self.settings().micro_batches(self._source, start))
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
@@ -257,9 +258,8 @@ class StreamingDataLoader(DataLoader[Any]):
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check()
-        each = run.epoch(start.epoch).order.samples_per_position if self.epochs_differ else 1
         self.meter.total.settings = self.loading_settings()
-        self.meter.total.epoch_positions = run.num_samples / each
+        self.meter.total.epoch_positions = run.num_samples / run.epoch(start.epoch).order.samples_per_position
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
         return start, self.batches_from(start, settings)

@@ -76,7 +76,7 @@ def position_in(
             )
         here = ours or mosaic_position(state, run, batch_size=size, tail=tail)
         here = here.rebased_on(run, batch_size=size, tail=tail, world=world)
-        plan = BatchPlan(run.epoch(here.epoch), batch_size=size, world=world, tail=tail, start=here.position)
+        plan = BatchPlan(here.order_in(run), batch_size=size, world=world, tail=tail, start=here.position)
     except ValueError as error:
         raise StateError(
             f"A state must be one that this run can continue, but: {error} Pass the batch size, devices and settings "

@@ -129,6 +129,11 @@ class Order(ABC):
         raise TypeError("Only packed rows have alternatives.")
 
     @property
+    def is_counted(self) -> bool:
+        """Whether it is known how many rows or batches each window has, where they are counted."""
+        return False
+
+    @property
     def below(self) -> Order:
         """The order whose windows are packed or rearranged, where they are; else this one."""
         return self

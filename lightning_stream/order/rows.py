@@ -74,6 +74,12 @@ class WindowCounts:
             window, before, behind = counted
             self._known = (window, [before, behind] if behind > before else [before])
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether all are counted, from the first window on."""
+        base, counts = self._known
+        return not base and len(counts) > self.num_windows
+
     def up_to(self, most: int) -> int:
         """The smaller of ``most`` and the number of all."""
         _, counts = self._until(lambda _, count: count >= most)
@@ -252,6 +258,10 @@ class PackedRows(Order):
         """Rows of the epoch. This counts those of every window that was not counted before."""
         return int(self._borders[2][-1])
 
+    @property
+    def is_counted(self) -> bool:
+        return all(sequence.counts.is_complete for sequence in self._sequences)
+
     def reaches(self, position: int) -> bool:
         """Whether there are so many rows. Counts those of windows of all sequences until that is known."""
         return self._all_have(ceil_div(position, len(self._sequences))) or position <= self.size
@@ -422,6 +432,10 @@ class ByLength(Regrouped[_Sorted], Composed):
     @property
     def full_end(self) -> int:
         return self.size if self.has_budget else self._below.full_end
+
+    @property
+    def is_counted(self) -> bool:
+        return self._counts.is_complete
 
     @property
     def has_budget(self) -> bool:

@@ -118,6 +118,9 @@ class RunOrder:
         if epoch < 0:
             raise ValueError(f"Epochs count from 0; found {epoch}.")
         counted = () if landmark is None or landmark.epoch != epoch else landmark.windows
+        from_begin = self._epochs.get((epoch, ()))
+        if from_begin is not None and from_begin.order.is_counted:
+            counted = ()  # nothing is left that a landmark could save
         return kept(self._epochs, (epoch, counted), self._epoch, _KEPT_EPOCHS)
 
     def _epoch(self, key: tuple[int, tuple[Counted, ...]]) -> EpochOrder:

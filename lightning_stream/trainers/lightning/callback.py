@@ -100,6 +100,11 @@ class StreamingCallback(Callback):
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
         self._start = state
 
+    def place(self, loader: StreamingDataLoader) -> None:
+        """Let a loader stand where a checkpoint did: Lightning asks for its length before it trains."""
+        if self._enters_at is not None and self._from is not None:
+            loader.cursor.seek(self._from)
+
     def stats(self) -> LoaderStats:
         """Where the time of the latest fit has gone so far, see `StreamingDataLoader.stats`."""
         return self.monitor.stats()

@@ -146,7 +146,7 @@ class StreamingDataModule(LightningDataModule):
 
     def train_dataloader(self) -> StreamingDataLoader:
         """A training loader; the one that the trainer asks for begins at the position trained up to."""
-        return self._loader(
+        loader = self._loader(
             "train",
             self.batch_size,
             global_batch_size=self.global_batch_size,
@@ -154,6 +154,8 @@ class StreamingDataModule(LightningDataModule):
             tail=self.tail,
             on_mismatch=self.on_mismatch,
         )
+        self.position_callback.place(loader)
+        return loader
 
     def teardown(self, stage: str) -> None:
         """Let Lightning's warnings through again."""
