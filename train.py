@@ -40,6 +40,7 @@ from omegaconf import DictConfig, OmegaConf, read_write
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_stream.errors import LightningStreamError, is_secret
+from lightning_stream.stores.credentials import VARIABLE as CREDENTIALS
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
 from recipes.data.base import fetch
@@ -203,6 +204,8 @@ def environment(config: DictConfig) -> Iterator[None]:
     quieten()
     settings = config.store.env if config.store and config.store.env else {}
     variables = {name: str(value) for name, value in settings.items() if value is not None}
+    if config.store and (name := config.store.get("credentials")):
+        variables[CREDENTIALS] = f"{config.store.root}={name}"
     with ExitStack() as stack:
         stack.callback(end_process_group)
         stack.enter_context(patch.dict(os.environ, variables))

@@ -74,16 +74,17 @@ class ShardCache:
             raise ValueError("a cache needs a store, or a folder that holds the shards, or both; got neither")
         self.store: Store = store if store is not None else LocalStore(str(folder))
         self.config, self.other, self.counters = config or CacheConfig(), other, counters or Counters()
-        if isinstance(store, RetryingStore):
-            store.counters = self.counters
         chosen = None if folder is None else Path(folder).expanduser().absolute()
         own = self.store.folder if isinstance(self.store, LocalStore) else None
         self.in_place = own is not None and (chosen is None or os.path.realpath(chosen) == os.path.realpath(own))
         self._source = own if self.in_place else None
         identity = self.store.identity + ("" if other is None else other.identity)
         self.folder = default_folder(identity) if chosen is None or self.in_place else chosen
-        self._folders = [folder for folder in (self._source, self.folder) if folder is not None]
         self._place = CacheFolder(self.folder, self.config.shared)
+        if isinstance(store, RetryingStore):
+            store.counters = self.counters
+            store.share_keys(self._place)
+        self._folders = [folder for folder in (self._source, self.folder) if folder is not None]
         self._space = Space(self._place)
         self._index = IndexFile(self.store, self._place, self._drop, other)
         self._next_use: Callable[[str], float | None] | None = None

@@ -96,6 +96,7 @@ class Stream:
         validate_hash: str | None = None,
         keep_zip: bool | None = None,
         options: Mapping[str, Any] | None = None,
+        credentials: Callable[[], Mapping[str, Any]] | str | None = None,
         version: Version | Sequence[tuple[int, Version]] | None = None,
         name: str | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
@@ -136,7 +137,8 @@ class Stream:
         self.download_retry, self.download_timeout = download_retry, download_timeout
         self.validate_hash, self.keep_zip = validate_hash, keep_zip
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
-        self.options = self._options = dict(options or {})  # a subclass may use the name for its own
+        given = {} if credentials is None else {"credentials": credentials}
+        self.options = self._options = {**(options or {}), **given}  # a subclass may use the name for its own
         self._label = name or shown_url(os.fspath(remote or local or "")).rstrip("/").rpartition("/")[2]
         self._store: Store | None = None  # for a hook that calls super()
         media = None if media_root is None else media_store(media_root, self.remote or "", self._options)

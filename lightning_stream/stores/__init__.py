@@ -14,6 +14,7 @@ from typing import Any
 from lightning_stream.errors import redact
 
 from .base import BaseStore, ObjectEntry, Store, StoreTraits
+from .credentials import Credentials, asked
 from .local import LocalStore
 from .retry import RetryingStore, RetryPolicy
 from .transfer import ObjectStream, shown_url
@@ -55,7 +56,8 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
     Args:
         url: The folder of the objects.
         options: Those of the store (`S3Options`, `GcsOptions`, ...; for fsspec, its own), and of :class:`RetryPolicy`.
-            The others come from the variables that users of that store already set.
+            The others come from the variables that users of that store already set. And ``credentials``, a function
+            that returns keys that end, or its name; else as the variable ``LIGHTNING_STREAM_CREDENTIALS`` names it.
 
     Raises:
         ValueError: The store does not have such an option, or there is no store for the URL.
@@ -66,7 +68,11 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
     scheme = "dbfs" if text.startswith("dbfs:") else _scheme(text)
     if scheme is None or scheme == "file":
         return LocalStore.from_url(text, given)
-    return RetryingStore(_store_class(scheme, text).from_url(text, {**given, "timeout_s": policy.timeout_s}), policy)
+    ask = asked(given.pop("credentials", None), text)
+    store = _store_class(scheme, text).from_url(text, {**given, "timeout_s": policy.timeout_s})
+    if ask is not None:
+        store.credentials = Credentials(ask, store.url, store.key_names)
+    return RetryingStore(store, policy)
 
 
 def is_remote(url: str) -> bool:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import base64
 import hmac
 import re
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
-from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
 from xml.etree import ElementTree as ET
@@ -18,12 +15,12 @@ from xml.etree import ElementTree as ET
 from lightning_stream.errors import AccessError, needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
+from .credentials import Credentials, Keys, Renewed, lasting
 from .http import BucketStore, Request, content_md5, with_query
 from .transfer import first_set, read_options, split_url
 
 _VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
 _SCOPE = "https://storage.azure.com/.default"
-_RENEW_S = 300  # before a token ends
 _SIGNED = (
     *("Content-Encoding", "Content-Language", "Content-Length", "Content-MD5", "Content-Type", "Date"),
     *("If-Modified-Since", "If-Match", "If-None-Match", "If-Unmodified-Since", "Range"),
@@ -64,6 +61,7 @@ class AzureStore(BucketStore):
         "to write."
     )
     missing = "no such blob. Check the URL and the account."
+    key_names = frozenset({"account_key", "sas_token", "token"})
 
     def __init__(self, container: str, prefix: str, options: AzureOptions | None, url: str) -> None:
         super().__init__(container, prefix, url)
@@ -91,11 +89,18 @@ class AzureStore(BucketStore):
         return f"{self._place()}/{quote(self._prefix + name, safe='/~')}"
 
     def _place(self) -> str:
-        return f"{self._login()[0]}/{self._bucket}"
+        return f"{self._login().address}/{self._bucket}"
 
     def _sign(self, request: Request) -> None:
         request.headers |= {"x-ms-version": _VERSION, "x-ms-date": formatdate(usegmt=True)}
-        self._login()[1](request)
+        login = self._login()
+        keys = login.keys.get().values
+        if key := keys.get("account_key"):
+            _sign_by_key(login.account, base64.b64decode(key), request)
+        elif sas := keys.get("sas_token"):
+            _sign_by_query(sas.lstrip("?"), request)
+        elif token := keys.get("token"):
+            request.headers["Authorization"] = f"Bearer {token}"
 
     def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
         about = {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
@@ -128,8 +133,7 @@ class AzureStore(BucketStore):
         fields = dict(part.partition("=")[::2] for part in text.strip().strip(";").split(";"))
         return {"DefaultEndpointsProtocol": "https", "EndpointSuffix": "core.windows.net", **fields}
 
-    def _connect(self) -> tuple[str, Callable[[Request], None]]:
-        """Return the address of the account, and what signs a request."""
+    def _connect(self) -> _Login:
         options, fields = self._options, self._connection()
         key_names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_ACCOUNT_ACCESS_KEY")
         if fields:
@@ -147,27 +151,37 @@ class AzureStore(BucketStore):
         if endpoint is None and account is None:
             raise AccessError(f"{self.url}: no account is set. {self.access_remedy}")
         address = (endpoint or f"https://{account}.blob.core.windows.net").rstrip("/")
-        if options.anonymous:
-            return address, _nothing
-        if key:
-            return address, partial(_sign_by_key, account or "", base64.b64decode(key))
-        if sas:
-            return address, partial(_sign_by_query, sas.lstrip("?"))
+        if self.credentials is not None:
+            return _Login(address, account or "", self.credentials)
+        if key or sas or options.anonymous:
+            fixed = Keys({} if options.anonymous else {"account_key": key, "sas_token": sas})
+            return _Login(address, account or "", Renewed(lambda: fixed))
         if not address.startswith("https://"):
             raise AccessError(f"{self.url}: a login is not sent over http://. {self.access_remedy}")
         with needs("azure-identity", "azure", f"logging in for {self.url}"):
             from azure.identity import DefaultAzureCredential
-        return address, _Bearer(DefaultAzureCredential())
+        login = DefaultAzureCredential()
+
+        def ask() -> Keys:
+            found = login.get_token(_SCOPE)
+            return lasting({"token": found.token}, found.expires_on)
+
+        return _Login(address, account or "", Renewed(ask))
+
+
+@dataclass(frozen=True, repr=False)
+class _Login:
+    """The address of an account, its name, and the keys: an account's key, a signature, or a token; or none."""
+
+    address: str
+    account: str
+    keys: Credentials | Renewed
 
 
 def _endpoint_of(fields: Mapping[str, str]) -> str | None:
     if "BlobEndpoint" in fields or "AccountName" not in fields:
         return fields.get("BlobEndpoint")
     return f"{fields['DefaultEndpointsProtocol']}://{fields['AccountName']}.blob.{fields['EndpointSuffix']}"
-
-
-def _nothing(request: Request) -> None:
-    """Sign nothing."""
 
 
 def _sign_by_query(token: str, request: Request) -> None:
@@ -186,20 +200,3 @@ def _sign_by_key(account: str, key: bytes, request: Request) -> None:
     lines += sorted(f"{name.lower()}:{value}" for name, value in parse_qsl(parts.query, True))
     signature = base64.b64encode(hmac.digest(key, "\n".join(lines).encode(), "sha256")).decode()
     headers["Authorization"] = f"SharedKey {account}:{signature}"
-
-
-class _Bearer:
-    """The token of a login, renewed before it ends."""
-
-    def __init__(self, credential: Any) -> None:
-        self._credential = credential
-        self._renewing = threading.Lock()
-        self._token = ""
-        self._until = 0.0
-
-    def __call__(self, request: Request) -> None:
-        with self._renewing:
-            if time.time() > self._until - _RENEW_S:
-                token = self._credential.get_token(_SCOPE)
-                self._token, self._until = token.token, token.expires_on
-            request.headers["Authorization"] = f"Bearer {self._token}"

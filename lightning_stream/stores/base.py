@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, TypeVar
 
 from lightning_stream.errors import (
     AccessError,
@@ -23,8 +23,10 @@ from lightning_stream.errors import (
     summarize,
 )
 
+from .credentials import Credentials, SharedFolder
 from .transfer import ObjectStream, check_name, claimed, shown_url, source_file
 
+T = TypeVar("T")
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
 
 
@@ -32,6 +34,7 @@ REMEDY = "Compare it with the dataset's source; if it is damaged there, upload t
 _STATUS = {
     **dict.fromkeys(("NoSuchKey", "NotFound"), 404),
     **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"), 403),
+    "TokenRefreshRequired": 403,
     **dict.fromkeys(("Forbidden", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken"), 403),
     **dict.fromkeys(("RequestTimeTooSkewed", "SignatureDoesNotMatch"), 403),
     **dict.fromkeys(("BadDigest", "Md5Mismatch", "RequestTimeout", "SlowDown", "Throttling"), 503),
@@ -195,6 +198,9 @@ class Store(ABC):
             page, token = self.list_page(prefix, token)
             yield from page
 
+    def share_keys(self, folder: SharedFolder) -> None:  # noqa: B027 - most stores have none
+        """Let the processes that use a cache's folder share the keys that end; without, each process has its own."""
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
 
@@ -210,12 +216,16 @@ class BaseStore(Store):
         missing: The message about an absent object.
         network_errors: Names of exception classes (or of their bases) for a broken connection.
         client_errors: Names of exception classes for any other error of the client library.
+        key_names: What keys that end may be; empty: any options.
+        credentials: What returns keys that end; None: the store finds its own.
     """
 
     access_remedy: ClassVar[str] = "Check the credentials and their rights."
     missing: ClassVar[str] = "no such object. Check the URL."
     network_errors: ClassVar[frozenset[str]] = frozenset({"OSError", "HTTPError"})
     client_errors: ClassVar[frozenset[str]] = frozenset()
+    key_names: ClassVar[frozenset[str]] = frozenset()
+    credentials: Credentials | None = None
     _url = ""
 
     @property
@@ -269,8 +279,7 @@ class BaseStore(Store):
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
         where = f"{self.url}/{check_name(name)}"
         try:
-            with self.translate_errors(name):
-                stream = self._open(name, begin, end)
+            stream = self._attempt(name, lambda: self._open(name, begin, end))
         except PastTheEndError:
             return ObjectStream(iter(()), 0, where=where, past_end=True)
         stream.where = where
@@ -286,12 +295,16 @@ class BaseStore(Store):
         conditional = if_absent or if_version is not None
         native = self.traits.conditional_put or (if_absent and self.traits.exclusive_put)
         where = f"{self.url}/{name}"
-        try:
-            with self.translate_errors(name), contextlib.ExitStack() as stack:
+
+        def put() -> None:
+            with contextlib.ExitStack() as stack:
                 file, num_bytes = stack.enter_context(source_file(source))
                 if conditional and not native and stack.enter_context(claimed(self, name)) != if_version:
                     raise PreconditionError(name)
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
+
+        try:
+            self._attempt(name, put)
         except (PreconditionError, NotFoundError) as error:
             if if_version is not None:
                 raise ConflictError(f"{where}: another process has replaced or deleted it. Read it again.") from None
@@ -300,13 +313,25 @@ class BaseStore(Store):
             raise already_exists(where) from None
 
     def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
-        with self.translate_errors(prefix):
-            return self._list_page(prefix, token)
+        return self._attempt(prefix, lambda: self._list_page(prefix, token))
 
     def delete(self, name: str) -> None:
         check_name(name)
-        with contextlib.suppress(NotFoundError), self.translate_errors(name):
-            self._delete(name)
+        with contextlib.suppress(NotFoundError):
+            self._attempt(name, lambda: self._delete(name))
+
+    def share_keys(self, folder: SharedFolder) -> None:
+        if self.credentials is not None:
+            self.credentials.folder = folder
+
+    def _attempt(self, name: str, call: Callable[[], T]) -> T:
+        """Call, with errors translated; once more with new keys where those of `credentials` are refused."""
+
+        def translated() -> T:
+            with self.translate_errors(name):
+                return call()
+
+        return translated() if self.credentials is None else self.credentials.attempt(translated)
 
     def translate_errors(self, name: str) -> _Translation:
         """Translate the client library's errors, in a ``with`` statement."""

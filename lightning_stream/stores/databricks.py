@@ -45,6 +45,7 @@ class DatabricksStore(HttpDialect):
     )
     missing = "no such file or volume. Check the path."
     version_header = ""
+    key_names = frozenset({"token"})
 
     def __init__(self, path: str, options: DatabricksOptions | None = None) -> None:
         self._root = "/" + path.strip("/")
@@ -114,6 +115,8 @@ class DatabricksStore(HttpDialect):
         options = self._options
         host = options.host or os.environ.get("DATABRICKS_HOST")
         token = options.token or (None if options.profile else os.environ.get("DATABRICKS_TOKEN"))
+        if (keys := self.credentials) is not None and host:
+            return _complete(host), lambda: {"Authorization": f"Bearer {keys.get().values['token']}"}
         if host and token:  # the import of the SDK takes a second
             return _complete(host), lambda: {"Authorization": f"Bearer {token}"}
         with needs("databricks-sdk", "databricks", f"using {self.url}"):

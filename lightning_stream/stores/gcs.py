@@ -55,6 +55,7 @@ class GcsStore(BucketStore):
         "HMAC keys in GCS_KEY and GCS_SECRET; the account needs the right to this bucket (Storage Object User)."
     )
     version_header = "x-goog-generation"
+    key_names = frozenset({"token"})
 
     def __init__(self, bucket: str, prefix: str, options: GcsOptions | None = None) -> None:
         super().__init__(bucket, prefix, f"gs://{bucket}/{prefix}")
@@ -92,7 +93,9 @@ class GcsStore(BucketStore):
         return {**super()._headers(), "Accept-Encoding": "gzip"}  # else it unpacks what is stored with that encoding
 
     def _sign(self, request: Request) -> None:
-        if (login := self._login()) is not None:
+        if self.credentials is not None:
+            request.headers["Authorization"] = f"Bearer {self.credentials.get().values['token']}"
+        elif (login := self._login()) is not None:
             credentials, transport = login
             credentials.before_request(transport, request.method, request.url, request.headers)
 

@@ -88,17 +88,18 @@ class FsspecStore(BaseStore):
 
     def _at(self, name: str | None) -> tuple[Any, str]:
         mine = self._of_thread()
-        if not getattr(mine, "connected", None):
-            mine.connected = self._connect()
+        keys = None if self.credentials is None else self.credentials.get().values
+        if not getattr(mine, "connected", None) or mine.keys != keys:
+            mine.connected, mine.keys = self._connect(keys or {}), keys
         system, root = mine.connected
         return system, root if name is None else f"{root.rstrip('/')}/{name}"
 
-    def _connect(self) -> tuple[Any, str]:
+    def _connect(self, keys: Mapping[str, Any]) -> tuple[Any, str]:
         with needs("fsspec", "fsspec", f"using {self.url}"):
             import fsspec
         try:
             # No shared instances: neither two stores nor a forked child may use the same connection.
-            system, path = fsspec.core.url_to_fs(self._given, skip_instance_cache=True, **self._options)
+            system, path = fsspec.core.url_to_fs(self._given, skip_instance_cache=True, **self._options, **keys)
         except ImportError as error:
             package = _PACKAGES.get(self._scheme, "its fsspec package")
             raise MissingExtraError(

@@ -418,6 +418,7 @@ class HttpStore(HttpDialect):
 
     traits = StoreTraits(conditional_put=True)
     access_remedy = "Put user and password in the URL, or pass headers={'Authorization': ...}."
+    key_names = frozenset({"headers"})
     missing = "no such file. Check the URL."
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
@@ -445,7 +446,7 @@ class HttpStore(HttpDialect):
         return f"{self._base}/{quote(name)}{self._query}"
 
     def _sign(self, request: Request) -> None:
-        request.headers.update(self._secrets)
+        request.headers.update(self._secrets if self.credentials is None else self.credentials.get().values["headers"])
 
     def _authorities(self) -> str | None:
         return None
@@ -482,6 +483,7 @@ class HuggingFaceStore(HttpStore):
 
     traits = StoreTraits()
     listing = "JSON. Check HF_ENDPOINT"
+    key_names = frozenset({"token"})
     access_remedy = "Set HF_TOKEN to a token that may read it; accept a gated dataset's terms on its page first."
 
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
@@ -528,7 +530,9 @@ class HuggingFaceStore(HttpStore):
 
     def _sign(self, request: Request) -> None:
         token = first_set("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
-        if not token:
+        if self.credentials is not None:
+            token = str(self.credentials.get().values["token"])
+        elif not token:
             home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
             path = Path(os.environ.get("HF_TOKEN_PATH", home / "token"))
             token = path.read_text().strip() if path.is_file() else ""

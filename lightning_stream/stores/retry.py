@@ -18,6 +18,7 @@ from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundE
 from lightning_stream.threads import DaemonPool
 
 from .base import ListingPage, Store, refuse_larger
+from .credentials import SharedFolder
 from .transfer import ObjectStream, source_file
 
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
@@ -83,6 +84,9 @@ class RetryingStore(Store):
     @property
     def identity(self) -> str:
         return self.store.identity
+
+    def share_keys(self, folder: SharedFolder) -> None:
+        self.store.share_keys(folder)
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
         return self._open(name, begin, end, self._budget(name), restarts=False)

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
+import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 from urllib.parse import quote, unquote_plus
 from xml.etree import ElementTree as ET
@@ -19,12 +19,15 @@ from xml.etree import ElementTree as ET
 from lightning_stream.errors import AccessError, StoreError, needs, redact
 
 from .base import AnswerError, BaseStore, ListingPage, PreconditionError, StoreTraits
+from .credentials import Keys, Renewed, lasting
 from .http import BucketStore, Request, content_md5, with_query
 from .transfer import first_set, read_options, split_url
 
 _log = logging.getLogger("lightning_stream.stores")
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
 _SESSION = "/?session"
+_TOKEN = re.compile(r"(x-amz-(?:security-token|s3session-token):)\S+")
+_KEY_NAMES = ("access_key_id", "secret_access_key", "session_token")
 
 
 @dataclass(frozen=True, repr=False)  # some of them are secrets
@@ -85,6 +88,7 @@ class S3Store(BucketStore):
         "AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or log in (`aws sso login`), on the worker nodes too; requester_pays if "
         "it asks so; for a public bucket pass anonymous=True."
     )
+    key_names = frozenset(_KEY_NAMES)
 
     def __init__(self, bucket: str, prefix: str, options: S3Options | None = None, scheme: str = "s3") -> None:
         super().__init__(bucket, prefix, f"{scheme}://{bucket}/{prefix}")
@@ -105,7 +109,8 @@ class S3Store(BucketStore):
 
     def _connect(self) -> _Login:
         with needs("botocore", "s3", f"using {self.url}"):
-            return _Login(self._bucket, self._options)
+            options = self._options if self.credentials is None else replace(self._options, anonymous=True)
+            return _Login(self._bucket, options, Renewed(self._begin_session))
 
     def _address(self, name: str) -> str:
         return f"{self._login().address}/{quote(self._prefix + name, safe='/~')}"
@@ -119,24 +124,23 @@ class S3Store(BucketStore):
 
     def _sign(self, request: Request) -> None:
         login = self._login()
-        if login.credentials is None or self._public:
+        if self._public or (login.credentials is None and self.credentials is None):
             return
-        if not login.is_directory or request.url.endswith(_SESSION):
+        if login.is_directory and not request.url.endswith(_SESSION):
+            keys = dict(login.session.get().values)
+            request.headers["x-amz-s3session-token"] = keys.pop("session_token")
+            login.sign(request, login.made(keys))
+        elif self.credentials is not None:
+            login.sign(request, login.made(self.credentials.get().values))
+        else:
             login.sign(request, login.credentials.get_frozen_credentials())
-            return
-        with login.renewing:
-            if time.monotonic() > login.session_until:
-                login.session = self._begin_session(login)
-                login.session_until = time.monotonic() + _SESSION_S
-        key, secret, token = login.session
-        request.headers["x-amz-s3session-token"] = token
-        login.sign(request, login.made(key, secret))
 
-    def _begin_session(self, login: _Login) -> tuple[str, ...]:
-        """Return key, secret and token for a directory bucket, whose requests these sign."""
-        page = self._parsed(self._request("GET", login.address + _SESSION), ET.fromstring)
-        names = ("AccessKeyId", "SecretAccessKey", "SessionToken")
-        return tuple(page.findtext(f".//{{*}}{name}", "") for name in names)
+    def _begin_session(self) -> Keys:
+        """Return the keys for a directory bucket, whose requests these sign."""
+        page = self._parsed(self._request("GET", self._login().address + _SESSION), ET.fromstring)
+        named = zip(_KEY_NAMES, ("AccessKeyId", "SecretAccessKey", "SessionToken"), strict=True)
+        keys = {option: page.findtext(f".//{{*}}{name}", "") for option, name in named}
+        return lasting(keys, time.time() + _SESSION_S)
 
     def _request(
         self, method: str, url: str, headers: Mapping[str, str] | None = None, body: Any = None, signed: bool = True
@@ -210,7 +214,8 @@ class S3Store(BucketStore):
             return StoreError(f"{where}: the server answers with redirects only. Set its region and endpoint_url.")
         if error.name == "InvalidObjectState":
             return StoreError(f"{where}: archived ({error}). Restore it first.")
-        if error.code in (401, 403) and self._login().credentials is None and not self._options.anonymous:
+        is_found = self.credentials is not None or self._login().credentials is not None
+        if error.code in (401, 403) and not is_found and not self._options.anonymous:
             return AccessError(
                 f"{where}: it is not public ({error}), and no AWS credentials were found. Set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in (`aws sso login`); on the worker nodes too."
@@ -226,28 +231,26 @@ class _Login:
         address: The URL of the bucket, in its region.
         authorities: The file of certificates to trust, if one is named.
         is_directory: It is a directory bucket (S3 Express), whose requests a session signs.
+        session: The keys of that.
     """
 
-    def __init__(self, bucket: str, options: S3Options) -> None:
+    def __init__(self, bucket: str, options: S3Options, session: Renewed) -> None:
         import botocore.session
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
         from botocore.credentials import Credentials
 
-        self._bucket, self._options = bucket, options
-        self._signer, self._request = S3SigV4Auth, AWSRequest
-        self.made = Credentials
-        self._botocore = session = botocore.session.Session(profile=options.profile)
+        logging.getLogger("botocore.auth").addFilter(_without_token)
+        self._bucket, self._options, self.session = bucket, options, session
+        self._signer, self._request, self._credentials = S3SigV4Auth, AWSRequest, Credentials
+        self._botocore = found = botocore.session.Session(profile=options.profile)
         if options.access_key_id:
-            session.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
-        self.credentials = None if options.anonymous else session.get_credentials()
-        self.authorities = session.get_config_variable("ca_bundle")
-        self.renewing = threading.Lock()
-        self.session: tuple[str, ...] = ()
-        self.session_until = 0.0
+            found.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
+        self.credentials = None if options.anonymous else found.get_credentials()
+        self.authorities = found.get_config_variable("ca_bundle")
         self._addresses: list[str] = []  # also those before another thread has found the bucket in another region
         region = options.region or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
-        self._move(region or session.get_config_variable("region") or "us-east-1")
+        self._move(region or found.get_config_variable("region") or "us-east-1")
 
     def _move(self, region: str) -> None:
         """Find the address in a region: by AWS's rules, with FIPS, dual stack, access points and directory buckets."""
@@ -286,8 +289,18 @@ class _Login:
         address = next(address for address in self._addresses if url.startswith(address))
         return self.address + url.removeprefix(address)
 
+    def made(self, keys: Mapping[str, Any]) -> Any:
+        """Return botocore's credentials with these keys, by the names of the store's options."""
+        return self._credentials(keys["access_key_id"], keys["secret_access_key"], keys.get("session_token"))
+
     def sign(self, request: Request, credentials: Any) -> None:
         signed = self._request(request.method, request.url, request.headers, request.body)
         signed.context["has_streaming_input"] = True  # beside an MD5, over TLS, the signature needs no digest of it
         self._signer(credentials, *self._signed_for).add_auth(signed)
         request.headers = dict(signed.headers.items())
+
+
+def _without_token(record: logging.LogRecord) -> bool:
+    """Hide the session token in what botocore logs of a request that it signs."""
+    record.msg, record.args = _TOKEN.sub(r"\1***", record.getMessage()), ()
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -247,3 +248,10 @@ def test_a_sweep_trains_each_job_in_its_own_folder_and_on_two_devices(train_py: 
     folders = sorted(path.parent.parent.name for path in tmp_path.glob("runs/table/*/checkpoints/last.ckpt"))
     assert ["seed-1" in folders[0], "seed-2" in folders[1]] == [True, True]
     assert not list(tmp_path.glob("runs/table/multirun.yaml"))  # it repeats all overrides
+
+
+def test_a_store_names_what_returns_its_keys() -> None:
+    config = OmegaConf.create({"store": {"root": "s3://bucket/x", "credentials": "my_keys:ask", "env": {"A_B": None}}})
+    with train.environment(config):
+        assert os.environ["LIGHTNING_STREAM_CREDENTIALS"] == "s3://bucket/x=my_keys:ask"
+    assert "LIGHTNING_STREAM_CREDENTIALS" not in os.environ

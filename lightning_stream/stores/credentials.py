@@ -1,0 +1,278 @@
+"""Keys that end: what returns them, when they are renewed, and how the processes of a machine share them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import pickle
+import stat
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from lightning_stream.errors import AccessError, LightningStreamError, StoreError, UnavailableError, summarize
+from lightning_stream.fingerprint import function_text
+from lightning_stream.shared_files import PRIVATE, FileLock, publish_bytes, run_once_across_processes
+
+from .transfer import PerProcess
+
+T = TypeVar("T")
+ENTRY_POINTS = "lightning_stream.credentials"  # other packages name their functions in this group
+VARIABLE = "LIGHTNING_STREAM_CREDENTIALS"  # URL=NAME: for all stores below that URL
+_MARGIN = 0.1  # of their lifetime: keys are renewed that long before they end
+_MARGIN_S = 300.0  # and no longer
+_WAIT_S = 120.0  # for another process that asks for keys
+_FAR_S = 10 * 366 * 86400.0
+_NETWORK = {
+    *("ConnectionError", "TimeoutError", "URLError", "HTTPError", "RequestException", "HTTPClientError"),
+    *("TransportError", "ServiceRequestError", "ServiceResponseError"),
+}
+_log = logging.getLogger("lightning_stream.stores")
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What signs requests until it ends.
+
+    Attributes:
+        values: By the names of the store's options.
+        ends, renew_at: Seconds since 1970.
+    """
+
+    values: Mapping[str, Any] = field(repr=False)
+    ends: float = math.inf
+    renew_at: float = math.inf
+
+
+class SharedFolder(Protocol):
+    """The folder of a cache, whose control folder the processes of a machine share."""
+
+    control: Path
+
+    def prepare(self) -> None:
+        """Make the control folder."""
+
+    def translated_errors(self) -> AbstractContextManager[None]:
+        """Name the folder in errors about it."""
+
+
+def lasting(values: Mapping[str, Any], ends: float) -> Keys:
+    """Keys that are renewed a little before they end."""
+    lifetime_s = ends - time.time()
+    return Keys(values, ends, ends if ends == math.inf else ends - min(_MARGIN_S, _MARGIN * lifetime_s))
+
+
+class Renewed:
+    """Keys of one process, asked for again before they end. It is thread-safe."""
+
+    def __init__(self, ask: Callable[[], Keys]) -> None:
+        self._ask = ask
+        self._renewing = threading.Lock()
+        self._keys: Keys | None = None
+
+    def get(self) -> Keys:
+        """Return keys that have not ended."""
+        with self._renewing:
+            if self._keys is None or time.time() >= self._keys.renew_at:
+                self._keys = self._ask()
+            return self._keys
+
+
+class Credentials:
+    """Keys that a function of the user returns, renewed before they end, or when the server refuses them.
+
+    It is thread-safe. Pickled, it has none of the keys. :class:`AccessError` where no usable keys are returned.
+
+    Args:
+        ask: Returns the keys, by the names of the store's options, and ``expires_at``: seconds since 1970, a `datetime`
+            with a time zone, or text in ISO 8601. Without it, they are renewed only when they are refused.
+        where: The URL of the store, for messages.
+        names: What the store can sign with; empty: the store takes all names.
+    """
+
+    def __init__(self, ask: Callable[[], Mapping[str, Any]], where: str, names: frozenset[str] = frozenset()) -> None:
+        self._ask, self._where, self._names = ask, where, names
+        self._label = ""
+        self.folder: SharedFolder | None = None
+        self._keys: Keys | None = None
+        self._useless: Keys | None = None  # new ones that were refused, too
+        self._renewing = PerProcess(threading.Lock)
+
+    def __getstate__(self) -> dict[str, Any]:
+        try:
+            pickle.dumps(self._ask)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"{self._where}: credentials= is used in worker processes, too, so it must be a function of a module, "
+                f"an object that can be pickled, or a name; this one cannot be pickled ({summarize(error)})"
+            ) from None
+        return {**vars(self), "_label": self._labelled(), "_keys": None, "_useless": None}
+
+    def get(self) -> Keys:
+        """Return keys that have not ended."""
+        with self._renewing():
+            now, keys = time.time(), self._keys
+            if keys is not None and now < keys.renew_at:
+                return keys
+            try:
+                self._keys = self._renewed(lambda found: now < found.renew_at)
+            except StoreError as error:
+                if keys is None or time.time() >= keys.ends:
+                    raise
+                _log.warning("the keys still hold for %.0f s, but no new ones came: %s", keys.ends - now, error)
+                self._keys = replace(keys, renew_at=now + (keys.ends - now) / 4)
+            return self._keys
+
+    def attempt(self, call: Callable[[], T]) -> T:
+        """Call; where the server refuses the keys (AccessError), once more with new ones."""
+        used = self.get()
+        try:
+            return call()
+        except AccessError:
+            if (newer := self._replaced(used)) is None:
+                raise
+        try:
+            return call()
+        except AccessError:
+            self._useless = newer  # the user has no such right: to ask for keys again and again would not help
+            raise
+
+    def _replaced(self, refused: Keys) -> Keys | None:
+        """Return other keys than those that were refused, of this or another process; None: there is no hope."""
+        with self._renewing():
+            if self._useless is not None and self._useless.values == refused.values:
+                return None
+            if self._keys is None or self._keys.values == refused.values:
+                self._keys = self._renewed(lambda found: found.values != refused.values and time.time() < found.ends)
+            return None if self._keys.values == refused.values else self._keys
+
+    def _renewed(self, is_usable: Callable[[Keys], bool]) -> Keys:
+        """Return the keys that another process of this machine has left, or new ones."""
+        if self.folder is None:
+            return self._new()
+        with self.folder.translated_errors():
+            self.folder.prepare()
+            path = self.folder.control / f"keys-{self._labelled()}.json"
+
+            def left() -> Keys | None:
+                found = _read(path)
+                return found if found is not None and is_usable(found) else None
+
+            def ask() -> Keys:
+                keys = self._new()
+                publish_bytes(json.dumps(asdict(keys)).encode(), path, PRIVATE, durable=False)
+                return keys
+
+            return run_once_across_processes(left, ask, FileLock(path.with_suffix(".lock")), _WAIT_S)
+
+    def _new(self) -> Keys:
+        try:
+            return self._checked(dict(self._ask()))
+        except LightningStreamError:
+            raise
+        except Exception as error:  # noqa: BLE001 - of a user's function
+            is_network = bool(_NETWORK & {kind.__name__ for kind in type(error).__mro__})
+            kind = UnavailableError if is_network else AccessError
+            message = (
+                f"{self._where}: credentials= returned no keys ({summarize(error)}). Call it by itself to see why."
+            )
+        raise kind(message)  # without a link to the error, whose frames and text may hold keys
+
+    def _checked(self, values: dict[str, Any]) -> Keys:
+        now, ends = time.time(), _seconds(values.pop("expires_at", None))
+        if not values or (self._names and not self._names >= values.keys()):
+            names = ", ".join(sorted(self._names)) or "options of the store"
+            raise AccessError(
+                f"{self._where}: credentials= returns {names}, and expires_at; it returned "
+                f"{', '.join(sorted(map(str, values))) or 'no keys'}. Correct the names."
+            )
+        if ends <= now or now + _FAR_S < ends < math.inf:
+            raise AccessError(
+                f"{self._where}: credentials= returns keys that end later than now, and expires_at in seconds since "
+                f"1970; these end in {ends - now:,.0f} s. Check the function, and this machine's clock."
+            )
+        return lasting(values, ends)
+
+    def _labelled(self) -> str:
+        """What stands for these credentials, and this user, in the name of a file."""
+        if not self._label:
+            text = f"{os.getuid()} {self._where} {function_text(self._ask)}"
+            self._label = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return self._label
+
+
+@dataclass(frozen=True)
+class Named:
+    """A function by its name: an entry point of the group, or ``package.module:function``."""
+
+    name: str
+
+    def __call__(self) -> Mapping[str, Any]:
+        """Return its keys."""
+        keys: Mapping[str, Any] = self.function()()
+        return keys
+
+    def function(self) -> Callable[[], Mapping[str, Any]]:
+        """The function; ValueError for a name that has none."""
+        found: Any = None
+        for point in entry_points(group=ENTRY_POINTS, name=self.name):
+            found = point.load()
+        module, _, name = self.name.partition(":")
+        if found is None and name:
+            found = getattr(import_module(module), name, None)
+        if not callable(found):
+            known = ", ".join(sorted(point.name for point in entry_points(group=ENTRY_POINTS))) or "none is installed"
+            raise ValueError(
+                f"credentials= names a function, package.module:function, or an entry point of the group "
+                f"{ENTRY_POINTS} ({known}); got {self.name!r}"
+            )
+        return found  # type: ignore[no-any-return]
+
+
+def asked(given: Any, url: str) -> Callable[[], Mapping[str, Any]] | None:
+    """What returns the keys of a URL: what the user gave, or what the variable names for it; None for neither."""
+    if given is None:
+        root, is_set, name = os.environ.get(VARIABLE, "").rpartition("=")
+        if not is_set or not f"{url}/".startswith(f"{root.rstrip('/')}/"):
+            return None
+        given = name
+    if isinstance(given, str):
+        given = Named(given)
+        given.function()
+    if not callable(given):
+        raise TypeError(f"credentials= is a function without arguments, or its name; got a {type(given).__name__}")
+    return given  # type: ignore[no-any-return]
+
+
+def _seconds(when: Any) -> float:
+    """A time as seconds since 1970."""
+    if isinstance(when, str):
+        when = datetime.fromisoformat(when)
+    if isinstance(when, datetime):
+        if when.tzinfo is None:
+            raise ValueError("expires_at needs a time zone")
+        when = when.timestamp()
+    return math.inf if when is None else float(when)
+
+
+def _read(path: Path) -> Keys | None:
+    """The keys in a file, if it is this user's own, and nobody else can read it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(fd, "rb") as file:
+        about = os.fstat(fd)
+        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
+            return None
+        return Keys(**json.load(file))
