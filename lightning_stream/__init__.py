@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_stream.formats.encodings import register_encoding
     from lightning_stream.loader import StreamingDataLoader
     from lightning_stream.loading.packing import Packing
+    from lightning_stream.map_style import MapDataset, StatefulDataLoader
     from lightning_stream.media.crops import DecodeCenterCrop, DecodeRandomCrop
     from lightning_stream.media.jpeg import decode_jpeg
     from lightning_stream.monitoring.exporters import export_prometheus
@@ -51,6 +52,7 @@ _NAMES = {
     "formats.encodings": "register_encoding",
     "media.jpeg": "decode_jpeg",
     "loader": "StreamingDataLoader",
+    "map_style": "MapDataset StatefulDataLoader",
     "monitoring.exporters": "export_prometheus",
     "media.crops": "DecodeCenterCrop DecodeRandomCrop",
     "loading.packing": "Packing",
@@ -80,7 +82,8 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 # Those of `import *`, which must not fail where a trainer or Spark is not installed; `dir()` has all names.
 __all__ = [
     "CSVWriter", "DecodeCenterCrop", "DecodeRandomCrop", "JSONWriter", "LightningStreamError", "LocalDataset",
-    "MDSWriter", "Packing", "Position", "PositionTracker", "RunReport", "Schedule", "Stream", "StreamingDataLoader",
-    "StreamingDataset", "TSVWriter", "World", "XSVWriter", "add_lengths", "decode_jpeg",
-    "export_prometheus", "merge_index", "read_position", "register_encoding", "start_at", "verify_delivery",
+    "MDSWriter", "MapDataset", "Packing", "Position", "PositionTracker", "RunReport", "Schedule", "StatefulDataLoader",
+    "Stream", "StreamingDataLoader", "StreamingDataset", "TSVWriter", "World", "XSVWriter", "add_lengths",
+    "decode_jpeg", "export_prometheus", "merge_index", "read_position", "register_encoding", "start_at",
+    "verify_delivery",
 ]  # fmt: skip

@@ -15,6 +15,7 @@ from lightning_stream.questions.describe import readable
 from lightning_stream.questions.downloads import estimate_factor, warning_about
 from lightning_stream.questions.imbalance import can_balance
 from lightning_stream.questions.quality import Quality, measure
+from lightning_stream.reading.mapped import MapReader
 from lightning_stream.reading.reader import SampleReader
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
     size, tail = settings.global_batch_size, settings.tail
     if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).has(0):
         raise ValueError(f"an epoch must have a batch, but {_cause_of_none(run, tail, size)}")
+    if isinstance(reader, MapReader):
+        return
     limit, world = reader.defaults.config.limit_bytes, settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
         refusal = refusal_of_limit(reader, run, settings, ahead, limit)

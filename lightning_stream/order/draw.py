@@ -157,8 +157,12 @@ class Draw:
         """The inverse of :meth:`delivered`: for which drawn ids a sample is delivered."""
         return [sample_id] if self.forgotten is None else self.forgotten.delivered_as(sample_id, self.seed, epoch)
 
+    def key_of_subset(self, epoch: int, place: int) -> tuple[int, int, int]:
+        """The random key of what is drawn of a shard, or of a stream, that gives only a part."""
+        return self.seed, epoch if self.balanced else _FIXED, place
+
     def _shuffled(self, purpose: RngStream, epoch: int, place: int, size: int) -> Ints:
-        return permutation(purpose, self.seed, epoch if self.balanced else _FIXED, place, size=size)
+        return permutation(purpose, *self.key_of_subset(epoch, place), size=size)
 
     def _stream_shards(self, epoch: int, stream: int) -> tuple[Ints, Ints]:
         """The shards of a stream that give samples, and how many each gives."""

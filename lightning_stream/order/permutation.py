@@ -33,6 +33,7 @@ class RngStream(IntEnum):
     STRATA = 10
     ROWS = 11
     BUCKETS = 12
+    UNIFORM = 13
     FORGOTTEN = 20
     VERSIONS = 21
 

@@ -13,7 +13,7 @@ from lightning_stream.lazy import kept
 
 from .arrays import Ints
 from .batches import EpochOrder, divide_by_budget
-from .config import OrderConfig
+from .config import UNIFORM, OrderConfig
 from .draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
 from .forget import Forgotten
 from .mixture import Mixture
@@ -23,6 +23,7 @@ from .rows import ByLength, Landmark, PackedRows
 from .schedule import Schedule
 from .snapshot import Snapshot, max_active
 from .spread import deal_shards
+from .uniform import Uniform
 from .window import Stored, Window
 
 _ALL_STREAMS = 2**32  # the key of the one order over all streams together
@@ -201,6 +202,7 @@ class RunOrder:
             order = self.order_of_samples(0)
             return max_active(self.snapshot.shards_of(order.ids(positions_of(0, order.size))))
         most = config.canonical_nodes * config.window if config.shuffle else 1
+        most = self.snapshot.num_shards if config.algorithm == UNIFORM else most
         return sum(min(most, len(sizes)) for sizes in config.batching.shard_groups(self.snapshot))
 
     def _window(self, epoch: int, streams: tuple[int, ...], key: int) -> Order:
@@ -210,6 +212,8 @@ class RunOrder:
         if not config.shuffle:
             return Stored(self._draw, epoch, drawn)
         keys = config.seed, epoch, key
+        if config.algorithm == UNIFORM:
+            return Uniform(self._draw, epoch, drawn, keys)
         return Window(self._draw, epoch, drawn, keys, config.canonical_nodes, config.window, config.quick_start)
 
     def _own_epoch(self, stream: int, epoch: int) -> Order:

@@ -13,6 +13,7 @@ from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import Buffers, Ragged
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.switches import DataVersion
+from lightning_stream.reading.mapped import MapReader, MapStream
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import (
     CacheDefaults,
@@ -27,7 +28,10 @@ from lightning_stream.reading.stream_shards import ReaderConfig
 
 
 def reader_of(streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> SampleReader:
-    """The reader of these streams, which may switch versions."""
+    """The reader of these streams, which may switch versions, or be datasets that read their samples themselves."""
+    mapped = [stream for stream in streams if isinstance(stream, MapStream)]
+    if mapped:
+        return MapReader(mapped)
     kind = SwitchedReader if any(len(versions_of(stream)) > 1 for stream in streams) else SampleReader
     return kind(streams, defaults, config)
 

@@ -1,0 +1,262 @@
+"""`StatefulDataLoader`: any map-style dataset in our order, with a state that resumes in any world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from inspect import signature
+from typing import Any, Literal, TypedDict, Unpack
+
+import torch
+from torch.utils.data import IterableDataset, default_collate
+
+from lightning_stream.dataset import StreamingDataset
+from lightning_stream.distributed import Dimensions, WorldLike
+from lightning_stream.errors import refuse_unknown
+from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.loader_arguments import options_of
+from lightning_stream.loading.packing import Packing
+from lightning_stream.loading.randomness import READING, SeededCall
+from lightning_stream.order import Schedule, Tail
+from lightning_stream.order.balance import Cost
+from lightning_stream.order.config import UNIFORM
+from lightning_stream.reading.mapped import MapReader, MapStream
+
+_SEED = 9176
+_REFUSED = {
+    "sampler": "the order is that of the run: pass shuffle=, or a dataset in the order of your own",
+    "batch_sampler": "its batches would be those of one world: pass batch_size=, and sampler= for an order of your own",
+    "in_order": "batches come in the order of the run, which its state counts: omit in_order",
+}
+
+
+class MapOptions(TypedDict, total=False):
+    """The options of a `MapDataset` that are those of a `StreamingDataset`."""
+
+    schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None
+    epoch_size: float | str | None
+    sampling_method: str
+    batching_method: str
+    pack: Packing | None
+    balance: str | Cost | None
+    bucket_by: str | None
+    bucket_window: float | None
+    batch_tokens: float | None
+    batch_multiple: float | None
+    transform: Callable[..., Any] | None
+    forget: Iterable[int] | None
+    replication: float | None
+    data_dimension: Dimensions
+
+
+class OrderOptions(MapOptions, total=False):
+    """The options of a `StatefulDataLoader` that are its dataset's."""
+
+    seed: int | None
+    proportion: Mapping[str, float] | None
+    lengths: Any
+
+
+class LoaderOptions(TypedDict, total=False):
+    """The options of a `StatefulDataLoader` that are those of a `StreamingDataLoader`, and not torch's."""
+
+    global_batch_size: int | None
+    accumulate: int
+    workers: Literal["processes", "threads"] | None
+    tail: Tail | None
+    evaluation: bool
+    world: WorldLike
+    on_mismatch: Literal["error", "warn"]
+
+
+class StatefulOptions(OrderOptions, LoaderOptions, total=False):
+    """The options of a `StatefulDataLoader` that are not torch's."""
+
+
+class MapDataset(StreamingDataset):
+    """A map-style dataset, or a mixture of several, as trainers take it: with an order and a position.
+
+    `StatefulDataLoader` makes one of each dataset; `StreamingDataModule` and `data_spec` do, too. ``dataset`` is the
+    user's own, whose attributes it has.
+
+    Args:
+        dataset: An object with ``__len__``, and ``__getitem__`` or ``__getitems__``; or several of them, by name, that
+            are mixed by `proportion` or `schedule`.
+        shuffle: Whether each epoch has a new random order of all samples; else they come by number.
+        seed: Key of the order, and of what the dataset draws at random.
+        proportion: Share of the epoch of each dataset, by name.
+        lengths: Lengths of the samples, for `pack`, `bucket_by` and `batch_tokens`: an array, or a function that
+            returns one for a dataset, which is called once; they are called ``"tokens"``. Several by name: a mapping.
+        options: `schedule`, `epoch_size`, `sampling_method`, `batching_method`, `pack`, `balance`, `bucket_by`,
+            `bucket_window`, `batch_tokens`, `batch_multiple`, `transform`, `forget`, `replication` and `data_dimension`
+            of a `StreamingDataset`.
+
+    Raises:
+        TypeError: It is no map-style dataset.
+        ValueError: Settings that contradict each other.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        shuffle: bool = False,
+        seed: int | None = None,
+        proportion: Mapping[str, float] | None = None,
+        lengths: Any = None,
+        **options: Unpack[MapOptions],
+    ) -> None:
+        refuse_unknown(type(self).__name__, options, [*signature(MapDataset).parameters, *MapOptions.__annotations__])
+        by_name = lengths if isinstance(lengths, Mapping) else {} if lengths is None else {"tokens": lengths}
+        streams = _streams(dataset, proportion, by_name, options.get("schedule"))
+        super().__init__(
+            streams=streams,
+            shuffle=shuffle,
+            shuffle_seed=_SEED if seed is None else seed,
+            shuffle_algo=UNIFORM,
+            num_canonical_nodes=1,  # this, and what follows, of an order without shards
+            window=1,
+            quick_start=False,
+            **options,
+        )
+        self.dataset = dataset
+        source = self._streaming_source
+        assert isinstance(source.reader, MapReader)
+        source.read_one = SeededCall(source.reader.read, source.seed ^ READING)
+
+    def __len__(self) -> int:
+        """Samples of the dataset, over all replicas."""
+        return self._streaming_source.snapshot.num_samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or "dataset" not in vars(self):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.dataset, name)
+
+
+def _streams(
+    dataset: Any, proportion: Mapping[str, float] | None, lengths: Mapping[str, Any], schedule: object
+) -> list[MapStream]:
+    """The datasets of a mixture, or the one dataset. TypeError or ValueError for anything else."""
+    if not isinstance(dataset, Mapping):
+        if proportion is not None or schedule is not None:
+            raise ValueError(
+                "proportion and schedule mix several datasets; found one. Pass them by name, e.g. "
+                "{'web': web, 'code': code}"
+            )
+        _check(dataset)
+        return [MapStream(dataset, type(dataset).__name__, None, lengths)]
+    if (proportion is None) == (schedule is None) or set(proportion or dataset) != set(dataset):
+        raise ValueError(
+            f"datasets by name are mixed by proportion= or by schedule=, with a number for each name; found the names "
+            f"{', '.join(map(str, dataset))}, proportion={proportion} and schedule={schedule}. Pass one dataset (of "
+            "splits, e.g. dataset['train']), or proportion={'web': 0.7, 'code': 0.3}"
+        )
+    for one in dataset.values():
+        _check(one)
+    if given := [name for name, value in lengths.items() if not callable(value)]:
+        raise ValueError(
+            f"lengths of several datasets are a function that returns those of one; found numbers for "
+            f"{', '.join(given)}. Pass e.g. lengths=lambda dataset: dataset.lengths"
+        )
+    return [MapStream(one, name, (proportion or {}).get(name), lengths) for name, one in dataset.items()]
+
+
+def _check(dataset: Any) -> None:
+    """TypeError for what is no map-style dataset."""
+    is_map_style = hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"))
+    if isinstance(dataset, IterableDataset) or not is_map_style:
+        raise TypeError(
+            f"a map-style dataset has __len__ and __getitem__, so that any sample can be read by its number; found "
+            f"{type(dataset).__name__}. Of an iterable dataset nothing can be planned: write its samples once "
+            "(MDSWriter, lightning-stream convert) and read them by StreamingDataset, or give it __getitem__"
+        )
+
+
+class StatefulDataLoader(StreamingDataLoader):
+    """Loads any map-style dataset with torch's arguments, in an order and with a state that hold in any world.
+
+    Global batch k of an epoch has the same samples on any number of nodes, ranks and workers. Each rank gets its share
+    of it, so there is no DistributedSampler. `state_dict` is at most 1 KB, the same on every rank, and resumes at the
+    next batch in any world. What a dataset draws from random, numpy and torch is seeded for each sample, by its place
+    in the run.
+
+    Args:
+        dataset: An object with ``__len__``, and ``__getitem__`` or ``__getitems__``: of torch, Hugging Face `datasets`,
+            torchvision, a list. Several by name are mixed by `proportion` or `schedule`. Or a `MapDataset`.
+        batch_size: Samples per device and micro-batch; `global_batch_size` and `batch_tokens` replace it.
+        shuffle: Whether each epoch has a new random order of all samples.
+        num_workers, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor, persistent_workers,
+            pin_memory_device: As in `torch.utils.data.DataLoader`.
+        collate_fn: As in torch, which has the default; it may take a second argument `rng`, see `StreamingDataLoader`.
+        drop_last: Whether an epoch's last batch is omitted if it is smaller. Else it is filled up with repeats so that
+            all ranks have equal shares, which ``last_batch.filler`` marks; in one process it is smaller, as in torch.
+        generator: Its seed is that of the run; `seed` is shorter. Unlike torch's, an order without either has a seed of
+            its own: ``torch.manual_seed`` does not change it.
+        snapshot_every_n_steps: As in torchdata; every step has an exact state here.
+        batch_sampler, in_order: Refused, with the reason.
+        seed, proportion, schedule, lengths, pack, bucket_by, batch_tokens, ...: See `MapDataset`.
+        global_batch_size, accumulate, workers, tail, evaluation, world, on_mismatch: See `StreamingDataLoader`.
+
+    Raises:
+        TypeError: It is no map-style dataset, or an argument is unknown.
+        ValueError: Settings that contradict each other.
+
+    Example::
+
+        loader = StatefulDataLoader(dataset, batch_size=32, shuffle=True, num_workers=4)
+        for batch in loader:
+            torch.save({"model": model.state_dict(), "data": loader.state_dict()}, "run.pt")
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        batch_sampler: None = None,
+        num_workers: int | Literal["auto"] = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: Literal[True] = True,
+        snapshot_every_n_steps: int = 1,  # noqa: ARG002 - every step has a state
+        **options: Unpack[StatefulOptions],
+    ) -> None:
+        refused = {"sampler": sampler is not None, "batch_sampler": batch_sampler is not None, "in_order": not in_order}
+        for name in filter(refused.get, refused):
+            raise ValueError(f"StatefulDataLoader does not take {name}; {_REFUSED[name]}")
+        known = [*signature(StatefulDataLoader).parameters, *StatefulOptions.__annotations__]
+        refuse_unknown(type(self).__name__, options, known)
+        of_dataset = options_of(OrderOptions, options)
+        of_loader = options_of(LoaderOptions, options)
+        if generator is not None:
+            of_dataset.setdefault("seed", generator.initial_seed())
+        if not isinstance(dataset, StreamingDataset):
+            dataset = MapDataset(dataset, shuffle=bool(shuffle), **of_dataset)
+        elif shuffle or of_dataset:
+            raise ValueError("a MapDataset has its settings already; pass shuffle, seed and the like to it")
+        replaced = options.get("global_batch_size") is not None or dataset.batch_tokens is not None
+        super().__init__(
+            dataset,
+            None if replaced and batch_size == 1 else batch_size,
+            num_workers=num_workers,
+            collate_fn=collate_fn or default_collate,
+            pin_memory=pin_memory,
+            drop_last=drop_last or None,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            multiprocessing_context=multiprocessing_context,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            **of_loader,
+        )

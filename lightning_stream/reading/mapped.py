@@ -1,0 +1,144 @@
+"""A reader of samples that are no shards: those of any datasets with ``__len__`` and ``__getitem__``.
+
+To the order each dataset is a stream of one shard, which has no file. So the order, the batches and the position are
+those of streamed data; only the reading is the dataset's own.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from typing import Any, cast
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.cache import ShardCache
+from lightning_stream.formats.index import Index
+from lightning_stream.formats.shard import Buffers
+from lightning_stream.order import Snapshot
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import CacheDefaults, Stream
+from lightning_stream.reading.stream_shards import ReaderConfig
+
+
+class MapStream(Stream):
+    """One dataset of a mixture that is read by its own ``__getitem__``.
+
+    Args:
+        dataset: An object with ``__len__``, and ``__getitem__`` or ``__getitems__``.
+        name: What messages and a `Schedule` call it.
+        proportion: Share of the epoch that comes from it; None where there is one dataset, or a schedule.
+        lengths: Lengths of its samples by name: an array or list, or a function that returns one for the dataset.
+    """
+
+    def __init__(
+        self, dataset: Any, name: str, proportion: float | None = None, lengths: Mapping[str, Any] | None = None
+    ) -> None:
+        super().__init__(local=name, name=name, proportion=proportion)
+        self.dataset, self.lengths = dataset, dict(lengths or {})
+
+    def read_lengths(self, name: str) -> NDArray[np.uint32]:
+        """The lengths of this name. ValueError where there are none, or other numbers."""
+        if name not in self.lengths:
+            raise ValueError(
+                f"the order needs the samples' lengths {name!r}; found {', '.join(self.lengths) or 'none'}. Pass "
+                f"lengths={{{name!r}: numbers}}, or a function that returns them for the dataset"
+            )
+        given, size = self.lengths[name], len(self.dataset)
+        found = np.asarray(given(self.dataset) if callable(given) else given)
+        is_right = found.shape == (size,) and (not size or found.dtype.kind in "iu")
+        if not is_right or (size and not 0 <= found.min() <= found.max() < 2**32):
+            raise ValueError(
+                f"lengths are whole numbers below 2**32, one for each of the {size} samples; found {found.dtype} of "
+                f"shape {found.shape} for {name!r} of {self.local}. Pass an array, or a function that returns one"
+            )
+        return found.astype(np.uint32)
+
+
+class MapReader(SampleReader):
+    """Reads samples of datasets by their ``__getitem__``."""
+
+    def __init__(self, streams: Sequence[MapStream]) -> None:
+        super().__init__(streams, CacheDefaults(), ReaderConfig())
+        is_mixed = len(streams) > 1
+        self.shards.indexes = tuple(_index(str(one.local), len(one.dataset), is_mixed) for one in streams)
+        calls = [_getter(one.dataset) for one in streams]
+        self.read = Samples(calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_lengths": self._lengths}  # a function of the user's is called once
+
+    @cached_property
+    def snapshot(self) -> Snapshot:
+        """The samples as the order sees them; they have no versions."""
+        return replace(self.shards.snapshot, stream_digests=(), source_digests=(), table_versions=())
+
+    @property
+    def caches(self) -> tuple[ShardCache, ...]:
+        """None: there are no files."""
+        return ()
+
+    @property
+    def has_all_open(self) -> bool:
+        """True: there is nothing to fetch."""
+        return True
+
+    def sample(self, sample_id: int) -> Any:
+        """One sample, as its dataset returns it."""
+        return self.read(sample_id)
+
+    def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:  # noqa: ARG002
+        """Samples that are mappings, as columns: lists of their values."""
+        samples = [self.read(number) for number in ids.tolist()]
+        return {name: [np.asarray(sample[name]) for sample in samples] for name in samples[0]}
+
+    def fetch(self, shards: NDArray[np.int64]) -> None:
+        """Nothing: there is nothing to fetch."""
+
+    def read_ahead(self, ids: NDArray[np.int64]) -> None:
+        """Nothing: there is nothing to fetch."""
+
+    def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+        lengths = np.concatenate([cast("MapStream", stream).read_lengths(name) for stream in self.streams])
+        lengths.setflags(write=False)
+        return lengths
+
+
+class Samples:
+    """The samples of several datasets, one dataset after another, by number."""
+
+    def __init__(self, calls: Sequence[Callable[[int], Any]], begins: Sequence[int]) -> None:
+        self._calls, self._begins = calls, begins
+
+    def __call__(self, number: int) -> Any:
+        """One sample, as its dataset returns it."""
+        which = bisect_right(self._begins, number) - 1
+        return self._calls[which](number - self._begins[which])
+
+
+def _getter(dataset: Any) -> Callable[[int], Any]:
+    """What reads one sample of a dataset."""
+    if hasattr(dataset, "__getitem__"):
+        call: Callable[[int], Any] = dataset.__getitem__
+        return call
+    return partial(_single, dataset)
+
+
+def _single(dataset: Any, number: int) -> Any:
+    return dataset.__getitems__([number])[0]
+
+
+def _index(name: str, num_samples: int, is_mixed: bool) -> Index:
+    """The index of one shard without a file; where several are mixed, with its name in the digest."""
+    file = f"dataset-{quote(name, safe='')}" if is_mixed else "dataset"
+    part = {"kind": "samples", "name": file, "num_bytes": 0, "stamp": "", "begin": 0, "end": num_samples}
+    columns = {"column_names": ["sample"], "column_encodings": ["bytes"], "column_sizes": [None]}
+    raw = {"basename": file, "bytes": 0, "hashes": {}, "origin": part}
+    shard = {"format": "mds", "samples": num_samples, "raw_data": raw, "zip_data": None, "compression": None}
+    shard |= {"hashes": [], "size_limit": None, "version": 2, **columns}
+    return Index.from_bytes(json.dumps({"version": 2, "shards": [shard]}).encode(), name)

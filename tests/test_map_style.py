@@ -1,0 +1,170 @@
+"""Any map-style dataset is loaded in our order: every sample once an epoch, and the state continues in any world."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain, islice
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.data import Dataset, IterableDataset, default_collate  # noqa: E402
+
+from lightning_stream import StatefulDataLoader  # noqa: E402
+from lightning_stream.errors import StateError  # noqa: E402
+
+NUM_SAMPLES, GLOBAL_BATCH = 53, 8
+
+
+class Squares(Dataset[dict[str, Any]]):
+    """Numbers, and what is drawn at random for each."""
+
+    def __init__(self, size: int = NUM_SAMPLES) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"id": index, "square": torch.tensor([index**2]), "drawn": (torch.rand(()), np.random.rand())}
+
+
+def made(world: tuple[int, int] = (0, 1), **options: Any) -> StatefulDataLoader:
+    size = GLOBAL_BATCH // world[1]
+    return StatefulDataLoader(Squares(), size, shuffle=True, seed=3, **{"world": world, **options})
+
+
+def rows(loader: StatefulDataLoader) -> Iterator[list[tuple[int, float, float]]]:
+    """The samples of each batch of an epoch, without padding."""
+    for batch in loader:
+        assert loader.last_batch is not None
+        torch_drawn, numpy_drawn = batch["drawn"]
+        found = zip(batch["id"].tolist(), torch_drawn.tolist(), numpy_drawn.tolist(), strict=True)
+        yield [row for row, filler in zip(found, loader.last_batch.filler, strict=True) if not filler]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_continues_in_any_world_with_the_same_samples_and_random_numbers(num_workers: int) -> None:
+    loader = made(num_workers=num_workers)
+    whole = [sorted(batch) for _ in range(2) for batch in rows(loader)]
+    assert [len({row[0] for batch in epoch for row in batch}) for epoch in (whole[:7], whole[7:])] == [NUM_SAMPLES] * 2
+    assert [row[0] for batch in whole[:7] for row in batch] != [row[0] for batch in whole[7:] for row in batch]
+    writers = [made((rank, 2), num_workers=num_workers) for rank in range(2)]
+    for at in (3, 7, 9):
+        for writer in writers:
+            writer.load_state_dict(made().state_dict())
+            epochs = (batch for _ in range(2) for batch in rows(writer))
+            assert len([*islice(epochs, at)]) == at
+        states = [json.dumps(writer.state_dict()) for writer in writers]
+        assert states[0] == states[1]
+        assert len(states[0]) <= 1024
+        parts = []
+        for rank in range(4):
+            reader = made((rank, 4))
+            reader.load_state_dict(json.loads(states[0]))
+            parts.append([batch for _ in range(2) for batch in rows(reader)][: len(whole) - at])
+        assert [sorted(chain(*shares)) for shares in zip(*parts, strict=True)] == whole[at:]
+
+
+def test_one_process_has_the_batches_that_torch_has() -> None:
+    loader = StatefulDataLoader(Squares(10), 4)
+    expected = torch.utils.data.DataLoader(Squares(10), 4)
+    assert [batch["square"].tolist() for batch in loader] == [batch["square"].tolist() for batch in expected]
+    assert len(loader) == len(expected) == 3
+    assert len(StatefulDataLoader(Squares(10), 4, drop_last=True)) == 2
+    assert len(loader.dataset) == loader.dataset.size == 10
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batches_are_collated_as_torch_does(num_workers: int) -> None:
+    samples = [
+        {"n": {"t": torch.ones(2) * k, "s": f"{k}"}, "l": [k, k + 1], "p": (k, 0.5), "a": np.full(3, k)}
+        for k in range(4)
+    ]
+    (batch,) = StatefulDataLoader(samples, 4, num_workers=num_workers)
+    assert repr(batch) == repr(default_collate(samples))
+
+
+def test_an_epoch_is_a_random_permutation() -> None:
+    loader = StatefulDataLoader(range(5), 5, shuffle=True)
+    run = loader.dataset.order(loader.settings().order)
+    orders = Counter(tuple(run.epoch(epoch).ids(0, 5).tolist()) for epoch in range(2400))
+    assert len(orders) == 120
+    assert max(abs(count - 20) for count in orders.values()) < 20
+
+
+def test_mixtures_have_their_proportions_and_continue() -> None:
+    datasets = {"a": [{"id": k} for k in range(30)], "b": [{"id": -k} for k in range(1, 200)]}
+
+    def mixed(rank: int = 0, world: int = 1) -> StatefulDataLoader:
+        options: dict[str, Any] = {"proportion": {"a": 0.25, "b": 0.75}, "epoch_size": 80, "seed": 1}
+        return StatefulDataLoader(datasets, 8 // world, True, world=(rank, world), **options)
+
+    loader, seen, state = mixed(), [], {}
+    for epoch in range(3):
+        for step, batch in enumerate(loader):
+            seen.append(sorted(batch["id"].tolist()))
+            if (epoch, step) == (1, 3):
+                state = loader.state_dict()
+    ids = [*chain(*seen[:10])]
+    assert (sum(k >= 0 for k in ids), len(set(ids))) == (20, 80)
+    assert sorted(seen[:10]) != sorted(seen[10:20])
+    shares = []
+    for rank in range(2):
+        reader = mixed(rank, 2)
+        reader.load_state_dict(state)
+        shares.append([batch["id"].tolist() for batch in [*reader, *reader]])
+    assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == seen[14:]
+
+
+class _Endless(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "says"),
+    [
+        (_Endless(), {}, "an iterable dataset"),
+        (object(), {}, "has __len__ and __getitem__"),
+        (range(3), {"batch_sampler": [[0]]}, "does not take batch_sampler"),
+        (range(3), {"in_order": False}, "does not take in_order"),
+        (range(3), {"proportion": {"a": 1}}, "mix several datasets"),
+        ({"train": range(3), "test": range(3)}, {}, "mixed by proportion= or by schedule="),
+        (range(3), {"batch_tokens": 10}, "found none"),
+        (range(3), {"batch_tokens": 10, "lengths": [1, 2]}, "one for each of the 3 samples"),
+        (range(3), {"shufle": True}, "Did you mean 'shuffle'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_what_to_do(dataset: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=says):
+        list(StatefulDataLoader(dataset, **options))
+
+
+def test_a_state_of_other_data_or_settings_is_refused() -> None:
+    state = made().state_dict()
+    with pytest.raises(StateError, match=r"over 53 samples.*has 54"):
+        StatefulDataLoader(Squares(54), 8, True, seed=3).load_state_dict(state)
+    with pytest.raises(StateError, match="seed"):
+        StatefulDataLoader(Squares(), 8, True, seed=4).load_state_dict(state)
+    generator = torch.Generator().manual_seed(3)
+    StatefulDataLoader(Squares(), 8, True, generator=generator).load_state_dict(state)
+
+
+def test_budgets_of_tokens_hold_with_lengths_that_are_found_once() -> None:
+    calls: list[int] = []
+
+    def lengths(dataset: Squares) -> list[int]:
+        calls.append(len(dataset))
+        return [1 + k % 7 for k in range(len(dataset))]
+
+    loader = StatefulDataLoader(Squares(), shuffle=True, lengths=lengths, batch_tokens=40, num_workers=1)
+    batches = [batch["id"].tolist() for batch in loader]
+    assert sorted(chain(*batches)) == [*range(NUM_SAMPLES)]
+    assert all(len(batch) * max(1 + k % 7 for k in batch) <= 40 for batch in batches)
+    assert calls == [NUM_SAMPLES]
