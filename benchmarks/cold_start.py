@@ -6,8 +6,12 @@ All cases read the same rows, from a server of this machine (`paced_store.py`) w
 on each connection; "link" has 100 MB/s for all connections together. The clock begins after the imports. "bare boto3"
 is the floor: four threads that write what they get to files, and make no batches.
 
-The last group has 10^9 samples in 100,000 shards, and measures the first batch alone, the import of the store's client
-included: into an empty cache, with the index there, and in the middle of the epoch. One shard stands under all names.
+"the first batch of many shards" has 10^9 samples in 100,000 shards, and measures the first batch alone, the import of
+the store's client included: into an empty cache, with the index there, and in the middle of the epoch. One shard stands
+under all names.
+
+"compressed text" has shards of 64 MB under 1,000 names. "MB of 64" is what came for a batch of 64 samples from 16
+shards, "MB of one" for one sample, and "MB of shard" is the size of a shard.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import multiprocessing
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import loaders
@@ -84,13 +89,61 @@ def prepare_many(job: Job) -> None:
     with MDSWriter(out=folder, columns={"x": "ndarray:uint8:8"}, size_limit=None) as writer:
         writer.write_batch({"x": np.zeros((10_000, 8), np.uint8)})
     index = json.loads((folder / "index.json").read_bytes())
+    repeat(folder, index, job.sizes.many, "raw_data")
+
+
+def repeat(folder: Path, index: dict[str, Any], times: int, file: str) -> None:
+    """Let the one shard of a dataset stand under many names."""
     (shard,) = index["shards"]
     index["shards"] = []
-    for number in range(job.sizes.many):
-        name = f"{number:06}.mds"
-        (folder / name).symlink_to(shard["raw_data"]["basename"])
-        index["shards"].append({**shard, "raw_data": {**shard["raw_data"], "basename": name}})
+    for number in range(times):
+        name = shard[file]["basename"].replace("00000", f"{number:06}")
+        (folder / name).symlink_to(shard[file]["basename"])
+        raw = {**shard["raw_data"], "basename": shard["raw_data"]["basename"].replace("00000", f"{number:06}")}
+        index["shards"].append({**shard, "raw_data": raw, file: {**shard[file], "basename": name}})
     (folder / "index.json").write_text(json.dumps(index, sort_keys=True))
+
+
+def prepare_text(job: Job) -> None:
+    from lightning_stream import MDSWriter
+
+    rng = np.random.default_rng(0)
+    words = ["".join(map(chr, rng.integers(97, 123, rng.integers(2, 9)))) for _ in range(50_000)]
+    for compression in ("zstd", "zstd:seekable"):
+        rng, folder = np.random.default_rng(1), job.folder / compression.replace(":", "-")
+        left = job.sizes.text_mb << 20
+        with MDSWriter(out=folder, columns={"text": "str"}, compression=compression, size_limit=None) as writer:
+            while left > 0:
+                numbers = rng.zipf(1.2, int(rng.lognormal(5, 0.8))) % len(words)
+                text = " ".join([words[number] for number in numbers.tolist()])
+                writer.write({"text": text})
+                left -= len(text)
+        repeat(folder, json.loads((folder / "index.json").read_bytes()), job.sizes.texts, "zip_data")
+
+
+def bytes_of_text(job: Job, compression: str) -> Result:
+    from lightning_stream import StreamingDataset
+    from lightning_stream.counters import NAMES
+
+    rng, name = np.random.default_rng(0), compression.replace(":", "-")
+
+    def fetched_mb(num_shards: int, each: int) -> float:
+        cache = job.scratch / f"{num_shards}"
+        dataset = StreamingDataset(remote=f"{loaders.BUCKET}/{name}", local=cache)
+        shards = rng.choice(job.sizes.texts, num_shards, replace=False)
+        samples = dataset.size // job.sizes.texts
+        ids = (shards[:, None] * samples + rng.integers(0, samples, (num_shards, each))).ravel()
+        counted, fetched = dataset.reader.counters.values, NAMES.index("fetched_bytes")
+        before = counted[fetched]
+        dataset.read_batch(ids.tolist())
+        return float(counted[fetched] - before) / 1e6
+
+    clock = Clock()
+    of_batch = fetched_mb(16, 4)
+    result = clock.stop(64)
+    index = json.loads((job.folder / name / "index.json").read_bytes())
+    of_shard = index["shards"][0]["zip_data"]["bytes"] / 1e6
+    return {**result, "MB of 64": of_batch, "MB of one": fetched_mb(1, 1), "MB of shard": of_shard}
 
 
 def start(job: Job, resumed: bool = False) -> Result:
@@ -124,12 +177,14 @@ if __name__ == "__main__":
         "ours, index in the cache": start_again,
         "ours, resumed in the middle": partial(start_again, resumed=True),
     }
+    text = {f"ours, {name}": partial(bytes_of_text, compression=name) for name in ("zstd", "zstd:seekable")}
     groups = [
         Group("in process", here, prepare, USUAL),
         Group("two workers", two, prepare, USUAL),
         Group("TLS, in process", here, prepare, replace(USUAL, tls=True)),
         Group("a link of 100 MB/s, in process", here, prepare, LINK),
         Group("the first batch of many shards", first, prepare_many, USUAL),
+        Group("compressed text", text, prepare_text, USUAL),
     ]
     sizes = {"shards": (50, 2), "shard_mb": (8, 1), "row_bytes": (2048, 2048), "batch": (256, 256)}
-    main(__doc__, groups, **sizes, many=(100_000, 300))
+    main(__doc__, groups, **sizes, many=(100_000, 300), texts=(1000, 20), text_mb=(64, 1))

@@ -13,6 +13,8 @@ from lightning_stream.errors import FormatError
 
 INDEX_NAME = "index.json"
 ROW_TYPES = ("str", "int", "float")  # the column types of row formats
+SEEKABLE = "zstd:seekable"
+_SEEKABLE_SUFFIX = ".seekable.zstd"
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 MAX_FILE_BYTES = (1 << 32) - 1  # offsets are uint32: a larger file cannot be described
 Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # checked where an index is read
@@ -121,7 +123,9 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
 
     def to_object(self) -> dict[str, Any]:
         """Return the keys and values in the index: those of a shard, or those that all shards of a schema have."""
-        values = msgspec.to_builtins(self) | {"columns": self.columns}
+        # All readers of MDS know zstd: the name of the file says that it is seekable.
+        compression = self.compression and self.compression.replace(SEEKABLE, "zstd")
+        values = msgspec.to_builtins(self) | {"columns": self.columns, "compression": compression}
         return {key: value for key, value in values.items() if key in _KEYS[self.format]}
 
 
@@ -147,6 +151,9 @@ class ShardEntry(Schema, frozen=True, gc=False, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.format == "mds":
+            is_marked = self.compressed is not None and self.compressed.basename.endswith(_SEEKABLE_SUFFIX)
+            if is_marked and self.compression is not None and SEEKABLE not in self.compression:
+                msgspec.structs.force_setattr(self, "compression", self.compression.replace("zstd", SEEKABLE))
             return
         separator = SEPARATORS.get(self.format, self.separator if self.format == "xsv" else None)
         values: dict[str, Any] = {"separator": separator}

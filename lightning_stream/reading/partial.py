@@ -3,7 +3,8 @@
 A raw MDS shard begins with the table of its samples' offsets, and a single connection brings it in order. So its first
 samples can be read long before the last ones are here, without another request: an order with a quick start begins with
 these. Where it costs less than the whole shard, one range reads the table, and one more each sample or group of
-neighbours; at the same time, if all samples have one size.
+neighbours; at the same time, if all samples have one size. Of a seekable shard, one range reads the table of its
+frames, and one more each frame or group of neighbours.
 
 Either way, the samples become a small shard of their own. The hash of their file holds for all of it, and cannot be
 compared. Instead, the table must fit the index, all ranges must come from one version of the object, and each sample's
@@ -31,8 +32,10 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.codecs import decompress
 from lightning_stream.formats.memory import Int64s
-from lightning_stream.formats.model import ShardEntry
+from lightning_stream.formats.model import SEEKABLE, ShardEntry
+from lightning_stream.formats.seekable import Frames
 from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.proofs import EarlyRead
 from lightning_stream.reading.stream import DownloadHook
@@ -42,8 +45,8 @@ from lightning_stream.threads import DaemonPool
 if TYPE_CHECKING:
     from lightning_stream.reading.stream_shards import StreamShards
 
-_Offsets = NDArray[np.uint32]  # of a shard's samples, and the end: [num_samples + 1]
-_Part = tuple[int, int]  # the first and the last of samples that lie near each other
+_Offsets = NDArray[np.uint32]  # of a shard's samples or frames, and the end: [their number + 1]
+_Part = tuple[int, int]  # the first and the last of samples or frames that lie near each other
 REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come meanwhile: about 35 ms at 60 MB/s
 _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with the bytes between them
 _HELD_BYTES = 64 << 20  # of tables that are kept
@@ -80,15 +83,18 @@ class PartialShards:
     def is_cheaper(self, number: int, num_samples: int) -> bool:
         """Whether ranges for so many samples of a shard cost less than the shard, with what was spent on it before.
 
-        Never if the user demands a hash, nor for shards that are compressed, of a format without such ranges, or in the
-        cache.
+        Never if the user demands a hash, nor for shards that are compressed in one piece, of a format without such
+        ranges, or in the cache.
         """
         cache, entry = self._shards.entry(number)
         if isinstance(cache.store, DownloadHook) or not self._may_be_partial(number):
             return False
-        num_bytes = entry.raw.num_bytes
-        table = 0 if number in self._tables else REQUEST_BYTES + table_bytes(entry)
-        cost = self._spent[number] + table + num_samples * (REQUEST_BYTES + num_bytes // max(1, entry.num_samples))
+        frames = _frames(entry)
+        num_bytes = (entry.compressed or entry.raw).num_bytes
+        num_parts = max(1, entry.num_samples if frames is None else frames.num_frames)
+        begin, end = _table_range(entry)
+        table = 0 if number in self._tables else REQUEST_BYTES + end - begin
+        cost = self._spent[number] + table + num_samples * (REQUEST_BYTES + num_bytes // num_parts)
         if cost > REQUEST_BYTES + num_bytes:
             return False
         if entry.raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
@@ -101,7 +107,7 @@ class PartialShards:
         Never if the user demands a hash, nor for shards that are compressed or of other formats.
         """
         cache, entry = self._shards.entry(number)
-        if entry.raw.origin is not None or not isinstance(cache.store, RetryingStore):
+        if entry.raw.origin is not None or entry.compressed is not None or not isinstance(cache.store, RetryingStore):
             return False
         part = (last + 1) / entry.num_samples
         is_worth_it = part <= _MOST_OF_SHARD and entry.raw.num_bytes * (1 - part) >= REQUEST_BYTES
@@ -109,8 +115,9 @@ class PartialShards:
 
     def _may_be_partial(self, number: int) -> bool:
         cache, entry = self._shards.entry(number)
-        is_raw = entry.format == "mds" and entry.compressed is None and number not in self._distrusted
-        return is_raw and cache.config.validate_hash is None and not cache.in_place
+        has_ranges = entry.format == "mds" and (entry.compressed is None or _frames(entry) is not None)
+        is_trusted = number not in self._distrusted and cache.config.validate_hash is None
+        return has_ranges and is_trusted and not cache.in_place
 
     def arriving(self, number: int, indices: Int64s, has_come: Callable[[], bool]) -> PartialShard | None:
         """Samples of a shard that is being fetched, by any process, as soon as they are here.
@@ -158,21 +165,22 @@ class PartialShards:
         return None
 
     def _samples(self, number: int, entry: ShardEntry, indices: Int64s) -> dict[int, bytes]:
-        known = self._tables.get(number)
+        frames, known = _frames(entry), self._tables.get(number)
         coming = None if known is not None else self._requests.submit(self._fetch_table, number, entry)
-        table = _equal_sizes_table(entry) if known is None else known
+        table = _equal_sizes_table(entry) if known is None and frames is None else known
         if table is None:
             assert coming is not None
             table = coming.result()
-        parts = _neighbours(table, indices)
+        parts = _neighbours(table, indices if frames is None else frames.of(indices))
         requests = [self._requests.submit(self._fetch, number, *_range(table, part)) for part in parts]
         samples = _cut(table, parts, [request.result() for request in requests])
         if coming is not None and not np.array_equal(coming.result(), table):
             raise FormatError(f"{entry.raw.basename}: its samples differ in size.")
-        return samples
+        return samples if frames is None else _unpacked(entry, frames, indices, samples)
 
     def _fetch_table(self, number: int, entry: ShardEntry) -> _Offsets:
-        table = offsets_of(self._fetch(number, 0, table_bytes(entry)), entry, entry.raw.basename)
+        frames, content = _frames(entry), self._fetch(number, *_table_range(entry))
+        table = offsets_of(content, entry, entry.raw.basename) if frames is None else frames.offsets(content)
         with self._guard:
             self._tables[number] = table
             while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _HELD_BYTES:
@@ -229,6 +237,26 @@ class PartialShards:
 def table_bytes(entry: ShardEntry) -> int:
     """Bytes of the number of samples and their offsets, with which a raw MDS shard begins."""
     return 4 * (entry.num_samples + 2)
+
+
+def _frames(entry: ShardEntry) -> Frames | None:
+    """The frames of a seekable shard; None of another one."""
+    return Frames(entry) if (entry.compression or "").startswith(SEEKABLE) else None
+
+
+def _table_range(entry: ShardEntry) -> tuple[int, int]:
+    """The bytes of the table of samples or frames: their begin and end."""
+    frames = _frames(entry)
+    return (0, table_bytes(entry)) if frames is None else frames.table
+
+
+def _unpacked(entry: ShardEntry, frames: Frames, indices: Int64s, packed: Mapping[int, bytes]) -> dict[int, bytes]:
+    """The samples of these indices, from their frames as they are stored."""
+    samples = dict[int, bytes]()
+    for frame in frames.of(indices).tolist():
+        content = decompress(SEEKABLE, packed[frame], entry.raw.num_bytes, f"{entry.raw.basename}, frame {frame}")
+        samples |= frames.samples(frame, content)
+    return {index: samples[index] for index in indices.tolist()}
 
 
 def offsets_of(content: bytes, entry: ShardEntry, where: str) -> _Offsets:
@@ -304,5 +332,5 @@ def _arriving(
 
 def read_range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
     """Fetch the bytes ``[begin, end)`` of a shard, with the version of the object."""
-    with cache.store.open(entry.raw.basename, begin, end) as body:
+    with cache.store.open((entry.compressed or entry.raw).basename, begin, end) as body:
         return b"".join(body), body.tag

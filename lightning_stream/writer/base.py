@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from lightning_stream.errors import ConflictError, suggesting
-from lightning_stream.formats.codecs import check_compression, compress
+from lightning_stream.formats.codecs import check_compression, compress, suffix
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, ShardEntry, to_text
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
@@ -391,7 +391,7 @@ def _put_file(
     stored = parts if codec is None else [compress(codec, b"".join(parts))]
     name = place.name_of(name, stored)
     raw = _file_entry(name, parts, schema.hashes)
-    packed = None if codec is None else _file_entry(f"{name}.{codec.partition(':')[0]}", stored, schema.hashes)
+    packed = None if codec is None else _file_entry(f"{name}.{suffix(codec)}", stored, schema.hashes)
     if after is not None:
         after.result()
     place.part((packed or raw).basename, stored)

@@ -35,7 +35,7 @@ Out: TypeAlias = "Place | tuple[Place, Place]"
 Mode: TypeAlias = Literal["new", "append", "edit", "overwrite", "merge"]
 
 _KEPT = r"index\.[0-9a-f]{16}\.json"
-_SHARD = r"shard\.[0-9]{5,}(\.[0-9a-f]{16})?\.(mds|json|csv|tsv|xsv)(\.meta)?(\.[a-z0-9]+)?"
+_SHARD = r"shard\.[0-9]{5,}(\.[0-9a-f]{16})?\.(mds|json|csv|tsv|xsv)(\.meta)?(\.seekable)?(\.[a-z0-9]+)?"
 LENGTHS = r"lengths\.[A-Za-z0-9_=-]+(\.[0-9a-f]{16})?\.[0-9]{5,}\.bin"
 _LOG = logging.getLogger(__name__)
 _DELETED = r"deleted\.[0-9a-f]{16}\.bin"

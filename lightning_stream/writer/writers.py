@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.formats.model import Schema
+from lightning_stream.formats.model import SEEKABLE, Schema
 from lightning_stream.formats.rows import RowEncoder
 from lightning_stream.formats.shard_encoder import ShardEncoder, check_columns
 from lightning_stream.writer.base import ShardWriter
@@ -27,7 +27,8 @@ class MDSWriter(ShardWriter):
         columns: Encoding by column name. None: inferred from the first sample or batch; those of the dataset, if shards
             are appended to it.
         keep_local: Keep the local copies of a pair too.
-        compression: E.g. ``"zstd"`` or ``"zstd:7"``; None for no compression.
+        compression: E.g. ``"zstd"`` or ``"zstd:7"``; ``"zstd:seekable"`` for frames of at most 256 samples that readers
+            can fetch alone; None for no compression.
         hashes: The hashes of every file in the index, by which readers check files, e.g. ``["sha1"]``; None for
             ``["xxh3_64"]``, ``[]`` for no hashes.
         size_limit: Bytes after which a shard is full, as a number or ``"64mb"``; None for one shard.
@@ -68,6 +69,8 @@ class _RowWriter(ShardWriter):
 
     def _make_encoder(self, columns: Mapping[str, str]) -> ShardEncoder:
         check_columns(columns)
+        if (self.compression or "").startswith(SEEKABLE):
+            raise ValueError(f"compression={self.compression!r} is for MDS shards alone. Use MDSWriter, or 'zstd'.")
         names = tuple(sorted(columns))
         kinds, sizes = tuple(columns[name] for name in names), (None,) * len(names)
         return RowEncoder(Schema(self._format, names, kinds, sizes, *self._config, self._newline, self._separator))

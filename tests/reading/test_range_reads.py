@@ -62,7 +62,13 @@ class Served:
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("data")
-    for part, options in (("raw", {}), ("packed", {"compression": "zstd"}), ("small", {"size_limit": 1 << 18})):
+    parts: dict[str, dict[str, Any]] = {
+        "raw": {},
+        "packed": {"compression": "zstd"},
+        "seekable": {"compression": "zstd:seekable"},
+        "small": {"size_limit": 1 << 18},
+    }
+    for part, options in parts.items():
         options = {"size_limit": SHARD_BYTES, "hashes": ["xxh3_64"], **options}
         with MDSWriter(out=folder / part, columns={"id": "int", "x": "bytes"}, **options) as writer:
             for number in range(NUM_SAMPLES):
@@ -198,7 +204,10 @@ def test_a_batch_takes_from_shards_that_are_here_and_from_others(served: Served,
     assert {name for name, _ in served.asked()} == {"shard.00000.mds"}
 
 
-@pytest.mark.parametrize(("part", "options"), [("raw", {"validate_hash": "xxh3_64"}), ("packed", {}), ("small", {})])
+@pytest.mark.parametrize(
+    ("part", "options"),
+    [("raw", {"validate_hash": "xxh3_64"}), ("seekable", {"validate_hash": "xxh3_64"}), ("packed", {}), ("small", {})],
+)
 def test_whole_shards_where_a_hash_is_demanded_or_ranges_bring_nothing(
     served: Served, tmp_path: Path, part: str, options: dict[str, Any]
 ) -> None:

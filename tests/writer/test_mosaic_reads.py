@@ -95,7 +95,7 @@ def read_by_mosaic(python: str, folder: Path, cache: Path) -> dict[str, list[Any
 
 def test_mosaicml_streaming_reads_every_compression_and_checks_every_hash(mosaic_python: str, tmp_path: Path) -> None:
     rows = [{"id": k, "text": f"row {k}"} for k in range(40)]
-    for compression in COMPRESSIONS:
+    for compression in (*COMPRESSIONS, "zstd:seekable", "zstd:seekable:1"):
         name = compression.replace(":", "-")
         with MDSWriter(out=tmp_path / "in" / name, compression=compression, size_limit=500) as writer:
             for row in rows:
@@ -106,7 +106,7 @@ def test_mosaicml_streaming_reads_every_compression_and_checks_every_hash(mosaic
             for row in rows:
                 writer.write(row)
     read = read_by_mosaic(mosaic_python, tmp_path / "in", tmp_path / "cache")
-    assert len(read) == 58 + 17 + 1
+    assert len(read) == 58 + 2 + 17 + 1
     expected = [{"id": repr(row["id"]), "text": row["text"]} for row in rows]
     assert [name for name, found in read.items() if found != expected] == []
 
