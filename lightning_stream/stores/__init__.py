@@ -28,13 +28,14 @@ _STORES = {
     **dict.fromkeys(("azure", "az", "abfs", "abfss"), "azure:AzureStore"),
     **dict.fromkeys(("http", "https"), "http:HttpStore"),
     "hf": "http:HuggingFaceStore",
-    "dbfs": "databricks:DatabricksStore",
+    **dict.fromkeys(("uc", "dbfs"), "unity:UnityStore"),
 }
 _SHAPES = {
     **dict.fromkeys(("s3", "gs", "azure", "abfss", "oci"), "://BUCKET/FOLDER"),
     **dict.fromkeys(("http", "https", "sftp"), "://HOST/FOLDER"),
     "hf": "://datasets/ORG/NAME",
     "file": ":///FOLDER",
+    "uc": "://CATALOG.SCHEMA.TABLE",
     "dbfs": ":/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER",
 }
 
@@ -43,7 +44,8 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
     """Make the store of a URL or path, to read or write. Its first use connects to it.
 
     ``s3://bucket/folder``, ``gs://bucket/folder``, ``azure://container/folder``,
-    ``abfss://container@account.dfs.core.windows.net/folder``, ``dbfs:/Volumes/catalog/schema/volume/folder``,
+    ``abfss://container@account.dfs.core.windows.net/folder``, ``uc://catalog.schema.table``,
+    ``uc://catalog/schema/volume/folder``, ``dbfs:/Volumes/catalog/schema/volume/folder``,
     ``hf://datasets/org/name@revision``, ``https://host/folder``, ``sftp://user@host/folder``, ``oci://bucket/folder``,
     ``file:///folder``, a plain path, the schemes of an installed package in the entry-point group
     ``lightning_stream.stores`` (``scheme = "module:Class"``, a :class:`BaseStore`), and all others that fsspec knows.

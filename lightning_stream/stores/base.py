@@ -115,10 +115,16 @@ class Store(ABC):
     Every method raises :class:`NotFoundError` for an absent object or bucket, :class:`AccessError` for credentials that
     are missing, wrong or lack a right, :class:`UnavailableError` for trouble that may pass, and plain
     :class:`StoreError` for any other refusal. No message, and no `url`, holds a secret.
+
+    Attributes:
+        key_names: What keys that end may be; empty: any options.
+        credentials: What returns keys that end; None: the store finds its own.
     """
 
     url: str
     traits: StoreTraits = StoreTraits()
+    key_names: ClassVar[frozenset[str]] = frozenset()
+    credentials: Credentials | None = None
 
     @property
     def identity(self) -> str:
@@ -216,16 +222,12 @@ class BaseStore(Store):
         missing: The message about an absent object.
         network_errors: Names of exception classes (or of their bases) for a broken connection.
         client_errors: Names of exception classes for any other error of the client library.
-        key_names: What keys that end may be; empty: any options.
-        credentials: What returns keys that end; None: the store finds its own.
     """
 
     access_remedy: ClassVar[str] = "Check the credentials and their rights."
     missing: ClassVar[str] = "no such object. Check the URL."
     network_errors: ClassVar[frozenset[str]] = frozenset({"OSError", "HTTPError"})
     client_errors: ClassVar[frozenset[str]] = frozenset()
-    key_names: ClassVar[frozenset[str]] = frozenset()
-    credentials: Credentials | None = None
     _url = ""
 
     @property

@@ -1,26 +1,26 @@
-"""Databricks: files of volumes by the Files API."""
+"""Databricks: the login, and files of volumes by the Files API."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from lightning_stream.errors import needs, redact
 
-from .base import AnswerError, BaseStore, ObjectEntry, StoreTraits
+from .base import AnswerError, ObjectEntry, StoreTraits
 from .http import HttpDialect, Request, with_query
-from .transfer import PerProcess, read_options, refuse_query
+from .transfer import PerProcess
 
 _FILES, _FOLDERS = "/api/2.0/fs/files", "/api/2.0/fs/directories"
 
 
 @dataclass(frozen=True, repr=False)  # some of them are secrets
 class DatabricksOptions:
-    """Options for ``dbfs:/Volumes/``; the others come from ``DATABRICKS_*`` or ``~/.databrickscfg``.
+    """Options of a workspace; the others come from ``DATABRICKS_*`` or ``~/.databrickscfg``.
 
     Attributes:
         host, token: The workspace's address, and a token; else ``DATABRICKS_HOST`` and ``DATABRICKS_TOKEN``.
@@ -52,17 +52,6 @@ class DatabricksStore(HttpDialect):
         self._options = options or DatabricksOptions()
         self.url = f"dbfs:{self._root}"
         self._workspace = PerProcess(self._log_in)
-
-    @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
-        refuse_query(url)
-        path = url[len("dbfs:") :]
-        if not path.lstrip("/").startswith("Volumes/"):
-            raise ValueError(
-                f"a Databricks URL is dbfs:/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER; got {redact(url)!r}. Move the files "
-                "to a volume; in a workspace, DBFS is the folder /dbfs, too."
-            )
-        return cls(path, read_options(DatabricksOptions, options, "dbfs:/"))
 
     @property
     def identity(self) -> str:

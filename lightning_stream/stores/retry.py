@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,7 +18,7 @@ from lightning_stream.counters import Counters
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.threads import DaemonPool
 
-from .base import ListingPage, Store, refuse_larger
+from .base import ListingPage, Store, StoreTraits, refuse_larger
 from .credentials import SharedFolder
 from .transfer import ObjectStream, source_file
 
@@ -79,11 +80,15 @@ class RetryingStore(Store):
         self.store = store
         self.policy = policy or RetryPolicy()
         self.counters = Counters()
-        self.url, self.traits = store.url, store.traits
+        self.url = store.url
 
     @property
     def identity(self) -> str:
         return self.store.identity
+
+    @cached_property
+    def traits(self) -> StoreTraits:  # type: ignore[override]
+        return self._budget("").call(lambda: self.store.traits)
 
     def share_keys(self, folder: SharedFolder) -> None:
         self.store.share_keys(folder)

@@ -17,10 +17,10 @@ class FakeDatabricks(WebServer):
         self.authorization = f"Bearer {TOKEN}"
 
     def handler(self) -> type[Handler]:
-        return _WorkspaceHandler
+        return WorkspaceHandler
 
 
-class _WorkspaceHandler(Handler):
+class WorkspaceHandler(Handler):
     page = 3
 
     def answer(self) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import multiprocessing
 import re
 import secrets
+import stat
 import time
 import traceback
 import urllib.request
@@ -16,6 +18,8 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from servers.web import Handler, WebServer
+
+from lightning_stream import MDSWriter
 
 _SIGNED_BY = re.compile(r"Credential=([^/]+)/")
 
@@ -74,7 +78,7 @@ class VendingHandler(Handler):
             return self._fail(400, "ExpiredToken", "The provided token has expired.")
         if self.command == "GET" and self.query.get("list-type") == "2":
             return self._listing(self.where.rstrip("/"), self.query.get("prefix", ""))
-        return super().answer()
+        return Handler.answer(self)
 
     def _is_allowed(self) -> bool:
         signed = _SIGNED_BY.search(self.headers.get("Authorization", ""))
@@ -87,7 +91,7 @@ class VendingHandler(Handler):
     def _listing(self, bucket: str, prefix: str) -> None:
         names = {path.removeprefix(f"{bucket}/"): content for path, content in self.owner.objects.items()}
         found = "".join(
-            f'<Contents><Key>{escape(name)}</Key><Size>{len(content)}</Size><ETag>"e"</ETag></Contents>'
+            f'<Contents><Key>{escape(name)}</Key><Size>{len(content)}</Size><ETag>"{hash(content):x}"</ETag></Contents>'
             for name, content in sorted(names.items())
             if name.startswith(prefix)
         )
@@ -142,3 +146,50 @@ def train_rank(
         said.put((rank, ids))
     except BaseException as error:  # noqa: BLE001 - the parent judges
         said.put((rank, "".join(traceback.format_exception(error))))
+
+
+def written(folder: Path, num_samples: int) -> Path:
+    """A folder with a small dataset."""
+    with MDSWriter(out=str(folder), columns={"id": "int", "x": "bytes"}, size_limit=1 << 12) as writer:
+        for number in range(num_samples):
+            writer.write({"id": number, "x": number.to_bytes(2, "big") * 200})
+    return folder
+
+
+def run(method: Any, folder: Path, stream: dict[str, Any], most: int | None, pause_s: float) -> list[int]:
+    """Train with two ranks; return the ids that they got."""
+    context: Any = multiprocessing.get_context(method)
+    said: Any = context.Queue()
+    ranks = [
+        context.Process(target=train_rank, args=(stream, rank, 2, folder, most, pause_s, said)) for rank in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    got = dict(said.get(timeout=600) for _ in ranks)
+    for rank in ranks:
+        rank.join(60)
+    assert all(isinstance(ids, list) for ids in got.values()), got
+    return [*got[0], *got[1]]
+
+
+def stopped_and_resumed(
+    method: str, server: VendingServer, folder: Path, stream: dict[str, Any], num_samples: int, pause_s: float
+) -> None:
+    """Train with keys that end meanwhile, stop in the middle and resume; nothing fails, and no secret is left.
+
+    The stream reads ``bucket/train``. `method` is how its two ranks are started.
+    """
+    server.store(written(folder / "data", num_samples), "bucket/train")
+    work = folder / "work"
+    work.mkdir()
+    stream = {**stream, "local": str(work / "cache")}
+    begun = time.time()
+    ids = run(method, work, stream, num_samples // 8, pause_s) + run(method, work, stream, None, pause_s)
+    lifetimes = (time.time() - begun) / server.lifetime_s
+    assert sorted(ids) == [*range(num_samples)]
+    assert lifetimes > 1.5 < len(server.issued)
+    assert len(server.issued) <= 1 + 1.2 * lifetimes
+    (file,) = server.left_in(folder)
+    assert file.parent == work / "cache" / ".lightning_stream"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert {"state.json", "described", "log-0", "log-1"} <= {path.name for path in work.iterdir()}

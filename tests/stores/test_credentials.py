@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import multiprocessing
 import pickle
 import stat
 import sys
@@ -18,10 +17,10 @@ from typing import Any
 import pytest
 from servers.fake_databricks import FakeDatabricks
 from servers.fake_gcs import FakeGcs
-from servers.vending import Ask, VendingServer, train_rank
+from servers.vending import Ask, VendingServer, stopped_and_resumed, written
 from servers.web import WebServer
 
-from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, World
+from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, World
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.errors import AccessError, UnavailableError
 from lightning_stream.stores import RetryingStore, open_store
@@ -252,13 +251,6 @@ def test_keys_of_others_are_not_taken(server: VendingServer, tmp_path: Path) -> 
     assert len(server.issued) == 3
 
 
-def written(folder: Path, num_samples: int) -> Path:
-    with MDSWriter(out=str(folder), columns={"id": "int", "x": "bytes"}, size_limit=1 << 12) as writer:
-        for number in range(num_samples):
-            writer.write({"id": number, "x": number.to_bytes(2, "big") * 200})
-    return folder
-
-
 def test_a_stream_takes_credentials(server: VendingServer, tmp_path: Path) -> None:
     server.store(written(tmp_path / "data", 20), "bucket/train")
     stream = Stream(
@@ -270,50 +262,27 @@ def test_a_stream_takes_credentials(server: VendingServer, tmp_path: Path) -> No
     assert [path.parent.name for path in server.left_in(tmp_path)] == [".lightning_stream"]
 
 
-def run(method: Any, folder: Path, stream: dict[str, Any], most: int | None, pause_s: float) -> list[int]:
-    """Train with two ranks; return the ids that they got."""
-    context: Any = multiprocessing.get_context(method)
-    said: Any = context.Queue()
-    ranks = [
-        context.Process(target=train_rank, args=(stream, rank, 2, folder, most, pause_s, said)) for rank in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    got = dict(said.get(timeout=600) for _ in ranks)
-    for rank in ranks:
-        rank.join(60)
-    assert all(isinstance(ids, list) for ids in got.values()), got
-    return [*got[0], *got[1]]
-
-
-def stopped_and_resumed(method: str, server: VendingServer, folder: Path, num_samples: int, pause_s: float) -> None:
-    """Train with keys that end meanwhile, stop in the middle and resume; nothing fails, and no secret is left."""
-    server.store(written(folder / "data", num_samples), "bucket/train")
-    work = folder / "work"
-    work.mkdir()
-    stream = {
-        "remote": "s3://bucket/train", "local": str(work / "cache"), "credentials": Ask(server.url),
-        "options": {"endpoint_url": server.url},
-    }  # fmt: skip
-    begun = time.time()
-    ids = run(method, work, stream, num_samples // 8, pause_s) + run(method, work, stream, None, pause_s)
-    lifetimes = (time.time() - begun) / server.lifetime_s
-    assert sorted(ids) == [*range(num_samples)]
-    assert lifetimes > 1.5 < len(server.issued)
-    assert len(server.issued) <= 1 + 1.2 * lifetimes
-    (file,) = server.left_in(folder)
-    assert file.parent == work / "cache" / ".lightning_stream"
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert {"state.json", "described", "log-0", "log-1"} <= {path.name for path in work.iterdir()}
+def stream_of(server: VendingServer) -> dict[str, Any]:
+    return {"remote": "s3://bucket/train", "credentials": Ask(server.url), "options": {"endpoint_url": server.url}}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside the server's thread
 def test_a_run_outlives_its_keys(tmp_path: Path) -> None:
     with VendingServer(lifetime_s=4.0) as server:
-        stopped_and_resumed("fork", server, tmp_path, 96, 0.35)
+        stream = {
+            "remote": "s3://bucket/train",
+            "credentials": Ask(server.url),
+            "options": {"endpoint_url": server.url},
+        }
+        stopped_and_resumed("fork", server, tmp_path, stream, 96, 0.35)
 
 
 @pytest.mark.slow
 def test_a_run_of_three_minutes_with_keys_of_thirty_seconds(tmp_path: Path) -> None:
     with VendingServer(lifetime_s=30.0) as server:
-        stopped_and_resumed("spawn", server, tmp_path, 720, 1.0)
+        stream = {
+            "remote": "s3://bucket/train",
+            "credentials": Ask(server.url),
+            "options": {"endpoint_url": server.url},
+        }
+        stopped_and_resumed("spawn", server, tmp_path, stream, 720, 1.0)

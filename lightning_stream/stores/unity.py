@@ -1,0 +1,208 @@
+"""Unity Catalog: tables and volumes where they are stored, with the keys that the catalog hands out for them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
+
+from .base import AnswerError, ListingPage, Store, StoreTraits
+from .credentials import SharedFolder
+from .databricks import DatabricksOptions, DatabricksStore
+from .transfer import ObjectStream, PerProcess, read_options, refuse_query
+
+_API = "/api/2.1/unity-catalog/"
+_TABLE = re.compile(r"uc://([^/.]+\.[^/.]+\.[^/.]+)(?:/(.*))?")
+_VOLUME = re.compile(r"(uc://|dbfs:/*Volumes/)([^/.]+)/([^/.]+)/([^/]+)(?:/(.*))?")
+_FORMATS = ("DELTA", "PARQUET")
+_OPERATIONS = {"table": ("READ", "READ_WRITE"), "volume": ("READ_VOLUME", "WRITE_VOLUME")}
+_log = logging.getLogger("lightning_stream.stores")
+
+
+@dataclass(frozen=True, repr=False)  # some of them are secrets
+class UnityOptions(DatabricksOptions):
+    """Options for ``uc://`` and ``dbfs:/Volumes/``; the others come from ``DATABRICKS_*`` or ``~/.databrickscfg``.
+
+    Attributes:
+        host, token, profile, timeout_s: Of the catalog: a workspace of Databricks, or another server.
+        storage: Options of the store in which the files are, e.g. ``{"endpoint_url": ...}``.
+    """
+
+    storage: Mapping[str, Any] = field(default_factory=dict)
+
+
+class UnityStore(Store):
+    """The files of a table or volume, in the storage that the catalog names, or by the Files interface of Databricks.
+
+    That is the fallback of volumes, where the catalog hands out no keys. Its first use asks the catalog.
+    """
+
+    key_names = DatabricksStore.key_names
+
+    def __init__(self, url: str, kind: str, name: str, path: str, options: UnityOptions) -> None:
+        self.url = url.rstrip("/")
+        self._kind, self._name, self._path, self._options = kind, name, path.strip("/"), options
+        self._catalog = _Catalog(self.url, kind, name, options)
+        self._files: DatabricksStore | None = None
+        if kind == "volume":
+            self._files = DatabricksStore(f"/Volumes/{name.replace('.', '/', 2)}/{self._path}", options)
+            self._files.url = self.url
+        self._is_dbfs = url.startswith("dbfs:")
+        self._folder: SharedFolder | None = None
+        self._found: dict[bool, Store] = {}  # to read, and to write
+        self._finding = PerProcess(threading.Lock)
+
+    @classmethod
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> UnityStore:
+        """Make the store of a URL; ValueError for an incomplete URL, or an option that this store does not have."""
+        refuse_query(url)
+        given = read_options(UnityOptions, options, f"{url.partition(':')[0]}:/")
+        if found := _TABLE.fullmatch(url):
+            return cls(url, "table", found[1], found[2] or "", given)
+        if found := _VOLUME.fullmatch(url):
+            place = f"{'/'.join(found.group(2, 3, 4))}/{found[5] or ''}"
+            shown = f"dbfs:/Volumes/{place}" if found[1].startswith("dbfs:") else url
+            return cls(shown, "volume", ".".join(found.group(2, 3, 4)), found[5] or "", given)
+        raise ValueError(
+            "the URL of a table is uc://CATALOG.SCHEMA.TABLE, that of a volume uc://CATALOG/SCHEMA/VOLUME/FOLDER or "
+            f"dbfs:/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER; got {redact(url)!r}. Move files of the old DBFS to a volume; "
+            "in a workspace, DBFS is the folder /dbfs, too."
+        )
+
+    @property
+    def identity(self) -> str:
+        return self._catalog.identity
+
+    @property
+    def traits(self) -> StoreTraits:  # type: ignore[override]
+        found = self._place().traits
+        # A listing of dbfs: has no versions, see `list_page`.
+        return StoreTraits(ranges=found.ranges) if self._is_dbfs else found
+
+    def share_keys(self, folder: SharedFolder) -> None:
+        self._folder = folder
+        for store in (self._catalog, *self._found.values()):
+            store.share_keys(folder)
+
+    def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
+        return self._place().open(name, begin, end)
+
+    def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
+        self._place(writes=True).put(name, source, if_absent=if_absent, if_version=if_version)
+
+    def list_page(self, prefix: str = "", token: str | None = None) -> ListingPage:
+        place = self._place()
+        if self._is_dbfs and self._files is not None:
+            place = self._files  # with its dates, which states of files in other formats hold
+        return place.list_page(prefix, token)
+
+    def delete(self, name: str) -> None:
+        self._place(writes=True).delete(name)
+
+    def _place(self, writes: bool = False) -> Store:
+        with self._finding():
+            if writes not in self._found:
+                self._found[writes] = self._find(writes)
+            return self._found[writes]
+
+    def _find(self, writes: bool) -> Store:
+        """The store in which the files are; or that of Databricks' own interface for files."""
+        self._catalog.credentials = self.credentials
+        if self._files is not None:
+            self._files.credentials = self.credentials
+        if self._folder is not None:
+            self._catalog.share_keys(self._folder)
+        self._catalog.log_in()
+        try:
+            return self._storage(writes)
+        except UnavailableError:
+            raise
+        except StoreError as error:
+            if self._files is None:
+                raise
+            _log.warning("%s Until then, its files come by the Files interface of the workspace, more slowly.", error)
+        return self._files
+
+    def _storage(self, writes: bool) -> Store:
+        from . import RetryingStore, open_store
+
+        about = self._catalog.ask("GET", f"{self._kind}s/{self._name}")
+        location, form = about.get("storage_location"), about.get("data_source_format", "PARQUET")
+        if not location or form not in _FORMATS:
+            raise StoreError(
+                f"{self.url}: tables of files in the formats {' and '.join(_FORMATS)} are read; this one is "
+                f"{about.get('table_type', 'a table')} {form}. Write its rows into such a table."
+            )
+        url = f"{location.rstrip('/')}/{self._path}".rstrip("/")
+        if url.startswith(("file:", "/")):  # of a catalog on this machine
+            return open_store(url)
+        asked = {f"{self._kind}_id": about[f"{self._kind}_id"], "operation": _OPERATIONS[self._kind][writes]}
+        keys = _Vended(self._catalog, json.dumps(asked))
+        opened = open_store(url, {"timeout_s": self._options.timeout_s, **self._options.storage, "credentials": keys})
+        assert isinstance(opened, RetryingStore)
+        store = opened.store  # this one's own user tries again
+        if self._folder is not None:
+            store.share_keys(self._folder)
+        assert store.credentials is not None
+        store.credentials.get()  # an error here, not at the first file
+        return store
+
+
+class _Catalog(DatabricksStore):
+    """The catalog's interface for one table or volume."""
+
+    listing = "the answer of a catalog. Check DATABRICKS_HOST"
+
+    def __init__(self, url: str, kind: str, name: str, options: UnityOptions) -> None:
+        super().__init__("", options)
+        self.url, self.kind, self._name = url, kind, name
+
+    def log_in(self) -> None:
+        """Raise an error where host or token are missing."""
+        self._attempt("", self._workspace)
+
+    def ask(self, method: str, path: str, body: str = "") -> dict[str, Any]:
+        """Return what the catalog says."""
+
+        def call() -> dict[str, Any]:
+            about = {"Content-Type": "application/json"} if body else {}
+            return self._parsed(self._request(method, self._call(_API, path), about, body.encode() or None), json.loads)
+
+        return self._attempt("", call)
+
+    def _special_error(self, error: Exception, where: str) -> Exception | None:
+        if not isinstance(error, AnswerError) or error.code not in (400, 403, 404):
+            return super()._special_error(error, where)
+        catalog, schema, _ = self._name.split(".", 2)
+        right = "SELECT (MODIFY to write)" if self.kind == "table" else "READ VOLUME (WRITE VOLUME to write)"
+        grants = (
+            f"It takes USE CATALOG on {catalog}, USE SCHEMA and EXTERNAL USE SCHEMA on {catalog}.{schema}, {right} on "
+            f"{self._name}, and external access enabled in the metastore."
+        )
+        if error.code == 404:
+            return NotFoundError(f"{self.url}: the catalog knows no such {self.kind} ({error}). {grants}")
+        return AccessError(f"{self.url}: the catalog refused ({redact(str(error))}). {grants}")
+
+
+@dataclass(frozen=True, repr=False)
+class _Vended:
+    """What asks a catalog for the keys of a table or volume."""
+
+    catalog: _Catalog
+    body: str
+
+    def __call__(self) -> dict[str, Any]:
+        answer = self.catalog.ask("POST", f"temporary-{self.catalog.kind}-credentials", self.body)
+        keys = answer.get("aws_temp_credentials") or answer.get("azure_user_delegation_sas") or {}
+        keys = {name: value for name, value in keys.items() if name != "access_point"}
+        if token := (answer.get("gcp_oauth_token") or {}).get("oauth_token"):
+            keys = {"token": token}
+        ends = answer.get("expiration_time")
+        return {**keys, "expires_at": ends and ends / 1000}
