@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
+from types import MappingProxyType
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import IterableDataset
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.distributed import Dimensions, WorldLike
 from lightning_stream.errors import refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.collate import collate_as_torch
 from lightning_stream.loading.loader_arguments import options_of
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.randomness import READING, SeededCall
@@ -20,6 +23,7 @@ from lightning_stream.order import Schedule, Tail
 from lightning_stream.order.balance import Cost
 from lightning_stream.order.config import UNIFORM
 from lightning_stream.reading.mapped import MapReader, MapStream
+from lightning_stream.reading.stream import Stream
 
 _SEED = 9176
 _REFUSED = {
@@ -121,6 +125,7 @@ class MapDataset(StreamingDataset):
         self.dataset = dataset
         source = self._streaming_source
         assert isinstance(source.reader, MapReader)
+        source.collate = collate_as_torch
         source.read_one = SeededCall(source.reader.read, source.seed ^ READING)
 
     def __len__(self) -> int:
@@ -161,10 +166,14 @@ def _streams(
     return [MapStream(one, name, (proportion or {}).get(name), lengths) for name, one in dataset.items()]
 
 
+def _is_map_style(given: Any) -> bool:
+    can_read = hasattr(given, "__len__") and (hasattr(given, "__getitem__") or hasattr(given, "__getitems__"))
+    return can_read and not isinstance(given, IterableDataset)
+
+
 def _check(dataset: Any) -> None:
     """TypeError for what is no map-style dataset."""
-    is_map_style = hasattr(dataset, "__len__") and (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__"))
-    if isinstance(dataset, IterableDataset) or not is_map_style:
+    if not _is_map_style(dataset):
         raise TypeError(
             f"a map-style dataset has __len__ and __getitem__, so that any sample can be read by its number; found "
             f"{type(dataset).__name__}. Of an iterable dataset nothing can be planned: write its samples once "
@@ -249,7 +258,7 @@ class StatefulDataLoader(StreamingDataLoader):
             dataset,
             None if replaced and batch_size == 1 else batch_size,
             num_workers=num_workers,
-            collate_fn=collate_fn or default_collate,
+            collate_fn=collate_fn,
             pin_memory=pin_memory,
             drop_last=drop_last or None,
             timeout=timeout,
@@ -260,3 +269,37 @@ class StatefulDataLoader(StreamingDataLoader):
             pin_memory_device=pin_memory_device,
             **of_loader,
         )
+
+
+def dataset_of(name: str, given: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> StreamingDataset:
+    """The dataset that a trainer's argument describes.
+
+    Args:
+        name: What takes the argument, for messages.
+        given: A `StreamingDataset`; its keyword arguments, or those of a `MapDataset` with ``dataset`` among them; a
+            path or URL; a list of streams; None for the arguments alone; or any map-style dataset.
+        arguments: Further arguments of a dataset that is not given whole.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    if isinstance(given, StreamingDataset):
+        if arguments:
+            raise TypeError(
+                f"a dataset is given whole or by its arguments, not both: found a {type(given).__name__} and "
+                f"{', '.join(sorted(arguments))}. Pass these to the dataset"
+            )
+        return given
+    if given is None or isinstance(given, Mapping):
+        arguments = {**(given or {}), **arguments}
+        return MapDataset(**arguments) if "dataset" in arguments else StreamingDataset(**arguments)
+    if isinstance(given, str | os.PathLike):
+        return StreamingDataset(given, **arguments)
+    if isinstance(given, Sequence) and given and all(isinstance(one, Stream) for one in given):
+        return StreamingDataset(streams=given, **arguments)
+    if not _is_map_style(given):
+        raise TypeError(
+            f"{name} takes a StreamingDataset, a mapping of its arguments, a path or URL, a list of streams, or a "
+            f"map-style dataset; found {type(given).__name__}"
+        )
+    return MapDataset(given, **arguments)

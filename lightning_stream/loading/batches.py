@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from lightning_stream.formats.shard import Buffers
-from lightning_stream.loading.collate import collate_columns, collate_samples
+from lightning_stream.loading.collate import collate_columns
 from lightning_stream.loading.packing import read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators
 from lightning_stream.loading.shared_position import Start
@@ -118,7 +118,7 @@ class BatchMaker:
         samples = self.samples(batch)
         began = perf_counter()
         if self.collate is None:
-            collated = collate_samples(samples, self.memory)
+            collated = self.source.collate(samples, self.memory)
         else:
             with self._preserved(), self._named("collating", batch.sample_ids[:8].tolist()):
                 collated = self.collate(samples, batch.epoch, int(batch.positions[0]))

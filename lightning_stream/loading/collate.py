@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch.utils.data import default_collate
 
 from lightning_stream.formats.shard import Ragged
+from lightning_stream.loading.torch_private import collate_with
 
 # Array kinds that torch.from_numpy takes: integers, unsigned integers, floats, booleans. Others stay numpy arrays.
 _TORCH_KINDS = frozenset("iufb")
@@ -44,6 +46,13 @@ def collate_samples(samples: Sequence[Any], out: Callable[[int], Any] | None = N
                 )
         return _like(first, {name: _column([sample[name] for sample in samples], out) for name in first})
     return default_collate(list(samples))
+
+
+def collate_as_torch(samples: Sequence[Any], out: Callable[[int], Any] | None = None) -> Any:
+    """Collate samples exactly as `torch.utils.data.default_collate`; `out` is as for `collate_samples`."""
+    if out is None:
+        return default_collate(list(samples))
+    return collate_with(list(samples), partial(_stacked_tensors, out=out))
 
 
 def _like(sample: Mapping[str, Any], batch: dict[str, Any]) -> Any:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.errors import NotFoundError
+from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.shared_position import Start
@@ -104,6 +105,7 @@ class SampleSource:
     predownload: int | None = None  # samples each worker fetches ahead; None to choose
     transform: SeededCall | None = None  # called with each sample
     read_one: SeededCall | None = None  # a subclass's own way to read a sample by its id
+    collate: Callable[..., Any] = collate_samples  # from samples, where a loader has no function of the user's
     world: WorldLike = None
     replication: int | None = None
     data_dimension: Dimensions = "dp"

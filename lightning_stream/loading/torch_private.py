@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, get_context
@@ -11,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data._utils import worker
+from torch.utils.data._utils import collate, worker
 
 from lightning_stream.loading.randomness import seed_globals
 from lightning_stream.processes import job_signals_wait, start_resource_tracker
@@ -53,6 +54,18 @@ def become_worker(index: int, count: int, seed: int, dataset: Any) -> None:
     torch.set_num_threads(1)
     info = worker.WorkerInfo(id=index, num_workers=count, seed=seed + index, dataset=dataset)
     worker._worker_info = info  # noqa: SLF001
+
+
+def collate_with(samples: list[Any], stack: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
+    """What torch's `default_collate` makes, with tensors of one shape stacked by `stack`."""
+    ways, usual = collate.default_collate_fn_map, collate.collate_tensor_fn
+
+    def stacked(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
+        is_plain = all(one.layout is torch.strided and one.shape == batch[0].shape for one in batch)
+        return stack(batch) if is_plain and not batch[0].is_nested else usual(batch, collate_fn_map=collate_fn_map)
+
+    ways = {kind: stacked if way is usual else way for kind, way in ways.items()}  # a program may have added its own
+    return collate.collate(samples, collate_fn_map=ways)
 
 
 def error_of_worker(error: Exception, index: int) -> Any:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
-from lightning_stream import StreamingDataLoader, StreamingDataset
+from lightning_stream import MapDataset, StatefulDataLoader, StreamingDataLoader, StreamingDataset
 
 GLOBAL_BATCH, EPOCHS = 8, 3
 STEPS_PER_EPOCH = 7
@@ -20,12 +20,25 @@ STOPS = {"middle": 3, "last batch": 7, "epoch end": 7, "later epoch": 10}
 _FILES = {"middle": "step-3", "last batch": "step-7", "epoch end": "epoch-1", "later epoch": "step-10"}
 
 
+class Numbers(Dataset[dict[str, int]]):
+    """An ordinary dataset."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, int]:
+        return {"id": range(self.size)[index]}
+
+
 @dataclass
 class Run:
     """What a rank of one run knows.
 
     Args:
-        shards: The data.
+        shards: The data; or the number of samples of a map-style dataset.
         folder: Where this run logs and saves.
         world, rank: All processes, and this one.
         stop: The stop to continue from, of the run in `resumes`; None to begin.
@@ -63,10 +76,15 @@ class Run:
 
     def dataset(self, **options: Any) -> StreamingDataset:
         """The data in an order that each epoch changes."""
+        if self.shards.isdigit():
+            return MapDataset(Numbers(int(self.shards)), shuffle=True, seed=3)
         return StreamingDataset(remote=self.shards, shuffle=True, shuffle_seed=3, **options)
 
     def loader(self, **options: Any) -> StreamingDataLoader:
         """The loader that this library's hosts use."""
+        if self.shards.isdigit():
+            data = Numbers(int(self.shards))
+            return StatefulDataLoader(data, shuffle=True, seed=3, global_batch_size=GLOBAL_BATCH, **options)
         return StreamingDataLoader(self.dataset(), global_batch_size=GLOBAL_BATCH, **options)
 
     def torch_loader(self, kind: Any = DataLoader) -> Any:

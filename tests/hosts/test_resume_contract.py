@@ -23,17 +23,18 @@ pytest.importorskip("torch", reason="the hosts need torch: uv sync --extra torch
 
 from support.resume_contract import Steps, from_step, merged, planned
 
-from hosts.run import EPOCHS, GLOBAL_BATCH, STOPS
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset
+from hosts.run import EPOCHS, GLOBAL_BATCH, STOPS, Numbers
+from lightning_stream import MapDataset, MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_stream.convert import convert
 
 # The first case waits for the runs of all.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 TESTS = Path(__file__).resolve().parents[1]
-# Names of changes: the number of ranks that save, and that continue; the data may have been converted between the two.
+# Names of changes: the number of ranks that save, and that continue; the data may have been converted between the two,
+# or be a map-style dataset.
 CHANGES = {
     "same": (1, 1), "grown": (1, 2), "shrunk": (2, 1), "same two": (2, 2),
-    "converted": (1, 1), "converted, grown": (1, 2),
+    "converted": (1, 1), "converted, grown": (1, 2), "map-style": (1, 2), "map-style, shrunk": (2, 1),
 }  # fmt: skip
 
 
@@ -80,13 +81,17 @@ HOSTS = {
 # In a plain run each stop and each change comes once; the full product is nightly.
 QUICK = [("middle", "grown"), ("epoch end", "same"), ("last batch", "shrunk"), ("later epoch", "shrunk")]
 CONVERTED = [("middle", "converted, grown"), ("later epoch", "converted")]
+MAPPED = [("middle", "map-style"), ("epoch end", "map-style, shrunk")]
 CONVERTING = ("plain loop", "Lightning, data module", "Composer, data_spec")
+BY_DEFAULT = [*QUICK, *CONVERTED, *MAPPED]
 CASES = [
-    pytest.param(host, stop, change, marks=[] if (stop, change) in (*QUICK, *CONVERTED) else [pytest.mark.nightly])
+    pytest.param(
+        host, stop, change, marks=[] if (stop, change) in (*QUICK, *CONVERTED, *MAPPED) else [pytest.mark.nightly]
+    )
     for host in HOSTS
     for stop in STOPS
     for change in CHANGES
-    if "converted" not in change or host in CONVERTING
+    if ("converted" not in change or host in CONVERTING) and ("map" not in change or HOSTS[host].marks_padding)
 ]
 
 
@@ -104,14 +109,15 @@ class Runs:
     def of(self, host: str, change: str, stop: str | None) -> Path:
         """The folder of the run that saves, or that continues from a stop."""
         saved, now = CHANGES[change]
-        data = "rows" if "converted" in change else "shards"
+        data = "rows" if "converted" in change else "numbers" if "map" in change else "shards"
         return self.folder / host / (f"{data} {saved}" if stop is None else f"{data} {saved} to {now} {stop}")
 
     def _plan(self, host: str, change: str, stop: str | None) -> None:
         resumes = None if stop is None else str(self.of(host, change, None))
         self.runs[self.of(host, change, stop)] = {
             "host": HOSTS[host].adapter, "world": CHANGES[change][stop is not None], "stop": stop, "resumes": resumes,
-            "folder": str(self.of(host, change, stop)), "shards": str(self.data(host, change, stop is not None)),
+            "folder": str(self.of(host, change, stop)),
+            "shards": "53" if "map" in change else str(self.data(host, change, stop is not None)),
         }  # fmt: skip
 
     def data(self, host: str, change: str, is_converted: bool = False) -> Path:
@@ -182,8 +188,11 @@ def test_a_run_continues_with_exactly_what_is_left_or_is_refused_with_the_cure(
     if not is_installed(host, change):
         pytest.skip(f"{host} needs {HOSTS[host].package}: {HOSTS[host].install}; conversion needs pyarrow")
     runs.launch()
-    data = runs.data(host, change)
-    dataset = StreamingDataset(remote=data, local=runs.folder / f"of {data.name}", shuffle=True, shuffle_seed=3)
+    if "map" in change:
+        dataset: StreamingDataset = MapDataset(Numbers(53), shuffle=True, seed=3)
+    else:
+        data = runs.data(host, change)
+        dataset = StreamingDataset(remote=data, local=runs.folder / f"of {data.name}", shuffle=True, shuffle_seed=3)
     plan = planned(StreamingDataLoader(dataset, global_batch_size=GLOBAL_BATCH), epochs=EPOCHS)
     refused = dict(HOSTS[host].refused)
     for at, world in zip((None, stop), CHANGES[change], strict=True):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 
-from lightning_stream.dataset import StreamingDataset, plain_iterations_of
+from lightning_stream.dataset import plain_iterations_of
 from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import missing_extra
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
+from lightning_stream.map_style import dataset_of
 from lightning_stream.order import Tail
-from lightning_stream.reading.stream import Stream
 from lightning_stream.trainers.composer.counting import BatchCounter
 from lightning_stream.trainers.options import RunOptions
 
@@ -27,11 +27,9 @@ except ModuleNotFoundError as error:
         raise
     raise missing_extra("mosaicml", "composer", "lightning_stream.data_spec") from error
 
-DatasetLike = StreamingDataset | Mapping[str, Any] | Sequence[Stream]
-
 
 def data_spec(
-    dataset: DatasetLike | None = None,
+    dataset: Any = None,
     *,
     global_batch_size: int | None = None,
     batch_size: int | None = None,
@@ -56,8 +54,9 @@ def data_spec(
     may continue on another number of nodes, devices and workers. Nothing has to be added to the trainer.
 
     Args:
-        dataset: A `StreamingDataset`, its keyword arguments as a mapping, or a list of streams. None takes the keyword
-            arguments that are left, e.g. ``data_spec(remote=..., shuffle=True, global_batch_size=512)``.
+        dataset: A `StreamingDataset`, its keyword arguments as a mapping, its path or URL, or a list of streams; or any
+            map-style dataset, which is shuffled by ``shuffle=True``. None takes the keyword arguments that are left,
+            e.g. ``data_spec(remote=..., shuffle=True, global_batch_size=512)``.
         global_batch_size: Samples of one optimizer step over all devices; each gets an even part of them, which
             Composer cuts into micro-batches by `device_train_microbatch_size`.
         batch_size: Samples per device and step, instead.
@@ -76,7 +75,8 @@ def data_spec(
         on_mismatch: What to do where data or settings differ from the checkpoint's: ``"error"`` or ``"warn"``.
         options: `num_workers`, `workers`, `collate_fn`, `timeout`, `worker_init_fn`, `prefetch_factor`,
             `persistent_workers` and `multiprocessing_context` of a `StreamingDataLoader`; those of a run, see
-            `RunOptions` (`seed_steps`, `monitor`, `report`, ...); all others are arguments of a `StreamingDataset`.
+            `RunOptions` (`seed_steps`, `monitor`, `report`, ...); all others are arguments of a `StreamingDataset`, or
+            of a `MapDataset`.
 
     Raises:
         ValueError: Settings that contradict each other.
@@ -86,7 +86,7 @@ def data_spec(
     workers, run = options_of(WorkerOptions, options), options_of(RunOptions, options)
     of_dataset = {name: options[name] for name in options.keys() - workers.keys() - run.keys()}
     loader = StreamingDataLoader(
-        _dataset(dataset, of_dataset),
+        dataset_of("data_spec", dataset, of_dataset),
         batch_size=batch_size,
         global_batch_size=global_batch_size,
         evaluation=evaluation,
@@ -118,24 +118,6 @@ def data_spec(
         get_num_samples_in_batch=get_num_samples_in_batch or counter.num_samples,
         get_num_tokens_in_batch=get_num_tokens_in_batch or counter.num_tokens,
     )
-
-
-def _dataset(given: DatasetLike | None, arguments: Mapping[str, Any]) -> StreamingDataset:
-    if isinstance(given, StreamingDataset):
-        if arguments:
-            raise TypeError(
-                f"a dataset is given whole or by its arguments, not both: found a {type(given).__name__} and "
-                f"{', '.join(sorted(arguments))}. Pass these to the dataset"
-            )
-        return given
-    if isinstance(given, Mapping):
-        return StreamingDataset(**{**given, **arguments})
-    if given is not None and not isinstance(given, Sequence):
-        raise TypeError(
-            f"data_spec takes a StreamingDataset, a mapping of its arguments, or a list of streams; found "
-            f"{type(given).__name__}"
-        )
-    return StreamingDataset(**arguments) if given is None else StreamingDataset(streams=given, **arguments)
 
 
 def name_node() -> None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Unpack
 
 import torch
 
-from lightning_stream.dataset import StreamingDataset
 from lightning_stream.distributed import detect_world
 from lightning_stream.errors import refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
+from lightning_stream.map_style import dataset_of
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import Tail, World
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is, sampler_replicas
 from lightning_stream.trainers.lightning.package import LightningDataModule
 from lightning_stream.trainers.options import RunOptions
-
-DatasetLike = StreamingDataset | Mapping[str, Any] | str | os.PathLike[str]
 
 # Lightning warns of what does not hold here: our loaders' lengths are exact, no validation data is no mistake, and the
 # deprecated name of torch is one that Lightning uses.
@@ -51,7 +48,8 @@ class StreamingDataModule(LightningDataModule):
     continue on another number of nodes, devices and workers, or with another accumulation.
 
     Args:
-        train, val, test, predict: A `StreamingDataset`, its keyword arguments as a mapping, or its path or URL.
+        train, val, test, predict: A `StreamingDataset`, its keyword arguments as a mapping, or its path or URL; or any
+            map-style dataset, in its own order: ``MapDataset(dataset, shuffle=True)`` shuffles it.
         global_batch_size: Samples of one optimizer step over all replicas and accumulated micro-batches; each device
             gets ``global_batch_size / (replicas * accumulation)`` at a time.
         batch_size: Samples per device and micro-batch, instead.
@@ -79,10 +77,10 @@ class StreamingDataModule(LightningDataModule):
 
     def __init__(
         self,
-        train: DatasetLike | None = None,
-        val: DatasetLike | None = None,
-        test: DatasetLike | None = None,
-        predict: DatasetLike | None = None,
+        train: Any = None,
+        val: Any = None,
+        test: Any = None,
+        predict: Any = None,
         *,
         global_batch_size: int | None = None,
         batch_size: int | None = None,
@@ -98,7 +96,7 @@ class StreamingDataModule(LightningDataModule):
         super().__init__()
         refuse_unknown(type(self).__name__, options, list(ModuleOptions.__annotations__))
         given = {"train": train, "val": val, "test": test, "predict": predict}
-        self.datasets = {name: _dataset(name, what) for name, what in given.items()}
+        self.datasets = {name: None if what is None else dataset_of(f"{name}=", what) for name, what in given.items()}
         budget = next((one.batch_tokens for one in self.datasets.values() if one is not None), None)
         if (global_batch_size, batch_size, budget).count(None) != 2:
             raise ValueError(
@@ -239,17 +237,3 @@ class StreamingDataModule(LightningDataModule):
         device = None if self.trainer is None else getattr(self.trainer.strategy, "root_device", None)
         on_cuda = isinstance(device, torch.device) and device.type == "cuda"
         return on_cuda if self.pin_memory is None else self.pin_memory
-
-
-def _dataset(name: str, given: DatasetLike | None) -> StreamingDataset | None:
-    """Make the dataset that an argument describes."""
-    if given is None or isinstance(given, StreamingDataset):
-        return given
-    if isinstance(given, str | os.PathLike):
-        return StreamingDataset(remote=given)
-    if not isinstance(given, Mapping):
-        raise TypeError(
-            f"{name}= takes a StreamingDataset, a mapping of its arguments, or a path or URL; found "
-            f"{type(given).__name__}"
-        )
-    return StreamingDataset(**given)
