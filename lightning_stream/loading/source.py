@@ -142,6 +142,7 @@ class SampleSource:
         size = device_batch_size * accumulate * world.num_replicas
         arguments = {**self.order_arguments, "forgotten": self.forgotten and self.forgotten.digest}
         arguments["schedule"] = self.schedule
+        arguments["sticky"] = None if resumed else True
         if self.packing is not None:
             arguments["packing"] = self.packing.resolved(self.reader, resumed)
         if self.buckets is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from .arrays import Ints
 from .cuts import CountedCuts, Cuts
 from .orders import Interleave, Order, ceil_div, positions_of
+from .placement import Placement, num_readers, sticky_placement
 from .rows import ByLength, Landmark, PackedRows
 from .shares import ByBlock, ByNode, ReplicaBatch
 from .world import World
@@ -47,6 +48,7 @@ class EpochOrder:
         epoch: Counts from 0.
         order: The sequence of its samples or rows.
         divide: How a `BatchPlan` divides such a sequence.
+        placed_nodes: The canonical nodes, where a `Placement` says who reads which; None: they stand in their order.
 
     Example::
 
@@ -57,6 +59,7 @@ class EpochOrder:
     epoch: int
     order: Order
     divide: Callable[[BatchPlan, Order], Division]
+    placed_nodes: int | None = None
 
     @property
     def num_samples(self) -> int:
@@ -67,7 +70,7 @@ class EpochOrder:
     def documents(self) -> EpochOrder:
         """The order of samples: this one, unless they are packed into rows."""
         is_packed = isinstance(self.order, PackedRows)
-        return EpochOrder(self.epoch, self.order.below, self.divide) if is_packed else self
+        return replace(self, order=self.order.below) if is_packed else self
 
     def reaches(self, position: int) -> bool:
         """Whether the positions before this one are cut into global batches of B one after another.
@@ -156,6 +159,12 @@ class BatchPlan:
         """Pickle what the plan was made of, not what was computed from it."""
         return partial(BatchPlan, **{one.name: getattr(self, one.name) for one in fields(self) if one.init}), ()
 
+    @cached_property
+    def placement(self) -> Placement | None:
+        """Which node reads which canonical node; None where they stand in their order."""
+        count = self.order.placed_nodes
+        return None if count is None else sticky_placement(count, num_readers(self.world))
+
     def of_replicas(self, balance: Balance | None = None) -> list[BatchPlan]:
         """The same global batches for the first rank of every replica, perhaps balanced."""
         ranks = range(0, self.world.num_ranks, self.world.replication)
@@ -221,10 +230,12 @@ class BatchPlan:
 
     def offsets_in(self, at: Ints, replicas: Sequence[int]) -> Ints:
         """int64[batches, replicas, B / replicas]: what replicas get of whole batches, as offsets in their positions."""
-        nodes = self._division.order.nodes(at).reshape(-1, self.batch_size)
+        owners = self._division.owners
+        nodes = owners.groups(at).reshape(-1, self.batch_size)
         is_alike = (nodes == nodes[0]).all()  # usually C divides B, and all batches are grouped alike
         grouped = np.argsort(nodes[:1] if is_alike else nodes, axis=1, kind="stable")
-        offsets = grouped.reshape(len(grouped), self.world.num_replicas, -1)[:, replicas]
+        shares = [owners.world_of(replica).replica for replica in replicas]
+        offsets = grouped.reshape(len(grouped), self.world.num_replicas, -1)[:, shares]
         return self.batch_size * np.arange(len(nodes))[:, None, None] + offsets
 
     def shares(self, ks: Sequence[int]) -> list[ReplicaBatch]:

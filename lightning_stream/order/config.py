@@ -43,6 +43,7 @@ _DEFAULTS = {
     "mosaic": None,
     "schedule": None,
     "quick_start": None,
+    "sticky": None,
 }
 
 
@@ -104,6 +105,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
     buckets: LengthBuckets | None = None  # how samples of similar lengths come together; None: they do not
     switches: tuple[Switch, ...] = ()  # to other versions of the data
     quick_start: bool = False  # whether an epoch begins with the beginnings of its first shards
+    sticky: bool = False  # whether canonical nodes move little when nodes come and go, see `Placement`
 
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
@@ -170,7 +172,8 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         Args:
             batch_size: B, the samples of one optimizer step over all replicas; None where it is unknown.
             device_batch_size: The first run's samples per device and micro-batch: m of ``device_per_stream``.
-            resumed: The settings of the state to resume from, for what is None (nodes, window, m, quick_start).
+            resumed: The settings of the state to resume from, for what is None (nodes, window, m, quick_start,
+                sticky).
             world: The first run's processes; only the orders of mosaicml-streaming depend on them.
             settings: Any of the fields but ``batch_size`` and ``device_block``. An ``algorithm`` of None means
                 ``"window"``, ``canonical_nodes`` the largest divisor of B that is at most 16, ``window``
@@ -201,7 +204,9 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         if schedule is not None and schedule.unit == "steps":
             values["batch_size"] = (resumed and resumed.batch_size) or batch_size
         quick_start = values["shuffle"] and mosaic is None and values["quick_start"] is not False
-        values.update(algorithm=algorithm or "window", mosaic=mosaic, schedule=schedule, quick_start=quick_start)
+        sticky = values["shuffle"] and mosaic is None and values["sticky"] is True
+        values.update(algorithm=algorithm or "window", mosaic=mosaic, schedule=schedule)
+        values.update(quick_start=quick_start, sticky=sticky)
         return cls(**values)
 
     @property
@@ -279,7 +284,7 @@ def _unknown_settings(kind: type, values: object) -> list[str]:
     return unknown + [name for key, part in parts for name in _unknown_settings(part, values.get(key))]
 
 
-_KEPT = ("canonical_nodes", "window", "quick_start")  # by a run that resumes, where the user does not say
+_KEPT = ("canonical_nodes", "window", "quick_start", "sticky")  # by a run that resumes, where the user does not say
 _PARTS: dict[str, type] = {
     "mosaic": MosaicConfig,
     "packing": RowPacking,
@@ -293,6 +298,7 @@ _RULES = {
     "sampling_method": one_of("balanced", "fixed"),
     "shuffle": one_of(True, False),
     "quick_start": one_of(True, False),
+    "sticky": one_of(True, False),
     "canonical_nodes": count(1, MOST_NODES),
     "window": count(1, MOST_NODES),
     "sampling_granularity": count(1),

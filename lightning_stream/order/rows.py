@@ -305,6 +305,11 @@ class PackedRows(Order):
     def nodes(self, at: Ints) -> Ints:
         return self.locate(at)[0]
 
+    @property
+    def num_sequences(self) -> int:
+        """How many are packed separately: their canonical nodes."""
+        return len(self._sequences)
+
     def find(self, sample_id: int) -> list[int]:
         """All positions whose rows hold a sample. Counts the rows of the windows before it."""
         places = [divmod(at, len(self._sequences)) for at in self._documents.find(sample_id)]

@@ -134,7 +134,9 @@ class RunOrder:
         if self.lengths is not None and config.buckets is not None:
             order = ByLength(order, self.lengths, config.buckets, self.snapshot.streams_of, random_key, counted)
         has_budget = config.buckets is not None and config.buckets.batch_tokens is not None
-        return EpochOrder(epoch, order, divide_by_budget if has_budget else config.batching.divide)
+        nodes = order.num_sequences if isinstance(order, PackedRows) else config.canonical_nodes
+        divide = divide_by_budget if has_budget else config.batching.divide
+        return EpochOrder(epoch, order, divide, nodes if config.sticky else None)
 
     def order_of_samples(self, epoch: int) -> Order:
         """The samples of an epoch, before they are packed or sorted by length."""

@@ -76,7 +76,8 @@ def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> i
 class ByNode:
     """Who gets what of a global batch k, which has the positions ``at``.
 
-    It is stably grouped by canonical node and cut evenly; or by cost, where the plan has a balance.
+    It is stably grouped by canonical node, in the order of the plan's placement, and cut evenly; or by cost, where the
+    plan has a balance.
 
     All replicas get the same number: where one has a sample less, padding repeats a near one of the same batch. With
     ``tail="exact"``, only an empty replica gets one sample of padding. ``num_micro`` are the micro-batches of every
@@ -88,11 +89,23 @@ class ByNode:
         self.plan = plan
         self.is_equal = plan.tail != "exact"
         self._num_micro = num_micro
+        self.world = self.world_of(plan.world.replica)
+
+    def world_of(self, replica: int) -> World:
+        """The world of a replica, at the place where it reads."""
+        world, placement = self.plan.world, self.plan.placement
+        world = replace(world, rank=replica * world.replication)
+        return world if placement is None else placement.seated(world)
+
+    def groups(self, at: Ints) -> Ints:
+        """The place of each position's canonical node among all."""
+        nodes, placement = self.order.nodes(at), self.plan.placement
+        return nodes if placement is None else placement.places[nodes]
 
     def places(self, k: int, at: Ints) -> ReplicaBatch:
         """This replica's part, with positions in the place of ids."""
-        world, balance = self.plan.world, self.plan.balance
-        nodes = self.order.nodes(at)
+        world, balance = self.world, self.plan.balance
+        nodes = self.groups(at)
         if balance is None:
             grouped = np.argsort(nodes, kind="stable")[:, None]
             offsets, filler = dealt(grouped, np.zeros(grouped.shape, np.bool_), world, self.is_equal)
@@ -133,8 +146,8 @@ class ByBlock(ByNode):
         if k >= self._num_of_blocks:
             return super().places(k, at)
         block = self._interleave.block
-        blocks, filler = blocks_of(self.order.nodes(at), self._interleave.locate(at)[0], block)
-        offsets, filler = dealt(blocks, filler, self.plan.world, is_equal=True)
+        blocks, filler = blocks_of(self.groups(at), self._interleave.locate(at)[0], block)
+        offsets, filler = dealt(blocks, filler, self.world, is_equal=True)
         return ReplicaBatch(at[offsets], at[offsets], filler, block)
 
     def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:

@@ -1,0 +1,126 @@
+"""Which node reads which canonical node, and how little of that moves when nodes come and go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.orders import run_over
+
+from lightning_stream.order import BatchPlan, OrderConfig, World
+from lightning_stream.order.placement import sticky_placement
+
+NODES = 48
+DIVISORS = [count for count in range(1, NODES + 1) if NODES % count == 0]
+
+
+def parts_of(canonical_nodes, num_nodes):
+    """The canonical nodes that each node reads some of."""
+    found = sticky_placement(canonical_nodes, num_nodes)
+    members = np.argsort(found.places)
+    each = Fraction(canonical_nodes, num_nodes)
+    bounds = [(seat * each, (seat + 1) * each) for seat in found.seats]
+    return [{int(one) for one in members[int(begin) : -int(-end // 1)]} for begin, end in bounds]
+
+
+def sequences():
+    yield from [[8, 6, 4, 3], [4, 6, 8, 12], [4, 8, 4, 8]]
+    rng = np.random.default_rng(36)
+    yield from (rng.choice(DIVISORS, size=6).tolist() for _ in range(17))
+
+
+@pytest.mark.parametrize("worlds", [*sequences()], ids=str)
+def test_no_more_moves_than_must_move(worlds):
+    """The bound: what no disk holds is fetched by somebody, and a node that comes fetches its share."""
+    disks, moved, bound = [], 0, 0
+    for count in worlds:
+        parts = parts_of(NODES, count)
+        disks = [disks[node] if node < len(disks) else set() for node in range(count)]  # those that left are lost
+        fetched = sum(len(part - disk) for part, disk in zip(parts, disks, strict=True))
+        nobody = NODES - len(set().union(*disks))
+        lacking = sum(max(0, NODES // count - len(disk)) for disk in disks)
+        moved, bound = moved + fetched, bound + max(nobody, lacking)
+        disks = [disk | part for part, disk in zip(parts, disks, strict=True)]
+    assert moved <= 1.05 * bound
+
+
+@pytest.mark.parametrize("canonical_nodes", [1, 2, 4, 7, 12, 16])
+def test_as_few_canonical_nodes_as_possible_are_read_by_several_nodes(canonical_nodes):
+    for num_nodes in range(1, 40):
+        found = sticky_placement(canonical_nodes, num_nodes)
+        assert sorted(found.places.tolist()) == [*range(canonical_nodes)]
+        assert sorted(found.seats) == [*range(num_nodes)]
+        parts = parts_of(canonical_nodes, num_nodes)
+        fewest = canonical_nodes + num_nodes - np.gcd(canonical_nodes, num_nodes)
+        assert sum(map(len, parts)) == fewest
+        if num_nodes % canonical_nodes == 0 and num_nodes > canonical_nodes:  # nobody who stays changes anything
+            assert [min(part) for part in parts] == [node % canonical_nodes for node in range(num_nodes)]
+
+
+def run_with(sticky, **settings):
+    return run_over([[40] * 30], batch_size=48, shuffle=True, seed=5, canonical_nodes=12, sticky=sticky, **settings)
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.data())
+def test_global_batches_do_not_depend_on_the_placement(data):
+    ranks_per_node = data.draw(st.sampled_from([1, 2, 3]))
+    replication = data.draw(st.sampled_from([1, 2, 4]))
+    replicas = data.draw(st.sampled_from([1, 2, 3, 4, 6, 8, 12]))
+    num_ranks = replicas * replication
+    if num_ranks % ranks_per_node:
+        ranks_per_node = 1
+    world = World(0, num_ranks, ranks_per_node, replication)
+    tail = data.draw(st.sampled_from(["pad", "drop", "exact"]))
+    of = [
+        BatchPlan(run_with(sticky).epoch(0), batch_size=48, world=world, tail=tail).of_replicas()
+        for sticky in (True, False)
+    ]
+    counts = {plan.num_batches for plans in of for plan in plans}
+    assert len(counts) == 1
+    for k in range(counts.pop()):
+        found, former = ([plan.share(k) for plan in plans] for plans in of)
+        for shares in (found, former):
+            read = np.concatenate([share.ids[~share.filler] for share in shares])
+            assert sorted(read.tolist()) == sorted(of[1][0].ids(k).tolist())
+        assert len({len(share) for share in found}) <= (2 if tail == "exact" else 1)
+    together = [plan.shares([0, 1, 2]) for plan in of[0]]
+    assert [[share.ids.tolist() for share in shares] for shares in together] == [
+        [plan.share(k).ids.tolist() for k in range(3)] for plan in of[0]
+    ]
+
+
+def test_nodes_that_stay_keep_reading_the_same_shards():
+    run = run_with(True)
+
+    def shards(num_nodes):
+        plans = BatchPlan(run.epoch(0), batch_size=48, world=World(0, 2 * num_nodes, 2)).of_replicas()
+        each = [{*run.snapshot.shards_of(plan.share(k).ids).tolist()} for plan in plans for k in range(25)]
+        return [set().union(*each[node * 50 : node * 50 + 50]) for node in range(num_nodes)]
+
+    of_4, of_6 = shards(4), shards(6)
+    assert all(now <= before for now, before in zip(of_6, of_4, strict=False))
+    assert max(map(len, of_6)) < 30 / 6 + 5
+
+
+def test_a_new_run_is_sticky_and_an_older_one_keeps_its_placement():
+    assert not OrderConfig.resolve(batch_size=48, shuffle=True).sticky  # a state that lacks it
+    former = OrderConfig.resolve(batch_size=48, shuffle=True, sticky=False)
+    assert not OrderConfig.resolve(batch_size=48, shuffle=True, resumed=former).sticky
+    new = OrderConfig.resolve(batch_size=48, shuffle=True, sticky=True)
+    assert OrderConfig.resolve(batch_size=48, shuffle=True, resumed=OrderConfig.from_state(new.to_state())).sticky
+    assert "sticky" not in former.to_state()
+    assert not OrderConfig.resolve(batch_size=48, shuffle=False, sticky=True).sticky
+    assert not OrderConfig.resolve(batch_size=48, shuffle=True, algorithm="py1e", sticky=True).sticky
+
+
+def test_groups_of_ranks_that_span_nodes_unevenly_have_shares_of_their_own():
+    world = World(0, 12, ranks_per_node=4, replication=3)  # 4 replicas on 3 nodes
+    plans = BatchPlan(run_with(True).epoch(0), batch_size=48, world=world).of_replicas()
+    assert sorted(np.concatenate([plan.share(0).ids for plan in plans]).tolist()) == sorted(plans[0].ids(0).tolist())
+    same = replace(plans[1], world=replace(world, rank=5))  # of the same replica as rank 3
+    assert same.share(0).ids.tolist() == plans[1].share(0).ids.tolist()
