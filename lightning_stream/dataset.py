@@ -97,10 +97,12 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
         quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
         balance: Which samples of a global batch each replica computes: None for those of its own canonical nodes,
-            ``"tokens"`` for equally many tokens, or a function from lengths (int64[n]) to costs (n numbers, the same
-            on every machine), e.g. ``lambda tokens: tokens * tokens``, for equal costs. Global batches, numbers of
-            samples and states are the same with any of them, and every machine reads the shards that it reads without:
-            `num_canonical_nodes` = 1 balances over all machines, but each of them reads all shards.
+            ``"tokens"`` for equally many tokens, an expression of lengths such as ``"tokens ** 2 + 40 * images"``, or a
+            function from lengths (int64[n]) to costs (n numbers, the same on every machine), e.g.
+            ``lambda tokens: tokens * tokens``, for equal costs. Of packed documents, lengths are those in the row; by
+            other lengths than they are packed by, each part of a document costs as the whole. Global batches, numbers
+            of samples and states are the same with any of them, and every machine reads the shards that it reads
+            without: `num_canonical_nodes` = 1 balances over all machines, but each of them reads all shards.
         forget: Ids of samples that are never delivered, but others of their streams in their places. A run continues so
             from a state before it saw any of them: `plan_replay` finds the newest.
         start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
@@ -108,7 +110,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             taken and when an iteration ends: a difference is an error. None: where that is faster and takes at most 5 %
             more requests, unless bad data is substituted. The beginning of a shard that is arriving takes none. False:
             nothing is read before its shard is here, verified.
-        pack: How documents are packed into rows of one length, see `Packing`; a batch then has rows.
+        pack: How documents, or whole samples, are packed into rows of one length, see `Packing`; a batch then has rows.
         schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
         bucket_by: Name of lengths, e.g. ``"tokens"``: each global batch then has samples of similar lengths, so that
             padding them to the longest costs little. The lengths must be known, see `MDSWriter(lengths=...)`.

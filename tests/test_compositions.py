@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from support.documents import (  # noqa: E402
     MIXED,
     POINTS,
     SIZES,
+    WHOLE,
     composed,
     dataset_of,
     is_kept,
@@ -28,6 +30,7 @@ from support.documents import (  # noqa: E402
 )
 
 from lightning_stream import (  # noqa: E402
+    Packing,
     PositionTracker,
     Schedule,
     StreamingDataLoader,
@@ -47,8 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("documents"))
 
 
-def with_bad_samples(folder: Path) -> StreamingDataset:
-    dataset = composed(folder, on_bad_sample="substitute", quarantine=folder / "bad.jsonl")
+def with_bad_samples(folder: Path, **given: Any) -> StreamingDataset:
+    dataset = composed(folder, on_bad_sample="substitute", quarantine=folder / "bad.jsonl", **given)
     source_of(dataset).bad_data.found.update(dict.fromkeys((7, 50, 120), "it is damaged"))
     return dataset
 
@@ -66,6 +69,23 @@ COMPOSITIONS: dict[str, Make] = {
     "replication, pack": partial(dataset_of, replication=2, batching_method="stratified"),
     "schedule, filter, pack, balance": composed,
     "bad samples, schedule, filter, pack, balance": with_bad_samples,
+}
+whole = partial(dataset_of, pack=WHOLE)
+COST = "tokens ** 2 + 40 * images"
+COMPOSITIONS |= {
+    "whole": whole,
+    "whole, index order": partial(whole, shuffle=False),
+    "whole, balance": partial(whole, balance=COST),
+    "whole, a stored length": partial(dataset_of, pack=Packing(None, 80, 40, "drop", lengths="tokens")),
+    "whole, filter": partial(whole, filter=is_kept, filter_lengths={"tokens + 9 * images": (4, 80)}),
+    "whole, ids, epoch size": partial(whole, exclude_ids=range(0, 500, 9), epoch_size=333),
+    "whole, stratified, replication": partial(whole, replication=2, batching_method="stratified"),
+    "whole, forget": partial(whole, forget=range(5, 500, 50)),
+    "whole, schedule": partial(whole, **MIXED),
+    "whole, schedule in tokens, balance": partial(whole, **{**MIXED, "schedule": TOKENS}, balance=COST),
+    "whole, subset": lambda folder: whole(folder).subset(range(0, 500, 2)),
+    "whole, schedule, filter, balance by a function": partial(composed, pack=WHOLE),
+    "whole, bad samples, schedule, filter, balance": partial(with_bad_samples, pack=WHOLE),
 }
 
 
@@ -87,12 +107,26 @@ def rows_in(loader: StreamingDataLoader, batch: dict[str, Any]) -> list[tuple[in
     """The rows, or samples, of a batch that count."""
     info = loader.last_batch
     assert info is not None
+    if "row_splits" in batch:
+        return [row for row, filler in zip(rows_of_samples(batch), info.filler.tolist(), strict=True) if not filler]
     packed = "input_ids" in batch
     rows = batch["input_ids"].tolist() if packed else [tokens.tolist() for tokens in batch["tokens"]]
     if packed:
         for tokens, mask, count in zip(rows, batch["mask"].tolist(), batch["num_tokens"].tolist(), strict=True):
             assert mask[:count] == [token % 3 for token in tokens[:count]]
     return [tuple(row) for row, filler in zip(rows, info.filler.tolist(), strict=True) if not filler]
+
+
+def rows_of_samples(batch: dict[str, Any]) -> list[tuple[int, ...]]:
+    """The tokens of each row of whole samples, which have the lengths that they were packed by."""
+    samples, edges = batch["splits"]["tokens"].tolist(), batch["row_splits"].tolist()
+    tokens = batch["tokens"].tolist()
+    assert batch["mask"].tolist() == [token % 3 for token in tokens]
+    lengths = batch["cu_seqlens"].diff().tolist()
+    for begin, end, length in zip(samples, samples[1:], lengths, strict=False):
+        assert length in (end - begin, end - begin + 9 * (tokens[begin] // 1000 % 3))
+        assert tokens[begin:end] == list(range(tokens[begin] // 1000 * 1000, tokens[begin] + end - begin))
+    return [tuple(tokens[samples[begin] : samples[end]]) for begin, end in pairwise(edges)]
 
 
 def take(ranks: Sequence[StreamingDataLoader], steps: int, change_at: int | None = None) -> list[list[tuple[int, ...]]]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns
-from lightning_stream.loading.packing import read_rows, split_rows
+from lightning_stream.loading.packing import by_row, collate_rows, places_in_rows, read_rows, split_rows
 from lightning_stream.loading.randomness import SeededCall, preserved_generators
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
@@ -113,11 +113,14 @@ class BatchMaker:
 
     def _batch(self, batch: MicroBatch) -> Any:
         """Read, transform and collate: columns are gathered at once where nothing asks for single samples."""
-        if self.source.transform is None and self.collate is None and self.source.read_one is None:
+        is_plain = self.source.transform is None and self.source.read_one is None and self.collate is None
+        if is_plain and not self.source.packs_whole:
             return collate_columns(self._columns(batch, self.memory))
         samples = self.samples(batch)
         began = perf_counter()
-        if self.collate is None:
+        if self.collate is None and self.source.packs_whole and batch.rows is not None:
+            collated = collate_rows(samples, batch.rows)
+        elif self.collate is None:
             collated = self.source.collate(samples, self.memory)
         else:
             with self._preserved(), self._named("collating", batch.sample_ids[:8].tolist()):
@@ -134,14 +137,26 @@ class BatchMaker:
         return read_rows(reader, batch.rows, packing)
 
     def samples(self, batch: MicroBatch) -> list[Any]:
-        """Read and transform the samples of one micro-batch: its rows, where samples are packed into rows."""
-        transform, positions = self.source.transform, batch.positions.tolist()
+        """Read and transform the samples of one micro-batch: its rows, where documents are packed into rows.
+
+        Where whole samples are, the lists of those of each row.
+        """
         if batch.rows is None:
-            ids_of = [[sample_id] for sample_id in batch.delivered.tolist()]
-            samples: Iterable[Any] = map(partial(self._sample, batch), batch.delivered.tolist(), positions)
-        else:
-            ids_of = [ids.tolist() for ids in np.split(batch.rows.ids, batch.rows.edges[1:-1])]
-            samples = split_rows(self._columns(batch))
+            return self._single(batch, batch.delivered.tolist(), batch.positions.tolist())
+        if self.source.packs_whole:
+            return by_row(self._single(batch, *places_in_rows(batch.rows, batch.positions)), batch.rows)
+        ids_of = [ids.tolist() for ids in np.split(batch.rows.ids, batch.rows.edges[1:-1])]
+        return self._all_transformed(batch, split_rows(self._columns(batch)), ids_of, batch.positions.tolist())
+
+    def _single(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> list[Any]:
+        """Read and transform samples one by one; `positions` are what each draws its random numbers by."""
+        samples = map(partial(self._sample, batch), ids, positions)
+        return self._all_transformed(batch, samples, [[sample_id] for sample_id in ids], positions)
+
+    def _all_transformed(
+        self, batch: MicroBatch, samples: Iterable[Any], ids_of: list[list[int]], positions: list[int]
+    ) -> list[Any]:
+        transform = self.source.transform
         if transform is None and self.source.read_one is None:
             return list(samples)
         with self._preserved():

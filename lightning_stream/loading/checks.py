@@ -73,6 +73,11 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             raise ValueError(refusal)
     if world.rank:
         return
+    if num_dropped := _num_dropped(run):
+        _log.warning(
+            f"{num_dropped:,} of {run.snapshot.num_samples:,} samples are longer than a row, and in none: they are "
+            "dropped (long_documents='drop')."
+        )
     if settings.balance is not None and not can_balance(run, world):
         _log.warning(
             "Shares are balanced among the replicas of a machine, which has only one here, so that no machine "
@@ -92,6 +97,14 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         found = quality(reader, run, size)
         score, perfect, cache_mb = found.mean, found.random, max(1, found.cache_bytes // 10**6)
         _log.info("Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.", score, perfect, cache_mb)
+
+
+def _num_dropped(run: RunOrder) -> int:
+    """How many samples are in no row."""
+    packing = run.config.packing
+    if packing is None or packing.long_documents != "drop" or run.lengths is None:
+        return 0
+    return int(np.count_nonzero(run.lengths > packing.row_length))
 
 
 def _cause_of_none(run: RunOrder, tail: Tail, batch_size: int) -> str:

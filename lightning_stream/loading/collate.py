@@ -17,6 +17,7 @@ from lightning_stream.loading.torch_private import collate_with
 
 # Array kinds that torch.from_numpy takes: integers, unsigned integers, floats, booleans. Others stay numpy arrays.
 _TORCH_KINDS = frozenset("iufb")
+_SIGNED: dict[str, type[np.signedinteger[Any]]] = {"u2": np.int32, "u4": np.int64}
 _NUMBERS = (bool, int, float, np.number, np.bool_)
 
 
@@ -38,12 +39,7 @@ def collate_samples(samples: Sequence[Any], out: Callable[[int], Any] | None = N
     """
     first = samples[0]
     if isinstance(first, Mapping):
-        for sample in samples:
-            if sample.keys() != first.keys():
-                raise ValueError(
-                    f"samples of one batch must have the same keys; found {sorted(first)} and {sorted(sample)}. "
-                    f"Make the transform return the same keys for every sample, or pass a collate_fn."
-                )
+        _check_keys(samples)
         return _like(first, {name: _column([sample[name] for sample in samples], out) for name in first})
     return default_collate(list(samples))
 
@@ -53,6 +49,49 @@ def collate_as_torch(samples: Sequence[Any], out: Callable[[int], Any] | None = 
     if out is None:
         return default_collate(list(samples))
     return collate_with(list(samples), partial(_stacked_tensors, out=out))
+
+
+def join_samples(samples: Sequence[Any]) -> dict[str, Any]:
+    """Collate samples of different sizes: arrays and tensors are joined along their first axis.
+
+    ``splits`` has for each of these columns where the samples begin in it, int32[n + 1]. The rest is as
+    `collate_samples` makes it.
+    """
+    first = samples[0]
+    if not isinstance(first, Mapping):
+        raise TypeError(f"samples of a packed row are dicts, or collated by a collate_fn; found {type(first).__name__}")
+    _check_keys(samples)
+    batch: dict[str, Any] = {}
+    splits: dict[str, torch.Tensor] = {}
+    for name, value in first.items():
+        values = [sample[name] for sample in samples]
+        if not isinstance(value, (np.ndarray, torch.Tensor)) or not value.ndim:
+            batch[name] = _column(values)
+            continue
+        kinds = {(type(one), getattr(one, "dtype", None), getattr(one, "shape", ())[1:]) for one in values}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"the arrays of column {name!r} must have one dtype, and one shape behind their first axis, to be "
+                f"joined; found {sorted(map(str, kinds))}. Make them alike in a transform, or pass a collate_fn"
+            )
+        batch[name] = torch.cat(values) if isinstance(value, torch.Tensor) else _tensor(signed(np.concatenate(values)))
+        splits[name] = torch.tensor(np.cumsum([0, *map(len, values)]), dtype=torch.int32)
+    return {**batch, "splits": splits}
+
+
+def signed(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Unsigned numbers that torch lacks most operations for, as wider signed ones; others as they are."""
+    wider = _SIGNED.get(values.dtype.str[1:])
+    return values if wider is None else values.astype(wider)
+
+
+def _check_keys(samples: Sequence[Mapping[str, Any]]) -> None:
+    for sample in samples:
+        if sample.keys() != samples[0].keys():
+            raise ValueError(
+                f"samples of one batch must have the same keys; found {sorted(samples[0])} and {sorted(sample)}. "
+                f"Make the transform return the same keys for every sample, or pass a collate_fn."
+            )
 
 
 def _like(sample: Mapping[str, Any], batch: dict[str, Any]) -> Any:

@@ -57,7 +57,7 @@ def described(
 
 def _stages(source: SampleSource, run: RunOrder, epoch: int, count_rows: bool | None) -> list[Stage]:
     names = [] if source.lengths_name is None else [source.lengths_name]
-    names += [] if source.balance is None else [source.balanced_by]
+    names += [] if source.balance is None else source.reader.stored_lengths(source.balanced_by)
     found = stages_of_reader(source.reader, dict.fromkeys(names), run)
     return found + stages_of_order(run.config, run, epoch=epoch, count_rows=count_rows)
 
@@ -85,7 +85,7 @@ def _before_batch_size(stage: Stage, source: SampleSource) -> Stage:
 def _delivered(source: SampleSource) -> Stage:
     """What becomes of the samples of a batch: the columns that are read, and what is done with them."""
     columns = {name: encoding for index in source.reader.indexes for name, encoding in index.columns.items()}
-    if (pack := source.packing) is not None:
+    if (pack := source.packing) is not None and pack.column is not None:
         kept = dict.fromkeys((pack.column, *pack.columns))
         columns = {name: columns[name] for name in kept if name in columns}
     policy, limit = source.bad_data.policy, source.reader.defaults.config.limit_bytes

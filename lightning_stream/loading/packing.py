@@ -1,26 +1,34 @@
-"""Documents packed into rows of one length, or sorted by their lengths: the user's settings, and batches of rows."""
+"""Documents or whole samples packed into rows of one length, or sorted by length: the settings, and batches of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
+from lightning_stream.loading.collate import collate_columns, join_samples, signed
 from lightning_stream.order import OrderConfig
+from lightning_stream.order.arrays import starts_of
 from lightning_stream.order.buckets import LengthBuckets
-from lightning_stream.order.packing import LongDocuments, RowPacking, RowSpans
-from lightning_stream.order.rules import TEXT, violations
+from lightning_stream.order.packing import LONG_DOCUMENTS, RowPacking, RowSpans
+from lightning_stream.order.rules import MAYBE_TEXT, TEXT, Rule, count, one_of, violations
+from lightning_stream.reading.length_expression import LengthExpression, is_expression
 from lightning_stream.reading.reader import SampleReader
 
-_SIGNED: dict[str, type[np.signedinteger[Any]]] = {
-    "u2": np.int32,
-    "u4": np.int64,
-}  # torch lacks most operations for these
+_RULES: dict[str, Rule] = {
+    "column": MAYBE_TEXT,
+    "lengths": TEXT,
+    "long_documents": one_of(*LONG_DOCUMENTS, "error"),
+    "row_length": count(1, 2**31 - 1),
+}
+_OF_TOKENS = ("columns", "labels", "pad_token")  # settings of rows of tokens alone
+_PLACE_BITS = 40  # of a row's position; the number of a sample in its row comes above them
 
 
 @dataclass(frozen=True)
@@ -30,21 +38,28 @@ class Packing:
     Each window of documents is packed by best-fit decreasing, so rows have hardly any padding. The rows are a pure
     function of data and settings: the same in every world, and after every resume.
 
+    Documents are cut where they must be, and their tokens become arrays of rows. Where `lengths` is an expression, or
+    `column` is None, whole samples of any columns are packed instead: see below.
+
     Args:
         column: The column of tokens: a 1-d array of integers in each sample. Its lengths must be known without reading
-            it, see `MDSWriter(lengths=...)`.
+            it, see `MDSWriter(lengths=...)`. None packs whole samples.
         row_length: S, tokens of a row.
         window: Documents that are packed together; None for as many as fill about 700 rows when the run starts, from
             4,096 to 65,536. More of them leave less padding, half a row for each window; fewer make the first batch
             after a resume faster.
-        long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens;
-            ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them.
+        long_documents: What happens to documents of more than S tokens. ``"split"`` cuts them after every S tokens, and
+            is the default; ``"truncate"`` keeps the first S tokens; ``"drop"`` omits them, with a warning that counts
+            them; ``"error"`` refuses data that has any. Whole samples are dropped or refused; they are refused by
+            default.
         columns: Further columns with one number for each token, such as a loss mask. They are packed alike.
         labels: Whether batches have ``labels``: the tokens, but -100 for the first token of each document and for
             padding.
         cu_seqlens: Whether batches have ``cu_seqlens`` and ``max_seqlen``, as variable-length attention takes them.
         pad_token: The token that fills the end of a row.
-        lengths: Name of the lengths in the dataset; None for the name of the column.
+        lengths: Name of the lengths in the dataset; None for the name of the column. Or an expression of them, of
+            whole numbers, ``+ - * //``, ``max``, ``min`` and powers, such as ``"tokens + 576 * images"``: then whole
+            samples are packed.
 
     A batch of B rows has, all int32 but the tokens:
 
@@ -53,15 +68,31 @@ class Packing:
     - ``document_ids`` [B, S]: the number of the document in the row; padding counts as one more document;
     - ``num_tokens`` [B]: tokens of each row, padding excluded.
 
+    Of whole samples, a transform gets each one, and a collate function the samples of each row, a list of lists.
+    Without a collate function, a batch of n samples of T length together, row after row and without padding, has
+
+    - the columns: arrays and tensors joined along their first axis, numbers and the rest as without packing;
+    - ``splits``: for each column of arrays, where the samples begin in it, int32 [n + 1];
+    - ``row_splits`` [B + 1]: which samples each row has;
+    - ``cu_seqlens`` [n + 1], ``max_seqlen``: where the samples begin among the T places, and the longest of them;
+    - ``position_ids``, ``document_ids`` [T]: the place in the sample, and the number of the sample in the batch;
+    - ``num_tokens`` [B]: the length of each row.
+
+    A column of such a name replaces what is described here.
+
+    Raises:
+        ValueError: A setting, or an expression, that is wrong.
+
     Example::
 
         StreamingDataset("s3://bucket/tokens", shuffle=True, pack=Packing(column="tokens", row_length=2048))
+        StreamingDataset("s3://bucket/chats", pack=Packing(lengths="tokens + 576 * images", row_length=8192))
     """
 
-    column: str = "tokens"
+    column: str | None = "tokens"
     row_length: int = 2048
     window: int | None = None
-    long_documents: LongDocuments = "split"
+    long_documents: Literal["split", "truncate", "drop", "error"] | None = None
     columns: tuple[str, ...] = ()
     labels: bool = False
     cu_seqlens: bool = False
@@ -69,16 +100,50 @@ class Packing:
     lengths: str | None = None
 
     def __post_init__(self) -> None:
-        names = {"column": self.column, "lengths": self.lengths_name}
-        if problems := violations(names, dict.fromkeys(names, TEXT)):
-            raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
+        if isinstance(self.lengths, str) and is_expression(self.lengths):
+            LengthExpression(self.lengths)  # refuses a wrong one
+            object.__setattr__(self, "column", None)
+        if self.long_documents is None:
+            object.__setattr__(self, "long_documents", "error" if self.is_whole else "split")
         object.__setattr__(self, "columns", tuple(self.columns))  # a list of a config file
-        self.rows("")  # refuses wrong values
+        problems = violations({**vars(self), "lengths": self.lengths_name}, _RULES)
+        if self.is_whole and self.long_documents in ("split", "truncate"):
+            problems.append(
+                f"long_documents={self.long_documents!r} would cut samples, and whole ones are packed: pass 'drop' or "
+                "'error'."
+            )
+        if self.is_whole and (given := [name for name in _OF_TOKENS if getattr(self, name)]):
+            problems.append(f"{', '.join(given)} cannot be given for whole samples: they are of rows of tokens.")
+        if problems:
+            raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
+        self.rows("")  # refuses other wrong values
 
     def rows(self, lengths_digest: str) -> RowPacking:
         """What decides which rows there are, but for a window that is not given: `resolved` chooses that."""
-        given = {} if self.window is None else {"window": self.window}
-        return RowPacking(self.row_length, long_documents=self.long_documents, lengths=lengths_digest, **given)
+        given: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        rule = "drop" if self.long_documents == "error" else self.long_documents  # of none there is nothing to drop
+        return RowPacking(self.row_length, long_documents=rule or "split", lengths=lengths_digest, **given)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole samples are packed."""
+        return self.column is None
+
+    def check_lengths(self, lengths: NDArray[np.integer]) -> None:
+        """Raise ValueError for lengths of samples that no row could have, unless these may be dropped."""
+        limits = [("longer than a row", lengths > self.row_length, "pass long_documents='drop', ")]
+        limits = limits if self.long_documents == "error" else []
+        if self.is_whole:
+            limits.append(("of length 0, and so in no row", lengths == 0, ""))
+        for what, wrong, remedy in limits:
+            if wrong.any():
+                first = int(np.argmax(wrong))
+                raise ValueError(
+                    f"every sample must be in a row, but of {len(lengths):,} samples {np.count_nonzero(wrong):,} are "
+                    f"{what} (row_length={self.row_length}), the first of them sample {first} with {lengths[first]:,} "
+                    f"by {self.lengths_name!r}. Correct row_length or the lengths, {remedy}or leave them out by "
+                    "filter_lengths"
+                )
 
     def resolved(self, reader: SampleReader, resumed: OrderConfig | None) -> RowPacking:
         """With what was to be chosen, from the data and the run's first start."""
@@ -92,25 +157,52 @@ class Packing:
 
     def _check_column(self, reader: SampleReader) -> None:
         """Raise ValueError where the tokens are not stored."""
-        for index in reader.indexes:
-            if index.columns and index.columns.get(self.column, "str") == "str":
+        for index in () if self.column is None else reader.indexes:
+            if index.columns and index.columns.get(self.column or "", "str") == "str":
                 raise ValueError(
                     f"rows are packed from a stored column of tokens, before any transform; found column="
                     f"{self.column!r} among {dict(index.columns)}. Tokenise first: convert(source, out=..., "
-                    'transform=tokenise, lengths={"tokens": len})'
+                    'transform=tokenise, lengths={"tokens": len}); or pack whole samples: column=None'
                 )
 
     @property
     def lengths_name(self) -> str:
         """The name of the lengths in the dataset."""
-        return self.lengths or self.column
+        return self.lengths or self.column  # type: ignore[return-value]  # one of both is checked
+
+
+def places_in_rows(rows: RowSpans, positions: NDArray[np.int64]) -> tuple[list[int], list[int]]:
+    """The ids of the samples of these rows, and for each a number of its own, of its row's position and its place."""
+    counts = np.diff(rows.edges)
+    places = np.arange(len(rows.ids)) - np.repeat(rows.edges[:-1], counts)
+    return rows.ids.tolist(), (np.repeat(positions, counts) + (places << _PLACE_BITS)).tolist()
+
+
+def by_row(samples: Sequence[Any], rows: RowSpans) -> list[list[Any]]:
+    """The samples of each row."""
+    return [list(samples[begin:end]) for begin, end in pairwise(rows.edges.tolist())]
+
+
+def collate_rows(samples: Iterable[Sequence[Any]], rows: RowSpans) -> dict[str, Any]:
+    """The batch of whole samples that `Packing` describes."""
+    lengths = rows.num_tokens
+    edges = starts_of(lengths)
+    layout = {
+        "row_splits": rows.edges.astype(np.int32),
+        "cu_seqlens": edges.astype(np.int32),
+        "max_seqlen": np.array(lengths.max(initial=0), np.int32),
+        "position_ids": (np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)).astype(np.int32),
+        "document_ids": np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        "num_tokens": np.diff(edges[rows.edges]).astype(np.int32),
+    }
+    return {**collate_columns(layout), **join_samples([*chain.from_iterable(samples)])}
 
 
 def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[str, NDArray[Any]]:
     """Read the documents of some rows into the arrays that `Packing` describes."""
     ids, which = np.unique(rows.ids, return_inverse=True)
     lengths = reader.lengths(packing.lengths_name)[ids]
-    names = dict.fromkeys((packing.column, *packing.columns))
+    names = dict.fromkeys((packing.column or "", *packing.columns))
     begins = _begins(rows, packing.row_length)
 
     def copied(columns: Mapping[str, FlatArrays], memory: memoryview) -> dict[str, NDArray[Any]]:
@@ -143,8 +235,7 @@ def _placed(
     sources, lengths, targets = values.begins[which] + rows.first * size, rows.num_tokens * size, begins * size
     for source, length, at in zip(sources.tolist(), lengths.tolist(), targets.tolist(), strict=True):
         target[at : at + length] = memory[source : source + length]
-    wider = _SIGNED.get(values.dtype.str[1:])
-    return placed if wider is None else placed.astype(wider)
+    return signed(placed)
 
 
 def split_rows(batch: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:

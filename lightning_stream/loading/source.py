@@ -87,6 +87,17 @@ class _Lengths:
         return self.reader.lengths(self.name)
 
 
+@dataclass(frozen=True)
+class _Amounts:
+    """A length, or an expression of lengths, as a cost of samples by their ids."""
+
+    reader: SampleReader
+    name: str
+
+    def __call__(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.reader.amounts(self.name, ids)
+
+
 def _mean(lengths: NDArray[np.integer], kept: Callable[[NDArray[np.integer]], NDArray[np.int64]] | None) -> float:
     """The mean of lengths, of which only a part may be kept: the same number on every machine."""
     pieces = (lengths[begin : begin + _AVERAGED] for begin in range(0, len(lengths), _AVERAGED))
@@ -166,6 +177,11 @@ class SampleSource:
         return None if self.buckets is None else self.buckets.by
 
     @property
+    def packs_whole(self) -> bool:
+        """Whether whole samples are packed into rows."""
+        return self.packing is not None and self.packing.is_whole
+
+    @property
     def epochs_differ(self) -> bool:
         """Whether epochs have different numbers of batches."""
         return self.packing is not None or self.batch_tokens is not None or self.is_switched
@@ -220,8 +236,10 @@ class SampleSource:
     def _balance(self, device_batch_size: int) -> Balance | None:
         if self.balance is None:
             return None
+        self.reader.amounts(self.balanced_by, np.empty(0, np.int64))  # raises now if there are none
+        if self.balance != self.lengths_name and isinstance(self.balance, str):
+            return Balance(_Amounts(self.reader, self.balance), device_batch_size)
         cost = None if isinstance(self.balance, str) else self.balance
-        self.reader.lengths(self.balanced_by)  # raises now if there are none
         return Balance(cost, device_batch_size, _Lengths(self.reader, self.balanced_by))
 
     @property
@@ -236,6 +254,8 @@ class SampleSource:
         found = self.orders.get(config)
         if found is None:
             lengths = None if self.lengths_name is None else self.reader.lengths(self.lengths_name)
+            if self.packing is not None and lengths is not None:
+                self.packing.check_lengths(lengths)
             forgotten = None if config.forgotten is None else self.forgotten
             weights = tuple(map(weights_of, self.reader.streams))
             if isinstance(self.reader, SwitchedReader):

@@ -41,8 +41,8 @@ class Balance:
             must follow from + - * / and square roots of the data; exponents and logarithms may differ in the last bit
             from machine to machine. None: a sample costs its length.
         device_batch_size: Samples of a micro-batch on one device.
-        lengths: Gives those of all samples; a packed row costs what its documents cost together. None: ``costs`` takes
-            sample ids.
+        lengths: Gives those of all samples; those of a packed row's documents are their tokens in it. None: ``costs``
+            takes sample ids. A packed row costs what its documents cost together.
 
     Example::
 
@@ -56,10 +56,10 @@ class Balance:
     def costs_of(self, order: Order, at: Ints) -> Ints:
         """The costs of some positions as whole numbers."""
         costs = self.costs or np.asarray
-        rows = None if self.lengths is None else order.spans(at)
+        rows = order.spans(at)
         if rows is not None:
-            of_documents = whole_costs(costs(rows.num_tokens), len(rows.num_tokens))
-            return np.add.reduceat(of_documents, rows.edges[:-1])
+            given = rows.ids if self.lengths is None else rows.num_tokens
+            return np.add.reduceat(whole_costs(costs(given), len(given)), rows.edges[:-1])
         ids = order.ids(at)
         return whole_costs(costs(ids if self.lengths is None else self.lengths()[ids].astype(np.int64)), len(at))
 

@@ -26,6 +26,7 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
+from lightning_stream.reading.length_expression import LengthExpression, is_expression
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.proofs import Deliveries, EarlyRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
@@ -36,6 +37,7 @@ from lightning_stream.threads import DaemonPool
 T = TypeVar("T")
 Choice: TypeAlias = tuple[Bitmap, Mapping[str, int]]
 Choose: TypeAlias = Callable[["SampleReader"], Choice]
+_DERIVED_TOGETHER, _MOST_LENGTH = 1 << 20, (1 << 32) - 1
 
 
 class SampleReader:
@@ -139,9 +141,12 @@ class SampleReader:
         variable size follows from the offset tables of shards that are not compressed: the bytes of ``bytes`` and
         ``str``, and the items of arrays, which must have one dimension (the first one of each shard is checked).
 
+        The name may be an expression, such as ``"tokens + 576 * images"``, see `LengthExpression`.
+
         Raises:
             NotFoundError: A stream has no such lengths; says how to add them.
             DigestError, FormatError: They are damaged, or do not fit the index.
+            ValueError: An expression that is wrong, or gives numbers that are no lengths.
         """
         if name not in self._lengths:
             self._lengths[name] = self._read_lengths(name)
@@ -153,7 +158,37 @@ class SampleReader:
             self._length_digests[name] = digest("xxh3_128", self.lengths(name).view(np.uint8).data)
         return self._length_digests[name]
 
+    def amounts(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The lengths of some samples, or what an expression makes of them, which may be more than 32 bits hold."""
+        expression = self._expression(name)
+        if expression is None:
+            return self.lengths(name)[ids].astype(np.int64)
+        return expression({one: self.lengths(one)[ids] for one in expression.names})
+
+    def stored_lengths(self, name: str) -> tuple[str, ...]:
+        """The names of the lengths that an expression needs; of a name, itself."""
+        expression = self._expression(name)
+        return (name,) if expression is None else expression.names
+
+    def _expression(self, name: str) -> LengthExpression | None:
+        if not is_expression(name) or any(name in {*index.lengths, *index.columns} for index in self.indexes):
+            return None
+        return LengthExpression(name)
+
+    def _derived(self, name: str) -> NDArray[np.uint32]:
+        found = np.empty(self.snapshot.num_samples, np.uint32)
+        for begin in range(0, len(found), _DERIVED_TOGETHER):
+            ids = np.arange(begin, min(begin + _DERIVED_TOGETHER, len(found)))
+            amounts = self.amounts(name, ids)
+            if (most := int(amounts.max())) > _MOST_LENGTH:
+                raise ValueError(f"a length is at most {_MOST_LENGTH:,}; {name!r} gives {most:,}. Correct it")
+            found[ids] = amounts
+        found.setflags(write=False)
+        return found
+
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+        if self._expression(name) is not None:
+            return self._derived(name)
         lengths = read_lengths(self.caches, self.indexes, name)
         if self.members is not None:
             lengths = lengths[self.members.mask]

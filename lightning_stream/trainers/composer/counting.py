@@ -114,7 +114,7 @@ class _Padded(list[Any]):
 
 
 def length_of(batch: Any) -> int | None:
-    """How many samples a batch has by its columns; None where that is unknown.
+    """How many samples a batch has by its columns; None where that is unknown, as in one of packed whole samples.
 
     A dict or tuple holds columns: tensors, arrays, or lists of one value per sample. A list of dicts or of plain values
     holds samples.
@@ -122,6 +122,8 @@ def length_of(batch: Any) -> int | None:
     Raises:
         ValueError: The columns contradict each other.
     """
+    if isinstance(batch, Mapping) and "row_splits" in batch:
+        return None
     columns = list(_columns(batch))
     arrays = {len(column) for column in columns if isinstance(column, (torch.Tensor, np.ndarray)) and column.ndim}
     lengths = arrays or {len(column) for column in columns if isinstance(column, (list, tuple))}

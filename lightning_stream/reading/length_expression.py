@@ -1,0 +1,128 @@
+"""Numbers that follow from the lengths of samples, such as ``tokens + 576 * images``: parsed, never run as Python."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: np.add,
+    ast.Sub: np.subtract,
+    ast.Mult: np.multiply,
+    ast.FloorDiv: np.floor_divide,
+    ast.Pow: np.power,
+}
+_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"max": np.maximum, "min": np.minimum}
+_SIGNS = re.compile(r"[+*()]|//| - ")  # a name of lengths has none of them
+_MOST_POWER = 8
+_LIMIT = 2**63
+_RULE = (
+    "lengths are a name, or whole numbers and names joined by + - * // max() min(), or ** and a number from 1 to "
+    f"{_MOST_POWER}"
+)
+
+_Term = tuple[Any, int]
+"""Values (int64), and a number that none of them, nor what led to them, exceeds in size."""
+
+
+def is_expression(text: str) -> bool:
+    """Whether a text is more than the name of lengths. A minus between names needs spaces: ``a-b`` is a name."""
+    return bool(_SIGNS.search(text))
+
+
+class LengthExpression:
+    """An expression over lengths, evaluated in whole numbers of 64 bits.
+
+    Args:
+        text: Whole numbers and names, joined by ``+ - * //``, ``max(a, b, ...)``, ``min(a, b, ...)`` and ``a ** 2``.
+
+    Attributes:
+        names: The lengths that it needs.
+
+    Raises:
+        ValueError: It has anything else.
+
+    Example::
+
+        expression = LengthExpression("tokens + 576 * images")
+        expression({"tokens": np.array([10, 20]), "images": np.array([0, 2])})  # [10, 1172]
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        try:
+            self._tree = ast.parse(text.strip(), mode="eval").body
+        except (SyntaxError, ValueError) as error:
+            raise self._error(f"it cannot be read: {error}") from None
+        self.names = tuple(dict.fromkeys(self._names(self._tree)))
+        if not self.names:
+            raise self._error("it has no name of lengths")
+
+    def __call__(self, lengths: Mapping[str, NDArray[np.integer]]) -> NDArray[np.int64]:
+        """The numbers that these lengths give: int64[n] from n of each name.
+
+        Raises:
+            ValueError: One is below 0, divides by 0, or may not fit into 64 bits.
+        """
+        found: NDArray[np.int64] = self._value(self._tree, lengths)[0]
+        if (found < 0).any():
+            at = int(np.argmax(found < 0))
+            raise self._error(f"it gives {found[at]} for { ({name: int(lengths[name][at]) for name in self.names}) }")
+        return found
+
+    def _error(self, found: str) -> ValueError:
+        return ValueError(f"{_RULE}, and never below 0; found {self.text!r}, but {found}. Correct it")
+
+    def _names(self, node: ast.expr) -> Iterator[str]:
+        """The names in a tree; ValueError for what it must not have."""
+        match node:
+            case ast.Name(id=name):
+                yield name
+            case ast.Constant(value=int() as number) if type(number) is int and number < _LIMIT:
+                return
+            case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)):
+                if not 1 <= power <= _MOST_POWER:
+                    raise self._error(f"it has a power of {power}")
+                yield from self._names(left)
+            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv(), right=right):
+                yield from self._names(left)
+                yield from self._names(right)
+            case ast.Call(func=ast.Name(id="max" | "min"), args=[_, _, *_] as parts, keywords=[]):
+                for part in parts:
+                    yield from self._names(part)
+            case _:
+                raise self._error(f"it has {ast.unparse(node)!r}")
+
+    def _value(self, node: ast.expr, lengths: Mapping[str, NDArray[np.integer]]) -> _Term:
+        match node:
+            case ast.Name(id=name):
+                values = lengths[name].astype(np.int64)
+                return values, int(values.max(initial=0))
+            case ast.Constant(value=int() as number):
+                return np.int64(number), number
+            case ast.BinOp(left=left, op=operator, right=right):
+                return self._joined(operator, self._value(left, lengths), self._value(right, lengths))
+            case ast.Call(func=ast.Name(id=name), args=parts):
+                terms = [self._value(part, lengths) for part in parts]
+                return reduce(_FUNCTIONS[name], [values for values, _ in terms]), max(most for _, most in terms)
+        raise self._error(f"it has {ast.unparse(node)!r}")
+
+    def _joined(self, operator: ast.operator, left: _Term, right: _Term) -> _Term:
+        (values, most), (others, most_other) = left, right
+        if isinstance(operator, ast.FloorDiv) and (least := np.min(others, initial=1)) <= 0:
+            raise self._error(f"it divides by {least}")
+        if isinstance(operator, ast.Pow):
+            most = most**most_other
+        elif isinstance(operator, ast.Mult):
+            most *= most_other
+        elif isinstance(operator, (ast.Add, ast.Sub)):
+            most += most_other
+        if most >= _LIMIT:
+            raise self._error(f"it may reach {most:.3g}, which is more than 64 bits hold")
+        return _OPERATORS[type(operator)](values, others), most
