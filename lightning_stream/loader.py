@@ -195,7 +195,7 @@ class StreamingDataLoader(DataLoader[Any]):
             self.detect_world(), self.batch_size or 1, self.accumulate, self.tail, resumed or own
         )
         if driver is not None:
-            settings = replace(settings, padding=driver.padding)
+            settings = replace(settings, padding=driver.clock.padding)
         return settings if resumed is not None or own is None else replace(settings, order=own)
 
     def __len__(self) -> int:
@@ -253,7 +253,7 @@ class StreamingDataLoader(DataLoader[Any]):
         if iterator.moves:
             plain_iterations_of(self.streaming).belongs_to(self)
             start = start or cursor.begin(iterator, run, settings)
-        elif driver is not None and not driver.counts and not is_look:
+        elif driver is not None and not driver.clock.counts and not is_look:
             start = self.normalised(self.position)  # no trainer yet: where a state put it
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
@@ -389,7 +389,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def state_after(self, num_samples: int | None) -> dict[str, Any]:
         """The position after so many samples of the epoch; the caller counts them if no trainer does."""
         driver, last = self.cursor.driver, self.last_batch
-        if num_samples is None or driver is None or driver.counts or last is None:
+        if num_samples is None or driver is None or driver.clock.counts or last is None:
             return self.state_dict()
         here = replace(self.first_position(), epoch=last.epoch, position=num_samples)
         return self.proven(here if num_samples else here.next_epoch()).to_state()
@@ -411,7 +411,7 @@ class StreamingDataLoader(DataLoader[Any]):
         driver = self.cursor.driver
         if driver is None:
             self._resume(self.accept(state))
-        elif driver.takes_states:  # else the trainer reads the same checkpoint itself
+        elif driver.clock.takes_states:  # else the trainer reads the same checkpoint itself
             driver.load(state)
 
     def _resume(self, position: Position) -> None:

@@ -94,15 +94,53 @@ class Walk:
         return Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, turn=turn)
 
 
+class TrainerClock(Protocol):
+    """A trainer, as its run asks it. The defaults are those of a loop of one's own.
+
+    Attributes:
+        counts: Whether it counts what is trained on: not before it joins the run.
+        padding: Whether a rank gets padding beside samples of its own: not where losses are weighted by samples.
+        takes_states: Whether it gives the loader its state, and takes it from there. Such a trainer ends an epoch
+            itself, later than the data ends.
+    """
+
+    counts: bool = True
+    padding: bool = True
+    takes_states: bool = False
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Whether each optimizer step must use up whole global batches."""
+        return True
+
+    def micro_batch(self) -> int:
+        """The number in its epoch of the micro-batch in training."""
+        ...
+
+    def step(self) -> int:
+        """How many optimizer steps there were."""
+        ...
+
+    def ends_epoch(self) -> bool:
+        """Whether the trainer ends the epoch with the micro-batch in training, at a limit of its own."""
+        return False
+
+    def owns(self, iterator: Any) -> bool:
+        """Whether this iteration, which begins, is the one that the trainer takes its batches from."""
+        ...
+
+    def follow_length(self, epoch: int) -> None:  # noqa: ARG002 - a trainer's
+        """Expect as many batches as this epoch has, which a state or a change of the mixture may have changed."""
+        return
+
+
 class Driver(Protocol):
-    """A trainer that drives a loader: it has the training run's position, and recognises its own iteration.
+    """The run of a trainer that drives a loader: it has the position, and recognises its own iteration.
 
     `PositionTracker` documents its methods.
     """
 
-    padding: bool  # whether a rank gets padding beside samples of its own
-    counts: bool  # whether a trainer reports what was trained on
-    takes_states: bool  # whether the trainer loads states through the loader
+    clock: TrainerClock
 
     @property
     def known(self) -> Position | None: ...

@@ -6,7 +6,16 @@ import os
 from typing import TypedDict
 
 
-class RunOptions(TypedDict, total=False):
+class PositionOptions(TypedDict, total=False):
+    """The options of a `PositionTracker`, which documents them."""
+
+    seed_steps: int | None
+    on_missing_state: str
+    check_delivery: bool
+    record_delivery: str | os.PathLike[str] | None
+
+
+class RunOptions(PositionOptions, total=False):
     """The options of a training run; the doors of all trainers pass them on.
 
     `seed_steps`, `on_missing_state`, `check_delivery` and `record_delivery` are those of `PositionTracker`.
@@ -19,10 +28,6 @@ class RunOptions(TypedDict, total=False):
       local one; False writes none. It needs the monitor.
     """
 
-    seed_steps: int | None
-    on_missing_state: str
-    check_delivery: bool
-    record_delivery: str | os.PathLike[str] | None
     monitor: bool
     watch_after_s: float | None
     report: bool | str | os.PathLike[str]

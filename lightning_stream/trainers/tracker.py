@@ -1,9 +1,9 @@
 """What a training run has trained on, by the trainer's own counts; the same for every trainer.
 
 Global batch k of an epoch is a pure function, so nothing that was handed out has to be remembered: the trainer
-reports the number of its micro-batch, and this module knows the samples of that number. Lightning, Composer and a plain
-loop drive one `PositionTracker`, which checks deliveries, keeps the audit record, seeds steps, and handles checkpoints
-that hold no position.
+has the number of its micro-batch, and this module knows the samples of that number. Lightning, Composer and a plain
+loop are clocks of a `PositionTracker`, which checks deliveries, keeps the audit record, seeds steps, and handles
+checkpoints that hold no position.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.loading.source import BatchSettings
@@ -30,8 +31,26 @@ from lightning_stream.trainers.audit import DeliveryRecord
 _ON_MISSING = ("error", "restart")
 
 
+class _Loop(TrainerClock):
+    """The clock of a loop of one's own, which takes its batches from a tracker."""
+
+    def __init__(self) -> None:
+        self.iteration: LoaderIterator | None = None
+        self.number = self.epoch = 0
+
+    def micro_batch(self) -> int:
+        return self.number
+
+    def step(self) -> int:
+        """The epoch: the process may have resumed, and then its own steps count from 0."""
+        return self.epoch
+
+    def owns(self, iterator: LoaderIterator) -> bool:
+        return iterator is self.iteration
+
+
 class PositionTracker:
-    """Follows one training run over a `StreamingDataLoader`, by its micro-batches' numbers.
+    """Follows one training run over a `StreamingDataLoader`, by the clock of its trainer.
 
     Args:
         loader: The loader of the run; see `attach` if it is not known yet.
@@ -60,11 +79,6 @@ class PositionTracker:
         torch.save({"data": tracker.state(), ...}, "run.pt")
         tracker.end_run()  # prints "... 0 lost, 0 repeated" for a resumed run
     """
-
-    padding = True
-    ends_epochs = True  # whether the next epoch begins with the last batch of one; else the trainer reports it
-    counts = True  # whether a trainer reports what was trained on
-    takes_states = False  # whether the trainer loads states through the loader
 
     def __init__(
         self,
@@ -96,11 +110,10 @@ class PositionTracker:
         self._spans = False  # whether a whole global batch was trained on before it without a step
         self._record: DeliveryRecord | None = None
         self._settings: BatchSettings | None = None
-        self._own: LoaderIterator | None = None  # the iteration of a plain loop
-        self._owns: Callable[[LoaderIterator], bool] = self._is_own
-        self.loaded: Callable[[], None] | None = None  # called after a state was loaded
-        self.saves: Callable[[], None] | None = None  # called before a state is taken
-        self.reordered: Callable[[], None] | None = None  # called after the mixture has changed
+        self._own: LoaderIterator | None = None  # the run's own iteration
+        self._loop = _Loop()
+        self.clock: TrainerClock = self._loop
+        self._step = 0  # of the clock, when the run was last brought up to it
         self.num_resumes = 0
         self.is_resumed = self.is_of_mosaic = self.is_attached = self._has_said = False
         if loader is not None:
@@ -112,20 +125,21 @@ class PositionTracker:
         self,
         loader: StreamingDataLoader,
         position: Position | None = None,
-        owns: Callable[[LoaderIterator], bool] | None = None,
+        clock: TrainerClock | None = None,
     ) -> None:
         """Follow a training run over this loader.
 
         Args:
             loader: The loader.
             position: Where the run is; None for where the loader was set to begin.
-            owns: Whether an iteration is the trainer's own; None in a plain loop over this tracker.
+            clock: The trainer's; None in a plain loop over this tracker.
         """
         if self.is_attached and self._loader is not loader:
             self.loader.cursor.release(self.loader.position)
         self._loader, self.is_attached = loader, True
         self.known = position
-        self._owns = owns or self._is_own
+        self.clock = clock or self._loop
+        self._step = self.clock.step()
         if self._record is not None:
             self._record.close()
         self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery)
@@ -170,12 +184,9 @@ class PositionTracker:
             self.known = self.loader.begins_at or self.loader.first_position()
         return self.known
 
-    def _is_own(self, iterator: LoaderIterator) -> bool:
-        return iterator is self._own
-
     def begin(self, iterator: LoaderIterator) -> Position | None:
         """Where the run's own iteration begins; None for any other."""
-        if not self._owns(iterator):
+        if not self.clock.owns(iterator):
             return None
         self._own = iterator
         return self.position
@@ -198,17 +209,15 @@ class PositionTracker:
             self._batches, self._walk = self.loader.micro_batches_from(begin), None
         if self._record is not None:
             self._record.close()  # its next file comes with the new order
-        if self.reordered is not None:
-            self.reordered()
+        if self.known.epoch == self.epoch_in_training:
+            self.clock.follow_length(self.epoch_in_training)
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, the same on every rank; no collective."""
-        if self.saves is not None:
-            self.saves()
         self._proven = self.loader.proven(self.position)
         return self.loader.state_of(self._proven)
 
-    # Reports of the trainer
+    # The trainer's progress
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         """Continue where a state stands.
@@ -223,13 +232,12 @@ class PositionTracker:
         self.is_of_mosaic = is_mosaic_state(state)
         here = self.loader.accept(state)
         self.resume(here)
-        if self.takes_states and here.epoch > (epoch := int(state["epoch"])):
+        if self.clock.takes_states and here.epoch > (epoch := int(state["epoch"])):
             # At the end of an epoch's data the trainer may have yet to end that epoch: keep which it was.
             whole = self.loader.micro_batches_from(replace(here, epoch=epoch, position=0)).plan.order
             reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
             self.move_to(replace(here, epoch=epoch, position=min(reached, whole.num_samples)))
-        if self.loaded is not None:
-            self.loaded()
+        self.clock.follow_length(self.position.epoch)
 
     def move_to(self, position: Position) -> None:
         """Set where the run is."""
@@ -254,6 +262,7 @@ class PositionTracker:
 
     def begin_run(self) -> None:
         """Check that all ranks have the same position, and announce a resume. Collective."""
+        self._step = self.clock.step()
         check_ranks_agree(self.position)
         if self.is_resumed and not self._has_said:
             self._has_said = True
@@ -279,16 +288,13 @@ class PositionTracker:
         self._base, self._epoch = number, self.position.epoch
         self._walk, self._next = None, (-1, 0)
 
-    def take(self, number: int, step: int) -> MicroBatch:
+    def take(self) -> MicroBatch:
         """Take up the micro-batch that the trainer trains on now.
-
-        Args:
-            number: Its number in the epoch, as the trainer counts.
-            step: The trainer's count of optimizer steps.
 
         Raises:
             LedgerError: It is not the one that was planned.
         """
+        number = self.clock.micro_batch()
         if self._batches is None or self.position.epoch > self._epoch:
             self.begin_epoch(self.loader.batches_before(self.position))
         planned = self._planned(number - self._base)
@@ -299,7 +305,8 @@ class PositionTracker:
         if self._record is not None:
             self._record.take(seen)
         if self.seed_steps is not None:
-            torch.manual_seed(sample_seed(self.seed_steps, step * 65536 + self.settings.world.rank, number))
+            step = self.clock.step() * 65536 + self.settings.world.rank
+            torch.manual_seed(sample_seed(self.seed_steps, step, number))
         return seen
 
     def _planned(self, j: int) -> MicroBatch:
@@ -326,30 +333,37 @@ class PositionTracker:
         else:
             self.num_repeated += count
 
-    def stepped(self, *, ends_epoch: bool = False, whole_steps: bool = True) -> None:
-        """Commit the micro-batch in training: the optimizer has stepped.
+    def sync(self) -> None:
+        """Commit the micro-batch in training if its trainer has stepped since it began.
 
-        Args:
-            ends_epoch: Whether the trainer ends the epoch here, at a limit of its own.
-            whole_steps: Whether every optimizer step must use up whole global batches.
+        A signal's handler may save a checkpoint, and so call this, between any two lines: the commit is first, and
+        repeating it changes nothing.
+        """
+        step = self.clock.step()
+        if step != self._step:  # a trainer's clock may be set back
+            self.stepped()
+            self._step = step
+
+    def stepped(self) -> None:
+        """Commit the micro-batch in training: the optimizer has stepped.
 
         Raises:
             StateError: The optimizer stepped in the middle of a global batch, or over more than one.
         """
-        place = self._place
+        place, clock = self._place, self.clock
         if place is None:
             return
-        if whole_steps and self._spans:
+        if clock.takes_whole_batches and self._spans:
             raise StateError(
                 "an optimizer step must use up one global batch, but none came after the one before positions "
                 f"{place.begin} to {place.end}, so that this step took both. Step wherever `current.completes_step`; "
                 "call stepped() there too if a step is left out on purpose"
             )
-        if self.ends_epochs and (place.ends_epoch or ends_epoch):
+        if not clock.takes_states and (place.ends_epoch or clock.ends_epoch()):
             self.known = replace(self.position, epoch=place.epoch).next_epoch()
         elif place.completes_step:
             self.known = replace(self.position, epoch=place.epoch, position=place.end)
-        elif whole_steps:
+        elif clock.takes_whole_batches:
             raise StateError(
                 "an optimizer step must use up whole global batches, but the trainer stepped in the middle of the one "
                 f"at positions {place.begin} to {place.end}: it accumulates another number of micro-batches than the "
@@ -375,14 +389,15 @@ class PositionTracker:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of an epoch's batches; call `stepped` after each optimizer step."""
-        first = self.loader.batches_before(self.position)
+        loop, first = self._loop, self.loader.batches_before(self.position)
         self.begin_epoch(first)
         self.begin_run()
-        self._own = iter(self.loader)
-        for number, batch in enumerate(self._own, first):
-            self.take(number, self._epoch)  # the process may have resumed, and then its own steps count from 0
+        batches = loop.iteration = iter(self.loader)
+        loop.epoch = self._epoch
+        for loop.number, batch in enumerate(batches, first):
+            self.take()
             yield batch
-        if not self._own.num_batches:
+        if not batches.num_batches:
             self.epoch_over()
 
 

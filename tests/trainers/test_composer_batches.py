@@ -53,7 +53,7 @@ def _counter(folder: Path, num_samples: int, world: World, global_batch_size: in
                 writer.write({"id": number, "input_ids": np.array([number, 0, 0])})
     loader = StreamingDataLoader(StreamingDataset(remote=folder), global_batch_size=global_batch_size, world=world)
     tracker = PositionTracker(loader)
-    tracker.padding = False  # as Composer's
+    tracker.clock.padding = False  # as Composer's
     return tracker, BatchCounter(loader, padding_id=0)
 
 

@@ -6,12 +6,11 @@ clock has the batches trained on; the callback joins the trainer when the traini
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from composer import Callback, Logger, State
@@ -21,19 +20,20 @@ from msgspec import structs
 
 from lightning_stream.dataset import plain_iterations_of, source_of
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.monitoring.meter import Mark
 from lightning_stream.trainers.composer import private
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.report import RunReport, chosen_folder
-from lightning_stream.trainers.tracker import PositionTracker
+from lightning_stream.trainers.options import RunOptions
+from lightning_stream.trainers.run import Run
 
 _LOGGED_EVERY = 50  # batches, as under Lightning: Composer has no interval of its own
 
 
-class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no types
-    """Keeps the position of a training loader equal to that of Composer's trainer; for `options` see `PositionTracker`.
+class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Composer has no types
+    """Keeps the position of a training loader equal to that of Composer's trainer; for `options` see `RunOptions`.
 
     Every `StreamingDataLoader` that a Composer trainer trains on gets one: nothing has to be added to the trainer. It
     also restores the random state of a run resumed in the middle of an epoch, which Composer does not; keeps
@@ -41,35 +41,39 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     the time goes.
     """
 
-    def __init__(
-        self,
-        loader: StreamingDataLoader,
-        *,
-        monitor: bool = True,
-        watch_after_s: float | None = 120.0,
-        report: bool | str | os.PathLike[str] = True,
-        **options: Any,
-    ) -> None:
-        self.tracker = PositionTracker(**options)
-        self.tracker.padding, self.tracker.ends_epochs, self.tracker.takes_states = False, False, True
-        self.tracker.counts = False  # until a trainer joins
-        self.loader, self.report = loader, chosen_folder(report, monitor)
-        self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
-        self.monitor = self._new_monitor()  # of the trainer that joined last
-        self.tracker.attach(loader, owns=self._begins)
-        self.tracker.loaded = lambda: self._follow_length(private.state_that_asks())
-        self.tracker.saves = self._begin_anew
-        self._trainer: Any = None
+    counts, padding, takes_states = False, False, True  # it counts when a trainer has joined
+
+    def __init__(self, loader: StreamingDataLoader, **options: Unpack[RunOptions]) -> None:
+        self.loader, self.run = loader, Run(**options)
+        self._trainer: Any = None  # that joined last
         self._num_resumes = 0  # of those before the trainer joined
-        self._epoch_clock = self._batch_clock = 0
+        self._epoch_clock = 0
         self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
         self._saving: Mark | None = None  # when Composer began to write a checkpoint
         self._pretended = False  # to Composer, that it has trained on a batch
+        self.run.attach(loader, clock=self)
 
-    # What the loader asks
+    @property
+    def monitor(self) -> DataMonitor:
+        """Of the trainer that joined last."""
+        return self.run.monitor
 
-    def _begins(self, iterator: LoaderIterator) -> bool:
+    # What the run asks
+
+    def micro_batch(self) -> int:
+        """The number of the batch in training."""
+        return int(self._trainer.state.timestamp.batch_in_epoch)
+
+    def step(self) -> int:
+        """How many batches were trained on."""
+        return 0 if self._trainer is None else int(self._trainer.state.timestamp.batch)
+
+    def follow_length(self, epoch: int) -> None:  # noqa: ARG002 - it is the loader's
+        """Let Composer ask for the length again, if it has just loaded a state."""
+        self._follow_length(private.state_that_asks())
+
+    def owns(self, iterator: LoaderIterator) -> bool:
         """Whether the trainer's own iteration begins; puts the position where that is to start."""
         trainer = private.trainer_that_asks(self.loader)
         if trainer is None:
@@ -82,7 +86,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             trainer.first_train_batch_complete = self._pretended = False
         private.restore_random_state(trainer)
         self._sync()
-        position = self.tracker.position
+        position = self.run.position
         here = self.loader.normalised(position)
         done, limit = int(trainer.state.timestamp.batch_in_epoch), self._limit(trainer)
         if done and ((here.epoch > position.epoch and position.position > 0) or (limit is not None and done >= limit)):
@@ -91,46 +95,40 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             self._pretended = not trainer.first_train_batch_complete
             trainer.first_train_batch_complete = True
             return True
-        self.tracker.move_to(here)
-        self.tracker.begin_epoch(done)
+        self.run.move_to(here)
+        self.run.begin_epoch(done)
         iterator.limit = None if limit is None else limit - done
         return True
 
     def _join(self, trainer: Any) -> None:
-        tracker, clock = self.tracker, trainer.state.timestamp
-        self._begin_anew(trainer.state)
-        self._trainer, self._num_resumes, tracker.counts = trainer, tracker.num_resumes, True
-        self.monitor = self._new_monitor()
-        self.monitor.attach(self.loader)
-        self._epoch_clock, self._batch_clock = int(clock.epoch), int(clock.batch)
+        run, clock = self.run, trainer.state.timestamp
+        self.begin_anew(trainer.state)
+        self._trainer, self._num_resumes, self.counts = trainer, run.num_resumes, True
+        self._epoch_clock = int(clock.epoch)
         trainer.state.callbacks.insert(0, self)
         if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
             trainer.state.device_train_microbatch_size = self.loader.streaming.batch_tokens
-        if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not tracker.is_resumed:
-            tracker.report_missing("the checkpoint was loaded without its data position")
-        here = tracker.position
-        if tracker.is_of_mosaic and here.position == 0 and int(clock.batch_in_epoch) == 0:
+        if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not run.is_resumed:
+            run.report_missing("the checkpoint was loaded without its data position")
+        here = run.position
+        if run.is_of_mosaic and here.position == 0 and int(clock.batch_in_epoch) == 0:
             # At the end of an epoch that library saves the epoch that is over.
-            tracker.move_to(replace(here, epoch=max(here.epoch, int(clock.epoch))))
-        tracker.begin_run()
-        folder = private.run_folder(trainer.state) if self.report is True else self.report
-        if folder:
-            step = lambda: int(trainer.state.timestamp.batch)  # noqa: E731
-            self.monitor.begin_report(RunReport(folder, self.loader, tracker, step=step, say=tracker.say))
+            run.move_to(replace(here, epoch=max(here.epoch, int(clock.epoch))))
+        run.begin_run()
+        run.measure(partial(private.run_folder, trainer.state))
 
-    def _begin_anew(self, state: State | None = None) -> None:
-        """Let a second trainer begin the data from its start: None for the one that saves a checkpoint."""
-        state, tracker = state or private.state_that_asks(), self.tracker
-        is_second = self._trainer is not None and state is not None and state is not self._trainer.state
-        if is_second and tracker.num_resumes == self._num_resumes:
-            tracker.is_resumed = False
-            tracker.move_to(self.loader.first_position())
+    def begin_anew(self, state: State) -> None:
+        """Let a second trainer, whose state this is, begin the data from its start."""
+        run, is_second = self.run, self._trainer is not None and state is not self._trainer.state
+        if is_second and run.num_resumes == self._num_resumes:
+            run.is_resumed = False
+            run.move_to(self.loader.first_position())
 
     def _limit(self, trainer: Any) -> int | None:
         """Batches of an epoch, where the trainer takes fewer than there are."""
         length = trainer.state.dataloader_len
         if self.loader.epochs_differ and not self._is_subset(trainer.state):
-            if length is not None and int(length) < self.loader.num_batches(self.tracker.position.epoch):
+            if length is not None and int(length) < self.loader.num_batches(self.run.position.epoch):
                 raise ValueError(
                     f"epochs differ in length here, and Composer would end this one after {length} "
                     f"batches of {len(self.loader)}. Pass the trainer a DataSpec of data_spec(...), not the loader"
@@ -142,7 +140,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         """Whether the user lets each epoch take fewer batches: Composer has asked for the length of the first epoch."""
         length, sized = state.dataloader_len, self._sized
         if sized is None:
-            here = replace(self.tracker.position, epoch=0, position=0, landmark=None)
+            here = replace(self.run.position, epoch=0, position=0, landmark=None)
             schedule = source_of(self.loader.streaming).schedule  # without later changes
             order = structs.replace(here.order, schedule=schedule)
             sized = len(self.loader.micro_batches_from(replace(here, order=order)))
@@ -166,24 +164,22 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     def batch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Take up the batch of this number."""
         if state.train_dataloader is self.loader:
-            clock = state.timestamp
-            self._num_substituted += self.tracker.take(int(clock.batch_in_epoch), int(clock.batch)).num_substituted
+            self._num_substituted += self.run.take().num_substituted
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Commit the batch, and show the position."""
         if state.train_dataloader is not self.loader:
             return
         self._sync()
-        position = self.tracker.position
+        position = self.run.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
         if self.monitor.is_on and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
-            logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
+            logger.log_metrics(self.run.metrics())
         for destination in logger.destinations:
             if isinstance(destination, ProgressBarLogger) and (bar := destination.train_pbar) is not None:
                 # Composer's progress bar shows only losses. The position comes first, since lines are cut.
                 others = {name: value for name, value in bar.metrics.items() if name not in ("at", "data")}
-                waiting = {"data": self.monitor.short()} if self.monitor.is_on else {}
-                bar.metrics = {"at": f"{position.epoch}:{position.position}", **waiting, **others}
+                bar.metrics = {"at": f"{position.epoch}:{position.position}", **self.run.shown(), **others}
                 bar.pbar.set_postfix(bar.metrics, refresh=False)
 
     def epoch_end(self, state: State, logger: Logger) -> None:
@@ -193,7 +189,7 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
             self._log_substituted(state, logger)
             self.monitor.end_epoch()
             if self.monitor.is_on:
-                logger.log_metrics(self.monitor.metrics(int(state.timestamp.batch)))
+                logger.log_metrics(self.run.metrics())
 
     def eval_before_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training without its evaluations."""
@@ -221,9 +217,8 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
         if state.train_dataloader is self.loader:
             self.before_dataloader(state, logger)
             self._log_substituted(state, logger)
-            if self.monitor.is_on:
-                self.monitor.end()
-            self.tracker.end_run()
+            self.run.tell()
+            self.run.end_run()
 
     def _log_substituted(self, state: State, logger: Logger) -> None:
         """Samples delivered so far in place of bad ones, over all ranks, where the dataset substitutes."""
@@ -242,14 +237,12 @@ class StreamingPosition(Callback):  # type: ignore[misc]  # Composer has no type
     def _sync(self) -> None:
         """Commit the batches that were trained on by the trainer's clock."""
         clock = self._trainer.state.timestamp
-        if int(clock.batch) != self._batch_clock:  # the user may set it back
-            self._batch_clock = int(clock.batch)
-            self.tracker.stepped()
-        if int(clock.epoch) > self._epoch_clock and self.tracker.position.position > 0:
-            here = self.tracker.position
+        self.run.sync()
+        if int(clock.epoch) > self._epoch_clock and self.run.position.position > 0:
+            here = self.run.position
             is_whole = self.loader.epochs_differ and not self._is_subset(self._trainer.state)
             # A change of the mixture may have made the epoch longer than Composer knew: its next one has the rest.
-            self.tracker.move_to(self.loader.normalised(here) if is_whole else here.next_epoch())
+            self.run.move_to(self.loader.normalised(here) if is_whole else here.next_epoch())
         self._epoch_clock = int(clock.epoch)
 
 
@@ -304,18 +297,19 @@ def loader_of(state: State, plain: PlainIterations) -> StreamingDataLoader | Non
     loader = state.train_dataloader
     if not isinstance(loader, StreamingDataLoader) or plain_iterations_of(loader.streaming) is not plain:
         return None
-    if loader.cursor.driver is None:
-        _follower(loader)
+    run = loader.cursor.driver or _follower(loader)
+    if isinstance(run.clock, StreamingPosition):
+        run.clock.begin_anew(state)
     return loader
 
 
-def driver_of(loader: StreamingDataLoader) -> PositionTracker | None:
+def driver_of(loader: StreamingDataLoader) -> Run | None:
     """Follow the Composer trainer that is about to train on a loader that has no tracker yet, if there is one."""
     return None if private.trainer_that_asks(loader) is None else _follower(loader)
 
 
-def _follower(loader: StreamingDataLoader) -> PositionTracker:
-    tracker, loaded = StreamingPosition(loader).tracker, plain_iterations_of(loader.streaming).state_for(loader)
+def _follower(loader: StreamingDataLoader) -> Run:
+    run, loaded = StreamingPosition(loader).run, plain_iterations_of(loader.streaming).state_for(loader)
     if loaded is not None:  # the user gave it to the dataset
-        tracker.load(loaded)
-    return tracker
+        run.load(loaded)
+    return run

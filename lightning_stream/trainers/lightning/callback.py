@@ -7,14 +7,13 @@ training, and that `trainer.global_step` grew since it began.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
-from lightning_stream.errors import StateError
+from lightning_stream.errors import StateError, refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.plain import STATE_KEY
 from lightning_stream.monitoring.stats import LoaderStats
@@ -24,10 +23,16 @@ from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.report import RunReport, chosen_folder
-from lightning_stream.trainers.tracker import PositionTracker
+from lightning_stream.trainers.options import RunOptions
+from lightning_stream.trainers.run import Run
 
 _NEVER = -1
+
+
+class CallbackOptions(RunOptions, total=False):
+    """The options of a `StreamingCallback`."""
+
+    show_position: bool
 
 
 class StreamingCallback(Callback):
@@ -37,17 +42,12 @@ class StreamingCallback(Callback):
     one to ``Trainer(callbacks=[...])`` only for other settings than the defaults.
 
     Args:
-        seed_steps, on_missing_state, check_delivery, record_delivery: See `PositionTracker`.
         show_position: Show the position in the progress bar.
-        monitor: Log ``data/wait_share`` and other metrics of the data every ``Trainer(log_every_n_steps=...)`` steps,
-            show the part of the time spent waiting for data and the downloads in the progress bar, and tell at the end,
-            or after a minute, what to change if training waits for data. Costs a few microseconds a batch.
-        watch_after_s: Seconds without a batch after which the stacks of all threads and workers are written to stderr;
-            None: never, and nothing is reported while the first shards arrive.
-        report: The folder for the log of the run's data and its page, see `RunReport`. True takes the trainer's
-            `default_root_dir` if one was chosen, else the folder of this run's logs, if it has any; False writes none.
-            It needs the monitor.
         is_passive: Do nothing unless the trainer trains on a `StreamingDataLoader`.
+        options: `seed_steps`, `on_missing_state`, `check_delivery` and `record_delivery`, see `PositionTracker`;
+            `monitor`, `watch_after_s` and `report`, see `RunOptions`. Metrics are logged every
+            ``Trainer(log_every_n_steps=...)`` steps; a report is written in the trainer's `default_root_dir` if one was
+            chosen, else in the folder of this run's logs, if it has any.
 
     Example::
 
@@ -57,36 +57,15 @@ class StreamingCallback(Callback):
 
     state_key = STATE_KEY  # the same for every subclass, so that a renamed class still finds its state
 
-    def __init__(
-        self,
-        seed_steps: int | None = None,
-        on_missing_state: str = "error",
-        *,
-        check_delivery: bool = True,
-        show_position: bool = True,
-        monitor: bool = True,
-        watch_after_s: float | None = 120.0,
-        report: bool | str | os.PathLike[str] = True,
-        record_delivery: str | os.PathLike[str] | None = None,
-        is_passive: bool = False,
-    ) -> None:
-        self.tracker = PositionTracker(
-            check_delivery=check_delivery,
-            record_delivery=record_delivery,
-            seed_steps=seed_steps,
-            on_missing_state=on_missing_state,
-        )
-        self.tracker.padding = False  # losses are weighted by the samples that count
+    def __init__(self, *, show_position: bool = True, is_passive: bool = False, **options: Unpack[RunOptions]) -> None:
+        refuse_unknown(type(self).__name__, options, list(CallbackOptions.__annotations__))
+        self.run = Run(**options)
         self.is_passive, self.show_position = is_passive, show_position
-        self.report = chosen_folder(report, monitor)
-        self._new_monitor = partial(DataMonitor, self.tracker.say, monitor, watch_after_s)
-        self.monitor = self._new_monitor()  # of the latest fit
         self._changes, self._logging = ExitStack(), ExitStack()  # of the trainer during a fit; of its next logging
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._from: Position | None = None  # where this fit begins
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
         self._first_epoch = 0
-        self._seen_step = 0
         self._num_substituted = 0  # in the batch in training
         self._is_restored = False  # whether this fit has loaded a checkpoint
         self._continues_inside = False  # whether that one was of the middle of an epoch
@@ -95,6 +74,11 @@ class StreamingCallback(Callback):
         self._validated_step = _NEVER
         self._enters_at: LoopPosition | None = None
         self._no_last: StateError | None = None
+
+    @property
+    def monitor(self) -> DataMonitor:
+        """Of the latest fit."""
+        return self.run.monitor
 
     def start_at(self, state: Mapping[str, Any]) -> None:
         """Begin the data where the state of another run, e.g. under another trainer, stands; before `fit`."""
@@ -121,10 +105,10 @@ class StreamingCallback(Callback):
                 f"StreamingCallback keeps the position of a StreamingDataLoader; the trainer trains on "
                 f"{type(loader).__name__}. Pass one to fit, or remove the callback"
             )
-        if self.tracker.is_attached and self.tracker.loader is loader:
+        if self.run.is_attached and self.run.loader is loader:
             return loader
-        position = self.tracker.position if self.tracker.is_attached else self._begins_at(loader)
-        self.tracker.attach(loader, position, lambda iterator: any(one is iterator for one in loops.iterators(trainer)))
+        position = self.run.position if self.run.is_attached else self._begins_at(loader)
+        self.run.attach(loader, position, loops.LightningClock(trainer, loader))
         return loader
 
     def _begins_at(self, loader: StreamingDataLoader) -> Position | None:
@@ -152,9 +136,9 @@ class StreamingCallback(Callback):
         self._no_last = rules.missing_last(trainer)
         if not self.is_passive:
             self._check(trainer)
-        if self.tracker.is_attached:  # an error ended the fit before this one
-            self._from = self.tracker.position
-            self.tracker.detach()
+        if self.run.is_attached:  # an error ended the fit before this one
+            self._from = self.run.position
+            self.run.detach()
         self._was_asked, self._first_epoch, self._enters_at, self._resumed_epoch = False, 0, None, _NEVER
         self._is_restored = self._continues_inside = False
         if trainer.global_step == 0:
@@ -176,11 +160,11 @@ class StreamingCallback(Callback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Report what was lost and repeated, and release the loader."""
-        if stage == "fit" and self.tracker.is_attached:
+        if stage == "fit" and self.run.is_attached:
             self._end_monitor(None)
-            self.tracker.end_run()
-            self._from = self.tracker.position
-            self.tracker.detach()
+            self.run.end_run()
+            self._from = self.run.position
+            self.run.detach()
         elif stage == "fit" and self._continues_inside and not 0 <= trainer.max_steps <= trainer.global_step:
             # After max_steps, Lightning may take the epoch for a whole one, and train on nothing of its rest.
             rules.check_others(loops.train_loaders_of(trainer), is_resumed=True)
@@ -196,81 +180,68 @@ class StreamingCallback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin where the checkpoint stood."""
-        self._seen_step = trainer.global_step
         loader = self._attach(trainer)
         if loader is None:
             is_resumed = trainer.global_step > 0 and (self._is_restored or trainer.ckpt_path is not None)
             rules.check_others(loops.train_loaders_of(trainer), is_resumed=is_resumed)
             return
-        self.tracker.output = partial(loops.say, trainer)
-        self.tracker.reordered = partial(self._follow_change, trainer)
+        self.run.output = partial(loops.say, trainer)
         if self.is_passive:
             self._check(trainer)
         if trainer.ckpt_path is not None and not self._was_asked:  # Lightning calls no callback if it lacks "callbacks"
             self._state_in({"global_step": trainer.global_step})
         rules.check_loader(trainer, loader)
-        self.tracker.begin_run()
+        self.run.begin_run()
         loader.check()  # logs before the progress bar is drawn
         loops.let_ranks_stop_together(trainer)
         self._end_monitor(None)
-        self.monitor = self._new_monitor()
-        self.monitor.attach(loader)
+        self.run.measure(partial(loops.run_folder, trainer))
         loops.time_checkpoints(trainer, self.monitor, self._changes)
-        folder = loops.run_folder(trainer) if self.report is True else self.report
-        if folder:
-            step = partial(getattr, trainer, "global_step")
-            self.monitor.begin_report(RunReport(folder, loader, self.tracker, step=step, say=self.tracker.say))
         if self.show_position:
-            waiting = self.monitor.short if self.monitor.is_on else None
-            loops.show_in_bar(trainer, self.tracker, waiting, self._changes)
+            loops.show_in_bar(trainer, self.run, self._changes)
         at, self._enters_at = self._enters_at, None
-        loops.follow_length(trainer, loader, self.tracker.position.epoch if at is None else at.epoch)
-        is_inside = at is not None and at.epoch == self.tracker.position.epoch
-        self.tracker.begin_epoch(at.batch if at is not None and is_inside else 0)  # as Lightning counts from here
+        self.run.clock.follow_length(self.run.position.epoch if at is None else at.epoch)
+        is_inside = at is not None and at.epoch == self.run.position.epoch
+        self.run.begin_epoch(at.batch if at is not None and is_inside else 0)  # as Lightning counts from here
         if at is not None:
             loops.enter(trainer, at)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Follow the loader that Lightning made for this epoch, if it made one, and the epoch's length."""
-        loader = self._attach(trainer) if self.tracker.is_attached else None
+        loader = self._attach(trainer) if self.run.is_attached else None
         if loader is not None:
             self.monitor.attach(loader)
-            loops.follow_length(trainer, loader, self.tracker.position.epoch)
-
-    def _follow_change(self, trainer: Any) -> None:
-        """Follow the length of the epoch in training, which a change of the mixture has changed."""
-        if self.tracker.position.epoch == self.tracker.epoch_in_training:
-            loops.follow_length(trainer, self.tracker.loader, self.tracker.epoch_in_training)
+            self.run.clock.follow_length(self.run.position.epoch)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Take up the batch of this number."""
-        if not self.tracker.is_attached:
+        if not self.run.is_attached:
             return
-        self._sync(trainer)
-        if self.tracker.current is None:
+        self.run.sync()
+        if self.run.current is None:
             raise StateError(
                 "every batch that Lightning trains on must come from the StreamingDataLoader one by one, so that it "
                 "can be counted; this one did not. `training_step(self, dataloader_iter)` cannot be: take `batch`"
             )
-        self._num_substituted = self.tracker.take(batch_idx, trainer.global_step).num_substituted
+        self._num_substituted = self.run.take().num_substituted
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Give every sample of an optimizer step the same weight, also in an epoch's last, partial step."""
-        current = self.tracker.current if self.tracker.is_attached else None
+        current = self.run.current if self.run.is_attached else None
         if current is None or not pl_module.automatic_optimization or trainer.strategy.handles_gradient_accumulation:
             return
-        weight = rules.weight_of(current, self.tracker.settings)
+        weight = rules.weight_of(current, self.run.settings)
         if weight != 1 and loss.requires_grad:
             loss.register_hook(lambda grad: grad * weight)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Commit the step that this batch completed; log what concerns the data, over all ranks."""
-        if not self.tracker.is_attached:
+        if not self.run.is_attached:
             return
-        self._sync(trainer)
+        self.run.sync()
         if self.monitor.is_on and loops.logs_now(trainer):
-            loops.log(trainer, self.monitor.metrics(trainer.global_step), self._logging)
-        if self.tracker.loader.substitutes:
+            loops.log(trainer, self.run.metrics(), self._logging)
+        if self.run.loader.substitutes:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
             pl_module.log("stream/num_substituted", float(self._num_substituted), **options)
 
@@ -279,20 +250,20 @@ class StreamingCallback(Callback):
 
         Lightning also calls this where `max_steps`, `max_time` or a callback stopped it: the epoch is not over then.
         """
-        if not self.tracker.is_attached:
+        if not self.run.is_attached:
             return
-        self._sync(trainer)
+        self.run.sync()
         self.monitor.end_epoch()
-        epoch = self.tracker.position.epoch
+        epoch = self.run.position.epoch
         stopped = trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step
-        if epoch in (self.tracker.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):
-            self.tracker.epoch_over()
+        if epoch in (self.run.epoch_in_training, self._resumed_epoch) and (trainer.is_last_batch or not stopped):
+            self.run.epoch_over()
         loops.end_restart(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Tell what to change if training waited for its data."""
-        if self.monitor.is_on and self.tracker.is_attached:
-            self.monitor.end()
+        if self.run.is_attached:
+            self.run.tell()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure training without its validations."""
@@ -305,30 +276,18 @@ class StreamingCallback(Callback):
             self._validated_step = trainer.global_step
             self.monitor.end_validation()
 
-    def _sync(self, trainer: Any) -> None:
-        """Commit the batch in training if the optimizer stepped since it began.
-
-        A signal's handler may save a checkpoint, and so call this, between any two lines: the commit is first, and
-        repeating it changes nothing.
-        """
-        step = trainer.global_step
-        if step > self._seen_step:
-            automatic = trainer.lightning_module.automatic_optimization
-            self.tracker.stepped(ends_epoch=trainer.is_last_batch, whole_steps=automatic)
-            self._seen_step = step
-
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank; no collective."""
-        if not self.tracker.has_run:  # before any data
+        if not self.run.has_run:  # before any data
             return {} if self.is_passive else {"position": None, "validated_step": _NEVER}
-        return {"position": self.tracker.state(), "validated_step": self._validated_step}
+        return {"position": self.run.state(), "validated_step": self._validated_step}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Bring the state up to the optimizer's last step: an exception may have come before our batch end."""
-        if self.tracker.has_run:
-            self._sync(trainer)
+        if self.run.has_run:
+            self.run.sync()
             checkpoint["callbacks"][STATE_KEY] = self.state_dict()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
@@ -337,8 +296,8 @@ class StreamingCallback(Callback):
         self._continues_inside = self._is_restored and loops.stopped_inside(checkpoint)
         if not self._is_restored or (self.is_passive and not self._concerns_us(trainer, checkpoint)):
             return
-        if loops.forget_fetched(trainer) and self.tracker.is_attached:
-            self.tracker.detach()
+        if loops.forget_fetched(trainer) and self.run.is_attached:
+            self.run.detach()
         # Lightning has not set up its data yet.
         loader = self.make_loader() if self.make_loader is not None else self._attach(trainer)
         self._was_asked = True
@@ -351,7 +310,7 @@ class StreamingCallback(Callback):
         at = self._loop_position(trainer, loader, position, checkpoint)
         rules.check_alignment(loader, at)
         self._from = position
-        self.tracker.resume(position)
+        self.run.resume(position)
         self._enters_at = at
         self._resumed_epoch = at.epoch if not at.at_boundary and position.epoch == at.epoch else _NEVER
         loops.rewrite_loops(checkpoint, at)
@@ -386,7 +345,7 @@ class StreamingCallback(Callback):
         if of_mosaic := [one for one in others if is_mosaic_state(one)]:
             return {"position": of_mosaic[0], "validated_step": _NEVER}
         found = f" (it holds loader states with {sorted(map(str, others[0]))})" if others else ""
-        self.tracker.report_missing(
+        self.run.report_missing(
             f"this one holds none of ours{found}: it was written without StreamingDataModule or StreamingCallback"
         )
         return None

@@ -17,10 +17,9 @@ from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
 from lightning_stream.map_style import dataset_of
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import Tail, World
-from lightning_stream.trainers.lightning.callback import StreamingCallback
+from lightning_stream.trainers.lightning.callback import CallbackOptions, StreamingCallback
 from lightning_stream.trainers.lightning.loops import loader_kept_as_it_is, sampler_replicas
 from lightning_stream.trainers.lightning.package import LightningDataModule
-from lightning_stream.trainers.options import RunOptions
 
 # Lightning warns of what does not hold here: our loaders' lengths are exact, no validation data is no mistake, and the
 # deprecated name of torch is one that Lightning uses.
@@ -29,12 +28,6 @@ _OUT_OF_PLACE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",
     "You defined a `validation_step` but have no `val_dataloader`",
 )
-
-
-class CallbackOptions(RunOptions, total=False):
-    """The options of a `StreamingCallback`."""
-
-    show_position: bool
 
 
 class ModuleOptions(WorkerOptions, CallbackOptions, total=False):

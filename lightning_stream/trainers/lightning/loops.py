@@ -25,10 +25,11 @@ from torch.utils.data import SequentialSampler
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.tracker import PositionTracker
+from lightning_stream.trainers.run import Run
 
 TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
 
@@ -179,6 +180,40 @@ def stopped_inside(checkpoint: Mapping[str, Any]) -> bool:
     return bool(batches.get("current", {}).get("completed")) and not batches["is_last_batch"]
 
 
+class LightningClock(TrainerClock):
+    """Lightning's: its global step grows with each step, in automatic and in manual optimization."""
+
+    padding = False  # losses are weighted by the samples that count
+
+    def __init__(self, trainer: Any, loader: StreamingDataLoader) -> None:
+        self._trainer, self._loader = trainer, loader
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """Not with manual optimization."""
+        return bool(self._trainer.lightning_module.automatic_optimization)
+
+    def micro_batch(self) -> int:
+        """The number of the batch in training."""
+        return int(self._trainer.fit_loop.batch_idx)
+
+    def step(self) -> int:
+        """How many steps there were."""
+        return int(self._trainer.global_step)
+
+    def ends_epoch(self) -> bool:
+        """Whether the batch in training is the last, also by a limit of the trainer's."""
+        return bool(self._trainer.is_last_batch)
+
+    def owns(self, iterator: LoaderIterator) -> bool:
+        """Whether the fit loop takes its batches from this iteration."""
+        return any(one is iterator for one in iterators(self._trainer))
+
+    def follow_length(self, epoch: int) -> None:
+        """Let Lightning expect as many batches as an epoch has, see `follow_length`."""
+        follow_length(self._trainer, self._loader, epoch)
+
+
 def iterators(trainer: Any) -> list[LoaderIterator]:
     """Our iterations that the fit loop takes its batches from."""
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
@@ -232,22 +267,22 @@ def log(trainer: Any, metrics: dict[str, float], changes: ExitStack) -> None:
     trainer.logged_metrics.update(tensors)
 
 
-def show_in_bar(trainer: Any, tracker: PositionTracker, waiting: Callable[[], str] | None, changes: ExitStack) -> None:
+def show_in_bar(trainer: Any, run: Run, changes: ExitStack) -> None:
     """Let the progress bar, if there is one, show ``samples=trained on/of an epoch``, until `changes` is closed.
 
-    With `waiting`, its text comes after that, as ``data=2% · 310 MB/s``. The bar asks for its metrics only when it
-    refreshes; logging a value would cost each step.
+    What the run's monitor has to say comes after that, as ``data=2% · 310 MB/s``. The bar asks for its metrics
+    only when it refreshes; logging a value would cost each step.
     """
     bar = trainer.progress_bar_callback
     if bar is None:
         return
-    metrics, whole = bar.get_metrics, tracker.loader.num_samples
+    metrics, whole = bar.get_metrics, run.loader.num_samples
 
     def with_position(*arguments: Any) -> dict[str, Any]:
-        here = tracker.position
+        here = run.position
         has_ended = not here.position and here.epoch > trainer.current_epoch
         found = {**metrics(*arguments), "samples": f"{whole if has_ended else here.position}/{whole}"}
-        return found if waiting is None else {**found, "data": waiting()}
+        return {**found, **run.shown()}
 
     _override(bar, "get_metrics", with_position, changes)
 
