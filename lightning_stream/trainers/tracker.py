@@ -49,6 +49,32 @@ class _Loop(TrainerClock):
         return iterator is self.iteration
 
 
+class _PlannedEpoch:
+    """The micro-batches from where an iteration of an epoch began, by the trainer's numbers."""
+
+    def __init__(self, batches: MicroBatches, first: int) -> None:
+        self.plan, self.epoch, self.first = batches.plan, batches.plan.order.epoch, first
+        self.due: int | None = None  # the number of the micro-batch that the walk gives next; None before any
+        self._batches, self._walk = batches, batches.walk()
+
+    def take(self, number: int) -> MicroBatch:
+        """The micro-batch of this number."""
+        j = number - self.first
+        if j < 0 or not self._batches.has(j):
+            raise LedgerError(
+                f"an epoch has the micro-batches that were planned, {len(self._batches)} from here on, but the trainer "
+                f"asks for number {j}. The weights of the last checkpoint are still right: resume from it"
+            )
+        if number != self.due:
+            self._walk = self._batches.walk(j)
+        self.due = number + 1
+        return next(self._walk)
+
+    def num_samples(self, begin: int, end: int) -> int:
+        """Samples of the micro-batches from one number up to, and without, another."""
+        return sum(self._batches[number - self.first].num_samples for number in range(begin, end))
+
+
 class PositionTracker:
     """Follows one training run over a `StreamingDataLoader`, by the clock of its trainer.
 
@@ -101,11 +127,7 @@ class PositionTracker:
         self.current: MicroBatch | None = None  # the micro-batch in training
         self.epoch_in_training = -1  # the epoch of the micro-batch that was taken last; -1 before any
         self._proven: Position | None = None  # the last position with a ledger's sum of its own
-        self._batches: MicroBatches | None = None  # from where this iteration of the epoch began
-        self._base = 0  # the trainer's number of the first of them
-        self._walk: Iterator[MicroBatch] | None = None
-        self._next = (-1, 0)  # (epoch, number) of the micro-batch that the walk gives next
-        self._epoch = -1  # the epoch that `_batches` belongs to
+        self._planned: _PlannedEpoch | None = None
         self._place: Place | None = None  # of the micro-batch that no optimizer step has used up yet
         self._spans = False  # whether a whole global batch was trained on before it without a step
         self._record: DeliveryRecord | None = None
@@ -204,9 +226,9 @@ class PositionTracker:
     def reorder(self, order: OrderConfig) -> None:
         """Plan the rest of the epoch in an order that differs only in batches that were not handed out yet."""
         self.known, self._settings = replace(self.position, order=order), None
-        if self._batches is not None:
-            begin = replace(self.known, epoch=self._epoch, position=self._batches.plan.start)
-            self._batches, self._walk = self.loader.micro_batches_from(begin), None
+        if (planned := self._planned) is not None:
+            begin = replace(self.known, epoch=planned.epoch, position=planned.plan.start)
+            self._planned = _PlannedEpoch(self.loader.micro_batches_from(begin), planned.first)
         if self._record is not None:
             self._record.close()  # its next file comes with the new order
         if self.known.epoch == self.epoch_in_training:
@@ -281,12 +303,11 @@ class PositionTracker:
         if not self.settings.world.rank:
             self.output(sentence)
 
-    def begin_epoch(self, number: int) -> None:
+    def begin_epoch(self, number: int) -> _PlannedEpoch:
         """Plan the rest of an epoch, whose first micro-batch has this number in the trainer's count."""
         self._settings = self.loader.settings()
-        self._batches = self.loader.micro_batches_from(self.position)
-        self._base, self._epoch = number, self.position.epoch
-        self._walk, self._next = None, (-1, 0)
+        self._planned = _PlannedEpoch(self.loader.micro_batches_from(self.position), number)
+        return self._planned
 
     def take(self) -> MicroBatch:
         """Take up the micro-batch that the trainer trains on now.
@@ -294,10 +315,13 @@ class PositionTracker:
         Raises:
             LedgerError: It is not the one that was planned.
         """
-        number = self.clock.micro_batch()
-        if self._batches is None or self.position.epoch > self._epoch:
-            self.begin_epoch(self.loader.batches_before(self.position))
-        planned = self._planned(number - self._base)
+        number, epoch = self.clock.micro_batch(), self._planned
+        if epoch is None or self.position.epoch > epoch.epoch:
+            epoch = self.begin_epoch(self.loader.batches_before(self.position))
+        due = number if epoch.due is None else epoch.due
+        planned = epoch.take(number)
+        self.num_lost += epoch.num_samples(due, number)
+        self.num_repeated += epoch.num_samples(number, due)
         if self.check_delivery:
             _compare(planned, self.current, number)
         self._spans |= self._place is not None and self._place.completes_step
@@ -308,30 +332,6 @@ class PositionTracker:
             step = self.clock.step() * 65536 + self.settings.world.rank
             torch.manual_seed(sample_seed(self.seed_steps, step, number))
         return seen
-
-    def _planned(self, j: int) -> MicroBatch:
-        batches = self._batches
-        assert batches is not None
-        if j < 0 or not batches.has(j):
-            raise LedgerError(
-                f"an epoch has the micro-batches that were planned, {len(batches)} from here on, but the trainer asks "
-                f"for number {j}. The weights of the last checkpoint are still right: resume from it"
-            )
-        if self._walk is None or self._next != (self._epoch, j):
-            if self._next[0] == self._epoch and self._walk is not None:
-                self._count_gap(self._next[1], j)
-            self._walk = batches.walk(j)
-        self._next = (self._epoch, j + 1)
-        return next(self._walk)
-
-    def _count_gap(self, due: int, found: int) -> None:
-        """Count the samples of micro-batches that were skipped or repeated."""
-        assert self._batches is not None
-        count = sum(self._batches[j].num_samples for j in range(min(due, found), max(due, found)))
-        if found > due:
-            self.num_lost += count
-        else:
-            self.num_repeated += count
 
     def sync(self) -> None:
         """Commit the micro-batch in training if its trainer has stepped since it began.
@@ -376,14 +376,13 @@ class PositionTracker:
 
     def epoch_over(self) -> None:
         """Begin the next epoch, also where the trainer cut this one short."""
-        if self.position.epoch == self._epoch:
+        if self._planned is not None and self.position.epoch == self._planned.epoch:
             self.known = self.position.next_epoch()
         self._place, self._spans = None, False
 
     def _forget_epoch(self) -> None:
-        self._batches = self._walk = self._place = self._settings = None
-        self._spans = False
-        self._epoch, self.epoch_in_training, self._next = -1, -1, (-1, 0)
+        self._planned = self._place = self._settings = None
+        self._spans, self.epoch_in_training = False, -1
 
     # A plain loop
 
@@ -393,7 +392,7 @@ class PositionTracker:
         self.begin_epoch(first)
         self.begin_run()
         batches = loop.iteration = iter(self.loader)
-        loop.epoch = self._epoch
+        loop.epoch = self.position.epoch
         for loop.number, batch in enumerate(batches, first):
             self.take()
             yield batch

@@ -6,7 +6,7 @@ not differ is the number of micro-batches: sharded models wait for each other in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -88,13 +88,17 @@ class BatchCounter:
             count = num_micro_batches(current.end - current.begin, int(size), self._loader.detect_world().num_replicas)
         if count == 1:
             return [batch]
+
+        def cut(begin: int, end: int) -> Any:
+            return _changed(batch, lambda column: _take(column, slice(begin, end), length))
+
         if length < count:  # this rank has a sample less than others
             rows = [min(number, length - 1) for number in range(count)]
-            return _Padded(self, [_take(batch, slice(row, row + 1), length) for row in rows], length)
+            return _Padded(self, [cut(row, row + 1) for row in rows], length)
         # Full ones first where that makes as many, since shapes are then alike.
         evenly = -(-length // int(size)) != count
         ends = [length * i // count if evenly else min(i * int(size), length) for i in range(count + 1)]
-        return [_take(batch, slice(begin, end), length) for begin, end in pairwise(ends)]
+        return [cut(begin, end) for begin, end in pairwise(ends)]
 
 
 class _Padded(list[Any]):
@@ -124,7 +128,8 @@ def length_of(batch: Any) -> int | None:
     """
     if isinstance(batch, Mapping) and "row_splits" in batch:
         return None
-    columns = list(_columns(batch))
+    columns: list[Any] = []
+    _changed(batch, columns.append)
     arrays = {len(column) for column in columns if isinstance(column, (torch.Tensor, np.ndarray)) and column.ndim}
     lengths = arrays or {len(column) for column in columns if isinstance(column, (list, tuple))}
     if len(lengths) > 1:
@@ -135,12 +140,18 @@ def length_of(batch: Any) -> int | None:
     return next(iter(lengths), None)
 
 
-def _columns(batch: Any) -> Iterable[Any]:
-    if not isinstance(batch, Mapping) and not _holds_columns(batch):
-        yield batch
-        return
-    for value in batch.values() if isinstance(batch, Mapping) else batch:
-        yield from _columns(value) if isinstance(value, Mapping) else (value,)
+def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
+    """A batch with each of its columns changed; what holds no columns is one."""
+
+    def changed(value: Any) -> Any:
+        return _changed(value, change) if isinstance(value, Mapping) else change(value)
+
+    if isinstance(batch, Mapping):
+        return {name: changed(value) for name, value in batch.items()}
+    if not _holds_columns(batch):
+        return change(batch)
+    values = [changed(value) for value in batch]
+    return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
 
 
 def _holds_columns(batch: Any) -> bool:
@@ -151,21 +162,8 @@ def _holds_columns(batch: Any) -> bool:
     return any(isinstance(value, (torch.Tensor, np.ndarray, list, tuple, Mapping)) for value in batch)
 
 
-def _take(batch: Any, rows: slice, length: int) -> Any:
-    """These rows of every column that has one per sample; anything else goes into each micro-batch unchanged."""
-
-    def take(value: Any) -> Any:
-        return _take(value, rows, length) if isinstance(value, Mapping) else _take_column(value, rows, length)
-
-    if isinstance(batch, Mapping):
-        return {name: take(value) for name, value in batch.items()}
-    if _holds_columns(batch):
-        taken = [take(value) for value in batch]
-        return type(batch)(*taken) if hasattr(batch, "_fields") else type(batch)(taken)
-    return _take_column(batch, rows, length)
-
-
-def _take_column(column: Any, rows: slice, length: int) -> Any:
+def _take(column: Any, rows: slice, length: int) -> Any:
+    """These rows of a column that has one per sample; anything else goes into each micro-batch unchanged."""
     if isinstance(column, (torch.Tensor, np.ndarray)):
         return column[rows] if column.ndim and len(column) == length else column
     if isinstance(column, (list, tuple)) and len(column) == length:

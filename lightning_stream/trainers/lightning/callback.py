@@ -66,7 +66,6 @@ class StreamingCallback(Callback):
         self._from: Position | None = None  # where this fit begins
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
         self._first_epoch = 0
-        self._num_substituted = 0  # in the batch in training
         self._is_restored = False  # whether this fit has loaded a checkpoint
         self._continues_inside = False  # whether that one was of the middle of an epoch
         self._was_asked = False  # whether a checkpoint was asked for its position
@@ -223,7 +222,7 @@ class StreamingCallback(Callback):
                 "every batch that Lightning trains on must come from the StreamingDataLoader one by one, so that it "
                 "can be counted; this one did not. `training_step(self, dataloader_iter)` cannot be: take `batch`"
             )
-        self._num_substituted = self.run.take().num_substituted
+        self.run.take()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Give every sample of an optimizer step the same weight, also in an epoch's last, partial step."""
@@ -241,9 +240,9 @@ class StreamingCallback(Callback):
         self.run.sync()
         if self.monitor.is_on and loops.logs_now(trainer):
             loops.log(trainer, self.run.metrics(), self._logging)
-        if self.run.loader.substitutes:
+        if self.run.loader.substitutes and self.run.current is not None:
             options: dict[str, Any] = {"on_step": False, "on_epoch": True, "sync_dist": True, "reduce_fx": "sum"}
-            pl_module.log("stream/num_substituted", float(self._num_substituted), **options)
+            pl_module.log("stream/num_substituted", float(self.run.current.num_substituted), **options)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Begin the order's next epoch with Lightning's, also where a limit or the model cut this one short.

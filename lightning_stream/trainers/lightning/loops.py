@@ -210,8 +210,20 @@ class LightningClock(TrainerClock):
         return any(one is iterator for one in iterators(self._trainer))
 
     def follow_length(self, epoch: int) -> None:
-        """Let Lightning expect as many batches as an epoch has, see `follow_length`."""
-        follow_length(self._trainer, self._loader, epoch)
+        """Let Lightning expect as many batches as an epoch has, where epochs differ, or a mixture may change.
+
+        It asks for a loader's length once, and would end a longer epoch there.
+        """
+        trainer, loader, loop = self._trainer, self._loader, self._trainer.fit_loop
+        combined, fetcher = loop._combined_loader, loop._data_fetcher  # noqa: SLF001
+        if combined is None or not (loader.epochs_differ or loader.position.order.schedule):
+            return
+        num_batches = limited(loader.num_batches(epoch), trainer.limit_train_batches)
+        combined.limits, loop.max_batches = [num_batches], num_batches
+        if fetcher is not None:
+            fetcher.length = num_batches
+        if isinstance(trainer.val_check_interval, float):
+            trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
 def iterators(trainer: Any) -> list[LoaderIterator]:
@@ -386,22 +398,6 @@ def limited(num_batches: int, limit: float) -> int:
 def epoch_length(trainer: Any, loader: StreamingDataLoader, position: Position) -> int:
     """Micro-batches of the epoch of a position, in the order of that position, under `limit_train_batches`."""
     return limited(len(loader.micro_batches_from(replace(position, position=0))), trainer.limit_train_batches)
-
-
-def follow_length(trainer: Any, loader: StreamingDataLoader, epoch: int) -> None:
-    """Let Lightning expect as many batches as an epoch has, where epochs differ, or a mixture may change.
-
-    It asks for a loader's length once, and would end a longer epoch there.
-    """
-    loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader  # noqa: SLF001
-    if combined is None or not (loader.epochs_differ or loader.position.order.schedule):
-        return
-    num_batches = limited(loader.num_batches(epoch), trainer.limit_train_batches)
-    combined.limits, loop.max_batches = [num_batches], num_batches
-    if loop._data_fetcher is not None:  # noqa: SLF001
-        loop._data_fetcher.length = num_batches  # noqa: SLF001
-    if isinstance(trainer.val_check_interval, float):
-        trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
 
 
 def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
