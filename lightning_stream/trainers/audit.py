@@ -13,7 +13,7 @@ import re
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.dataset import StreamingDataset, source_of
 from lightning_stream.errors import LedgerError
-from lightning_stream.loading.source import BatchSettings
+from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 
@@ -69,8 +69,8 @@ class DeliveryRecord:
     It belongs to one run, over its stops. A run from the start of its data replaces what is there.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder = Path(folder)
+    def __init__(self, folder: str | os.PathLike[str], loader: StreamingDataLoader) -> None:
+        self._folder, self._loader = Path(folder), loader
         self._taken: list[MicroBatch] = []
         self._file: BinaryIO | None = None
         self._next = (-1, -1)
@@ -81,18 +81,15 @@ class DeliveryRecord:
             self._taken = []
         self._taken.append(info)
 
-    def commit(self, settings: BatchSettings, first: Callable[[], Position]) -> None:
-        """Write the sums of the global batches taken, all of which the optimizer has used up.
-
-        `first` gives the beginning of the training run.
-        """
+    def commit(self) -> None:
+        """Write the sums of the global batches taken, all of which the optimizer has used up."""
         taken, self._taken = self._taken, []  # first: a signal's handler may call this again
         steps: dict[int, list[MicroBatch]] = defaultdict(list)
         for info in taken:
             steps[info.begin].append(info)
         for infos in steps.values():
             if infos[-1].completes_step:  # else the trainer's limit on an epoch ended it inside a step
-                self._write(infos, settings, first)
+                self._write(infos)
 
     def close(self) -> None:
         """Close the file; a later commit opens another."""
@@ -100,10 +97,10 @@ class DeliveryRecord:
             self._file.close()
         self._file, self._next = None, (-1, -1)
 
-    def _write(self, infos: list[MicroBatch], settings: BatchSettings, beginning: Callable[[], Position]) -> None:
+    def _write(self, infos: list[MicroBatch]) -> None:
         first = infos[0]
         if (first.epoch, first.begin) != self._next:
-            self._open(first, settings, beginning)
+            self._open(first)
         assert self._file is not None
         whole = 0
         for info in infos:
@@ -116,14 +113,15 @@ class DeliveryRecord:
                 lines.writelines(f"{json.dumps([one.position, one.drawn, one.delivered])}\n" for one in listed)
         self._next = (first.epoch, first.end)
 
-    def _open(self, first: MicroBatch, settings: BatchSettings, beginning: Callable[[], Position]) -> None:
+    def _open(self, first: MicroBatch) -> None:
+        settings = self._loader.settings()
         world = settings.world
         self._folder.mkdir(parents=True, exist_ok=True)
         self.close()
         if (first.epoch, first.begin) == (0, 0):
             self._remove_former_run(world)
         if world.rank == 0:
-            self._write_start(beginning())
+            self._write_start(self._loader.first_position())
         size, tail = settings.global_batch_size, settings.tail
         stretch = _Stretch(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
         path = stretch.path(self._folder, world.rank)
@@ -207,20 +205,22 @@ def _compare(folder: Path, run: RunOrder, stretches: Mapping[_Stretch, list[NDAr
 
 
 def _read_stretches(folder: Path) -> Mapping[_Stretch, list[NDArray[np.uint64]]]:
-    found: dict[_Stretch, dict[int, NDArray[np.uint64]]] = defaultdict(dict)
-    for path in folder.glob("*.ledger"):
-        if match := _PATTERN.fullmatch(path.name):
-            epoch, begin, size, tail, rank, ranks, replication = match.groups()
-            stretch = _Stretch(int(epoch), int(begin), int(size), tail, int(ranks), int(replication))  # type: ignore[arg-type]
-            found[stretch][int(rank)] = ledger.from_bytes(path.read_bytes())
-    for stretch, ranks_found in found.items():
-        absent = sorted(set(range(stretch.num_ranks)) - set(ranks_found))
+    matches = [match for path in folder.glob("*.ledger") if (match := _PATTERN.fullmatch(path.name))]
+    stretches = {
+        _Stretch(int(epoch), int(begin), int(size), tail, int(ranks), int(replication))  # type: ignore[arg-type]
+        for epoch, begin, size, tail, _, ranks, replication in (match.groups() for match in matches)
+    }
+    found = {}
+    for stretch in stretches:
+        paths = [stretch.path(folder, rank) for rank in range(stretch.num_ranks)]
+        absent = [rank for rank, path in enumerate(paths) if not path.exists()]
         if absent:
             raise LedgerError(
                 f"a record needs the files of all ranks, but of {stretch.num_ranks} ranks at epoch {stretch.epoch}, "
                 f"position {stretch.begin} those of {absent} are missing: put the folders of all machines together"
             )
-    return {stretch: [ranks_found[rank] for rank in sorted(ranks_found)] for stretch, ranks_found in found.items()}
+        found[stretch] = [ledger.from_bytes(path.read_bytes()) for path in paths]
+    return found
 
 
 def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, stretch: _Stretch) -> NDArray[np.uint64]:

@@ -164,7 +164,7 @@ class PositionTracker:
         self._step = self.clock.step()
         if self._record is not None:
             self._record.close()
-        self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery)
+        self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery, loader)
         self._forget_epoch()
         loader.cursor.driver = self
         if self._proven is not None:
@@ -372,7 +372,7 @@ class PositionTracker:
         self._place, self._spans = None, False
         self.num_steps += 1
         if self._record is not None:
-            self._record.commit(self.settings, self.loader.first_position)
+            self._record.commit()
 
     def epoch_over(self) -> None:
         """Begin the next epoch, also where the trainer cut this one short."""

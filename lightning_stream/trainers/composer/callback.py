@@ -80,11 +80,9 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
             return False
         if trainer is not self._trainer:
             self._join(trainer)
-        # Composer would fetch and throw away batches to get to where we start.
-        trainer.state.dataset_resumption["train"] = True
         if self._pretended:
             trainer.first_train_batch_complete = self._pretended = False
-        private.restore_random_state(trainer)
+        private.take_over_resume(trainer)
         self._sync()
         position = self.run.position
         here = self.loader.normalised(position)

@@ -53,8 +53,12 @@ def run_folder(state: Any) -> Path | None:
     return None
 
 
-def restore_random_state(trainer: Any) -> None:
-    """Restore the random state as Composer does before the first batch, which it skips for our datasets."""
+def take_over_resume(trainer: Any) -> None:
+    """Keep Composer from fetching and throwing away batches to get to where we start.
+
+    Before it does that, it restores the random state.
+    """
+    trainer.state.dataset_resumption["train"] = True
     state = trainer._rng_state  # noqa: SLF001
     if state is not None:
         reproducibility.load_rng_state(state)
