@@ -19,15 +19,15 @@ from lightning_stream.loading.collate import collate_as_torch
 from lightning_stream.loading.loader_arguments import options_of
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.randomness import READING, SeededCall
+from lightning_stream.loading.sampler import SamplerLists
 from lightning_stream.order import Schedule, Tail
 from lightning_stream.order.balance import Cost
-from lightning_stream.order.config import UNIFORM
+from lightning_stream.order.config import SAMPLER, UNIFORM
 from lightning_stream.reading.mapped import MapReader, MapStream
 from lightning_stream.reading.stream import Stream
 
 _SEED = 9176
 _REFUSED = {
-    "sampler": "the order is that of the run: pass shuffle=, or a dataset in the order of your own",
     "batch_sampler": "its batches would be those of one world: pass batch_size=, and sampler= for an order of your own",
     "in_order": "batches come in the order of the run, which its state counts: omit in_order",
 }
@@ -86,6 +86,9 @@ class MapDataset(StreamingDataset):
         dataset: An object with ``__len__``, and ``__getitem__`` or ``__getitems__``; or several of them, by name, that
             are mixed by `proportion` or `schedule`.
         shuffle: Whether each epoch has a new random order of all samples; else they come by number.
+        sampler: Lists the samples of each epoch, instead; those of one rank (`DistributedSampler`) are refused. The
+            run continues exactly, in any world, with the same sampler: it must list the same samples each time that it
+            is asked for an epoch, by ``set_epoch`` and the global generators or its ``generator``, which are seeded.
         seed: Key of the order, and of what the dataset draws at random.
         proportion: Share of the epoch of each dataset, by name.
         lengths: Lengths of the samples, for `pack`, `bucket_by` and `batch_tokens`: an array, or a function that
@@ -104,6 +107,7 @@ class MapDataset(StreamingDataset):
         dataset: Any,
         *,
         shuffle: bool = False,
+        sampler: Any = None,
         seed: int | None = None,
         proportion: Mapping[str, float] | None = None,
         lengths: Any = None,
@@ -111,12 +115,14 @@ class MapDataset(StreamingDataset):
     ) -> None:
         refuse_unknown(type(self).__name__, options, [*signature(MapDataset).parameters, *MapOptions.__annotations__])
         by_name = lengths if isinstance(lengths, Mapping) else {} if lengths is None else {"tokens": lengths}
+        if sampler is not None and (shuffle or isinstance(dataset, Mapping)):
+            raise ValueError("a sampler is the whole order of one dataset: omit shuffle, and datasets by name")
         streams = _streams(dataset, proportion, by_name, options.get("schedule"))
         super().__init__(
             streams=streams,
             shuffle=shuffle,
             shuffle_seed=_SEED if seed is None else seed,
-            shuffle_algo=UNIFORM,
+            shuffle_algo=UNIFORM if sampler is None else SAMPLER,
             num_canonical_nodes=1,  # this, and what follows, of an order without shards
             window=1,
             quick_start=False,
@@ -125,6 +131,8 @@ class MapDataset(StreamingDataset):
         self.dataset = dataset
         source = self._streaming_source
         assert isinstance(source.reader, MapReader)
+        if sampler is not None:
+            source.lists = SamplerLists(sampler, source.seed, source.snapshot.num_samples)
         source.collate = collate_as_torch
         source.read_one = SeededCall(source.reader.read, source.seed ^ READING)
 
@@ -194,6 +202,7 @@ class StatefulDataLoader(StreamingDataLoader):
             torchvision, a list. Several by name are mixed by `proportion` or `schedule`. Or a `MapDataset`.
         batch_size: Samples per device and micro-batch; `global_batch_size` and `batch_tokens` replace it.
         shuffle: Whether each epoch has a new random order of all samples.
+        sampler: Lists the samples of each epoch, instead; see `MapDataset` for what is promised then.
         num_workers, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor, persistent_workers,
             pin_memory_device: As in `torch.utils.data.DataLoader`.
         collate_fn: As in torch, which has the default; it may take a second argument `rng`, see `StreamingDataLoader`.
@@ -240,7 +249,7 @@ class StatefulDataLoader(StreamingDataLoader):
         snapshot_every_n_steps: int = 1,  # noqa: ARG002 - every step has a state
         **options: Unpack[StatefulOptions],
     ) -> None:
-        refused = {"sampler": sampler is not None, "batch_sampler": batch_sampler is not None, "in_order": not in_order}
+        refused = {"batch_sampler": batch_sampler is not None, "in_order": not in_order}
         for name in filter(refused.get, refused):
             raise ValueError(f"StatefulDataLoader does not take {name}; {_REFUSED[name]}")
         known = [*signature(StatefulDataLoader).parameters, *StatefulOptions.__annotations__]
@@ -250,9 +259,9 @@ class StatefulDataLoader(StreamingDataLoader):
         if generator is not None:
             of_dataset.setdefault("seed", generator.initial_seed())
         if not isinstance(dataset, StreamingDataset):
-            dataset = MapDataset(dataset, shuffle=bool(shuffle), **of_dataset)
-        elif shuffle or of_dataset:
-            raise ValueError("a MapDataset has its settings already; pass shuffle, seed and the like to it")
+            dataset = MapDataset(dataset, shuffle=bool(shuffle), sampler=sampler, **of_dataset)
+        elif shuffle or sampler is not None or of_dataset:
+            raise ValueError("a MapDataset has its settings already; pass shuffle, sampler, seed and the like to it")
         replaced = options.get("global_batch_size") is not None or dataset.batch_tokens is not None
         super().__init__(
             dataset,

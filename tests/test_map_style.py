@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
@@ -13,7 +14,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from torch.utils.data import Dataset, IterableDataset, default_collate  # noqa: E402
+from torch.utils.data import (  # noqa: E402
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from lightning_stream import StatefulDataLoader  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
@@ -46,6 +55,13 @@ def rows(loader: StatefulDataLoader) -> Iterator[list[tuple[int, float, float]]]
         torch_drawn, numpy_drawn = batch["drawn"]
         found = zip(batch["id"].tolist(), torch_drawn.tolist(), numpy_drawn.tolist(), strict=True)
         yield [row for row, filler in zip(found, loader.last_batch.filler, strict=True) if not filler]
+
+
+def numbers(loader: StatefulDataLoader) -> Iterator[list[int]]:
+    """The batches of an epoch of numbers, without padding."""
+    for batch in loader:
+        assert loader.last_batch is not None
+        yield batch[~torch.from_numpy(loader.last_batch.filler)].tolist()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -122,6 +138,49 @@ def test_mixtures_have_their_proportions_and_continue() -> None:
     assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == seen[14:]
 
 
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        RandomSampler(range(NUM_SAMPLES)),
+        RandomSampler(range(NUM_SAMPLES), generator=torch.Generator().manual_seed(1)),
+        WeightedRandomSampler([1.0] * 20 + [3.0] * 33, 41),
+        SubsetRandomSampler([*range(10, 40)]),
+        [5, 3, 3, 8],
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_sampler_is_taken_in_its_order_and_continues_in_any_world(sampler: Any) -> None:
+    def sampled(rank: int = 0, world: int = 1, num_workers: int = 0) -> StatefulDataLoader:
+        return StatefulDataLoader(
+            range(NUM_SAMPLES), 4 // world, sampler=sampler, world=(rank, world), num_workers=num_workers
+        )
+
+    loader = sampled(num_workers=1)
+    whole = [batch.tolist() for _ in range(2) for batch in loader]
+    assert [len(epoch) for epoch in (whole[: len(loader)], whole[len(loader) :])] == [-(-len(sampler) // 4)] * 2
+    loader = sampled()
+    next(iter(loader))
+    state, shares = json.loads(json.dumps(loader.state_dict())), []
+    for rank in range(2):
+        reader = sampled(rank, 2)
+        reader.load_state_dict(state)
+        shares.append([ids for _ in range(2) for ids in numbers(reader)])
+    assert [sorted(chain(*share)) for share in zip(*shares, strict=True)] == [*map(sorted, whole[1:])]
+    with pytest.raises(StateError, match="algorithm was 'sampler'"):
+        StatefulDataLoader(range(NUM_SAMPLES), 4).load_state_dict(state)
+
+
+class _Hidden(RandomSampler):
+    """Draws from a generator that nothing can seed."""
+
+    def __init__(self) -> None:
+        super().__init__(range(9))
+        self.random = random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.random.sample(range(9), 9))
+
+
 class _Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -138,6 +197,11 @@ class _Endless(IterableDataset[int]):
         ({"train": range(3), "test": range(3)}, {}, "mixed by proportion= or by schedule="),
         (range(3), {"batch_tokens": 10}, "found none"),
         (range(3), {"batch_tokens": 10, "lengths": [1, 2]}, "one for each of the 3 samples"),
+        (range(9), {"sampler": _Hidden()}, "lists others"),
+        (range(9), {"sampler": iter([1])}, "has __iter__ and __len__"),
+        (range(9), {"sampler": [9]}, "indices of the dataset's 9 samples"),
+        (range(9), {"sampler": DistributedSampler(range(9), 2, 0)}, "those of one rank"),
+        (range(9), {"sampler": [1], "shuffle": True}, "omit shuffle"),
         (range(3), {"shufle": True}, "Did you mean 'shuffle'"),
     ],
 )

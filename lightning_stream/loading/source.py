@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from lightning_stream.errors import NotFoundError
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.loading.randomness import SeededCall
+from lightning_stream.loading.sampler import SamplerLists
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, Tail, World
 from lightning_stream.order.balance import Balance, Cost
@@ -29,6 +30,7 @@ from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_re
 from lightning_stream.order.methods import METHODS
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.orders import ceil_div
+from lightning_stream.order.sampled import SampledRun
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.questions import Delivery, Occurrence, where
 from lightning_stream.reading.bad_samples import BadData
@@ -116,6 +118,7 @@ class SampleSource:
     predownload: int | None = None  # samples each worker fetches ahead; None to choose
     transform: SeededCall | None = None  # called with each sample
     read_one: SeededCall | None = None  # a subclass's own way to read a sample by its id
+    lists: SamplerLists | None = None  # the user's own order
     collate: Callable[..., Any] = collate_samples  # from samples, where a loader has no function of the user's
     world: WorldLike = None
     replication: int | None = None
@@ -261,7 +264,8 @@ class SampleSource:
             if isinstance(self.reader, SwitchedReader):
                 found = SwitchedRun(self.snapshot, weights, config, self.reader.versions)
             else:
-                found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten)
+                kind = RunOrder if self.lists is None else partial(SampledRun, lists=self.lists)
+                found = kind(self.snapshot, weights, config, lengths, forgotten=forgotten)
             if forgotten is not None:  # nor may they be delivered in place of bad samples
                 self.bad_data.found.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()

@@ -25,7 +25,7 @@ ORDER_VERSION = 1
 """It grows whenever the native order gives other ids for the same settings."""
 
 MOSAIC_ALGORITHMS = SHUFFLES
-UNIFORM = "uniform"
+UNIFORM, SAMPLER = "uniform", "sampler"
 
 _ACTIVE_PARTS = 128
 MOST_NODES = 2**16
@@ -89,7 +89,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
 
     shuffle: bool  # whether samples are shuffled at all; else they come in index order
     seed: int  # key of every permutation, in [0, 2**63)
-    algorithm: str  # "window", "uniform", or one of mosaicml-streaming's
+    algorithm: str  # "window", "uniform", "sampler", or one of mosaicml-streaming's
     canonical_nodes: int  # C: samples are split evenly into this many canonical nodes
     window: int  # w, parts of shards active at once in a canonical node
     batching_method: str  # "random", "stratified", "per_stream" or "device_per_stream"
@@ -293,7 +293,7 @@ _PARTS: dict[str, type] = {
     "switches": Switch,
 }
 _RULES = {
-    "algorithm": one_of("window", UNIFORM, *MOSAIC_ALGORITHMS),
+    "algorithm": one_of("window", UNIFORM, SAMPLER, *MOSAIC_ALGORITHMS),
     "batching_method": one_of(*METHODS),
     "sampling_method": one_of("balanced", "fixed"),
     "shuffle": one_of(True, False),

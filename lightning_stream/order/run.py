@@ -13,7 +13,7 @@ from lightning_stream.lazy import kept
 
 from .arrays import Ints
 from .batches import EpochOrder, divide_by_budget
-from .config import UNIFORM, OrderConfig
+from .config import SAMPLER, UNIFORM, OrderConfig
 from .draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
 from .forget import Forgotten
 from .mixture import Mixture
@@ -64,6 +64,8 @@ class RunOrder:
                 f"The forgotten samples of an order must be those of its settings, which have digest "
                 f"{config.forgotten}; found {forgotten and forgotten.digest}. Pass the same ones."
             )
+        if config.algorithm == SAMPLER and type(self) is RunOrder:
+            raise ValueError("The order of a state that a sampler lists needs that sampler: pass sampler=.")
         if config.switches:
             raise ValueError(
                 "The order of a run that switches versions needs the data of all of them. Read it by a dataset with "

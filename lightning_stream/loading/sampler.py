@@ -1,0 +1,74 @@
+"""A user's sampler, as the list of each epoch: the same in every process, world and resumed run."""
+
+from __future__ import annotations
+
+import copy
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from lightning_stream.loading.randomness import preserved_generators, sample_seed, seed_globals
+from lightning_stream.order.arrays import Ints
+
+_SAMPLER = 0x73616D706C6572  # what its seed is mixed with, so that it does not draw what a sample does
+
+
+class SamplerLists:
+    """The lists of a sampler of torch's kind. What it draws from random, numpy, torch or its ``generator`` is seeded.
+
+    Raises:
+        TypeError: It has no length.
+        ValueError: It divides its samples among ranks itself.
+    """
+
+    def __init__(self, sampler: Any, seed: int, num_indices: int) -> None:
+        if not hasattr(sampler, "__iter__") or not hasattr(sampler, "__len__"):
+            raise TypeError(f"a sampler has __iter__ and __len__; found {type(sampler).__name__}. Add its length")
+        if getattr(sampler, "num_replicas", 1) > 1:
+            raise ValueError(
+                f"a sampler lists all samples of an epoch, since the loader divides them among the ranks; found "
+                f"{type(sampler).__name__}, which lists those of one rank. Omit it, and pass shuffle=True"
+            )
+        self._sampler, self._seed, self._num_indices = sampler, seed, num_indices
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+        return len(self._sampler)
+
+    @cached_property
+    def _is_repeatable(self) -> bool:
+        return np.array_equal(self._listed(0), self._listed(0))
+
+    def epoch(self, epoch: int) -> Ints:
+        """The samples of an epoch, in order: int64[num_samples].
+
+        Raises:
+            ValueError: They are others each time, not as many as its length, or not of the dataset.
+        """
+        if not self._is_repeatable:
+            raise ValueError(
+                "a sampler lists the same samples each time that it is asked for an epoch, or a run could not be "
+                f"continued; {type(self._sampler).__name__} lists others. Draw from random, numpy's or torch's global "
+                "generators or from an attribute `generator`, which are seeded, and take the epoch from set_epoch"
+            )
+        found = self._listed(epoch)
+        if len(found) != len(self._sampler) or not (found.view(np.uint64) < self._num_indices).all():
+            raise ValueError(
+                f"a sampler lists len(sampler) indices of the dataset's {self._num_indices} samples; found "
+                f"{len(found)} indices of {len(self._sampler)} from {type(self._sampler).__name__}, or others"
+            )
+        return found
+
+    def _listed(self, epoch: int) -> Ints:
+        sampler, seed = copy.copy(self._sampler), sample_seed(self._seed ^ _SAMPLER, epoch, 0)
+        if isinstance(getattr(sampler, "generator", None), torch.Generator):
+            sampler.generator = torch.Generator().manual_seed(seed)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        with preserved_generators():
+            seed_globals(seed)
+            return np.fromiter(islice(sampler, len(sampler) + 1), np.int64)
