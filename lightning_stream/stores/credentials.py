@@ -20,7 +20,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from lightning_stream.errors import AccessError, LightningStreamError, StoreError, UnavailableError, summarize
+from lightning_stream.errors import AccessError, LightningStreamError, UnavailableError, summarize
 from lightning_stream.fingerprint import function_text
 from lightning_stream.shared_files import PRIVATE, FileLock, publish_bytes, run_once_across_processes
 
@@ -126,7 +126,7 @@ class Credentials:
                 return keys
             try:
                 self._keys = self._renewed(lambda found: now < found.renew_at)
-            except StoreError as error:
+            except LightningStreamError as error:
                 if keys is None or time.time() >= keys.ends:
                     raise
                 _log.warning("the keys still hold for %.0f s, but no new ones came: %s", keys.ends - now, error)
@@ -266,7 +266,7 @@ def _seconds(when: Any) -> float:
 
 
 def _read(path: Path) -> Keys | None:
-    """The keys in a file, if it is this user's own, and nobody else can read it."""
+    """The keys in a file, if it is this user's own, whole, and nobody else can read it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -275,4 +275,7 @@ def _read(path: Path) -> Keys | None:
         about = os.fstat(fd)
         if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
             return None
-        return Keys(**json.load(file))
+        try:
+            return Keys(**json.load(file))
+        except (ValueError, TypeError):  # the machine ended while it was written, or another release wrote it
+            return None

@@ -16,12 +16,13 @@ from lightning_stream.errors import AccessError, NotFoundError, StoreError, Unav
 from .base import AnswerError, ListingPage, Store, StoreTraits
 from .credentials import SharedFolder
 from .databricks import DatabricksOptions, DatabricksStore
-from .transfer import ObjectStream, PerProcess, read_options, refuse_query
+from .transfer import ObjectStream, PerProcess, read_options, refuse_query, shown_url
 
 _API = "/api/2.1/unity-catalog/"
 _TABLE = re.compile(r"uc://([^/.]+\.[^/.]+\.[^/.]+)(?:/(.*))?")
 _VOLUME = re.compile(r"(uc://|dbfs:/*Volumes/)([^/.]+)/([^/.]+)/([^/]+)(?:/(.*))?")
 _FORMATS = ("DELTA", "PARQUET")
+_STORED = re.compile(r"(s3[an]?|gs|abfss?)://.+|(file:.*)?/.+")
 _OPERATIONS = {"table": ("READ", "READ_WRITE"), "volume": ("READ_VOLUME", "WRITE_VOLUME")}
 _log = logging.getLogger("lightning_stream.stores")
 
@@ -128,17 +129,18 @@ class UnityStore(Store):
             if self._files is None:
                 raise
             _log.warning("%s Until then, its files come by the Files interface of the workspace, more slowly.", error)
+        self._found[False] = self._files  # whoever writes there compares with the versions that are read there
         return self._files
 
     def _storage(self, writes: bool) -> Store:
         from . import RetryingStore, open_store
 
         about = self._catalog.ask("GET", f"{self._kind}s/{self._name}")
-        location, form = about.get("storage_location"), about.get("data_source_format", "PARQUET")
-        if not location or form not in _FORMATS:
+        location, form = about.get("storage_location") or "", about.get("data_source_format", "PARQUET")
+        if not _STORED.fullmatch(location) or form not in _FORMATS:
             raise StoreError(
-                f"{self.url}: tables of files in the formats {' and '.join(_FORMATS)} are read; this one is "
-                f"{about.get('table_type', 'a table')} {form}. Write its rows into such a table."
+                f"{self.url}: volumes and {' and '.join(_FORMATS)} tables in S3, Azure and Google are read; this is a "
+                f"{about.get('table_type', 'volume')} {form} at {shown_url(location) or 'no place'}. Copy it into one."
             )
         url = f"{location.rstrip('/')}/{self._path}".rstrip("/")
         if url.startswith(("file:", "/")):  # of a catalog on this machine
@@ -187,7 +189,7 @@ class _Catalog(DatabricksStore):
             f"{self._name}, and external access enabled in the metastore."
         )
         if error.code == 404:
-            return NotFoundError(f"{self.url}: the catalog knows no such {self.kind} ({error}). {grants}")
+            return NotFoundError(f"{self.url}: the catalog knows no such {self.kind} ({redact(str(error))}). {grants}")
         return AccessError(f"{self.url}: the catalog refused ({redact(str(error))}). {grants}")
 
 

@@ -234,6 +234,16 @@ def test_processes_share_keys_by_a_private_file(server: VendingServer, tmp_path:
     assert len(server.issued) == 2
 
 
+def test_a_file_of_keys_that_is_damaged_is_written_again(server: VendingServer, tmp_path: Path) -> None:
+    for damage in (b"", b"\0\0", b"{}"):
+        store = opened(server)
+        store.share_keys(CacheFolder(tmp_path))
+        assert store.read("x") == b"content"
+        (file,) = tmp_path.rglob("keys-*.json")
+        file.write_bytes(damage)
+    assert len(server.issued) == 3
+
+
 def test_keys_of_others_are_not_taken(server: VendingServer, tmp_path: Path) -> None:
     store = opened(server)
     store.share_keys(CacheFolder(tmp_path))

@@ -138,6 +138,24 @@ def test_a_volume_without_external_access_comes_by_the_files_interface_and_says_
     assert not server.issued
 
 
+def test_a_volume_that_is_not_written_in_its_storage_is_read_where_it_is_written(server: CatalogServer) -> None:
+    server.grants = {"READ_VOLUME"}
+    store = opened(server)
+    assert store.read("x") == b"content"
+    assert server.count("GET", "/api/2.0/fs/") == 0
+    store.put("x", b"new")
+    with store.open("x") as stream:
+        assert b"".join(stream) == b"new" == server.objects["/Volumes/main/ml/shards/x"]
+    assert stream.version is not None
+    store.put("x", b"newer", if_version=stream.version)
+    assert store.read("x") == b"newer"
+
+
+def test_a_volume_in_other_storage_comes_by_the_files_interface(server: CatalogServer) -> None:
+    server.add("main.ml.shards", "wasbs://box@me.blob.core.windows.net/x")
+    assert opened(server).read("x") == b"content"
+
+
 def test_dbfs_reads_from_the_storage_and_lists_as_before(server: CatalogServer) -> None:
     store = opened(server, DBFS)
     assert (store.url, store.identity) == (DBFS, f"{DBFS}@{server.url}")
@@ -196,8 +214,12 @@ def test_a_missing_grant_is_named(server: CatalogServer) -> None:
 @pytest.mark.parametrize(
     ("about", "kind", "said"),
     [
-        ({"storage_location": None, "table_type": "VIEW"}, StoreError, "this one is VIEW PARQUET"),
-        ({"data_source_format": "ICEBERG"}, StoreError, "DELTA and PARQUET are read; this one is MANAGED ICEBERG"),
+        ({"storage_location": None, "table_type": "VIEW"}, StoreError, "this is a VIEW PARQUET at no place"),
+        (
+            {"data_source_format": "ICEBERG"},
+            StoreError,
+            "DELTA and PARQUET tables .* this is a MANAGED ICEBERG at s3://bucket/docs",
+        ),
         (None, NotFoundError, "the catalog knows no such table .*USE CATALOG on main"),
     ],
 )
