@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from servers.catalog import TOKEN, CatalogServer
 from servers.s3 import SECRET, bucket_at, options_of
 
 from lightning_stream import spark as room
@@ -67,6 +68,20 @@ def test_keys_that_the_store_refuses_raise_the_stores_error(spark: Any, bucket: 
     kwargs = {"out": "s3://no-such-bucket/rows", "store_options": {**bucket, "retries": 0}}
     with pytest.raises(Exception, match="no-such-bucket"):
         room.dataframe_to_mds(spark.range(10), mds_kwargs=kwargs)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_executors_write_to_a_volume_of_a_catalog_with_its_keys(spark: Any) -> None:
+    with CatalogServer() as server:
+        server.add("main.ml.shards", "s3://bucket/volume")
+        options = {"host": server.url, "token": TOKEN, "storage": {"endpoint_url": server.url}}
+        out = "uc://main/ml/shards/rows"
+        room.dataframe_to_mds(spark.range(0, 40, 1, 2), mds_kwargs={"out": out, "store_options": options})
+        store = open_store(out, options)
+        assert sum(shard["samples"] for shard in json.loads(store.read("index.json"))["shards"]) == 40
+        assert "/bucket/volume/rows/index.json" in server.objects
+        words = [word.encode() for token in server.issued for word in (token, TOKEN)]
+        assert not any(word in content for content in server.objects.values() for word in words)
 
 
 READER = """
