@@ -10,6 +10,9 @@ Batches hold 64 whole documents, or up to 64 times the longest one, padded to th
 replica over the mean one, with 8 replicas a machine and 8 packed rows of 8,192 tokens each, where a row costs the sum
 of its documents' squared lengths; "downloads" is copies of the data, of all machines together.
 
+Samples of images and text have 0 to 8 images of 144 to 2,880 tokens; those of more than a row of 8,192 are left out.
+They are packed whole by ``text + images``, and balanced by ``(text + images) ** 2 + 4096 * images`` over 64 replicas.
+
 First batches are those of a loader with two workers, over one million and over ``--many`` documents of 1 to 32 tokens:
 from the dataset's constructor until the batch has come. All shards are links to one file, beside one file of lengths.
 """
@@ -34,6 +37,7 @@ from lightning_stream.order import Balance, BatchPlan, OrderConfig, RunOrder, Sn
 from lightning_stream.order.buckets import LengthBuckets
 from lightning_stream.order.packing import RowPacking
 from lightning_stream.questions.downloads import estimate_factor
+from lightning_stream.reading.length_expression import LengthExpression
 
 WINDOW, REPLICAS, MICRO_BATCH = 16_384, 8, 2
 ROWS_PER_SHARD, FEW = 1 << 16, 1_000_000
@@ -121,6 +125,48 @@ def shares(num_machines: int, nodes: int, job: Job) -> Result:
     return {**clock.stop(), **worst, "downloads": estimate_factor(run, epoch=0, batch_size=batch_size, world=world)}
 
 
+def images_and_text(count: int) -> dict[str, np.ndarray]:
+    """The tokens of each sample's text, and of all its images."""
+    rng = np.random.default_rng(2)
+    num_images = rng.choice(9, count, p=[0.2, 0.5, 0.1, 0.06, 0.05, 0.03, 0.02, 0.02, 0.02])
+    of_image = rng.choice(
+        [144, 256, 576, 1152, 1728, 2304, 2880], num_images.sum(), p=[0.1, 0.1, 0.4, 0.1, 0.1, 0.1, 0.1]
+    )
+    sums = np.append(0, np.cumsum(of_image))
+    ends = np.cumsum(num_images)
+    return {
+        "text": np.clip(rng.lognormal(5.3, 1.0, count), 8, 8192).astype(int),
+        "images": sums[ends] - sums[ends - num_images],
+    }
+
+
+def whole_samples(nodes: int, job: Job) -> Result:
+    parts = images_and_text(job.sizes.documents)
+    kept = LengthExpression("text + images")(parts) <= 8192
+    parts = {name: numbers[kept] for name, numbers in parts.items()}
+    lengths = LengthExpression("text + images")(parts).astype("<u4")
+    costs = LengthExpression("(text + images) ** 2 + 4096 * images")(parts)
+    packing = RowPacking(8192, RowPacking(8192).usual_window(lengths), "drop")
+    run = run_of(lengths, 256, packing=packing, batch_size=8 * 64, canonical_nodes=nodes)
+    clock = Clock()
+    num_rows = run.epoch(0).num_samples
+    result = clock.stop(len(lengths))
+    worst = {}
+    for name, balance in (("plain", None), ("balanced", Balance(lambda ids: costs[ids], MICRO_BATCH))):
+        plans = [
+            BatchPlan(run.epoch(0), world=World(rank, 64, REPLICAS), batch_size=8 * 64, balance=balance)
+            for rank in range(64)
+        ]
+        table = np.array([[costs[plan.share(k).rows.ids].sum() for plan in plans] for k in range(8)])
+        worst[name] = float((table.max(axis=1) / table.mean(axis=1)).max())
+    return {
+        **result,
+        "fill %": 100 - _padding(lengths, num_rows * 8192),
+        "left out %": 100 * float(1 - kept.mean()),
+        **worst,
+    }
+
+
 def write_documents(folder: Path, count: int) -> None:
     """At least so many documents, in shards that are links to one file."""
     lengths = np.random.default_rng(0).integers(1, 33, ROWS_PER_SHARD).astype("<u4")
@@ -171,6 +217,8 @@ if __name__ == "__main__":
     for nodes in (16, 1):
         cases = {f"ours, {count} machines": partial(shares, count, nodes) for count in (1, 2, 4, 16, 64)}
         groups.append(Group(f"shares of {nodes} canonical nodes", cases))
+    whole = {f"ours, {nodes} canonical nodes": partial(whole_samples, nodes) for nodes in (8, 1)}
+    groups.append(Group("samples of images and text", whole))
     for kind in ARRANGED:
         cases = {"ours, 1,000,000": partial(first_batch, FEW, kind), "ours, many": partial(first_batch, None, kind)}
         groups.append(Group(f"first batch, {kind}", cases, prepare_documents))

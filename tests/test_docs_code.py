@@ -19,7 +19,7 @@ import pytest
 from support.pages import PAGES, ROOT, blocks_of
 
 # What a block's title may give as the reason why no test runs it.
-REASONS = {"needs 4 GPUs", "needs a cluster", "it ends with Ctrl-C"}
+REASONS = {"needs 4 GPUs", "needs a GPU", "needs a cluster", "it ends with Ctrl-C"}
 SLOW = {"docs/hosts.md", "docs/multi_node.md"}
 WIDTH = 82  # longer lines are cut off in a browser window of 1280 pixels
 WRAPPED = {"console", "text"}  # docs/wide.css

@@ -149,7 +149,8 @@ class SampleReader:
             ValueError: An expression that is wrong, or gives numbers that are no lengths.
         """
         if name not in self._lengths:
-            self._lengths[name] = self._read_lengths(name)
+            is_derived = self._expression(name) is not None
+            self._lengths[name] = self._derived(name) if is_derived else self._read_lengths(name)
         return self._lengths[name]
 
     def lengths_digest(self, name: str) -> str:
@@ -187,8 +188,6 @@ class SampleReader:
         return found
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
-        if self._expression(name) is not None:
-            return self._derived(name)
         lengths = read_lengths(self.caches, self.indexes, name)
         if self.members is not None:
             lengths = lengths[self.members.mask]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset
+from lightning_stream import MDSWriter, Packing, StatefulDataLoader, StreamingDataLoader, StreamingDataset
 from lightning_stream.dataset import source_of
 
 LENGTH, COUNT, PATCHES = 128, 400, 20
@@ -232,3 +232,30 @@ def test_a_row_with_a_sample_that_cannot_be_read_is_replaced_as_a_whole(folder: 
     alone = names(0, 1)
     assert not {"7", "50"} & {*alone}
     assert sorted(names(0, 2) + names(1, 2)) == sorted(alone)
+
+
+class Chats:
+    """A dataset of the user's."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return SAMPLES[number]
+
+
+def test_samples_of_any_dataset_are_packed() -> None:
+    lengths = {"tokens": [len(one["tokens"]) for one in SAMPLES], "images": [one["images"] for one in SAMPLES]}
+
+    def loader(rank: int = 0, ranks: int = 1) -> Any:
+        options: dict[str, Any] = {"shuffle": True, "lengths": lengths, "pack": PACK, "world": (rank, ranks)}
+        return StatefulDataLoader(Chats(), 12 // ranks, tail="drop", **options)
+
+    whole = [sorted(rows_of(batch)) for batch in loader()]
+    assert len({name for rows in whole for row in rows for name in row}) > COUNT // 2
+    alone, pair = loader(), [loader(rank, 2) for rank in range(2)]
+    next(iter(alone))
+    for one in pair:
+        one.load_state_dict(alone.state_dict())
+    rest = [sorted(rows_of(a) + rows_of(b)) for a, b in zip(*pair, strict=True)]
+    assert rest == whole[1:]
