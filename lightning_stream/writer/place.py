@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -58,7 +58,6 @@ class Transaction:
         mode: That of `begin`.
         key: Of an append, a name that no other one has, or "".
         done: The names of the files that were put.
-        former: When a dataset is replaced, the files of all its versions.
     """
 
     def __init__(self, out: Any, keep_local: bool = False, store_options: Mapping[str, Any] | None = None) -> None:
@@ -79,7 +78,7 @@ class Transaction:
         self.done: list[str] = []
         self._version: Version | None = None
         self._seen: dict[str, tuple[bytes | None, str | None]] = {}
-        self.former: set[str] = set()
+        self._former: dict[str, set[str]] = {}  # by the URL of a store
         self._files: dict[str, int] = {}
 
     @property
@@ -126,7 +125,7 @@ class Transaction:
             names = (INDEX_NAME, *also)
             self._seen = {name: (None, None) if mode == "new" else seen(self.store, name) for name in names}
             if mode == "overwrite":
-                self.former = {name for store in self.stores for name in _files_of_versions(store)}
+                self._former = {store.url: _files_of_versions(store) for store in self.stores}
             return
         try:
             self._version = read_newest(self.store)
@@ -142,6 +141,11 @@ class Transaction:
     def folders(self) -> list[Path]:
         """The local folders that files are put into."""
         return [store.folder for store in self.stores if isinstance(store, LocalStore)]
+
+    @property
+    def former(self) -> set[str]:
+        """When a dataset is replaced, the files of all its versions."""
+        return set().union(*self._former.values())
 
     def look(self) -> dict[str, int]:
         """List the bytes of all files by name; if the store refuses to list, the index and the files that it lists."""
@@ -286,19 +290,21 @@ class Transaction:
                 store.delete(name)
 
     def sweep(self, ours: re.Pattern[str], keep: Collection[str]) -> None:
-        """Delete the files of `look` that match `ours` or are of former versions, except those to keep.
+        """Delete the files of `look` that match `ours` or are of former versions at their place, except those to keep.
 
         Folders with an index of their own are other datasets, and stay. A file that cannot be deleted is logged.
         """
         names = self._files
         indexes = [name for name in names if name.endswith(f"/{INDEX_NAME}") and not ours.fullmatch(name)]
         others = tuple(name.removesuffix(INDEX_NAME) for name in indexes)
-        gone = [name for name in names if name not in keep and (name in self.former or ours.fullmatch(name))]
+        former = self.former
+        gone = [name for name in names if name not in keep and (name in former or ours.fullmatch(name))]
         gone = [name for name in gone if not name.startswith(others)]
         gone.sort(key=lambda name: not name.endswith(".json"))  # no index outlives its shards
         try:
-            for name in gone:
-                self.store.delete(name)
+            for name, store in product(gone, self.stores):
+                if ours.fullmatch(name) or name in self._former.get(store.url, ()):
+                    store.delete(name)
         except errors.StoreError as error:
             _LOG.warning("%s is written; up to %d old files could not be deleted: %s", self, len(gone), error)
         for folder in self.folders:

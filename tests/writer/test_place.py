@@ -316,6 +316,21 @@ def test_a_manifest_stays_with_the_datasets_in_folders_that_it_describes(tmp_pat
     assert (tmp_path / "manifest.json").exists()
 
 
+def test_of_a_pair_each_place_loses_the_files_of_its_own_former_dataset_alone(tmp_path: Path) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    for part in ("a", "b"):
+        write(local / part, range(9))
+    merge_index(local)
+    for part in ("a", "b"):
+        (local / part / "index.json").unlink()
+    (remote / "a").mkdir(parents=True)
+    (remote / "a" / "shard.00000.mds").write_bytes(b"of somebody else")
+    write((local, f"file://{remote}"), range(5), keep_local=True, overwrite=True)
+    assert (remote / "a" / "shard.00000.mds").read_bytes() == b"of somebody else"
+    assert not (local / "a").exists()
+    assert read(local) == read(remote) == list(range(5))
+
+
 def test_a_pair_whose_second_swap_is_lost_names_the_place_that_was_changed(tmp_path: Path) -> None:
     pair: Any = (tmp_path / "local", f"file://{tmp_path / 'remote'}")
     write(pair, [0], keep_local=True)
