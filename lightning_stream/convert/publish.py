@@ -19,7 +19,7 @@ from lightning_stream.stores import LocalStore, Store, is_remote, open_store
 from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of
 from lightning_stream.writer.place import MANIFEST as MANIFEST
 
-_FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.[a-z0-9]+)?|index\.json|{LENGTHS}"
+_FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.seekable)?(\.[a-z0-9]+)?|index\.json|{LENGTHS}"
 _PARTS = re.compile(rf"part-[0-9]{{5,}}/({_FILES})|{CONTROL}/.*")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
 _SPLITS = ("train", "val", "test")

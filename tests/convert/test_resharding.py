@@ -182,7 +182,8 @@ def test_shards_with_different_columns_must_be_chosen(tmp_path: Path) -> None:
     assert [int(sample["id"]) for sample in StreamingDataset(remote=str(tmp_path.with_name("out")))] == [3, 3]
 
 
-def test_a_conversion_that_was_killed_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", [None, "zstd:seekable"])
+def test_a_conversion_that_was_killed_continues(tmp_path: Path, compression: str | None) -> None:
     data = write(tmp_path / "data", count=400)
     code = f"""
 import os
@@ -193,7 +194,7 @@ def run(self, partition):
         os._exit(9)
     return put(self, partition)
 task.PartitionTask.run = run
-convert({str(data)!r}, {str(tmp_path / "out")!r}, partition_bytes=4096, compression=None, num_workers=1)
+convert({str(data)!r}, {str(tmp_path / "out")!r}, partition_bytes=4096, compression={compression!r}, num_workers=1)
 """
     path = os.pathsep.join(sys.path)
     assert (
@@ -201,10 +202,12 @@ convert({str(data)!r}, {str(tmp_path / "out")!r}, partition_bytes=4096, compress
         == 9
     )
     assert not (tmp_path / "out" / "index.json").exists()
-    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.mds")}
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.mds*")}
     assert written
-    convert(data, tmp_path / "out", partition_bytes=4096, compression=None, num_workers=1)
-    assert stored(tmp_path / "out") == stored(data)
+    convert(data, tmp_path / "out", partition_bytes=4096, compression=compression, num_workers=1)
+    if compression is not None:
+        convert(tmp_path / "out", tmp_path / "raw", compression=None, num_workers=1)
+    assert stored(tmp_path / ("out" if compression is None else "raw")) == stored(data)
     assert all(path.stat().st_mtime_ns == stamp for path, stamp in written.items())
 
 
