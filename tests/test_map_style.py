@@ -24,7 +24,7 @@ from torch.utils.data import (  # noqa: E402
     default_collate,
 )
 
-from lightning_stream import StatefulDataLoader  # noqa: E402
+from lightning_stream import Packing, StatefulDataLoader  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
 
 NUM_SAMPLES, GLOBAL_BATCH = 53, 8
@@ -168,6 +168,70 @@ def test_a_sampler_is_taken_in_its_order_and_continues_in_any_world(sampler: Any
     assert [sorted(chain(*share)) for share in zip(*shares, strict=True)] == [*map(sorted, whole[1:])]
     with pytest.raises(StateError, match="algorithm was 'sampler'"):
         StatefulDataLoader(range(NUM_SAMPLES), 4).load_state_dict(state)
+
+
+class Batched:
+    """Reads several samples at once; some of them draw at random."""
+
+    def __init__(self, *, draws: bool = True) -> None:
+        self.draws, self.single, self.batched = draws, 0, 0
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        self.single += 1
+        if index == 13:
+            raise KeyError("thirteen")
+        return index, random.random() if self.draws and index % 5 == 0 else 0.0
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        self.batched += 1
+        return [self[index] for index in indices]
+
+
+def test_samples_are_read_at_once_and_seeded_one_by_one_where_any_draws() -> None:
+    sampler = [k for k in range(40) if k != 13]
+    expected: dict[int, float] = {}
+    for size in (1, 4, 39):
+        random.seed(1)
+        before = random.getstate()
+        for batch in StatefulDataLoader(Batched(), size, sampler=sampler):
+            for number, drawn in zip(*map(torch.Tensor.tolist, batch), strict=True):
+                assert expected.setdefault(number, drawn) == drawn
+        assert random.getstate() == before
+    assert len({drawn for number, drawn in expected.items() if number % 5 == 0}) == 8
+    data = Batched(draws=False)
+    assert len([*StatefulDataLoader(data, 4, sampler=sampler)]) == data.batched == 10
+
+
+def test_an_error_names_the_sample() -> None:
+    loader = StatefulDataLoader(Batched(), 8)
+    with pytest.raises(KeyError, match="thirteen") as caught:
+        list(loader)
+    assert (
+        "While reading samples [8, 9, 10, 11, 12, 13, 14, 15]" in caught.value.__notes__[0]
+        or "[13]" in (caught.value.__notes__[0])
+    )
+
+
+def test_rows_are_packed_of_documents_and_of_whole_samples() -> None:
+    documents = [{"tokens": np.arange(1 + k % 7), "id": k} for k in range(60)]
+
+    def lengths(data: list[Any]) -> list[int]:
+        return [len(document["tokens"]) for document in data]
+
+    packing = Packing(row_length=16, cu_seqlens=True)
+    loader = StatefulDataLoader(documents, 2, shuffle=True, lengths=lengths, pack=packing, num_workers=1)
+    batches = [*loader]
+    assert sum(int(batch["num_tokens"].sum()) for batch in batches) == sum(lengths(documents))
+    assert {"input_ids", "cu_seqlens", "document_ids"} <= set(batches[0])
+    assert len(json.dumps(loader.state_dict())) <= 1024
+    names = {"tokens": lengths, "ids": lambda data: [document["id"] % 3 for document in data]}
+    whole = StatefulDataLoader(
+        documents, 2, shuffle=True, lengths=names, pack=Packing(lengths="tokens + ids", row_length=16)
+    )
+    assert sorted(chain.from_iterable(batch["id"].tolist() for batch in whole)) == [*range(60)]
 
 
 class _Hidden(RandomSampler):

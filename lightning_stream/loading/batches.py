@@ -8,7 +8,7 @@ their shards were verified, compared before they are handed out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
+from lightning_stream.reading.mapped import MapReader
 from lightning_stream.reading.proofs import EarlyRead
 from lightning_stream.reading.switched import SwitchedReader
 
@@ -113,8 +114,8 @@ class BatchMaker:
 
     def _batch(self, batch: MicroBatch) -> Any:
         """Read, transform and collate: columns are gathered at once where nothing asks for single samples."""
-        is_plain = self.source.transform is None and self.source.read_one is None and self.collate is None
-        if is_plain and not self.source.packs_whole:
+        reads_one = self.source.packs_whole or (self.source.read_one is not None and batch.rows is None)
+        if not reads_one and self.source.transform is None and self.collate is None:
             return collate_columns(self._columns(batch, self.memory))
         samples = self.samples(batch)
         began = perf_counter()
@@ -150,8 +151,27 @@ class BatchMaker:
 
     def _single(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> list[Any]:
         """Read and transform samples one by one; `positions` are what each draws its random numbers by."""
-        samples = map(partial(self._sample, batch), ids, positions)
+        samples: Iterable[Any] = map(partial(self._sample, batch), ids, positions)
+        reader, read_one = self.source.reader, self.source.read_one
+        if isinstance(reader, MapReader) and read_one is not None:
+            with self._preserved():
+                found, draws = read_one.drawn_from(partial(self._unseeded, reader, ids))
+            if found is not None and not draws:
+                if self.source.transform is None:
+                    return found
+                samples = found
         return self._all_transformed(batch, samples, [[sample_id] for sample_id in ids], positions)
+
+    def _unseeded(self, reader: MapReader, ids: list[int]) -> list[Any]:
+        """Samples of a dataset that may not draw at random."""
+        if reader.read_many is not None:
+            with self._named("reading", ids):
+                return list(reader.read_many(ids))
+        samples = list[Any]()
+        with self._named("reading", ids, samples):
+            for number in ids:
+                samples.append(reader.read(number))
+        return samples
 
     def _all_transformed(
         self, batch: MicroBatch, samples: Iterable[Any], ids_of: list[list[int]], positions: list[int]
@@ -185,15 +205,16 @@ class BatchMaker:
         return transformed
 
     def _preserved(self) -> AbstractContextManager[None]:
-        """Restore the global generators, except in threads: these never change them, but the training does."""
-        return nullcontext() if self.in_threads else preserved_generators()
+        """Restore the global generators; not in threads, which never change them, nor in workers, which seed them."""
+        return nullcontext() if self.in_threads or self.memory is not None else preserved_generators()
 
     @contextmanager
-    def _named(self, doing: str, ids: list[int]) -> Iterator[None]:
-        """Add to an error of the user's code which samples it came from."""
+    def _named(self, doing: str, ids: list[int], done: Sequence[Any] | None = None) -> Iterator[None]:
+        """Add to an error of the user's code which samples it came from: the first that is not done yet, or all."""
         try:
             yield
         except Exception as error:
+            ids = ids if done is None else [ids[len(done)]]
             snapshot = self.source.snapshot
             shards = snapshot.shards_of(np.array(ids))
             stream = snapshot.stream_names[int(snapshot.streams_of(np.array(ids[:1]))[0])]

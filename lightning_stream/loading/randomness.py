@@ -14,10 +14,12 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+
+T = TypeVar("T")
 
 _MASK = (1 << 64) - 1
 # What the seeds of collate functions, and of a dataset's own __getitem__, are mixed with: else these and the transform
@@ -84,6 +86,7 @@ class SeededCall:
         self.takes_rng = takes_rng(function)
         self._seed, self._collate = seed, collate
         self._own = _own_generators(function)
+        self._draws = False  # whether it was seen to draw from the global generators
 
     def __reduce__(self) -> tuple[Callable[..., SeededCall], tuple[Any, ...]]:
         return partial(SeededCall, collate=self._collate), (self.function, self._seed)  # a copy has its own generators
@@ -92,6 +95,19 @@ class SeededCall:
     def can_share_process(self) -> bool:
         """Whether threads may call the function at the same time: it seeds nothing but a generator of its own."""
         return self.takes_rng and not self._own
+
+    def drawn_from(self, read: Callable[[], T]) -> tuple[T | None, bool]:
+        """What `read` returns, and whether calls of the function draw at random: then each must be seeded by itself.
+
+        Where they do not, which shows at the generators, nothing has to be seeded. It does not call `read` where it is
+        known that they do.
+        """
+        if self.takes_rng or self._own or self._draws:
+            return None, True
+        seed_globals(_COLLATE)
+        found = read()
+        self._draws = _next_numbers() != _UNTOUCHED
+        return found, self._draws
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
         """Call the function for a position in the run."""
@@ -102,6 +118,16 @@ class SeededCall:
             return self.function(value, rng=np.random.default_rng(mixed))
         seed_globals(mixed)
         return self.function(value)
+
+
+def _next_numbers() -> tuple[float, ...]:
+    """The next number of each global generator."""
+    return random.random(), np.random.random_sample(), float(torch.rand((), generator=torch.default_generator))
+
+
+with preserved_generators():
+    seed_globals(_COLLATE)
+    _UNTOUCHED = _next_numbers()
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:

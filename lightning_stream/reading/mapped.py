@@ -68,6 +68,8 @@ class MapReader(SampleReader):
         is_mixed = len(streams) > 1
         self.shards.indexes = tuple(_index(str(one.local), len(one.dataset), is_mixed) for one in streams)
         calls = [_getter(one.dataset) for one in streams]
+        many = getattr(streams[0].dataset, "__getitems__", None)
+        self.read_many: Callable[[list[int]], Sequence[Any]] | None = None if is_mixed else many
         self.read = Samples(calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,6 +106,8 @@ class MapReader(SampleReader):
         """Nothing: there is nothing to fetch."""
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+        if self._expression(name) is not None:
+            return self._derived(name)
         lengths = np.concatenate([cast("MapStream", stream).read_lengths(name) for stream in self.streams])
         lengths.setflags(write=False)
         return lengths
@@ -141,4 +145,4 @@ def _index(name: str, num_samples: int, is_mixed: bool) -> Index:
     raw = {"basename": file, "bytes": 0, "hashes": {}, "origin": part}
     shard = {"format": "mds", "samples": num_samples, "raw_data": raw, "zip_data": None, "compression": None}
     shard |= {"hashes": [], "size_limit": None, "version": 2, **columns}
-    return Index.from_bytes(json.dumps({"version": 2, "shards": [shard]}).encode(), name)
+    return Index.from_bytes(json.dumps({"version": 2, "shards": [shard]}).encode(), name).choose([])
