@@ -132,9 +132,9 @@ class StreamingDataLoader(DataLoader[Any]):
         self.world, self.on_mismatch = world, on_mismatch
         is_own = collate_fn is not None and collate_fn is not collate_samples
         self._collate = SeededCall(collate_fn, self._source.seed, collate=True) if is_own else None  # type: ignore[arg-type]
-        self.cursor = Cursor()
+        self.cursor, self._workers = Cursor(), Workers(dataset)
+        self.disks: tuple[tuple[int, ...], ...] | None = None  # what nodes held at the start; None: not asked yet
         plain_iterations_of(dataset).has_loader |= not evaluation
-        self._workers = Workers(dataset)
         self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)
         if num_workers == "auto" and not count:
             prefetch_factor, persistent_workers = None, False
@@ -183,9 +183,9 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def detect_world(self) -> World:
         """The world as given to the loader or its dataset, or as detected now."""
-        source = self._source
-        given = source.world if self.world is None else self.world
-        return detect_world(given, source.replication or 1, source.data_dimension)
+        source, given = self._source, self._source.world if self.world is None else self.world
+        world = detect_world(given, source.replication or 1, source.data_dimension)
+        return replace(world, disks=self.disks or ())
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
         """How the data is divided here, for a run that continues with these order settings, or else with its own."""

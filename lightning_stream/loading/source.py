@@ -30,6 +30,7 @@ from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_re
 from lightning_stream.order.methods import METHODS
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.orders import ceil_div
+from lightning_stream.order.placement import NO_REPORT, Report, num_readers, reader_of
 from lightning_stream.order.sampled import SampledRun
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.questions import Delivery, Occurrence, where
@@ -271,6 +272,14 @@ class SampleSource:
             self.orders.clear()
             self.orders[config] = found
         return found
+
+    def disk(self, settings: BatchSettings) -> Report:
+        """What this node's disk holds; `NO_REPORT` where that changes nothing."""
+        if not settings.order.sticky or num_readers(settings.world) == 1:
+            return NO_REPORT
+        entries = map(self.reader.entry, range(self.snapshot.num_shards))
+        is_here = np.array([cache.present(entry) for cache, entry in entries], dtype=np.bool_)
+        return reader_of(settings.world), self.order(settings.order).samples_on(is_here)
 
     @cached_property
     def schedule(self) -> Schedule | None:

@@ -17,7 +17,7 @@ import numpy as np
 from .arrays import Ints
 from .cuts import CountedCuts, Cuts
 from .orders import Interleave, Order, ceil_div, positions_of
-from .placement import Placement, num_readers, sticky_placement
+from .placement import Placement, num_readers, placement_of
 from .rows import ByLength, Landmark, PackedRows
 from .shares import ByBlock, ByNode, ReplicaBatch
 from .world import World
@@ -162,8 +162,8 @@ class BatchPlan:
     @cached_property
     def placement(self) -> Placement | None:
         """Which node reads which canonical node; None where they stand in their order."""
-        count = self.order.placed_nodes
-        return None if count is None else sticky_placement(count, num_readers(self.world))
+        count, world = self.order.placed_nodes, self.world
+        return None if count is None else placement_of(count, num_readers(world), world.disks)
 
     def of_replicas(self, balance: Balance | None = None) -> list[BatchPlan]:
         """The same global batches for the first rank of every replica, perhaps balanced."""

@@ -20,6 +20,11 @@ import numpy as np
 from .arrays import Ints
 from .world import World
 
+Disks = tuple[tuple[int, ...], ...]
+Report = tuple[int, tuple[int, ...]]
+"""A node, and the samples of each canonical node that its disk holds."""
+NO_REPORT: Report = (0, ())
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:
@@ -41,6 +46,44 @@ class Placement:
 def num_readers(world: World) -> int:
     """The nodes that read parts of their own; where groups of ranks span nodes unevenly, sets of nodes."""
     return math.gcd(world.num_nodes, world.num_replicas)
+
+
+def reader_of(world: World) -> int:
+    """The node of this rank, below `num_readers`."""
+    return world.replica * num_readers(world) // world.num_replicas
+
+
+def disks_of(world: World, reports: Sequence[Report]) -> Disks:
+    """What the nodes hold, from the reports of all ranks; () unless all nodes reported."""
+    found: dict[int, Ints] = {}
+    for node, samples in reports:
+        found[node] = np.maximum(found.get(node, 0), samples)
+    if len(found) < num_readers(world) or NO_REPORT in reports:
+        return ()
+    return tuple(tuple(found[node].tolist()) for node in sorted(found))
+
+
+@lru_cache(maxsize=16)
+def placement_of(canonical_nodes: int, num_nodes: int, disks: Disks) -> Placement:
+    """The placement that keeps most of what the nodes' disks hold; the sticky one where that keeps as much.
+
+    Args:
+        canonical_nodes, num_nodes: C and P.
+        disks: For each node, the samples of each canonical node that it holds; () where nobody asked. Where samples
+            are packed into fewer sequences, C divides the number of canonical nodes.
+
+    Example: ``placement_of(2, 2, ((0, 50), (50, 0))).seats`` is ``(1, 0)``.
+    """
+    sticky = sticky_placement(canonical_nodes, num_nodes)
+    if not any(map(any, disks)):
+        return sticky
+    held = np.array(disks).reshape(num_nodes, -1, canonical_nodes).sum(axis=1)
+    seats = _seats_for(held, sticky)
+    if num_nodes > canonical_nodes:
+        return Placement(sticky.places, seats)
+    at_seat = np.empty_like(held)
+    at_seat[list(seats)] = held
+    return Placement(_places_for(at_seat, sticky.places), seats)
 
 
 @lru_cache(maxsize=64)
@@ -82,3 +125,70 @@ def _in_row(groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
         for member in sorted(groups[group]):
             places[member], at = at, at + 1
     return places, seats
+
+
+def _seats_for(held: Ints, sticky: Placement) -> tuple[int, ...]:
+    """The seat of each node: the best pairs of node and seat first, of like ones those of the sticky placement."""
+    num_nodes, count = held.shape
+    seats, places = np.arange(num_nodes)[:, None], sticky.places[None]
+    reads = (places * num_nodes < (seats + 1) * count) & ((places + 1) * num_nodes > seats * count)
+    kept = held @ reads.T.astype(np.int64)
+    is_other = np.array(sticky.seats)[:, None] != seats.T
+    found: dict[int, int] = {}
+    for pair in np.lexsort((is_other.reshape(-1), -kept.reshape(-1))).tolist():
+        node, seat = divmod(pair, num_nodes)
+        if node not in found and seat not in found.values():
+            found[node] = seat
+    return tuple(found[node] for node in range(num_nodes))
+
+
+def _places_for(held: Ints, places: Ints) -> Ints:
+    """The places of the canonical nodes: at a seat that holds them, where that can be; int64[C].
+
+    Args:
+        held: int64[seats, C]: the samples that the disk at each seat holds.
+        places: int64[C], which stay where nothing is gained.
+    """
+    num_seats, count = held.shape
+    former = (places * num_seats // count).tolist()
+    holds = (held > 0) & (2 * held >= held.max(axis=0))  # little is left on a disk that read another part before
+    seats_of = [np.flatnonzero(column).tolist() for column in holds.T]
+    seat_of = {node: seat for node, seat in enumerate(former) if holds[seat, node]}
+    sizes = np.bincount(former, minlength=num_seats).tolist()
+    for node in range(count):
+        if node not in seat_of:
+            _find_seat(node, seats_of, seat_of, sizes)
+    for node in range(count):
+        if node not in seat_of:
+            taken = [*seat_of.values()]
+            vacant = [seat for seat in range(num_seats) if taken.count(seat) < sizes[seat]]
+            seat_of[node] = max(vacant, key=lambda seat: (held[seat, node], seat == former[node]))
+    moved = [node for node in range(count) if seat_of[node] != former[node]]
+    found = places.copy()
+    arriving, leaving = (sorted(moved, key=key.__getitem__) for key in (seat_of, former))
+    found[arriving] = places[leaving]
+    return found
+
+
+def _find_seat(node: int, seats_of: Sequence[Sequence[int]], seat_of: dict[int, int], sizes: Sequence[int]) -> None:
+    """Seat a canonical node where it is held, if others can move on to where these are held too."""
+    entering: dict[int, int] = {}  # the canonical node that would take each seat
+    moving = [node]
+    for one in moving:
+        for seat in seats_of[one]:
+            if seat in entering:
+                continue
+            entering[seat] = one
+            there = [other for other, taken in seat_of.items() if taken == seat]
+            moving += there
+            if len(there) < sizes[seat]:
+                _move_on(seat, entering, seat_of)
+                return
+
+
+def _move_on(seat: int | None, entering: dict[int, int], seat_of: dict[int, int]) -> None:
+    while seat is not None:
+        node = entering[seat]
+        former = seat_of.get(node)
+        seat_of[node] = seat
+        seat = former

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
 
-from .arrays import Ints
+from .arrays import Bools, Ints
 from .batches import EpochOrder, divide_by_budget
 from .config import SAMPLER, UNIFORM, OrderConfig
 from .draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
@@ -208,6 +208,16 @@ class RunOrder:
         most = config.canonical_nodes * config.window if config.shuffle else 1
         most = self.snapshot.num_shards if config.algorithm == UNIFORM else most
         return sum(min(most, len(sizes)) for sizes in config.batching.shard_groups(self.snapshot))
+
+    def samples_on(self, is_here: Bools) -> tuple[int, ...]:
+        """The samples of each canonical node in the shards that are here (bool[shards]), about as in each epoch."""
+        streams, count = range(self.snapshot.num_streams), self.config.canonical_nodes
+        samples = np.zeros(count, dtype=np.int64)
+        for together in [(stream,) for stream in streams] if self.config.batching.is_mixed else [tuple(streams)]:
+            parts = self._drawn_shards(0, together).parts
+            owned = [parts.of_node(node, count) for node in range(count)]
+            samples += [int(one.sizes[is_here[one.shard]].sum()) for one in owned]
+        return tuple(samples.tolist())
 
     def _window(self, epoch: int, streams: tuple[int, ...], key: int) -> Order:
         """The order of the drawn samples of some streams; ``key`` is part of its random keys."""

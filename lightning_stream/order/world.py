@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,7 @@ class World:
         num_ranks: All training processes.
         ranks_per_node: Training processes on one machine; divides ``num_ranks``.
         replication: Groups of this many consecutive ranks get the same samples (tensor or sequence parallelism).
+        disks: What the disks of the nodes held at the start, the same on every rank, see `placement_of`.
 
     Raises:
         ValueError: Numbers that contradict each other; every contradiction is named.
@@ -29,6 +30,7 @@ class World:
     num_ranks: int = 1
     ranks_per_node: int = 1
     replication: int = 1
+    disks: tuple[tuple[int, ...], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         if problems := " ".join(self._problems()):

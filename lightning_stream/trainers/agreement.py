@@ -19,14 +19,19 @@ from lightning_stream.order import Position
 T = TypeVar("T")
 
 
-def check_ranks_agree(position: Position) -> None:
-    """Compare the position of all ranks, and raise StateError on every rank where they differ. Collective."""
-    states = gathered(position.to_state())
+def check_ranks_agree(position: Position, report: T = None) -> list[T]:  # type: ignore[assignment]
+    """Compare the position of all ranks; returns what each reports beside it. Collective.
+
+    Raises:
+        StateError: They differ; on every rank.
+    """
+    states, reports = zip(*gathered((position.to_state(), report)), strict=True)
     try:
         compare(states)
     except StateError:
         torch.distributed.barrier()  # a rank that ends while another still gathers would break its connection
         raise
+    return list(reports)
 
 
 def gathered(value: T) -> list[T]:

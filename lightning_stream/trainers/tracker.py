@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightning_stream.dataset import source_of
 from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.cursor import TrainerClock
@@ -25,6 +26,7 @@ from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import OrderConfig, Position, is_mosaic_state
 from lightning_stream.order.micro_batches import MicroBatch, MicroBatches, Place
+from lightning_stream.order.placement import NO_REPORT, disks_of
 from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.audit import DeliveryRecord
 
@@ -283,9 +285,16 @@ class PositionTracker:
         warnings.warn(f"{sentence}The data begins from its start", stacklevel=3)
 
     def begin_run(self) -> None:
-        """Check that all ranks have the same position, and announce a resume. Collective."""
+        """Check that all ranks have the same position, let nodes read what they hold, and announce a resume.
+
+        Collective.
+        """
         self._step = self.clock.step()
-        check_ranks_agree(self.position)
+        loader = self.loader
+        report = source_of(loader.streaming).disk(self.settings) if loader.disks is None else NO_REPORT
+        reports = check_ranks_agree(self.position, report)
+        if loader.disks is None:
+            loader.disks, self._settings = disks_of(self.settings.world, reports), None
         if self.is_resumed and not self._has_said:
             self._has_said = True
             self.say(self.loader.resumed_at(self.position))
@@ -389,8 +398,8 @@ class PositionTracker:
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of an epoch's batches; call `stepped` after each optimizer step."""
         loop, first = self._loop, self.loader.batches_before(self.position)
-        self.begin_epoch(first)
         self.begin_run()
+        self.begin_epoch(first)
         batches = loop.iteration = iter(self.loader)
         loop.epoch = self.position.epoch
         for loop.number, batch in enumerate(batches, first):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.orders import run_over
 
 from lightning_stream.order import BatchPlan, OrderConfig, World
-from lightning_stream.order.placement import sticky_placement
+from lightning_stream.order.placement import placement_of, sticky_placement
 
 NODES = 48
 DIVISORS = [count for count in range(1, NODES + 1) if NODES % count == 0]
@@ -124,3 +124,60 @@ def test_groups_of_ranks_that_span_nodes_unevenly_have_shares_of_their_own():
     assert sorted(np.concatenate([plan.share(0).ids for plan in plans]).tolist()) == sorted(plans[0].ids(0).tolist())
     same = replace(plans[1], world=replace(world, rank=5))  # of the same replica as rank 3
     assert same.share(0).ids.tolist() == plans[1].share(0).ids.tolist()
+
+
+def reads_of(found, num_nodes):
+    """The canonical nodes that each node reads some of, under a placement."""
+    members, each = np.argsort(found.places), Fraction(len(found.places), num_nodes)
+    return [{int(one) for one in members[int(s * each) : -int(-(s + 1) * each // 1)]} for s in found.seats]
+
+
+def as_disks(parts, count):
+    return tuple(tuple(100 * (node in part) for node in range(count)) for part in parts)
+
+
+def fetched_with(disks, num_nodes, count):
+    found = placement_of(count, num_nodes, as_disks(disks, count))
+    parts = reads_of(found, num_nodes)
+    assert sorted(found.places.tolist()) == [*range(count)]
+    assert sorted(found.seats) == [*range(num_nodes)]
+    return parts, sum(len(part - disk) for part, disk in zip(parts, disks, strict=True))
+
+
+@pytest.mark.parametrize(("count", "num_nodes"), [(16, 4), (12, 12), (16, 6), (4, 8), (4, 6), (1, 3)])
+def test_permuted_nodes_fetch_nothing_and_a_new_one_its_part(count, num_nodes):
+    rng = np.random.default_rng(num_nodes)
+    parts = parts_of(count, num_nodes)
+    for _ in range(5):
+        disks = [parts[node] for node in rng.permutation(num_nodes).tolist()]
+        assert fetched_with(disks, num_nodes, count)[1] == 0
+        lost, disks[0] = disks[0], set()
+        assert fetched_with(disks, num_nodes, count)[1] == len(lost)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whichever_nodes_leave_no_more_moves_than_must_move(seed):
+    rng = np.random.default_rng(seed)
+    disks, moved, bound = [], 0, 0
+    for num_nodes in rng.choice([2, 3, 4, 6, 8, 12, 16], size=7).tolist():
+        stay = rng.permutation(len(disks))[:num_nodes].tolist()  # in any order of their ranks
+        disks = [disks[node] for node in stay] + [set()] * (num_nodes - len(stay))
+        parts, fetched = fetched_with(disks, num_nodes, NODES)
+        nobody = NODES - len(set().union(*disks))
+        lacking = sum(max(0, NODES // num_nodes - len(disk)) for disk in disks)
+        moved, bound = moved + fetched, bound + max(nobody, lacking)
+        disks = [disk | part for part, disk in zip(parts, disks, strict=True)]
+    assert moved <= 1.05 * bound, (moved, bound)
+
+
+def test_without_anything_on_disks_or_with_everything_the_placement_is_the_sticky_one():
+    sticky = sticky_placement(16, 4)
+    for disks in ((), ((0,) * 16,) * 4, ((7,) * 16,) * 4, as_disks(parts_of(16, 4), 16)):
+        found = placement_of(16, 4, disks)
+        assert (found.places.tolist(), found.seats) == (sticky.places.tolist(), sticky.seats)
+
+
+def test_packed_sequences_are_placed_by_their_canonical_nodes():
+    parts = parts_of(4, 2)  # each sequence packs two of 8 canonical nodes: 0 and 4, 1 and 5, ...
+    disks = tuple(tuple(100 * (node % 4 in part) for node in range(8)) for part in reversed(parts))
+    assert reads_of(placement_of(4, 2, disks), 2) == parts[::-1]
