@@ -132,6 +132,14 @@ def number_row(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": number, "x": np.full(4, number % 97 / 97, np.float32)}
 
 
+def number_rows(rows: Sequence[Sequence[Mapping[str, Any]]]) -> Any:
+    """Rows of whole samples as samples whose numbers follow from all of theirs; an evaluation has samples."""
+    if isinstance(rows[0], Mapping):
+        return collate_samples(rows)
+    numbers = [crc32(repr([sample["id"] for sample in row]).encode()) for row in rows]
+    return collate_samples([{"id": one, "x": np.full(4, one % 97 / 97, np.float32)} for one in numbers])
+
+
 def without_tokens(sample: Mapping[str, Any]) -> dict[str, Any]:
     """A document as a sample that is as long as any other."""
     return {"id": sample["id"], "x": sample["x"]}

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 
 import numpy as np  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, World  # noqa: E402
 from lightning_stream.trainers.composer.counting import BatchCounter, length_of  # noqa: E402
 from lightning_stream.trainers.tracker import PositionTracker  # noqa: E402
 
@@ -154,3 +154,19 @@ def test_uneven_shares_are_cut_into_the_same_number_of_micro_batches(tmp_path: P
     assert sorted(map(sum, sizes)) == [3, 4]
     assert len(sizes[0]) == len(sizes[1])
     assert max(map(max, sizes)) <= 2
+
+
+def test_a_batch_of_packed_samples_is_counted_by_its_rows_and_lengths(tmp_path: Path) -> None:
+    with MDSWriter(out=str(tmp_path), columns={"tokens": "ndarray:int32"}, lengths={"tokens": len}) as writer:
+        for number in range(40):
+            writer.write({"tokens": np.full(1 + number % 7, number, np.int32)})
+    pack = Packing(lengths="tokens + 2", row_length=16, window=20)
+    loader = StreamingDataLoader(StreamingDataset(local=tmp_path, pack=pack), global_batch_size=4)
+    counter = BatchCounter(loader)
+    for batch in loader:
+        rows = (~loader.last_batch.filler).sum()
+        assert counter.num_samples(batch) == rows
+        assert counter.num_tokens(batch) == len(batch["position_ids"])
+        assert counter.split(batch, 4) == [batch]
+        with pytest.raises(TypeError, match="Pass split_batch= to data_spec"):
+            counter.split(batch, 2)

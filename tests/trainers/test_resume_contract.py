@@ -25,6 +25,7 @@ from support.chains import (
     draw_chain,
     expect_chain_exact,
     number_row,
+    number_rows,
     without_tokens,
     write_streams,
 )
@@ -142,6 +143,7 @@ def mixture(root: Path, method: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 SWITCH = [(0, 0), (17, 2)]  # in the second epoch, whose steps are 11 to 25
 ROWS = {"pack": Packing(row_length=40, window=50), "transform": number_row}
+WHOLE = {"pack": Packing(lengths="tokens + 8", row_length=48, window=50), "transform": without_tokens}
 BUDGET = {"batch_tokens": 520, "bucket_window": 48, "transform": without_tokens}
 MADE: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     **{
@@ -149,6 +151,7 @@ MADE: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
         for method in ("random", "stratified", "per_stream", "device_per_stream")
     },
     "packed rows": lambda root: ({"remote": root / "a", **ROWS}, {}),
+    "packed samples": lambda root: ({"remote": root / "a", **WHOLE}, {"collate_fn": number_rows}),
     "a budget of tokens": lambda root: ({"remote": root / "a", **BUDGET}, {"global_batch_size": None}),
     "a switch of versions": lambda root: ({"remote": root / "versions", "version": SWITCH}, {}),
     "several stages": composed,
