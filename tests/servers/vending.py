@@ -120,18 +120,19 @@ class Ask:
 
 
 def train_rank(
-    stream: dict[str, Any], rank: int, num_ranks: int, folder: Path, most: int | None, pause_s: float, said: Any
+    method: str, stream: dict[str, Any], rank: int, folder: Path, most: int | None, pause_s: float, said: Any
 ) -> None:
-    """Be one rank with two workers that trains, slowly, on `most` batches from the state in `folder` on, or on all.
+    """Be one of two ranks that trains, slowly, on `most` batches from the state in `folder` on, or on all.
 
-    The first rank leaves its state there, and each its log. Says the ids that it trained on, or the text of an error.
+    It has two workers that start by this method. The first rank leaves its state there, and each its log. Says the ids that it trained on, or the text of an error.
     """
     from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, World
 
     try:
+        multiprocessing.set_start_method(method, force=True)
         logging.basicConfig(filename=folder / f"log-{rank}", level=logging.DEBUG, force=True)
         dataset = StreamingDataset(streams=[Stream(**stream)], shuffle=True, predownload=4, num_canonical_nodes=2)
-        world = World(rank, num_ranks, num_ranks)
+        world = World(rank, 2, 2)
         loader = StreamingDataLoader(dataset, 2, num_workers=2, prefetch_factor=1, world=world)
         state = folder / "state.json"
         if state.exists():
@@ -156,12 +157,13 @@ def written(folder: Path, num_samples: int) -> Path:
     return folder
 
 
-def run(method: Any, folder: Path, stream: dict[str, Any], most: int | None, pause_s: float) -> list[int]:
+def run(method: str, folder: Path, stream: dict[str, Any], most: int | None, pause_s: float) -> list[int]:
     """Train with two ranks; return the ids that they got."""
     context: Any = multiprocessing.get_context(method)
     said: Any = context.Queue()
     ranks = [
-        context.Process(target=train_rank, args=(stream, rank, 2, folder, most, pause_s, said)) for rank in range(2)
+        context.Process(target=train_rank, args=(method, stream, rank, folder, most, pause_s, said))
+        for rank in range(2)
     ]
     for rank in ranks:
         rank.start()
@@ -177,7 +179,7 @@ def stopped_and_resumed(
 ) -> None:
     """Train with keys that end meanwhile, stop in the middle and resume; nothing fails, and no secret is left.
 
-    The stream reads ``bucket/train``. `method` is how its two ranks are started.
+    The stream reads ``bucket/train``. `method` is how its two ranks and their workers are started.
     """
     server.store(written(folder / "data", num_samples), "bucket/train")
     work = folder / "work"
