@@ -124,14 +124,16 @@ def train_rank(
 ) -> None:
     """Be one of two ranks that trains, slowly, on `most` batches from the state in `folder` on, or on all.
 
-    It has two workers that start by this method. The first rank leaves its state there, and each its log. Says the ids that it trained on, or the text of an error.
+    It has two workers that start by this method. The first rank leaves its state there, and each its log. Says the ids
+    that it trained on, or the text of an error.
     """
     from lightning_stream import Stream, StreamingDataLoader, StreamingDataset, World
 
     try:
         multiprocessing.set_start_method(method, force=True)
         logging.basicConfig(filename=folder / f"log-{rank}", level=logging.DEBUG, force=True)
-        dataset = StreamingDataset(streams=[Stream(**stream)], shuffle=True, predownload=4, num_canonical_nodes=2)
+        spread = {"predownload": 4, "window": 2, "num_canonical_nodes": 2}  # shards are fetched during the whole run
+        dataset = StreamingDataset(streams=[Stream(**stream)], shuffle=True, **spread)
         world = World(rank, 2, 2)
         loader = StreamingDataLoader(dataset, 2, num_workers=2, prefetch_factor=1, world=world)
         state = folder / "state.json"
@@ -151,7 +153,7 @@ def train_rank(
 
 def written(folder: Path, num_samples: int) -> Path:
     """A folder with a small dataset."""
-    with MDSWriter(out=str(folder), columns={"id": "int", "x": "bytes"}, size_limit=1 << 12) as writer:
+    with MDSWriter(out=str(folder), columns={"id": "int", "x": "bytes"}, size_limit=1 << 11) as writer:
         for number in range(num_samples):
             writer.write({"id": number, "x": number.to_bytes(2, "big") * 200})
     return folder
@@ -189,8 +191,8 @@ def stopped_and_resumed(
     ids = run(method, work, stream, num_samples // 8, pause_s) + run(method, work, stream, None, pause_s)
     lifetimes = (time.time() - begun) / server.lifetime_s
     assert sorted(ids) == [*range(num_samples)]
-    assert lifetimes > 1.5 < len(server.issued)
-    assert len(server.issued) <= 1 + 1.2 * lifetimes
+    assert lifetimes > 1.5
+    assert 2 <= len(server.issued) <= 1 + 1.2 * lifetimes
     (file,) = server.left_in(folder)
     assert file.parent == work / "cache" / ".lightning_stream"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
