@@ -19,6 +19,7 @@ import pytest
 
 CEPH = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-mgr ceph-common"
 AZURITE = "npm install azurite, and put node_modules/.bin on PATH (or name azurite-blob in AZURITE_BLOB)"
+NGINX = "apt-get install --no-install-recommends nginx"
 SSHD = "apt-get install --no-install-recommends openssh-server, and pip install paramiko"
 
 
@@ -88,6 +89,25 @@ def azurite(folder: Path) -> Iterator[str]:
     ]
     with running(command, port, folder / "azurite.log"):
         yield f"http://127.0.0.1:{port}/devstoreaccount1"
+
+
+@contextlib.contextmanager
+def nginx(folder: Path, settings: str) -> Iterator[str]:
+    """An nginx with these settings of its http block, which listens at ``{port}`` and may use ``{folder}``."""
+    found = shutil.which("nginx", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin"]))
+    if found is None:
+        pytest.skip(f"nginx is missing: {NGINX}")
+    port, places = free_port(), ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temporary = "".join(f"{place}_temp_path {folder}/{place};\n" for place in places)
+    config = folder / "nginx.conf"
+    config.write_text(
+        f"daemon off;\npid {folder}/pid;\nerror_log {folder}/errors;\n{'user root;' if not os.getuid() else ''}\n"
+        f"events {{}}\nhttp {{\naccess_log off;\n{temporary}"
+        f"{settings.replace('{port}', str(port)).replace('{folder}', str(folder))}\n}}\n"
+    )
+    command = [found, "-p", str(folder), "-e", str(folder / "errors"), "-c", str(config)]
+    with running(command, port, folder / "log"):
+        yield f"http://127.0.0.1:{port}"
 
 
 @contextlib.contextmanager
