@@ -17,6 +17,7 @@ from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import World
 from lightning_stream.questions.describe import duration, readable
 from lightning_stream.reading.filters import ids_of
+from lightning_stream.reading.length_expression import is_expression
 from lightning_stream.reading.stream import Stream
 from lightning_stream.shared_files import scratch_folder
 
@@ -91,7 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }, **{"NAME=VALUE,...": _link, "RATE": _speed, "NAME": _price})  # fmt: skip
     same = parser.add_argument_group("arguments of StreamingDataset and StreamingDataLoader, by their names")
     same.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True, help="default: --shuffle")
-    text = "pack documents of this column into rows of so many tokens (default: 2048); batches then count rows"
+    text = (
+        "pack documents of this column into rows of so many tokens (default: 2048), or whole samples by an expression "
+        "of lengths; batches then count rows"
+    )
     named = {f"--{name.replace('_', '-')} {kind}": "" for name, kind in {**_LOADER, **_DATASET}.items()}
     add_flags(same, {**named, "--pack COLUMN[=TOKENS]": text}, **{"COLUMN[=TOKENS]": str})
     parser.set_defaults(samples_per_shard=1000, nodes=[1], devices=1, link={}, price={})
@@ -142,14 +146,16 @@ def _imagined(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
 
 
 def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> StreamingDataset:
-    column, _, length = (options.pack or "").partition("=")
+    name, _, length = (options.pack or "").partition("=")
+    what = "lengths" if is_expression(name) else "column"
+    rows = {what: name, "row_length": parse_count(length or 2048, "pack")} if name else {}
     return lightning_stream.StreamingDataset(  # imports torch, or raises an error that names the extra
         streams=streams,
         shuffle=options.shuffle,
         filter_lengths=options.filter_lengths,
         exclude_ids=options.exclude_ids,
         forget=None if options.forget is None else ids_of(options.forget),
-        pack=lightning_stream.Packing(column, parse_count(length or 2048, "pack")) if column else None,
+        pack=lightning_stream.Packing(**rows) if rows else None,
         **_given(options, _DATASET),
     )
 

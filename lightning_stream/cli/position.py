@@ -54,6 +54,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--next N": "show the samples of the next N global batches",
         "--step I": "show the samples of a step of its epoch, from 0",
         "--page FILE.html": "write these samples as one page of HTML",
+        "--lengths EXPRESSION": "what the run packed or sorted its samples by, where it is no name of lengths",
     })  # fmt: skip
     add_mixture(parser)
 
@@ -93,7 +94,7 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
             reader, position, problem = _matching(position, streams, options, folder)
             about["matches_stream"] = reader is not None
         if streams and reader is not None:
-            order, lengths = _order_over(reader, position, options.forget)
+            order, lengths = _order_over(reader, position, options)
             stages = stages_of_reader(reader, [lengths] if lengths else [], order)
             stages += stages_of_order(position.order, order, epoch=position.epoch, count_rows=True)
             chain = Chain((*stages, last))
@@ -150,16 +151,16 @@ def _matching(
     return None, position, _OTHER_SAMPLES if has_others else _OTHER_DATA
 
 
-def _order_over(reader: SampleReader, position: Position, forget: str | None) -> tuple[RunOrder, str | None]:
+def _order_over(reader: SampleReader, position: Position, options: Namespace) -> tuple[RunOrder, str | None]:
     """The order of a run over the data of its checkpoint, and its lengths. StateError where something is missing."""
-    forgotten = None if forget is None else Forgotten.of(reader.snapshot, ids_of(forget))
+    forgotten = None if options.forget is None else Forgotten.of(reader.snapshot, ids_of(options.forget))
     if position.order.forgotten != (None if forgotten is None else forgotten.digest):
         given = "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
         raise StateError(
             f"--forget must name the samples that the training run forgets (digest {position.order.forgotten or 'none'}"
             f"); found {given}. Pass the file of their ids, or omit --forget if there are none."
         )
-    name = _lengths_of(position.order, reader)
+    name = _lengths_of(position.order, reader, options.lengths)
     lengths = None if name is None else reader.lengths(name)
     weights = [weights_of(stream) for stream in reader.streams]
     order = RunOrder(reader.snapshot, weights, position.order, lengths, forgotten=forgotten)
@@ -168,17 +169,19 @@ def _order_over(reader: SampleReader, position: Position, forget: str | None) ->
     return order, name
 
 
-def _lengths_of(order: OrderConfig, reader: SampleReader) -> str | None:
+def _lengths_of(order: OrderConfig, reader: SampleReader, expression: str | None) -> str | None:
     """The name of the lengths that a state's order depends on; None if there are none."""
     if (sized := order.packing or order.buckets) is None:
         return None
-    for name in [name for index in reader.indexes for name in (*index.lengths, *index.columns)]:
+    stored = [name for index in reader.indexes for name in (*index.lengths, *index.columns)]
+    for name in stored if expression is None else [expression]:
         with suppress(NotFoundError, FormatError):
             if reader.lengths_digest(name) == sized.lengths:
                 return name
     raise StateError(
         f"The batches of the checkpoint were planned by lengths with digest {sized.lengths}, which --stream does "
-        "not have. Pass the dataset with the lengths that it had in the training run."
+        "not have. Pass the dataset with the lengths that it had in the training run, and --lengths EXPRESSION where "
+        "an expression of them planned the run."
     )
 
 

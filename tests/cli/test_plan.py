@@ -91,6 +91,11 @@ def test_rows_and_weights_are_those_that_a_loader_delivers(documents: Path, tmp_
     rows = sum(len(batch["num_tokens"]) for batch in StreamingDataLoader(dataset, 4, tail="exact"))
     (found,) = plans_of(answer, str(documents), "--batch-size", "4", "--pack", "tokens=64")
     assert found["num_samples"] == rows
+    pack = Packing(lengths="tokens + 2", row_length=200)
+    dataset = StreamingDataset(streams=[Stream(documents)], shuffle=True, pack=pack)
+    rows = sum(len(batch["num_tokens"]) for batch in StreamingDataLoader(dataset, 4, tail="exact"))
+    (found,) = plans_of(answer, str(documents), "--batch-size", "4", "--pack", "tokens + 2=200")
+    assert found["num_samples"] == rows
 
 
 def test_rates_are_decimal_and_prices_are_those_of_the_list(answer: Answer) -> None:

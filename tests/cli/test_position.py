@@ -250,6 +250,19 @@ def test_position_refuses_documents_of_other_lengths(
     assert "were planned by lengths with digest" in capsys.readouterr().err
 
 
+def test_position_takes_the_expression_that_samples_were_packed_by(
+    documents: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    web = str(documents / "web")
+    dataset = StreamingDataset(web, shuffle=True, pack=Packing(lengths="2 * tokens + 1", row_length=300, window=50))
+    position = StreamingDataLoader(dataset, global_batch_size=8).state_dict()
+    torch.save({"callbacks": {"lightning_stream": {"position": position}}}, tmp_path / "last.ckpt")
+    flags = ["position", str(tmp_path / "last.ckpt"), "--stream", web]
+    assert main([*flags, "--lengths", "2 * tokens + 1"]) == 0
+    assert main(flags) == 2
+    assert "--lengths EXPRESSION" in capsys.readouterr().err
+
+
 def test_position_knows_filters_and_forgotten_samples(
     documents: Path, tmp_path: Path, answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
