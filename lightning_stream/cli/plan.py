@@ -148,7 +148,7 @@ def _imagined(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
 def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> StreamingDataset:
     name, _, length = (options.pack or "").partition("=")
     what = "lengths" if is_expression(name) else "column"
-    rows = {what: name, "row_length": parse_count(length or 2048, "pack")} if name else {}
+    rows: dict[str, Any] = {what: name, "row_length": parse_count(length or 2048, "pack")} if name else {}
     return lightning_stream.StreamingDataset(  # imports torch, or raises an error that names the extra
         streams=streams,
         shuffle=options.shuffle,
