@@ -81,7 +81,7 @@ class DeliveryRecord:
             self._taken = []
         self._taken.append(info)
 
-    def commit(self) -> None:
+    def commit(self, _step: int) -> None:
         """Write the sums of the global batches taken, all of which the optimizer has used up."""
         taken, self._taken = self._taken, []  # first: a signal's handler may call this again
         steps: dict[int, list[MicroBatch]] = defaultdict(list)

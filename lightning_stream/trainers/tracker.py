@@ -12,7 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,6 +31,22 @@ from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.audit import DeliveryRecord
 
 _ON_MISSING = ("error", "restart")
+
+
+class RunRecord(Protocol):
+    """Is told what a run trains on."""
+
+    def take(self, batch: MicroBatch) -> None:
+        """Note a micro-batch that is about to be trained on."""
+        ...
+
+    def commit(self, step: int) -> None:
+        """Note that the optimizer has used up what was taken, in this step of the trainer's clock."""
+        ...
+
+    def close(self) -> None:
+        """End what is written now: another loader, or another order, follows."""
+        ...
 
 
 class _Loop(TrainerClock):
@@ -132,7 +148,7 @@ class PositionTracker:
         self._planned: _PlannedEpoch | None = None
         self._place: Place | None = None  # of the micro-batch that no optimizer step has used up yet
         self._spans = False  # whether a whole global batch was trained on before it without a step
-        self._record: DeliveryRecord | None = None
+        self.records: list[RunRecord] = []  # of the run that it follows now
         self._settings: BatchSettings | None = None
         self._own: LoaderIterator | None = None  # the run's own iteration
         self._loop = _Loop()
@@ -164,9 +180,10 @@ class PositionTracker:
         self.known = position
         self.clock = clock or self._loop
         self._step = self.clock.step()
-        if self._record is not None:
-            self._record.close()
-        self._record = None if self.record_delivery is None else DeliveryRecord(self.record_delivery, loader)
+        self._close_records()
+        self.records = [record for record in self.records if not isinstance(record, DeliveryRecord)]
+        if self.record_delivery is not None:
+            self.records.append(DeliveryRecord(self.record_delivery, loader))
         self._forget_epoch()
         loader.cursor.driver = self
         if self._proven is not None:
@@ -174,8 +191,8 @@ class PositionTracker:
 
     def detach(self) -> None:
         """End the training run: the loader stands where it ended, and the record is closed."""
-        if self._record is not None:
-            self._record.close()
+        self._close_records()
+        self.records = []
         if self.is_attached:
             self.loader.cursor.release(self.loader.position)
         self.is_attached, self._own, self.current = False, None, None
@@ -231,8 +248,7 @@ class PositionTracker:
         if (planned := self._planned) is not None:
             begin = replace(self.known, epoch=planned.epoch, position=planned.plan.start)
             self._planned = _PlannedEpoch(self.loader.micro_batches_from(begin), planned.first)
-        if self._record is not None:
-            self._record.close()  # its next file comes with the new order
+        self._close_records()
         if self.known.epoch == self.epoch_in_training:
             self.clock.follow_length(self.epoch_in_training)
 
@@ -335,8 +351,8 @@ class PositionTracker:
             _compare(planned, self.current, number)
         self._spans |= self._place is not None and self._place.completes_step
         self._place, seen, self.epoch_in_training = planned, self.current or planned, planned.epoch
-        if self._record is not None:
-            self._record.take(seen)
+        for record in self.records:
+            record.take(seen)
         if self.seed_steps is not None:
             step = self.clock.step() * 65536 + self.settings.world.rank
             torch.manual_seed(sample_seed(self.seed_steps, step, number))
@@ -380,14 +396,18 @@ class PositionTracker:
             )
         self._place, self._spans = None, False
         self.num_steps += 1
-        if self._record is not None:
-            self._record.commit()
+        for record in self.records:
+            record.commit(clock.step())
 
     def epoch_over(self) -> None:
         """Begin the next epoch, also where the trainer cut this one short."""
         if self._planned is not None and self.position.epoch == self._planned.epoch:
             self.known = self.position.next_epoch()
         self._place, self._spans = None, False
+
+    def _close_records(self) -> None:
+        for record in self.records:
+            record.close()
 
     def _forget_epoch(self) -> None:
         self._planned = self._place = self._settings = None

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.lightning.package import Callback
+from lightning_stream.trainers.tracker import PositionTracker
 
 
 def streaming_loader(trainer: Any, needed_by: str) -> StreamingDataLoader:
@@ -42,7 +44,7 @@ class SampleLog(Callback):
         self._folder = Path(dirpath)
         self._path = self._folder / "rank-0.jsonl"
         self._ids: list[int] = []  # of the micro-batches since the last optimizer step
-        self._step_before, self._is_batch_open = 0, False
+        self._epoch = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Drop the lines of steps after the checkpoint that the run resumed from."""
@@ -55,35 +57,27 @@ class SampleLog(Callback):
             # A run that continues on fewer ranks has files without a rank; every rank that sees one shortens it.
             if logged_by == rank or logged_by >= trainer.world_size:
                 _drop_after(path, trainer.global_step, path.with_suffix(f".draft-{rank}"))
-        self._ids, self._is_batch_open = [], False
+        self._ids = []
+        run = streaming_loader(trainer, "SampleLog").cursor.driver
+        assert isinstance(run, PositionTracker)  # of the StreamingCallback, which comes first
+        run.records.append(self)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Remember the step that this batch is part of."""
-        self._step_before, self._is_batch_open = trainer.global_step, True
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Add the batch's ids, and write the line if its optimizer step is complete."""
-        self._note(trainer)
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Write the line of a step whose batch has not ended: an exception may save a checkpoint in between."""
-        if trainer.global_step > self._step_before:
-            self._note(trainer)
-
-    def _note(self, trainer: Any) -> None:
-        if not self._is_batch_open:
-            return
-        self._is_batch_open = False
-        batch = streaming_loader(trainer, "SampleLog").last_batch
-        assert batch is not None  # the trainer trains on it
+    def take(self, batch: MicroBatch) -> None:
+        """Add the ids of a micro-batch that is trained on."""
+        self._epoch = batch.epoch
         if batch.num_samples:
             counted = batch.without_padding()
             self._ids += (counted.ids if counted.rows is None else counted.rows.ids).tolist()
-        if trainer.global_step > self._step_before:
-            line = {"step": trainer.global_step, "epoch": batch.epoch, "ids": self._ids}
-            with self._path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-            self._ids = []
+
+    def commit(self, step: int) -> None:
+        """Write the line of a step."""
+        line = {"step": step, "epoch": self._epoch, "ids": self._ids}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._ids = []
+
+    def close(self) -> None:
+        """Each line is written whole."""
 
 
 def _drop_after(path: Path, step: int, draft: Path) -> None:
