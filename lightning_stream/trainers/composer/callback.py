@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Unpack
 
 import torch
-from composer import Callback, Logger, State
+from composer import Callback, Event, Logger, State
 from composer.loggers import ProgressBarLogger
 from composer.utils import dist
 from msgspec import structs
@@ -152,22 +152,23 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
     # Composer's events
 
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        """Follow a trainer while it trains on this loader."""
+        if state.train_dataloader is self.loader or event == Event.CLOSE:
+            super().run_event(event, state, logger)
+
     def epoch_start(self, state: State, logger: Logger) -> None:
         """Follow the length of the epoch."""
-        if state.train_dataloader is self.loader:
-            self.before_dataloader(state, logger)
-            self._sync()
-            self._follow_length(state)
+        self.before_dataloader(state, logger)
+        self._sync()
+        self._follow_length(state)
 
-    def batch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
+    def batch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Take up the batch of this number."""
-        if state.train_dataloader is self.loader:
-            self._num_substituted += self.run.take().num_substituted
+        self._num_substituted += self.run.take().num_substituted
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Commit the batch, and show the position."""
-        if state.train_dataloader is not self.loader:
-            return
         self._sync()
         position = self.run.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
@@ -182,12 +183,11 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
     def epoch_end(self, state: State, logger: Logger) -> None:
         """Begin the order's next epoch with Composer's, also where it cut this one short."""
-        if state.train_dataloader is self.loader:
-            self._sync()
-            self._log_substituted(state, logger)
-            self.monitor.end_epoch()
-            if self.monitor.is_on:
-                logger.log_metrics(self.run.metrics())
+        self._sync()
+        self._log_substituted(state, logger)
+        self.monitor.end_epoch()
+        if self.monitor.is_on:
+            logger.log_metrics(self.run.metrics())
 
     def eval_before_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training without its evaluations."""
@@ -212,11 +212,10 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """A run may end in the middle of an epoch; tell what to change if it waited for its data."""
-        if state.train_dataloader is self.loader:
-            self.before_dataloader(state, logger)
-            self._log_substituted(state, logger)
-            self.run.tell()
-            self.run.end_run()
+        self.before_dataloader(state, logger)
+        self._log_substituted(state, logger)
+        self.run.tell()
+        self.run.end_run()
 
     def _log_substituted(self, state: State, logger: Logger) -> None:
         """Samples delivered so far in place of bad ones, over all ranks, where the dataset substitutes."""
