@@ -112,8 +112,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             nothing is read before its shard is here, verified.
         pack: How documents, or whole samples, are packed into rows of one length, see `Packing`; a batch then has rows.
         schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
-        bucket_by: Name of lengths, e.g. ``"tokens"``: each global batch then has samples of similar lengths, so that
-            padding them to the longest costs little. The lengths must be known, see `MDSWriter(lengths=...)`.
+        bucket_by: Name or expression of lengths, e.g. ``"tokens"``: each global batch then has samples of similar
+            lengths, so that padding them to the longest costs little. The lengths must be known, see
+            `MDSWriter(lengths=...)`.
         bucket_window: Samples that are sorted by length together; None for 16,384, or 64 batches where these are more.
         batch_tokens: Instead of batch sizes: tokens of a global batch at most, over all devices and with all samples
             padded to the longest. Each batch has as many samples of similar lengths as there is room for; the number
