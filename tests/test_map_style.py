@@ -205,11 +205,12 @@ def test_samples_are_read_at_once_and_seeded_one_by_one_where_any_draws() -> Non
     assert len([*StatefulDataLoader(data, 4, sampler=sampler)]) == data.batched == 10
 
 
-def test_an_error_names_the_sample() -> None:
-    loader = StatefulDataLoader(Batched(), 8)
+@pytest.mark.parametrize(("draws", "named"), [(False, "[8, 9, 10, 11, 12, 13, 14, 15]"), (True, "[13]")])
+def test_an_error_names_the_samples(draws: bool, named: str) -> None:
+    loader = StatefulDataLoader(Batched(draws=draws), 8)
     with pytest.raises(KeyError, match="thirteen") as caught:
         list(loader)
-    assert "While reading samples [8, 9, 10, 11, 12, 13, 14, 15]" in caught.value.__notes__[0]
+    assert f"While reading samples {named}" in caught.value.__notes__[0]
 
 
 def test_rows_are_packed_of_documents_and_of_whole_samples() -> None:
