@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -136,6 +137,18 @@ def test_mixtures_have_their_proportions_and_continue() -> None:
         reader.load_state_dict(state)
         shares.append([batch["id"].tolist() for batch in [*reader, *reader]])
     assert [sorted(a + b) for a, b in zip(*shares, strict=True)] == seen[14:]
+
+
+def test_a_schedule_changes_the_shares() -> None:
+    datasets = {"a": range(30), "b": range(100, 130)}
+    loader = StatefulDataLoader(
+        datasets, 10, shuffle=True, schedule=[(0, {"a": 1.0}), (20, {"a": 0.5, "b": 0.5})], epoch_size=60
+    )
+    counts = [int((batch >= 100).sum()) for batch in loader]
+    assert counts[:2] == [0, 0]
+    assert sum(counts) == 20
+    state = loader.state_dict()
+    assert len(json.dumps(state)) <= 1024
 
 
 @pytest.mark.parametrize(
@@ -293,4 +306,6 @@ def test_budgets_of_tokens_hold_with_lengths_that_are_found_once() -> None:
     batches = [batch["id"].tolist() for batch in loader]
     assert sorted(chain(*batches)) == [*range(NUM_SAMPLES)]
     assert all(len(batch) * max(1 + k % 7 for k in batch) <= 40 for batch in batches)
-    assert calls == [NUM_SAMPLES]
+    copied = pickle.loads(pickle.dumps(loader.dataset))  # though the function cannot be pickled
+    assert copied.lengths("tokens").tolist() == lengths(Squares())
+    assert calls == [NUM_SAMPLES] * 2

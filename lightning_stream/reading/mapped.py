@@ -40,17 +40,12 @@ class MapStream(Stream):
         self, dataset: Any, name: str, proportion: float | None = None, lengths: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(local=name, name=name, proportion=proportion)
-        self.dataset, self.lengths = dataset, dict(lengths or {})
+        self.dataset, self.lengths = dataset, GivenLengths(lengths or {})
 
     def read_lengths(self, name: str) -> NDArray[np.uint32]:
         """The lengths of this name. ValueError where there are none, or other numbers."""
-        if name not in self.lengths:
-            raise ValueError(
-                f"the order needs the samples' lengths {name!r}; found {', '.join(self.lengths) or 'none'}. Pass "
-                f"lengths={{{name!r}: numbers}}, or a function that returns them for the dataset"
-            )
-        given, size = self.lengths[name], len(self.dataset)
-        found = np.asarray(given(self.dataset) if callable(given) else given)
+        given, size = self.lengths.of(name, self.dataset), len(self.dataset)
+        found = np.asarray(given)
         is_right = found.shape == (size,) and (not size or found.dtype.kind in "iu")
         if not is_right or (size and not 0 <= found.min() <= found.max() < 2**32):
             raise ValueError(
@@ -58,6 +53,30 @@ class MapStream(Stream):
                 f"shape {found.shape} for {name!r} of {self.local}. Pass an array, or a function that returns one"
             )
         return found.astype(np.uint32)
+
+
+class GivenLengths:
+    """Lengths as the user gave them. They stay out of a pickle, which has what was read: functions may not be pickled.
+
+    Args:
+        by_name: Arrays or lists, or functions that return one for a dataset.
+    """
+
+    def __init__(self, by_name: Mapping[str, Any]) -> None:
+        self.by_name = dict(by_name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"by_name": {}}
+
+    def of(self, name: str, dataset: Any) -> Any:
+        """The lengths of this name, as they are given or as the function returns them."""
+        if name not in self.by_name:
+            raise ValueError(
+                f"the order needs the samples' lengths {name!r}; found {', '.join(self.by_name) or 'none'}. Pass "
+                f"lengths={{{name!r}: numbers}}, or a function that returns them for the dataset"
+            )
+        given = self.by_name[name]
+        return given(dataset) if callable(given) else given
 
 
 class MapReader(SampleReader):
@@ -73,7 +92,8 @@ class MapReader(SampleReader):
         self.read = Samples(calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_lengths": self._lengths}  # a function of the user's is called once
+        given = cast("MapStream", self.streams[0]).lengths.by_name
+        return {**super().__getstate__(), "_lengths": {**self._lengths, **{name: self.lengths(name) for name in given}}}
 
     @cached_property
     def snapshot(self) -> Snapshot:
