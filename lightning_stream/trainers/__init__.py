@@ -1,1 +1,1 @@
-"""The position in each trainer's checkpoints, and what a trainer shows and logs; `tracker` is common to them all."""
+"""The position in each trainer's checkpoints, and what a trainer shows and logs; `run` is common to them all."""
