@@ -198,6 +198,28 @@ def collate_rows(samples: Iterable[Sequence[Any]], rows: RowSpans) -> dict[str, 
     return {**collate_columns(layout), **join_samples([*chain.from_iterable(samples)])}
 
 
+def take_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
+    """Some rows of a batch that `collate_rows` made, as such a batch."""
+    row_splits = batch["row_splits"][rows.start : rows.stop + 1]
+    samples = slice(int(row_splits[0]), int(row_splits[-1]))
+    edges = batch["cu_seqlens"][samples.start : samples.stop + 1]
+    places = slice(int(edges[0]), int(edges[-1]))
+    splits = {name: values[samples.start : samples.stop + 1] for name, values in batch["splits"].items()}
+    taken = {
+        "row_splits": row_splits - samples.start,
+        "cu_seqlens": edges - places.start,
+        "max_seqlen": edges.diff().max(),
+        "position_ids": batch["position_ids"][places],
+        "document_ids": batch["document_ids"][places] - samples.start,
+        "num_tokens": batch["num_tokens"][rows],
+        "splits": {name: values - values[0] for name, values in splits.items()},
+    }
+    for name in batch.keys() - taken.keys():
+        part = slice(int(splits[name][0]), int(splits[name][-1])) if name in splits else samples
+        taken[name] = batch[name][part]
+    return taken
+
+
 def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[str, NDArray[Any]]:
     """Read the documents of some rows into the arrays that `Packing` describes."""
     ids, which = np.unique(rows.ids, return_inverse=True)

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch", reason="the trainers need torch: uv sync")
 import numpy as np  # noqa: E402
 
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream.loading.packing import by_row, collate_rows  # noqa: E402
 from lightning_stream.trainers.composer.counting import BatchCounter, length_of  # noqa: E402
 from lightning_stream.trainers.tracker import PositionTracker  # noqa: E402
 
@@ -156,10 +157,21 @@ def test_uneven_shares_are_cut_into_the_same_number_of_micro_batches(tmp_path: P
     assert max(map(max, sizes)) <= 2
 
 
-def test_a_batch_of_packed_samples_is_counted_by_its_rows_and_lengths(tmp_path: Path) -> None:
-    with MDSWriter(out=str(tmp_path), columns={"tokens": "ndarray:int32"}, lengths={"tokens": len}) as writer:
+def _expect_equal(found: Any, wanted: Any) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        if isinstance(value, dict):
+            _expect_equal(found[name], value)
+        else:
+            assert torch.equal(found[name], value), name
+
+
+def test_a_batch_of_packed_samples_is_counted_and_cut_by_its_rows(tmp_path: Path) -> None:
+    columns = {"tokens": "ndarray:int32", "length": "int"}
+    with MDSWriter(out=str(tmp_path), columns=columns, lengths={"tokens": len}) as writer:
         for number in range(40):
-            writer.write({"tokens": np.full(1 + number % 7, number, np.int32)})
+            tokens = np.full(1 + number % 7, number, np.int32)
+            writer.write({"tokens": tokens, "length": len(tokens) + 2})
     pack = Packing(lengths="tokens + 2", row_length=16, window=20)
     loader = StreamingDataLoader(StreamingDataset(local=tmp_path, pack=pack), global_batch_size=4)
     counter = BatchCounter(loader)
@@ -168,5 +180,9 @@ def test_a_batch_of_packed_samples_is_counted_by_its_rows_and_lengths(tmp_path: 
         assert counter.num_samples(batch) == rows
         assert counter.num_tokens(batch) == len(batch["position_ids"])
         assert counter.split(batch, 4) == [batch]
-        with pytest.raises(TypeError, match="Pass split_batch= to data_spec"):
-            counter.split(batch, 2)
+        pieces = list(counter.split(batch, 3))
+        samples = np.split(batch["tokens"].numpy(), batch["splits"]["tokens"][1:-1].tolist())
+        wanted = by_row([{"tokens": tokens, "length": len(tokens) + 2} for tokens in samples], loader.last_batch.rows)
+        assert sum(map(counter.num_samples, pieces)) == rows
+        for piece, part in zip(pieces, (slice(0, 3), slice(3, 4)), strict=True):
+            _expect_equal(piece, collate_rows(wanted[part], loader.last_batch.rows.take(np.arange(4)[part])))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.packing import take_rows
 from lightning_stream.order import num_micro_batches
 
 
@@ -90,6 +91,8 @@ class BatchCounter:
             return [batch]
 
         def cut(begin: int, end: int) -> Any:
+            if _is_joined(batch):
+                return take_rows(batch, slice(begin, end))
             return _changed(batch, lambda column: _take(column, slice(begin, end), length))
 
         if length < count:  # this rank has a sample less than others
@@ -118,7 +121,7 @@ class _Padded(list[Any]):
 
 
 def length_of(batch: Any) -> int | None:
-    """How many samples a batch has by its columns; None where that is unknown, as in one of packed whole samples.
+    """How many samples a batch has by its columns, or rows of packed samples; None where that is unknown.
 
     A dict or tuple holds columns: tensors, arrays, or lists of one value per sample. A list of dicts or of plain values
     holds samples.
@@ -126,8 +129,8 @@ def length_of(batch: Any) -> int | None:
     Raises:
         ValueError: The columns contradict each other.
     """
-    if isinstance(batch, Mapping) and "row_splits" in batch:
-        return None
+    if _is_joined(batch):
+        return len(batch["row_splits"]) - 1
     columns: list[Any] = []
     _changed(batch, columns.append)
     arrays = {len(column) for column in columns if isinstance(column, (torch.Tensor, np.ndarray)) and column.ndim}
@@ -138,6 +141,11 @@ def length_of(batch: Any) -> int | None:
             "get_num_samples_in_batch= and split_batch= to data_spec for batches made otherwise"
         )
     return next(iter(lengths), None)
+
+
+def _is_joined(batch: Any) -> bool:
+    """Whether this is a batch of whole samples that are packed into rows."""
+    return isinstance(batch, Mapping) and batch.keys() >= {"row_splits", "cu_seqlens", "splits"}
 
 
 def _changed(batch: Any, change: Callable[[Any], Any]) -> Any:
