@@ -23,7 +23,7 @@ REASONS = {"needs 4 GPUs", "needs a GPU", "needs a cluster", "it ends with Ctrl-
 SLOW = {"docs/hosts.md", "docs/multi_node.md"}
 WIDTH = 82  # longer lines are cut off in a browser window of 1280 pixels
 WRAPPED = {"console", "text"}  # docs/wide.css
-LANGUAGES = {"python", "bash", "console", "text", "yaml", "toml"}
+LANGUAGES = {"python", "bash", "console", "text", "yaml", "toml", "nginx"}
 LOGGERS = ("lightning_stream", "lightning.pytorch", "composer")
 
 
