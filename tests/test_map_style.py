@@ -226,7 +226,7 @@ def test_an_error_names_the_samples(draws: bool, named: str) -> None:
     assert f"While reading samples {named}" in caught.value.__notes__[0]
 
 
-def test_rows_are_packed_of_documents_and_of_whole_samples() -> None:
+def test_rows_are_packed_of_documents_and_of_whole_samples(caplog: pytest.LogCaptureFixture) -> None:
     documents = [{"tokens": np.arange(1 + k % 7), "id": k} for k in range(60)]
 
     def lengths(data: list[Any]) -> list[int]:
@@ -243,6 +243,10 @@ def test_rows_are_packed_of_documents_and_of_whole_samples() -> None:
         documents, 2, shuffle=True, lengths=names, pack=Packing(lengths="tokens + ids", row_length=16)
     )
     assert sorted(chain.from_iterable(batch["id"].tolist() for batch in whole)) == [*range(60)]
+    short = Packing(column=None, lengths="tokens", row_length=6, long_documents="drop")
+    with caplog.at_level("WARNING"):
+        list(StatefulDataLoader(documents, 2, lengths=lengths, pack=short))
+    assert "8 of 60 samples are longer than a row" in caplog.text
 
 
 class _Hidden(RandomSampler):

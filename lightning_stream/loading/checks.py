@@ -64,8 +64,6 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
     size, tail = settings.global_batch_size, settings.tail
     if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).has(0):
         raise ValueError(f"an epoch must have a batch, but {_cause_of_none(run, tail, size)}")
-    if isinstance(reader, MapReader):
-        return
     limit, world = reader.defaults.config.limit_bytes, settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
         refusal = refusal_of_limit(reader, run, settings, ahead, limit)
@@ -89,6 +87,8 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             f"With batch_tokens, batches have multiples of {size} samples. {world.num_replicas} replicas (times "
             "accumulation) do not divide that, so every batch has padding. Set batch_multiple when a run starts."
         )
+    if isinstance(reader, MapReader):  # nothing is downloaded, and any sample comes next
+        return
     if world.num_nodes > 1 and (settings.balance is None or run.config.canonical_nodes > 1):
         factor = estimate_factor(run, epoch=0, batch_size=size, world=world)
         if sentence := warning_about(run, batch_size=size, world=world, factor=factor):

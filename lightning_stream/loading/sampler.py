@@ -32,7 +32,10 @@ class SamplerLists:
                 f"a sampler lists all samples of an epoch, since the loader divides them among the ranks; found "
                 f"{type(sampler).__name__}, which lists those of one rank. Omit it, and pass shuffle=True"
             )
-        self._sampler, self._seed, self._num_indices = sampler, seed, num_indices
+        self._sampler, self._seed, self._num_indices = copy.copy(sampler), seed, num_indices
+        self._has_generator = isinstance(getattr(sampler, "generator", None), torch.Generator)
+        if self._has_generator:  # a seeded one takes its place, and a worker cannot be sent one
+            self._sampler.generator = None
 
     @property
     def num_samples(self) -> int:
@@ -65,7 +68,7 @@ class SamplerLists:
 
     def _listed(self, epoch: int) -> Ints:
         sampler, seed = copy.copy(self._sampler), sample_seed(self._seed ^ _SAMPLER, epoch, 0)
-        if isinstance(getattr(sampler, "generator", None), torch.Generator):
+        if self._has_generator:
             sampler.generator = torch.Generator().manual_seed(seed)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
