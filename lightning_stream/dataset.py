@@ -19,6 +19,7 @@ from lightning_stream.cache import CacheConfig
 from lightning_stream.distributed import Dimensions, WorldLike
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
+from lightning_stream.former_names import taking_former
 from lightning_stream.loading.describe import as_html, described, described_without_batches
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.packing import Bucketing, Packing
@@ -36,13 +37,14 @@ from lightning_stream.order.rules import count, violations
 from lightning_stream.order.run import check_weights
 from lightning_stream.questions import Occurrence
 from lightning_stream.questions.describe import PUBLIC_NAMES, Chain
-from lightning_stream.reading.bad_samples import BadData, BadDataPolicy, Policy
+from lightning_stream.reading.bad_samples import BadData, BadDataPolicy, OnBad
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
 from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of, name_of, weights_of, with_split
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.reading.switched import reader_of
 
 _SHOWN_STREAMS = 4
+_PARTS_OF_ON_BAD = {"on_bad_sample": "sample", "on_bad_shard": "shard", "quarantine": "quarantine"}
 
 
 class StreamingDataset(IndexedSamples, IterableDataset[Any]):
@@ -92,10 +94,11 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             it when needed.
         data_dimension: With a device mesh, the name or names of its data-parallel dimensions.
         shared_cache: Whether other users of the machine may share the cache folder.
-        on_bad_sample: ``"raise"``, or ``"substitute"`` to deliver another sample of the stream where one cannot be
+        on_bad: ``"raise"``, or ``"substitute"`` to deliver another sample of the stream where one cannot be
             decoded: the same one in every world, so that all ranks keep step.
-        on_bad_shard: The same where a shard is missing in the store, or has other bytes than the index says.
-        quarantine: File that lists what was bad, a JSON object a line; None for one in the first cache folder.
+            Also where its shard is missing in the store, or has other bytes than the index says. Or a mapping with
+            these words for ``"sample"`` and ``"shard"``, ``"raise"`` where it has none, and ``"quarantine"``: the file
+            that lists what was bad, a JSON object a line, by default in the first cache folder.
         balance: Which samples of a global batch each replica computes: None for those of its own canonical nodes,
             ``"tokens"`` for equally many tokens, an expression of lengths such as ``"tokens ** 2 + 40 * images"``, or a
             function from lengths (int64[n]) to costs (n numbers, the same on every machine), e.g.
@@ -142,6 +145,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         TypeError: An unknown argument; or a subclass overrides a method that would never be called.
     """
 
+    @taking_former("on_bad", _PARTS_OF_ON_BAD, 'on_bad="substitute", or on_bad={"sample": "substitute"}')
     @suggesting
     def __init__(
         self,
@@ -182,9 +186,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         world: WorldLike = None,
         data_dimension: Dimensions = "dp",
         shared_cache: bool = False,
-        on_bad_sample: Policy = "raise",
-        on_bad_shard: Policy = "raise",
-        quarantine: str | os.PathLike[str] | None = None,
+        on_bad: OnBad = "raise",
         start_by_range: bool | None = None,
         pack: Packing | None = None,
         version: str | int | Sequence[tuple[int, str | int]] | None = None,
@@ -232,14 +234,14 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         }
         buckets = _bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
         _check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
-        bad = BadData(BadDataPolicy(on_bad_sample, on_bad_shard, quarantine, self.shuffle_seed))
+        bad = BadData(BadDataPolicy.of(on_bad, self.shuffle_seed))
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
         reading = ReaderConfig(
             allow_unsafe_types=allow_unsafe_types,
             decoders=decoders,
             start_by_range=False if start_by_range is None and bad.policy.substitutes else start_by_range,
-            load_images=on_bad_sample == "substitute",
+            load_images=bad.policy.sample == "substitute",
         )
         # All that reading needs is in these two: the attributes of a subclass never meet them.
         self._streaming_source = SampleSource(

@@ -280,8 +280,7 @@ def test_a_filter_keeps_what_cannot_be_read_only_where_it_will_be_substituted(ma
         local=None,
         filter=lambda _: True,
         exclude_ids=[0],
-        on_bad_sample="substitute",
-        quarantine=quarantine,
+        on_bad={"sample": "substitute", "quarantine": quarantine},
     )
     assert dataset.size == NUM_SAMPLES - 1
     assert sum(len(batch["id"]) for batch in StreamingDataLoader(dataset, 16)) == NUM_SAMPLES - 1

@@ -159,7 +159,7 @@ def test_states_of_several_runs_have_no_replay(shards: Path) -> None:
 
 def test_a_forgotten_sample_does_not_take_the_place_of_a_bad_one(shards: Path) -> None:
     forget = range(150, NUM_SAMPLES)
-    dataset = StreamingDataset(local=shards, forget=forget, on_bad_sample="substitute")
+    dataset = StreamingDataset(local=shards, forget=forget, on_bad={"sample": "substitute"})
     loader = StreamingDataLoader(dataset, 10, world=World())
     next(iter(loader))
     info = loader.last_batch

@@ -258,7 +258,7 @@ def test_what_cannot_be_switched_is_refused(data: Path, tmp_path: Path) -> None:
         {"batching_method": "stratified"},
         {"shuffle_algo": "py1e"},
         {"bucket_by": "id"},
-        {"on_bad_sample": "substitute"},
+        {"on_bad": "substitute"},
         {"schedule": [(0, {"set": 1})]},
         {"stream_config": {"proportion": 1}},
     ]

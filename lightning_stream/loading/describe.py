@@ -91,8 +91,8 @@ def _delivered(source: SampleSource) -> Stage:
     policy, limit = source.bad_data.policy, source.reader.defaults.config.limit_bytes
     chosen = {
         "transform": source.transform and source.transform.function,
-        "on_bad_sample": policy.on_bad_sample if policy.on_bad_sample != "raise" else None,
-        "on_bad_shard": policy.on_bad_shard if policy.on_bad_shard != "raise" else None,
+        "on_bad sample": policy.sample if policy.sample != "raise" else None,
+        "on_bad shard": policy.shard if policy.shard != "raise" else None,
         "cache_limit": None if limit is None else readable(limit),
     }
     settings = {name: value for name, value in chosen.items() if value is not None}

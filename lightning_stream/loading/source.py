@@ -208,7 +208,7 @@ class SampleSource:
             "bucket_by or batch_tokens": self.buckets is not None,
             "forget": self.forget is not None,
             "filter, filter_lengths, exclude_ids or a subset": self.reader.parent is not None,
-            "on_bad_sample or on_bad_shard": self.bad_data.policy.substitutes,
+            "on_bad": self.bad_data.policy.substitutes,
         }
         if found := [name for name, is_given in refused.items() if is_given]:
             raise ValueError(

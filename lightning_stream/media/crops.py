@@ -76,7 +76,7 @@ class DecodeRandomCrop(_DecodeCrop):
             ``"simplejpeg"``, ``"pillow"``, or ``"torchvision"``, which decodes whole photos, and is deprecated since
             torchvision 0.29. Pillow decodes all other files.
 
-    With ``on_bad_sample="substitute"`` the reader decodes whole photos to find damaged ones, which costs the advantage.
+    With ``on_bad="substitute"`` the reader decodes whole photos to find damaged ones, which costs the advantage.
 
     Raises:
         ValueError: A wrong argument, or a sample without the column.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
 Policy = Literal["raise", "substitute"]
+OnBad = Policy | Mapping[str, Any]
 UNREADABLE = (FormatError, NotFoundError)  # not a store that does not answer, or refuses
 
 
@@ -29,26 +30,35 @@ class BadDataPolicy:
     """What a dataset does with data that cannot be read: ``"raise"``, or ``"substitute"`` to deliver another sample.
 
     Attributes:
-        on_bad_sample: For a sample whose bytes cannot be decoded.
-        on_bad_shard: For a shard that the store lacks, or whose bytes do not match the index.
+        sample: For a sample whose bytes cannot be decoded.
+        shard: For a shard that the store lacks, or whose bytes do not match the index.
         quarantine: The file that lists the samples, one JSON object a line; None for the one in the cache folder.
         seed: Key of the replacements.
     """
 
-    on_bad_sample: Policy = "raise"
-    on_bad_shard: Policy = "raise"
+    sample: Policy = "raise"
+    shard: Policy = "raise"
     quarantine: str | os.PathLike[str] | None = None
     seed: int = 0
 
     @property
     def substitutes(self) -> bool:
         """Whether other samples may be delivered."""
-        return "substitute" in (self.on_bad_sample, self.on_bad_shard)
+        return "substitute" in (self.sample, self.shard)
 
     def __post_init__(self) -> None:
-        for name in ("on_bad_sample", "on_bad_shard"):
-            if (value := getattr(self, name)) not in ("raise", "substitute"):
-                raise ValueError(f"{name} must be 'raise' or 'substitute'; found {value!r}.")
+        for value in (self.sample, self.shard):
+            if value not in ("raise", "substitute"):
+                raise ValueError(f"on_bad must be 'raise' or 'substitute', also for its parts; found {value!r}.")
+
+    @classmethod
+    def of(cls, on_bad: OnBad, seed: int) -> BadDataPolicy:
+        """The policy that a dataset's `on_bad` describes; raise ValueError for another word or part."""
+        if not isinstance(on_bad, Mapping):
+            return cls(on_bad, on_bad, seed=seed)
+        if unknown := [*on_bad.keys() - {"sample", "shard", "quarantine"}]:
+            raise ValueError(f"the parts of on_bad are sample, shard and quarantine; found {unknown}. Correct them")
+        return cls(**{**on_bad, "seed": seed})
 
 
 class HasBadData(Protocol):
@@ -88,7 +98,7 @@ class BadData:
             is_open = True
             reader.sample(sample_id)
         except UNREADABLE as error:
-            if (self.policy.on_bad_sample if is_open else self.policy.on_bad_shard) == "raise":
+            if (self.policy.sample if is_open else self.policy.shard) == "raise":
                 raise
             self.found[sample_id] = str(error)
             if not is_open:

@@ -224,7 +224,7 @@ def test_shares_are_balanced_by_an_expression(folder: Path, pack: Packing) -> No
 
 def test_a_row_with_a_sample_that_cannot_be_read_is_replaced_as_a_whole(folder: Path, tmp_path: Path) -> None:
     def names(rank: int, ranks: int) -> list[str]:
-        options = {"on_bad_sample": "substitute", "quarantine": tmp_path / "bad.jsonl"}
+        options = {"on_bad": {"sample": "substitute", "quarantine": tmp_path / "bad.jsonl"}}
         loader = loader_of(folder, world=(rank, ranks), loader={"tail": "drop"}, **options)
         source_of(loader.streaming).bad_data.found.update(dict.fromkeys((7, 50), "it is damaged"))
         return [name for batch in loader for name in batch["name"]]

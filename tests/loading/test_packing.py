@@ -283,7 +283,9 @@ def test_a_row_with_a_document_that_cannot_be_read_is_replaced_as_a_whole(tmp_pa
         list(loader_of(folder, tail="drop"))
 
     def batches(rank=0, ranks=1):
-        dataset = dataset_of(folder, world=(rank, ranks), on_bad_sample="substitute", quarantine=tmp_path / "bad")
+        dataset = dataset_of(
+            folder, world=(rank, ranks), on_bad={"sample": "substitute", "quarantine": tmp_path / "bad"}
+        )
         loader = StreamingDataLoader(dataset, global_batch_size=12, tail="drop")
         return list(loader), loader.num_substituted
 

@@ -144,8 +144,9 @@ def test_bad_samples_are_replaced_and_listed_once(shards: Path, tmp_path: Path) 
         return found
 
     def over(name: str) -> StreamingDataset:
-        given: dict[str, Any] = {"decoders": {"id": decode}, "on_bad_sample": "substitute", "shuffle": True}
-        return StreamingDataset(remote=shards, local=tmp_path / name, quarantine=tmp_path / f"{name}.jsonl", **given)
+        given: dict[str, Any] = {"decoders": {"id": decode}, "shuffle": True}
+        policy = {"sample": "substitute", "quarantine": tmp_path / f"{name}.jsonl"}
+        return StreamingDataset(remote=shards, local=tmp_path / name, on_bad=policy, **given)
 
     alone, many = StreamingDataLoader(over("alone"), 16), threads_over(over("many"), prefetch_factor=8)
     for one, other in zip(alone, many, strict=True):

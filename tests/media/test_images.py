@@ -343,7 +343,7 @@ def test_a_damaged_photo_is_substituted_or_names_its_sample(tmp_path: Path) -> N
     with pytest.raises(FormatError, match="column 'image': cannot be decoded") as caught:
         list(StreamingDataLoader(StreamingDataset(**options), 4))
     assert "samples [3]" in caught.value.__notes__[0]
-    dataset = StreamingDataset(**options, on_bad_sample="substitute", quarantine=tmp_path / "bad.jsonl")
+    dataset = StreamingDataset(**options, on_bad={"sample": "substitute", "quarantine": tmp_path / "bad.jsonl"})
     labels = [int(label) for batch in StreamingDataLoader(dataset, 4) for label in batch["label"]]
     assert len(labels) == 8
     assert 3 not in labels

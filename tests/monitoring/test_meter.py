@@ -232,7 +232,7 @@ def test_bad_samples_are_counted(data: Path, tmp_path: Path) -> None:
             writer.write({"x": {"n": number}})
     (shard,) = folder.glob("shard.*")
     shard.write_bytes(shard.read_bytes().replace(b'{"n":7}', b'{"n":!}').replace(b'{"n": 7}', b'{"n": !}'))
-    dataset = StreamingDataset(local=folder, on_bad_sample="substitute", quarantine=tmp_path / "quarantine")
+    dataset = StreamingDataset(local=folder, on_bad={"sample": "substitute", "quarantine": tmp_path / "quarantine"})
     loader = StreamingDataLoader(dataset, 8, num_workers=1)
     for _ in range(2):
         for _ in loader:

@@ -21,7 +21,7 @@ from lightning_stream.formats.encodings import get_encoding  # noqa: E402
 from lightning_stream.order.ledger import replacements  # noqa: E402
 
 NUM_SAMPLES, BAD = 60, 17
-SUBSTITUTE: dict[str, Any] = {"on_bad_sample": "substitute", "on_bad_shard": "substitute"}
+SUBSTITUTE: dict[str, Any] = {"on_bad": "substitute"}
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_by_default_bad_data_raises(shards: Path, tmp_path: Path) -> None:
             list(StreamingDataLoader(dataset_in(tmp_path / "a", shards), 8, num_workers=workers))
     spoil_shard(shards, 0)
     with pytest.raises(DigestError, match=r"shard\.00000\.mds"):
-        list(StreamingDataLoader(dataset_in(tmp_path / "b", shards, on_bad_sample="substitute"), 8))
+        list(StreamingDataLoader(dataset_in(tmp_path / "b", shards, on_bad={"sample": "substitute"}), 8))
 
 
 def test_a_bad_sample_is_replaced_by_the_one_the_order_plans(shards: Path, tmp_path: Path) -> None:
@@ -117,7 +117,8 @@ def test_substitutions_are_the_same_in_every_world(shards: Path, tmp_path: Path,
     bad = {BAD, *spoil_shard(shards, 3)}
     worlds = []
     for number, (num_ranks, workers) in enumerate([(1, 0), (2, 1), (4, 0)]):
-        options = {**SUBSTITUTE, "transform": transform, "quarantine": tmp_path / f"{number}.jsonl"}
+        policy = {"sample": "substitute", "shard": "substitute", "quarantine": tmp_path / f"{number}.jsonl"}
+        options: dict[str, Any] = {"on_bad": policy, "transform": transform}
         loaders = [
             StreamingDataLoader(
                 dataset_in(tmp_path / f"cache{number}", shards, **options),
@@ -137,7 +138,7 @@ def test_substitutions_are_the_same_in_every_world(shards: Path, tmp_path: Path,
 def test_a_shard_that_is_missing_is_replaced_too(shards: Path, tmp_path: Path) -> None:
     (shards / "shard.00002.mds").unlink()
     with pytest.raises(NotFoundError):
-        list(StreamingDataLoader(dataset_in(tmp_path / "a", shards, on_bad_sample="substitute"), 4))
+        list(StreamingDataLoader(dataset_in(tmp_path / "a", shards, on_bad={"sample": "substitute"}), 4))
     loader = StreamingDataLoader(dataset_in(tmp_path / "b", shards, **SUBSTITUTE), 4)
     assert sum(len(batch["id"]) for batch in loader) == NUM_SAMPLES
     assert len(list(dataset_in(tmp_path / "b", shards, **SUBSTITUTE))) == NUM_SAMPLES
@@ -157,8 +158,8 @@ def test_steps_go_on_from_a_state_with_the_same_substitutions(shards: Path, tmp_
 
 
 def test_a_policy_is_one_of_two(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on_bad_sample must be 'raise' or 'substitute'; found 'skip'"):
-        StreamingDataset(local=tmp_path, on_bad_sample="skip")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="on_bad must be 'raise' or 'substitute', also for its parts; found 'skip'"):
+        StreamingDataset(local=tmp_path, on_bad="skip")  # type: ignore[arg-type]
 
 
 def broken(error: BaseException) -> Any:
@@ -188,7 +189,7 @@ WHATEVER = [
 def test_whatever_a_decoder_raises_names_the_sample_and_is_bad_for_the_policy(
     shards: Path, tmp_path: Path, error: Exception
 ) -> None:
-    options: dict[str, Any] = {"decoders": {"id": broken(error)}, "quarantine": tmp_path / "bad.jsonl"}
+    options: dict[str, Any] = {"decoders": {"id": broken(error)}}
     dataset = dataset_in(tmp_path / "a", shards, **options)
     number = int(dataset.snapshot.shards_of(np.array([BAD]))[0])
     where = rf"sample {BAD}, in shard\.{number:05}\.mds of {shards}: .*, column 'id': .*{type(error).__name__}"
@@ -200,14 +201,15 @@ def test_whatever_a_decoder_raises_names_the_sample_and_is_bad_for_the_policy(
         with pytest.raises(FormatError, match=where) as caught:
             read()
         assert caught.value.__cause__ is error
-    loader = StreamingDataLoader(dataset_in(tmp_path / "a", shards, **options, on_bad_sample="substitute"), 8)
+    policy = {"sample": "substitute", "quarantine": tmp_path / "bad.jsonl"}
+    loader = StreamingDataLoader(dataset_in(tmp_path / "a", shards, on_bad=policy, **options), 8)
     assert BAD not in {number for batch in loader for number in batch["id"]}
     assert json.loads((tmp_path / "bad.jsonl").read_text())["sample"] == BAD
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ImportError("no module")])
 def test_an_interrupt_or_a_missing_package_is_no_bad_sample(shards: Path, tmp_path: Path, error: BaseException) -> None:
-    dataset = dataset_in(tmp_path, shards, decoders={"id": broken(error)}, on_bad_sample="substitute")
+    dataset = dataset_in(tmp_path, shards, decoders={"id": broken(error)}, on_bad={"sample": "substitute"})
     with pytest.raises(type(error)):
         list(StreamingDataLoader(dataset, 8))
 
@@ -236,8 +238,10 @@ def photos(tmp_path: Path) -> Path:
 def test_a_photo_that_is_cut_off_is_bad_though_images_are_decoded_late(
     photos: Path, tmp_path: Path, transform: Any, num_workers: int
 ) -> None:
-    options = {"transform": transform, "quarantine": tmp_path / "bad.jsonl"}
-    dataset = dataset_in(tmp_path / "cache", photos, on_bad_sample="substitute", **options)
+    options = {"transform": transform}
+    dataset = dataset_in(
+        tmp_path / "cache", photos, on_bad={"sample": "substitute", "quarantine": tmp_path / "bad.jsonl"}, **options
+    )
     loader = StreamingDataLoader(dataset, 8, num_workers=num_workers)
     seen = {int(number) for batch in loader for number in batch["id"]}
     assert seen == {*range(NUM_SAMPLES)} - {BAD, BAD + 1}

@@ -238,7 +238,7 @@ def test_a_start_by_range_waits_for_no_shard_and_still_fetches_each_once(served:
     assert 0 < sum(value is not None for _, value in asked) < 40
 
 
-@pytest.mark.parametrize("options", [{}, {"start_by_range": False}, {"on_bad_shard": "substitute"}])
+@pytest.mark.parametrize("options", [{}, {"start_by_range": False}, {"on_bad": {"shard": "substitute"}}])
 def test_by_default_training_starts_by_range_within_the_requests_to_spare(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:

@@ -158,10 +158,10 @@ def test_the_policy_for_bad_samples_replaces_a_malformed_row_alone(
 ) -> None:
     remote = write(tmp_path / "remote", kind, hashes=[])
     spoil(remote, old, new)
-    for policy in ({}, {"on_bad_shard": "substitute"}):
+    for policy in ({}, {"on_bad": {"shard": "substitute"}}):
         with pytest.raises(FormatError, match="sample 7"):
             list(opened(remote, tmp_path / "local", **policy))
-    data = opened(remote, tmp_path / "local", on_bad_sample="substitute")
+    data = opened(remote, tmp_path / "local", on_bad={"sample": "substitute"})
     seen = [sample["n"] for sample in data]
     assert len(seen) == NUM_SAMPLES
     assert {*range(NUM_SAMPLES)} - {*seen} == {7}

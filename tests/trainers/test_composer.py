@@ -311,7 +311,7 @@ def test_what_was_delivered_in_place_of_bad_samples_is_logged(tmp_path: Path) ->
     index = json.loads((shards / "index.json").read_text())
     num_bad = index["shards"][3]["samples"]
     (shards / index["shards"][3]["raw_data"]["basename"]).unlink()
-    data = {"local": tmp_path / "cache", "on_bad_shard": "substitute", "quarantine": tmp_path / "bad"}
+    data = {"local": tmp_path / "cache", "on_bad": {"shard": "substitute", "quarantine": tmp_path / "bad"}}
     Run(shards, tmp_path, max_duration="2ep", loggers=[logger], data=data)
     logged = [(int(time.epoch), value) for time, value in logger.data["stream/num_substituted"]]
     assert logged == [(1, num_bad), (2, 2 * num_bad), (2, 2 * num_bad)]  # as each epoch ended, and the fit

@@ -138,7 +138,8 @@ def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -
     index = json.loads((damaged / "index.json").read_text())
     (damaged / index["shards"][3]["raw_data"]["basename"]).unlink()
     options = {
-        "remote": damaged, "local": tmp_path / "cache", "on_bad_shard": "substitute", "quarantine": tmp_path / "bad"
+        "remote": damaged, "local": tmp_path / "cache",
+        "on_bad": {"shard": "substitute", "quarantine": tmp_path / "bad"}
     }  # fmt: skip
     run = Run(damaged, tmp_path, dataset=options, data={"record_delivery": tmp_path / "record"}, limit_val_batches=0)
     assert run.trainer.callback_metrics["stream/num_substituted"] == index["shards"][3]["samples"]

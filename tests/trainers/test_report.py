@@ -289,7 +289,7 @@ def test_a_folder_in_the_way_is_left_alone(data: Path) -> None:
 def test_bad_samples_are_listed_with_their_ids(data: Path) -> None:
     (shard, *_) = sorted((data / "text").glob("shard.*.mds"))
     shard.write_bytes(bytes(shard.stat().st_size))
-    loader = loader_of(data, on_bad_sample="substitute", on_bad_shard="substitute")
+    loader = loader_of(data, on_bad="substitute")
     train(PositionTracker(loader), data / "run")
     run = read_run(data / "run")
     listed = [sample.values for sample in run.launches[0].bad]
@@ -300,7 +300,7 @@ def test_bad_samples_are_listed_with_their_ids(data: Path) -> None:
 
 def test_a_list_of_bad_samples_that_others_write_into_stops_no_run(data: Path) -> None:
     quarantine = data / "bad.jsonl"
-    loader = loader_of(data, on_bad_sample="substitute", quarantine=quarantine)
+    loader = loader_of(data, on_bad={"sample": "substitute", "quarantine": quarantine})
     with RunReport(data / "run", loader):
         quarantine.write_text("a note of mine\n")
         assert sum(len(batch["x"]) for batch in loader) == NUM_SAMPLES

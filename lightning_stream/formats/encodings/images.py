@@ -50,7 +50,7 @@ class _ImageFile(ViewEncoding):
     without a file's bytes is stored as the kind that the name says.
 
     `decode` opens the image without loading its pixels, as mosaicml-streaming does: ``draft()`` still works, and an
-    image that is written again keeps its bytes. With ``on_bad_sample="substitute"`` the reader loads every image, so
+    image that is written again keeps its bytes. With ``on_bad="substitute"`` the reader loads every image, so
     that a truncated one can be replaced.
     """
 
