@@ -30,7 +30,7 @@ from lightning_stream.order import MosaicConfig, OrderConfig, Schedule, StreamWe
 from lightning_stream.order.balance import Cost
 from lightning_stream.order.bitmap import as_ids
 from lightning_stream.order.buckets import LengthBuckets
-from lightning_stream.order.config import MOSAIC_ALGORITHMS
+from lightning_stream.order.config import MOSAIC_ALGORITHMS, SAMPLER, UNIFORM
 from lightning_stream.order.forget import Replay
 from lightning_stream.order.mosaic.partitions import PARTITIONS
 from lightning_stream.order.rules import count, violations
@@ -39,6 +39,7 @@ from lightning_stream.questions import Occurrence
 from lightning_stream.questions.describe import PUBLIC_NAMES, Chain
 from lightning_stream.reading.bad_samples import BadData, BadDataPolicy, OnBad
 from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
+from lightning_stream.reading.mapped import MapStream
 from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of, name_of, weights_of, with_split
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.reading.switched import reader_of
@@ -501,6 +502,11 @@ def _check_order(
     sorted_by = None if buckets is None else LengthBuckets(1, 1, buckets.batch_tokens)
     given = {**arguments, "packing": rows, "buckets": sorted_by, "forgotten": None if forget is None else ""}
     order = OrderConfig.resolve(batch_size=1, device_batch_size=1, **given)
+    if order.algorithm in (UNIFORM, SAMPLER) and not isinstance(streams[0], MapStream):
+        raise ValueError(
+            f"shuffle_algo is one of window, {', '.join(MOSAIC_ALGORITHMS)} where data come in shards; found "
+            f"{order.algorithm!r}, the order of a StatefulDataLoader. Omit it"
+        )
     weights = tuple(map(weights_of, streams))
     if order.schedule is not None or any(one != StreamWeights() for one in weights):
         check_weights(order, [*map(name_of, streams)], weights)

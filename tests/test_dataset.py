@@ -264,6 +264,7 @@ def test_dropping_every_batch_is_refused(dataset: StreamingDataset) -> None:
         ({"streams": [Stream(remote="y")], "stream_config": {"options": {}}}, "not both"),
         ({"remote": "x", "stream_name": "mine"}, r"'mine'\. Pass streams="),
         ({"remote": "x", "shuffle_algo": "py9"}, "py9"),
+        ({"remote": "x", "shuffle_algo": "uniform"}, "found .uniform., the order of a StatefulDataLoader"),
         ({"remote": "x", "batching_method": "sometimes"}, "sometimes"),
         ({"remote": "x", "sampling_method": "rarely"}, "rarely"),
         ({"streams": [Stream(remote="x", proportion=1), Stream(remote="y", repeat=1)]}, "proportion"),
