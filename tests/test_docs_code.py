@@ -135,6 +135,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
         with capture.capturing():
             exec(compile("\n" * block.line + block.text, page, "exec"), names)
         printed = capture.text.getvalue()
+    names.clear()  # an iteration that a page leaves ends its workers
     if page == "README.md" and find_spec("lightning"):
         assert (tmp_path / "checkpoints" / "last.ckpt").exists()
 
