@@ -11,16 +11,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def taking_former(
-    name: str, parts: Mapping[str, str], example: str, alone: str | None = None
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def taking_former(name: str, parts: Mapping[str, str], example: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Let a function take former arguments that are entries of one mapping now, with a FutureWarning.
 
     Args:
         name: The argument that takes the mapping.
         parts: The key of each former argument in the mapping, by its name.
         example: The new call, for the warning.
-        alone: The key of a value of `name` that is no mapping; None if former arguments cannot stand beside one.
 
     Example: ``@taking_former("on_bad", {"quarantine": "quarantine"}, 'on_bad={"quarantine": "bad.jsonl"}')``
 
@@ -40,14 +37,11 @@ def taking_former(
                 FutureWarning,
                 stacklevel=2,
             )
-            values = {parts[old]: options.pop(old) for old in former}
-            beside = options.pop(name, None)
-            if beside is not None and alone is None:
+            if name in options:
                 raise TypeError(f"pass {name} alone: found {', '.join(former)} beside it. Write e.g. {example}")
-            merged = dict(beside) if isinstance(beside, Mapping) else {} if beside is None else {alone: beside}
-            merged |= {key: value for key, value in values.items() if value is not None}
-            if merged:
-                options[name] = merged
+            values = {parts[old]: options.pop(old) for old in former}
+            if any(value is not None for value in values.values()):
+                options[name] = {key: value for key, value in values.items() if value is not None}
             return function(*args, **options)
 
         return checked

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lightning_stream import StreamingDataset
-from lightning_stream.former_names import taking_former
 
 
 def _policy(dataset: StreamingDataset) -> tuple[object, ...]:
@@ -47,14 +46,3 @@ def test_a_former_argument_beside_the_new_one_is_refused(tmp_path: Path) -> None
 def test_an_unknown_part_is_refused(tmp_path: Path, on_bad: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the parts of on_bad are sample, shard and quarantine"):
         StreamingDataset(local=tmp_path, on_bad=on_bad)
-
-
-def test_a_value_alone_is_joined_where_it_has_a_key() -> None:
-    @taking_former("rule", {"least": "least"}, "rule={...}", alone="function")
-    def call(rule: Any = None) -> Any:
-        return rule
-
-    options: dict[str, Any] = {"rule": len, "least": 3}
-    with pytest.warns(FutureWarning, match="least"):
-        assert call(**options) == {"function": len, "least": 3}
-    assert call(len) is len
