@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import runpy
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import Parameter, signature
 from pathlib import Path
 
 import pytest
@@ -85,13 +87,61 @@ def test_the_page_on_migrating_tells_of_every_argument(name: str) -> None:
 
 
 def test_what_the_page_on_migrating_calls_the_same_is_an_argument_here() -> None:
-    from inspect import signature
-
     from lightning_stream import MDSWriter, Stream, StreamingDataset
 
     for name, ours in (("StreamingDataset", StreamingDataset), ("Stream", Stream), ("MDSWriter", MDSWriter)):
         theirs = set(OF_OTHERS[f"streaming.{name}"].split())
         assert theirs - set(signature(ours).parameters) <= {"extra_bytes_per_shard", "extra_bytes_per_sample"}
+
+
+def _defaults(*kinds: Callable[..., object]) -> dict[str, object]:
+    """The arguments of constructors with their defaults."""
+    parameters = [one for kind in kinds for one in signature(kind).parameters.values()]
+    return {one.name: one.default for one in parameters if one.kind is not Parameter.VAR_KEYWORD}
+
+
+def _tables_of(title: str) -> tuple[dict[str, object], set[str]]:
+    """The arguments that a section of the page of arguments shows, with their defaults; and those with a dagger."""
+    section = (DOCS / "arguments.md").read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| `")]
+    cells = [re.fullmatch(r"\| `(\w+)`( †)? \| (?:required|`(.+?)`) \| [^|]+\. \|", row) for row in rows]
+    matches = [match for match in cells if match]
+    assert len(matches) == len(rows) == len({match[1] for match in matches}), "each once, its reason a sentence"
+    shown = {match[1]: ast.literal_eval(match[3]) if match[3] else Parameter.empty for match in matches}
+    return shown, {match[1] for match in matches if match[2]}
+
+
+def _same(shown: dict[str, object], defaults: dict[str, object]) -> bool:
+    return {name: repr(value) for name, value in shown.items()} == {name: repr(one) for name, one in defaults.items()}
+
+
+def test_the_page_of_arguments_has_each_one_with_its_default() -> None:
+    pytest.importorskip("torch", reason="the loader needs torch: uv sync")
+    from lightning_stream import PositionTracker, Stream, StreamingDataLoader, StreamingDataset
+    from lightning_stream.loading.loader_arguments import WorkerOptions
+    from lightning_stream.trainers.options import PositionOptions, RunOptions
+    from lightning_stream.trainers.run import Run
+
+    for kind in (StreamingDataset, Stream):
+        assert _same(_tables_of(kind.__name__)[0], _defaults(kind))
+    workers, run = _tables_of("Workers")[0], _tables_of("Options of a run")[0]
+    loader = _tables_of("StreamingDataLoader")[0]
+    assert set(workers) == set(WorkerOptions.__annotations__)
+    assert not set(workers) & set(loader)
+    assert _same(loader | workers, _defaults(StreamingDataLoader))
+    assert set(run) == set(RunOptions.__annotations__)
+    assert set(list(run)[:4]) == set(PositionOptions.__annotations__)
+    of_run = _defaults(PositionTracker, Run)
+    assert _same(run, {name: of_run[name] for name in RunOptions.__annotations__})
+
+
+def test_the_page_of_arguments_marks_those_that_the_page_on_migrating_has() -> None:
+    for name in ("StreamingDataset", "Stream"):
+        assert _tables_of(name)[1] == set(OF_OTHERS[f"streaming.{name}"].split())
+    table = (DOCS / "migrating.md").read_text().split("| of `StreamingDataLoader` | here |")[1].split("\n\n")[0]
+    theirs = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1])}
+    assert _tables_of("StreamingDataLoader")[1] | _tables_of("Workers")[1] == theirs
+    assert not _tables_of("Options of a run")[1]
 
 
 def test_the_api_page_has_every_public_name() -> None:
