@@ -287,7 +287,8 @@ def test_a_run_outlives_its_keys(tmp_path: Path) -> None:
         stopped_and_resumed("fork", server, tmp_path, stream, 96, 0.35)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
 def test_a_run_of_three_minutes_with_keys_of_thirty_seconds(tmp_path: Path) -> None:
     with VendingServer(lifetime_s=30.0) as server:
         stream = {

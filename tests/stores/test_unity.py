@@ -266,7 +266,7 @@ def test_a_run_outlives_the_keys_of_its_catalog(tmp_path: Path, monkeypatch: pyt
         outlived(server, tmp_path, monkeypatch, "fork", 96, 0.35)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_of_three_minutes_with_keys_of_thirty_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with CatalogServer(lifetime_s=30.0) as server:
