@@ -64,6 +64,8 @@ class Stream:
         validate_hash: The hash that downloaded files must have; None checks those of the index.
         keep_zip: Whether compressed files stay in the cache after decompression; None takes the dataset's.
         options: Further options of the store, e.g. ``{"endpoint_url": ...}``.
+        credentials: A function that returns keys of the store and their end, or its name as ``"module:function"`` or
+            of an entry point. It is called again before they end, once a machine, and when they are refused.
         name: What a `Schedule` calls it; None for the last part of `remote` or `local`.
         version: The version of the dataset: its number, or 6 or more digits of its digest, as `lightning-stream log`
             lists them and a saved state has them; None for the newest. Of a Delta table: its number. Or pairs of an
