@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import zstandard
 
+import lightning_stream
 from lightning_stream import versions
-from lightning_stream.dataset import StreamingDataset
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import check_compression, decompress
 from lightning_stream.formats.index import Index
@@ -107,6 +107,7 @@ def test_every_sample_of_every_frame_is_found(tmp_path: Path, rows: int, columns
 
 
 def test_an_entry_is_written_as_it_was_read_and_changes_keep_the_frames(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
     write(tmp_path, "zstd:seekable:5", size_limit=20_000)
     index = Index.from_file(tmp_path / "index.json")
     text = json.loads((tmp_path / "index.json").read_bytes())["shards"][0]
@@ -117,7 +118,7 @@ def test_an_entry_is_written_as_it_was_read_and_changes_keep_the_frames(tmp_path
     versions.compact(tmp_path)
     entry = Index.from_file(tmp_path / "index.json").entry(0)
     assert entry.compression == "zstd:seekable:5"
-    dataset = StreamingDataset(local=tmp_path)
+    dataset = lightning_stream.StreamingDataset(local=tmp_path)
     assert [dataset[k]["twice"] for k in range(999)] == [2 * k for k in range(1, 1000)]
 
 
