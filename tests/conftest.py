@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import logging
 import multiprocessing
 import os
 import shutil
@@ -89,6 +90,15 @@ def _own_encodings_end_with_their_test() -> Iterator[None]:
         encodings._REGISTER.clear()
         encodings._REGISTER.update(before)
         encodings.get_encoding.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _log_as_before() -> Iterator[None]:
+    """The level of the log that a test sets, or a run of it, ends with it."""
+    logger = logging.getLogger("lightning_stream")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from lightning_stream.errors import FormatError
 from lightning_stream.lazy import kept
+from lightning_stream.sources import npy
 from lightning_stream.sources.base import Batch, Piece
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import stretch, stretches
@@ -94,11 +95,10 @@ class NumpyReader(TableReader):
             return None
         size = min(_HEADER_BYTES, file.num_bytes)
         head = io.BytesIO(kept(_HEADS, file.content, lambda _: bytes(stretch(file, 0, size)), 256))
-        version = np.lib.format.read_magic(head)
-        reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-        if version not in reads or file.num_bytes < _HEADER_BYTES:
+        layout = npy.read_head(head)
+        if layout is None or file.num_bytes < _HEADER_BYTES:
             return None
-        shape, is_fortran, dtype = reads[version](head)
+        shape, is_fortran, dtype = layout
         first, width = head.tell(), dtype.itemsize * int(np.prod(shape[1:]))
         if dtype.hasobject or not shape or (is_fortran and len(shape) > 1) or not width:
             return None
@@ -118,8 +118,8 @@ class NumpyReader(TableReader):
     def _loaded(self, file: SourceFile) -> _Arrays:
         """The rows of a file that must be read as a whole."""
         with file.unpacked("a NumPy file") as plain:
-            found = np.load(plain, allow_pickle=False)
-            arrays = {name: found[name] for name in found.files} if hasattr(found, "files") else self._named(found)
+            loaded = npy.load(plain)
+        arrays = loaded if isinstance(loaded, dict) else self._named(loaded)
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}
         num_rows = min(lengths.values(), default=-1)
         if num_rows < 0 or num_rows != max(lengths.values()):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.sources import npy
 from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at, stretch
@@ -250,11 +251,10 @@ def _values(data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64
 def _arrays(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[Any] | None:
     """Files of NumPy that have one head, as one array; None if their heads differ."""
     first = io.BytesIO(data[int(begins[0]) : int(begins[0]) + width])
-    version = np.lib.format.read_magic(first)
-    reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in reads:
+    layout = npy.read_head(first)
+    if layout is None:
         return None
-    shape, is_fortran, dtype = reads[version](first)
+    shape, is_fortran, dtype = layout
     head, num_bytes = first.tell(), dtype.itemsize * int(np.prod(shape))
     heads = rows_at(data, begins, head)
     if is_fortran or dtype.hasobject or not num_bytes or head + num_bytes != width or (heads != heads[0]).any():
@@ -295,7 +295,7 @@ def _samples(data: memoryview, members: Members, table: _SampleTable) -> Iterato
 def _encoding(file: SourceFile, ending: str, data: bytes) -> str:
     encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
     try:
-        return encoding if encoding != "ndarray" else f"ndarray:{_array(data).dtype.name}"
+        return encoding if encoding != "ndarray" else f"ndarray:{npy.load(io.BytesIO(data)).dtype.name}"
     except (ValueError, EOFError) as error:
         raise FormatError(f"{file.uri}: a file {ending!r} must be a plain array: {error}. Write it again.") from error
 
@@ -335,14 +335,10 @@ def _value(data: Any, encoding: str) -> Any:
     if encoding.startswith(("int", "uint", "float")):
         return (float if encoding.startswith("float") else int)(data)
     if encoding.startswith("ndarray"):
-        return _array(data)
+        return npy.load(io.BytesIO(data))
     if encoding == "json":
         return json.loads(data)
     return data.decode() if encoding.startswith("str") else data
-
-
-def _array(data: bytes) -> Any:
-    return np.load(io.BytesIO(data), allow_pickle=False)
 
 
 def _streamed(file: SourceFile) -> Iterator[dict[str, Any]]:
