@@ -19,12 +19,15 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.lazy import kept
+
 from .arrays import Ints, starts_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
 
 if TYPE_CHECKING:
     from .packing import RowSpans
 
+CHUNK = 1 << 12  # positions
 Counted = tuple[int, int, int]
 """A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
 
@@ -150,6 +153,29 @@ class Order(ABC):
     def version_at(self, position: int) -> int:
         """The number of the version of the data at a position, where a run switches between several."""
         return 0
+
+
+class ReadInChunks(Order):
+    """A sequence whose small ranges are cut from a chunk that is read at once, for speed."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._chunks: dict[int, Ints] = {}
+
+    @abstractmethod
+    def _read(self, at: Ints) -> Ints:
+        """The sample id at each position."""
+
+    def ids(self, at: Ints) -> Ints:
+        """The sample id at each position."""
+        if not len(at) or at[-1] - at[0] >= CHUNK:
+            return self._read(at)
+        first = int(at[0]) // CHUNK * CHUNK
+        chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, CHUNK)]
+        return np.concatenate(chunks)[at - first]
+
+    def _chunk(self, begin: int) -> Ints:
+        return self._read(positions_of(begin, min(begin + CHUNK, self.size)))
 
 
 class EveryNth(Order):

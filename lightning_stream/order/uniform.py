@@ -9,19 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.lazy import kept
-
 from .arrays import Ints
 from .draw import Draw, ShardDraws
-from .orders import Order, positions_of
+from .orders import ReadInChunks
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
 
-_CHUNK = 1 << 12
 _ROUNDS = 8  # twice as many as make a Feistel network look random
 _LEAST_BITS = 6  # so that a few samples come in any order equally often
 
 
-class Uniform(Order):
+class Uniform(ReadInChunks):
     """The drawn samples in a random order: position p has entry number ``scattered(p)`` of them.
 
     Args:
@@ -31,21 +28,9 @@ class Uniform(Order):
     """
 
     def __init__(self, draw: Draw, epoch: int, drawn: ShardDraws, key: tuple[int, int, int]) -> None:
+        super().__init__(int(drawn.parts.begins[-1]))
         self._draw, self._epoch, self._parts, self._key = draw, epoch, drawn.parts, key
         self._whole = draw.snapshot.sizes[self._parts.shard]
-        self.size = int(self._parts.begins[-1])
-        self._chunks: dict[int, Ints] = {}
-
-    def ids(self, at: Ints) -> Ints:
-        """The sample id at each position. O(len(at))."""
-        if not len(at) or at[-1] - at[0] >= _CHUNK:
-            return self._read(at)
-        first = int(at[0]) // _CHUNK * _CHUNK
-        chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, _CHUNK)]
-        return np.concatenate(chunks)[at - first]
-
-    def _chunk(self, begin: int) -> Ints:
-        return self._read(positions_of(begin, min(begin + _CHUNK, self.size)))
 
     def _read(self, at: Ints) -> Ints:
         entry = scattered(at, self.size, RngStream.UNIFORM, *self._key)

@@ -23,11 +23,10 @@ from lightning_stream.lazy import kept
 
 from .arrays import Ints, starts_of
 from .draw import Draw, ShardDraws
-from .orders import EveryNth, Order, places_by, positions_of
+from .orders import CHUNK, EveryNth, Order, ReadInChunks, places_by, positions_of
 from .permutation import RngStream, permutation, place_in_permutation
 from .spread import spread_parts
 
-_CHUNK = 1 << 12
 _KEPT_PART = (
     1 << 15
 )  # samples: what is not read yet of a smaller part is kept; of a larger one, each piece is made again
@@ -36,7 +35,7 @@ _Ids = NDArray[np.integer]
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
-class Window(Order):
+class Window(ReadInChunks):
     """The rolling window over drawn shards: position p is entry p // C of canonical node p mod C.
 
     Args:
@@ -57,6 +56,7 @@ class Window(Order):
         window: int,
         quick_start: bool,
     ) -> None:
+        super().__init__(int(drawn.parts.begins[-1]))
         self.draw = draw
         self.epoch = epoch
         self.key = key
@@ -64,23 +64,13 @@ class Window(Order):
         self.window = window
         self.stored_parts = window - 1 if quick_start else 0
         self.parts = drawn.parts
-        self.size = int(self.parts.begins[-1])
         # Ids in memory: half as much where they fit.
         self.dtype = np.uint32 if draw.snapshot.num_samples <= 2**32 else np.int64
         self._nodes: dict[int, _NodeWindow] = {}
-        self._chunks: dict[int, Ints] = {}
-
-    def ids(self, at: Ints) -> Ints:
-        if not len(at) or at[-1] - at[0] >= _CHUNK:
-            return self._read(at)
-        # Small ranges are cut from a chunk that is read at once, for speed.
-        first = int(at[0]) // _CHUNK * _CHUNK
-        chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, _CHUNK)]
-        return np.concatenate(chunks)[at - first]
 
     def _chunk(self, begin: int) -> Ints:
-        if len(self.parts.shard) > 1 or self.size > _CHUNK:
-            return self._read(positions_of(begin, min(begin + _CHUNK, self.size)))
+        if len(self.parts.shard) > 1 or self.size > CHUNK:
+            return super()._chunk(begin)
         # One small shard, as a stream's own epochs may have by the dozen in a batch: each node has one mixing block.
         at = np.empty(self.size, dtype=np.int64)
         for node in range(min(self.num_nodes, self.size)):
