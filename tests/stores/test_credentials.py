@@ -279,21 +279,11 @@ def stream_of(server: VendingServer) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking beside the server's thread
 def test_a_run_outlives_its_keys(tmp_path: Path) -> None:
     with VendingServer(lifetime_s=4.0) as server:
-        stream = {
-            "remote": "s3://bucket/train",
-            "credentials": Ask(server.url),
-            "options": {"endpoint_url": server.url},
-        }
-        stopped_and_resumed("fork", server, tmp_path, stream, 96, 0.35)
+        stopped_and_resumed("fork", server, tmp_path, stream_of(server), 96, 0.35)
 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_run_of_three_minutes_with_keys_of_thirty_seconds(tmp_path: Path) -> None:
     with VendingServer(lifetime_s=30.0) as server:
-        stream = {
-            "remote": "s3://bucket/train",
-            "credentials": Ask(server.url),
-            "options": {"endpoint_url": server.url},
-        }
-        stopped_and_resumed("spawn", server, tmp_path, stream, 720, 1.0)
+        stopped_and_resumed("spawn", server, tmp_path, stream_of(server), 720, 1.0)
