@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 T = TypeVar("T")
+_LOOK_S = 1.0
 _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
@@ -90,6 +92,18 @@ class DaemonPool:
         # At the interpreter's exit modules are gone; in a forked child the threads are, and their locks may be held.
         if not _ends() and _getpid() == self._pid:
             self.close()
+
+
+def wait_briefly(wait: Callable[[float], T], timeout_s: float) -> T:
+    """Return what `wait` returns once it is true, or what it returned last after so many seconds; 0 for ever.
+
+    It is given the seconds that it may wait, which are few: Python does not see a signal such as Ctrl-C that comes just
+    before a wait until that wait is over.
+    """
+    end = time.monotonic() + (timeout_s or float("inf"))
+    while not (result := wait(max(0.0, min(_LOOK_S, end - time.monotonic())))) and time.monotonic() < end:
+        pass
+    return result
 
 
 def lock_over_forks() -> threading.Lock:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from lightning_stream.counters import Counters
-from lightning_stream.threads import DaemonPool, follow, lock_over_forks
+from lightning_stream.threads import DaemonPool, follow, lock_over_forks, wait_briefly
 
 
 def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
@@ -205,3 +205,16 @@ def test_no_count_is_lost_where_threads_count_at_the_same_time() -> None:
     finally:
         sys.setswitchinterval(before)
     assert counters.values.sum() == 20_000
+
+
+def test_a_wait_is_made_of_short_ones_until_something_comes_or_the_time_is_over() -> None:
+    answers, waits = iter([0, 0, 7]), []
+
+    def wait(seconds: float) -> int:
+        waits.append(seconds)
+        return next(answers)
+
+    assert wait_briefly(wait, 0) == 7
+    assert len(waits) == 3
+    assert all(0 < seconds <= 1 for seconds in waits)
+    assert wait_briefly(lambda seconds: 0, 0.01) == 0

@@ -29,6 +29,7 @@ from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.loading.worker_signals import can_report, leave_signals_to_the_trainer
 from lightning_stream.processes import job_signals_wait
+from lightning_stream.threads import wait_briefly
 
 _BATCH, _ERROR, _END = b"b", b"e", b""  # how a worker's message begins
 _TAKEN, _STOP = b"t", b"s"  # what the trainer sends beside jobs, which are longer
@@ -207,7 +208,7 @@ class _Worker:
             self._jobs.send_bytes(message)
 
     def _receive(self, timeout_s: float) -> bytes:
-        ready = self._events.poll(1000 * timeout_s or None)
+        ready = wait_briefly(lambda wait_s: self._events.poll(1000 * wait_s), timeout_s)
         if not ready:
             raise late_batch(timeout_s)
         if any(fd == self._results.fileno() for fd, _ in ready):

@@ -28,7 +28,7 @@ from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.worker_pool import WorkerPool, WorkerTask, late_batch
 from lightning_stream.monitoring.meter import Meter
 from lightning_stream.processes import num_cores
-from lightning_stream.threads import DaemonPool
+from lightning_stream.threads import DaemonPool, wait_briefly
 
 _PREFETCHED = 2  # batches that a worker may have on their way, as torch has it
 _EXIT_S = 5
@@ -216,12 +216,9 @@ def _in_threads(
 
 
 def _result(batch: futures.Future[Delivery], timeout_s: float) -> Delivery:
-    try:
-        return batch.result(timeout_s or None)
-    except futures.TimeoutError as error:
-        if batch.done():
-            raise  # an error of the user's own
-        raise late_batch(timeout_s) from error
+    if not batch.done() and not wait_briefly(lambda wait_s: futures.wait([batch], wait_s).done, timeout_s):
+        raise late_batch(timeout_s)
+    return batch.result()
 
 
 class _Stream(IterableDataset[Delivery]):
@@ -249,7 +246,7 @@ def _pinned(batches: Iterator[Delivery], loader: Any, ahead: int) -> Generator[D
     thread = threading.Thread(target=_pin, args=(pinning, results, stopped), name="pin", daemon=True)
     thread.start()
     try:
-        while (result := results.get()) is not None:
+        while (result := wait_briefly(partial(_taken, results), 0)[0]) is not None:
             if isinstance(result, BaseException):
                 raise result
             yield result
@@ -259,6 +256,13 @@ def _pinned(batches: Iterator[Delivery], loader: Any, ahead: int) -> Generator[D
         while not results.empty():
             results.get()
         thread.join(_EXIT_S)
+
+
+def _taken(results: queue.Queue[Any], wait_s: float) -> list[Any]:
+    try:
+        return [results.get(timeout=wait_s)]
+    except queue.Empty:
+        return []
 
 
 def _pin(pinning: DataLoader[Any], results: queue.Queue[Any], stopped: threading.Event) -> None:
