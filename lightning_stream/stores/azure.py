@@ -62,6 +62,7 @@ class AzureStore(BucketStore):
     )
     missing = "no such blob. Check the URL and the account."
     key_names = frozenset({"account_key", "sas_token", "token"})
+    largest_put = 5000 << 20
 
     def __init__(self, container: str, prefix: str, options: AzureOptions | None, url: str) -> None:
         super().__init__(container, prefix, url)

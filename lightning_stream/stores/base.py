@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -222,12 +223,14 @@ class BaseStore(Store):
         missing: The message about an absent object.
         network_errors: Names of exception classes (or of their bases) for a broken connection.
         client_errors: Names of exception classes for any other error of the client library.
+        largest_put: The bytes that the service takes in one request.
     """
 
     access_remedy: ClassVar[str] = "Check the credentials and their rights."
     missing: ClassVar[str] = "no such object. Check the URL."
     network_errors: ClassVar[frozenset[str]] = frozenset({"OSError", "HTTPError"})
     client_errors: ClassVar[frozenset[str]] = frozenset()
+    largest_put = math.inf
     _url = ""
 
     @property
@@ -301,6 +304,11 @@ class BaseStore(Store):
         def put() -> None:
             with contextlib.ExitStack() as stack:
                 file, num_bytes = stack.enter_context(source_file(source))
+                if num_bytes > self.largest_put:
+                    raise StoreError(
+                        f"{where}: this service takes files of {self.largest_put:,} bytes at most in a request; it has "
+                        f"{num_bytes:,}. Divide the dataset."
+                    )
                 if conditional and not native and stack.enter_context(claimed(self, name)) != if_version:
                     raise PreconditionError(name)
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)

@@ -177,7 +177,7 @@ class Credentials:
 
     def _new(self) -> Keys:
         try:
-            return self._checked(dict(self._ask()))
+            return self._checked(self._ask())
         except LightningStreamError:
             raise
         except Exception as error:  # noqa: BLE001 - of a user's function
@@ -188,13 +188,16 @@ class Credentials:
             )
         raise kind(message)  # without a link to the error, whose frames and text may hold keys
 
-    def _checked(self, values: dict[str, Any]) -> Keys:
+    def _checked(self, returned: object) -> Keys:
+        given = returned if isinstance(returned, Mapping) else {}
+        values = {name: value for name, value in given.items() if value is not None}
         now, ends = time.time(), _seconds(values.pop("expires_at", None))
         if not values or (self._names and not self._names >= values.keys()):
             names = ", ".join(sorted(self._names)) or "options of the store"
+            found = ", ".join(sorted(map(str, values))) or f"no keys, but a {type(returned).__name__}"
             raise AccessError(
-                f"{self._where}: credentials= returns {names}, and expires_at; it returned "
-                f"{', '.join(sorted(map(str, values))) or 'no keys'}. Correct the names."
+                f"{self._where}: credentials= returns {names}, and expires_at, as a dict; it returned {found}. "
+                "Correct the function."
             )
         if ends <= now or now + _FAR_S < ends < math.inf:
             raise AccessError(
@@ -224,28 +227,37 @@ class Named:
 
     def function(self) -> Callable[[], Mapping[str, Any]]:
         """The function; ValueError for a name that has none."""
-        found: Any = None
-        for point in entry_points(group=ENTRY_POINTS, name=self.name):
-            found = point.load()
-        module, _, name = self.name.partition(":")
-        if found is None and name:
-            found = getattr(import_module(module), name, None)
-        if not callable(found):
+        try:
+            return self._function()
+        except Exception as error:  # noqa: BLE001 - whatever a module of the user raises when it is imported
             known = ", ".join(sorted(point.name for point in entry_points(group=ENTRY_POINTS))) or "none is installed"
             raise ValueError(
                 f"credentials= names a function, package.module:function, or an entry point of the group "
-                f"{ENTRY_POINTS} ({known}); got {self.name!r}"
-            )
+                f"{ENTRY_POINTS} ({known}); got {self.name!r} ({summarize(error)}). Correct the name; its module must "
+                "be found on every node: install it there, or add its folder to PYTHONPATH."
+            ) from None
+
+    def _function(self) -> Callable[[], Mapping[str, Any]]:
+        module, is_path, name = self.name.partition(":")
+        points = [*entry_points(group=ENTRY_POINTS, name=self.name)]
+        if not is_path and not points:
+            raise LookupError("no such entry point")
+        found = getattr(import_module(module), name) if is_path else points[0].load()
+        if not callable(found):
+            raise TypeError(f"it is a {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
 
 def asked(given: Any, url: str) -> Callable[[], Mapping[str, Any]] | None:
     """What returns the keys of a URL: what the user gave, or what the variable names for it; None for neither."""
+    if given is None and (value := os.environ.get(VARIABLE)):
+        root, _, name = value.rpartition("=")
+        if ":/" not in root:
+            raise ValueError(f"{VARIABLE} is URL=NAME, e.g. s3://bucket=my_keys:train_bucket; got {value!r}")
+        if f"{url}/".startswith(f"{root.rstrip('/')}/"):
+            given = name
     if given is None:
-        root, is_set, name = os.environ.get(VARIABLE, "").rpartition("=")
-        if not is_set or not f"{url}/".startswith(f"{root.rstrip('/')}/"):
-            return None
-        given = name
+        return None
     if isinstance(given, str):
         given = Named(given)
         given.function()

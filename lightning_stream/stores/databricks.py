@@ -46,6 +46,7 @@ class DatabricksStore(HttpDialect):
     missing = "no such file or volume. Check the path."
     version_header = ""
     key_names = frozenset({"token"})
+    largest_put = 5 << 30
 
     def __init__(self, path: str, options: DatabricksOptions | None = None) -> None:
         self._root = "/" + path.strip("/")
@@ -116,4 +117,5 @@ class DatabricksStore(HttpDialect):
 
 
 def _complete(host: str) -> str:
-    return host.rstrip("/") if "://" in host else f"https://{host}"
+    host = host.partition("?")[0].rstrip("/")  # of a workspace's page, which a browser shows with ?o=...
+    return host if "://" in host else f"https://{host}"

@@ -95,6 +95,8 @@ class S3Store(BucketStore):
         self._options = options or S3Options()
         # AWS sorts, except its directory buckets. Google knows If-Match only in its own protocol.
         aws = self._options.resolved_endpoint() is None and not bucket.endswith("--x-s3")
+        if aws:
+            self.largest_put = 5 << 30
         self.traits = StoreTraits(ranges=True, sorted_listing=aws, conditional_put=scheme == "s3")
         self._public = False
 
@@ -291,7 +293,13 @@ class _Login:
 
     def made(self, keys: Mapping[str, Any]) -> Any:
         """Return botocore's credentials with these keys, by the names of the store's options."""
-        return self._credentials(keys["access_key_id"], keys["secret_access_key"], keys.get("session_token"))
+        name, secret, token = map(keys.get, _KEY_NAMES)
+        if not (name and secret):
+            raise AccessError(
+                f"s3://{self._bucket}: credentials= returns access_key_id and secret_access_key, and session_token if "
+                f"there is one; it returned {', '.join(keys)}. Correct the function."
+            )
+        return self._credentials(name, secret, token)
 
     def sign(self, request: Request, credentials: Any) -> None:
         signed = self._request(request.method, request.url, request.headers, request.body)

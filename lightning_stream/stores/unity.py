@@ -138,9 +138,11 @@ class UnityStore(Store):
         about = self._catalog.ask("GET", f"{self._kind}s/{self._name}")
         location, form = about.get("storage_location") or "", about.get("data_source_format", "PARQUET")
         if not _STORED.fullmatch(location) or form not in _FORMATS:
+            kind = " ".join(filter(None, map(about.get, ("table_type", "data_source_format")))) or self._kind
             raise StoreError(
                 f"{self.url}: volumes and {' and '.join(_FORMATS)} tables in S3, Azure and Google are read; this is a "
-                f"{about.get('table_type', 'volume')} {form} at {shown_url(location) or 'no place'}. Copy it into one."
+                f"{kind} at {shown_url(location) or 'no place'}. Write its rows into one: CREATE TABLE ... AS "
+                f"SELECT * FROM {self._name}."
             )
         url = f"{location.rstrip('/')}/{self._path}".rstrip("/")
         if url.startswith(("file:", "/")):  # of a catalog on this machine
@@ -161,6 +163,7 @@ class _Catalog(DatabricksStore):
     """The catalog's interface for one table or volume."""
 
     listing = "the answer of a catalog. Check DATABRICKS_HOST"
+    access_remedy = DatabricksStore.access_remedy.removesuffix(" The user needs READ VOLUME there.")
 
     def __init__(self, url: str, kind: str, name: str, options: UnityOptions) -> None:
         super().__init__("", options)
@@ -189,7 +192,10 @@ class _Catalog(DatabricksStore):
             f"{self._name}, and external access enabled in the metastore."
         )
         if error.code == 404:
-            return NotFoundError(f"{self.url}: the catalog knows no such {self.kind} ({redact(str(error))}). {grants}")
+            return NotFoundError(
+                f"{self.url}: the catalog knows no such {self.kind} ({redact(str(error))}). A table is uc://CATALOG.SCHEMA"
+                f".TABLE, a volume uc://CATALOG/SCHEMA/VOLUME. {grants}"
+            )
         return AccessError(f"{self.url}: the catalog refused ({redact(str(error))}). {grants}")
 
 

@@ -28,6 +28,7 @@ class CatalogServer(VendingServer):
         grants: What the user may ask keys for: operations.
         tokens: Who may use the catalog.
         asked_for: The operation of each request for keys.
+        troubles: The statuses of the next answers of the catalog.
     """
 
     def __init__(self, lifetime_s: float = 3600.0, storage: str = "aws") -> None:
@@ -37,6 +38,7 @@ class CatalogServer(VendingServer):
         self.grants = {"READ", "READ_WRITE", "READ_VOLUME", "WRITE_VOLUME"}
         self.tokens = {TOKEN}
         self.asked_for: list[str] = []
+        self.troubles: list[int] = []
 
     def handler(self) -> type[Handler]:
         return _CatalogHandler
@@ -52,6 +54,8 @@ class _CatalogHandler(VendingHandler, WorkspaceHandler):
     def answer(self) -> None:
         if not self.where.startswith("/api/"):
             return self._from_storage()
+        if self.owner.troubles:
+            return self.say(self.owner.troubles.pop(), "REQUEST_LIMIT_EXCEEDED", "Try again later.")
         if self.headers.get("Authorization", "").removeprefix("Bearer ") not in self.owner.tokens:
             return self.say(401, "UNAUTHENTICATED", "The token is wrong.")
         found = _API.fullmatch(self.where)

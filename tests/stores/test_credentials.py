@@ -113,7 +113,8 @@ def test_a_trouble_of_the_keys_server_is_no_error_while_the_keys_hold(
         ({"access_key_id": "a", "secret_access_key": "Secret1", "expires_at": 5.0}, "end later than now"),
         ({"access_key_id": "a", "secret_access_key": "Secret1", "expires_at": time.time() * 1000}, "in seconds"),
         ({"access_key_id": "a", "secret_access_key": "Secret1", "expires_at": datetime(2050, 1, 1)}, "a time zone"),
-        (None, "returned no keys .TypeError"),
+        (None, "s3://bucket/data: .* as a dict; it returned no keys, but a NoneType"),
+        ({"access_key_id": "a", "secret_access_key": None}, "access_key_id and secret.* it returned access_key_id"),
     ],
 )
 def test_what_is_no_keys_is_refused_without_a_word_of_them(server: VendingServer, returned: Any, message: str) -> None:
@@ -201,10 +202,27 @@ def test_a_name_is_a_function_of_a_module_or_an_entry_point(
     sys.modules.pop("my_keys", None)
 
 
-@pytest.mark.parametrize(("given", "kind"), [("mine", ValueError), ("json:absent", ValueError), (5, TypeError)])
-def test_what_is_no_function_is_refused_at_once(given: Any, kind: type[Exception]) -> None:
-    with pytest.raises(kind, match="credentials= "):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("mine", "'mine' .LookupError: no such entry point"),
+        ("json:absent", "'json:absent' .AttributeError: .*'absent'"),
+        ("no_module:keys", "'no_module:keys' .ModuleNotFoundError: .*'no_module'.*PYTHONPATH"),
+        ("math:pi", "'math:pi' .TypeError: it is a float"),
+        (":keys", "':keys' .ValueError: Empty module name"),
+        (5, "function without arguments, or its name; got a int"),
+    ],
+)
+def test_what_is_no_function_is_refused_at_once(given: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"credentials= .*{said}"):
         open_store("s3://bucket/data", {"credentials": given})
+
+
+@pytest.mark.parametrize("value", ["my_keys:ask", "=my_keys:ask", "bucket=my_keys:ask"])
+def test_a_variable_without_a_url_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LIGHTNING_STREAM_CREDENTIALS", value)
+    with pytest.raises(ValueError, match="LIGHTNING_STREAM_CREDENTIALS is URL=NAME"):
+        open_store("s3://bucket/data", {})
 
 
 def test_a_store_is_pickled_without_keys_or_says_what_cannot(server: VendingServer) -> None:

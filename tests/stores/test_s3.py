@@ -10,7 +10,9 @@ import pytest
 from servers.fault_proxy import FaultProxy, Plan
 from servers.web import Handler, WebServer
 
-from lightning_stream.errors import AccessError, NotFoundError, UnavailableError
+from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.stores import open_store
+from lightning_stream.stores.databricks import DatabricksStore
 from lightning_stream.stores.s3 import S3Store
 
 boto3 = pytest.importorskip("boto3", reason="needs boto3: pip install boto3")
@@ -198,3 +200,15 @@ def test_a_directory_bucket_is_read_and_written_in_one_session() -> None:
         assert store.read("x") == b"content"
         assert [path.rpartition("/")[2] for _, path in server.asked] == ["", "x", "x"]
         assert not any("X-Amz-Security-Token" in headers for headers in server.headers[1:])
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/data", "azure://box/data", "dbfs:/Volumes/main/ml/data"])
+def test_a_file_that_the_service_refuses_is_not_sent(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT", "mine")
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate((5 << 30) + 1)  # without a byte on the disk
+    store = DatabricksStore("/Volumes/main/ml/data") if url.startswith("dbfs:") else open_store(url)
+    with pytest.raises(StoreError, match=r"/data/large: .* bytes at most in a request; it has 5,368,709,121"):
+        store.put("large", tmp_path / "large")

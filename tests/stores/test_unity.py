@@ -202,6 +202,17 @@ def test_a_wrong_token_is_refused_without_a_word_of_it(server: CatalogServer) ->
         assert wrong not in "".join(traceback.format_exception(caught.value))
 
 
+def test_a_host_may_be_what_a_browser_shows(server: CatalogServer) -> None:
+    assert opened(server, host=f"{server.url}/?o=1234").read("x") == b"content"
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_catalog_that_is_busy_is_asked_again(server: CatalogServer, status: int) -> None:
+    server.troubles = [status, status]
+    assert opened(server, TABLE).traits.conditional_put
+    assert server.asked_for == ["READ"]
+
+
 def test_a_missing_grant_is_named(server: CatalogServer) -> None:
     server.grants = set()
     said = (
@@ -214,13 +225,17 @@ def test_a_missing_grant_is_named(server: CatalogServer) -> None:
 @pytest.mark.parametrize(
     ("about", "kind", "said"),
     [
-        ({"storage_location": None, "table_type": "VIEW"}, StoreError, "this is a VIEW PARQUET at no place"),
+        (
+            {"storage_location": None, "table_type": "VIEW", "data_source_format": None},
+            StoreError,
+            r"this is a VIEW at no place\. .*CREATE TABLE .* AS SELECT \* FROM main\.ml\.docs",
+        ),
         (
             {"data_source_format": "ICEBERG"},
             StoreError,
             "DELTA and PARQUET tables .* this is a MANAGED ICEBERG at s3://bucket/docs",
         ),
-        (None, NotFoundError, "the catalog knows no such table .*USE CATALOG on main"),
+        (None, NotFoundError, "the catalog knows no such table .*a volume uc://CATALOG/SCHEMA/.*USE CATALOG on main"),
     ],
 )
 def test_what_is_no_table_of_files_is_refused(server: CatalogServer, about: Any, kind: Any, said: str) -> None:
