@@ -131,8 +131,9 @@ class Packing:
 
     def check_lengths(self, lengths: NDArray[np.integer]) -> None:
         """Raise ValueError for lengths of samples that no row could have, unless these may be dropped."""
-        limits = [("longer than a row", lengths > self.row_length, "pass long_documents='drop', ")]
-        limits = limits if self.long_documents == "error" else []
+        limits = []
+        if self.long_documents == "error":
+            limits.append(("longer than a row", lengths > self.row_length, "pass long_documents='drop', "))
         if self.is_whole:
             limits.append(("of length 0, and so in no row", lengths == 0, ""))
         for what, wrong, remedy in limits:
