@@ -10,7 +10,9 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_stream import data_spec
+from lightning_stream.loading.loader_arguments import WorkerOptions, options_of
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
+from lightning_stream.trainers.options import RunOptions
 from recipes.torch_loop import ModelTrainer, optimization
 
 _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "amp_bf16", "16-mixed": "amp_fp16"}
@@ -33,14 +35,17 @@ class ComposerTrainer(ModelTrainer, Callback):
         if self.world_size > 1:
             dist.initialize_dist(self.options["device"], timeout=86400.0)
         self.join(model, datamodule)
+        run = {"seed_steps": self.seed, "report": self.path.parents[1], **options_of(RunOptions, datamodule.options)}
+        workers = options_of(WorkerOptions, datamodule.options)
         train = data_spec(
-            datamodule.datasets["train"], global_batch_size=datamodule.global_batch_size, seed_steps=self.seed,
-            num_workers=datamodule.num_workers, report=self.path.parents[1],
+            datamodule.datasets["train"], global_batch_size=datamodule.global_batch_size,
+            batch_size=datamodule.batch_size, **run, **workers,
         )  # fmt: skip
-        val = data_spec(
-            datamodule.datasets["val"], batch_size=datamodule.eval_batch_size, evaluation=True,
-            num_workers=datamodule.num_workers,
-        )  # fmt: skip
+        val = None
+        if datamodule.datasets["val"] is not None:
+            workers |= {"num_workers": datamodule.eval_num_workers}
+            size = datamodule.val_dataloader().batch_size
+            val = data_spec(datamodule.datasets["val"], batch_size=size, evaluation=True, **workers)
         self.plan(train.dataloader)
         made = optimization(model)
         trainer = Trainer(

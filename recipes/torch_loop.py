@@ -21,8 +21,10 @@ from torch import distributed as dist
 
 from lightning_stream import PositionTracker
 from lightning_stream.errors import StateError
+from lightning_stream.loading.loader_arguments import options_of
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
+from lightning_stream.trainers.options import PositionOptions
 
 _CONVERSION_LIMIT = timedelta(days=30)  # others wait so long for the first process; torch's default is 10 or 30 minutes
 
@@ -101,14 +103,16 @@ class TorchTrainer(ModelTrainer):
         loader = datamodule.train_dataloader()
         self.plan(loader)
         self.parts = {"state_dict": model, **optimization(model)}
-        self.tracker = PositionTracker(loader, seed_steps=self.seed)
+        options = options_of(PositionOptions, datamodule.options)
+        self.tracker = PositionTracker(loader, **{"seed_steps": self.seed, **options})
         if ckpt_path is not None:
             self._load(ckpt_path)
         before = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.step < self.estimated_stepping_batches:
                 self._train_epoch()
-                self._validate(datamodule.val_dataloader())
+                if datamodule.datasets["val"] is not None:
+                    self._validate(datamodule.val_dataloader())
         finally:
             for signum, handler in before.items():
                 signal.signal(signum, handler)

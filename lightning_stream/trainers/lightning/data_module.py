@@ -61,6 +61,10 @@ class StreamingDataModule(LightningDataModule):
             `on_missing_state`, `check_delivery`, `show_position`, `monitor`, `watch_after_s`, `report` and
             `record_delivery` of a `StreamingCallback`.
 
+    Attributes:
+        datasets: The datasets by their names, ``"train"`` and so on; None for those that were not passed.
+        options: As passed, for another trainer than Lightning's.
+
     Raises:
         ValueError: Neither or both of `global_batch_size` and `batch_size`.
         TypeError: An argument that datasets do not have.
@@ -100,7 +104,7 @@ class StreamingDataModule(LightningDataModule):
         self.global_batch_size, self.batch_size, self.eval_batch_size = global_batch_size, batch_size, eval_batch_size
         self.tail, self.pin_memory, self.replication, self.prepare = tail, pin_memory, replication, prepare
         self.on_mismatch = on_mismatch
-        self._worker_options = options_of(WorkerOptions, options)
+        self.options = options
         self.num_workers = options.get("num_workers", 0)
         self.eval_num_workers = self.num_workers if eval_num_workers is None else eval_num_workers
         self._loaders: weakref.WeakSet[StreamingDataLoader] = weakref.WeakSet()
@@ -218,7 +222,7 @@ class StreamingDataModule(LightningDataModule):
         dataset = self.datasets[name]
         if dataset is None:
             raise ValueError(f"the trainer asked for {name} data, but StreamingDataModule got none: pass {name}=")
-        common = {**self._worker_options, "world": self.world(), "pin_memory": self._pins()}
+        common = {**options_of(WorkerOptions, self.options), "world": self.world(), "pin_memory": self._pins()}
         loader = StreamingDataLoader(dataset, batch_size, **{**common, **options})
         self._loaders.add(loader)
         return loader_kept_as_it_is(loader) if self.trainer is not None and self.trainer.overfit_batches else loader
