@@ -24,6 +24,7 @@ Disks = tuple[tuple[int, ...], ...]
 Report = tuple[int, tuple[int, ...]]
 """A node, and the samples of each canonical node that its disk holds."""
 NO_REPORT: Report = (0, ())
+_STEPS = 2**20  # of what a slot can be worth, so that squares fit
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,12 +79,15 @@ def placement_of(canonical_nodes: int, num_nodes: int, disks: Disks) -> Placemen
     if not any(map(any, disks)):
         return sticky
     held = np.array(disks).reshape(num_nodes, -1, canonical_nodes).sum(axis=1)
-    seats = _seats_for(held, sticky)
-    if num_nodes > canonical_nodes:
-        return Placement(sticky.places, seats)
-    at_seat = np.empty_like(held)
-    at_seat[list(seats)] = held
-    return Placement(_places_for(at_seat, sticky.places), seats)
+    seats, places = np.array(sticky.seats), sticky.places
+    seat, place = np.arange(num_nodes)[:, None], places[None]
+    reads = (place * num_nodes < (seat + 1) * canonical_nodes) & ((place + 1) * num_nodes > seat * canonical_nodes)
+    seats = seats[_exchanged(seats, reads @ held.T)]
+    if num_nodes <= canonical_nodes:
+        at_seat = np.empty_like(held)
+        at_seat[seats] = held
+        places = places[_exchanged(places * num_nodes // canonical_nodes, at_seat)]
+    return Placement(places, tuple(seats.tolist()))
 
 
 @lru_cache(maxsize=64)
@@ -127,68 +131,23 @@ def _in_row(groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     return places, seats
 
 
-def _seats_for(held: Ints, sticky: Placement) -> tuple[int, ...]:
-    """The seat of each node: the best pairs of node and seat first, of like ones those of the sticky placement."""
-    num_nodes, count = held.shape
-    seats, places = np.arange(num_nodes)[:, None], sticky.places[None]
-    reads = (places * num_nodes < (seats + 1) * count) & ((places + 1) * num_nodes > seats * count)
-    kept = held @ reads.T.astype(np.int64)
-    is_other = np.array(sticky.seats)[:, None] != seats.T
-    found: dict[int, int] = {}
-    for pair in np.lexsort((is_other.reshape(-1), -kept.reshape(-1))).tolist():
-        node, seat = divmod(pair, num_nodes)
-        if node not in found and seat not in found.values():
-            found[node] = seat
-    return tuple(found[node] for node in range(num_nodes))
+def _exchanged(slots: Ints, worth: Ints) -> Ints:
+    """int64[n]: whose slot each of n things takes, after all exchanges of two that raise what the slots are worth.
 
-
-def _places_for(held: Ints, places: Ints) -> Ints:
-    """The places of the canonical nodes: at a seat that holds them, where that can be; int64[C].
-
-    Args:
-        held: int64[seats, C]: the samples that the disk at each seat holds.
-        places: int64[C], which stay where nothing is gained.
+    That is the sum of the squares of ``worth[slot, thing]``: one slot that has all is better than two that have half.
     """
-    num_seats, count = held.shape
-    former = (places * num_seats // count).tolist()
-    holds = (held > 0) & (2 * held >= held.max(axis=0))  # little is left on a disk that read another part before
-    seats_of = [np.flatnonzero(column).tolist() for column in holds.T]
-    seat_of = {node: seat for node, seat in enumerate(former) if holds[seat, node]}
-    sizes = np.bincount(former, minlength=num_seats).tolist()
-    for node in range(count):
-        if node not in seat_of:
-            _find_seat(node, seats_of, seat_of, sizes)
-    for node in range(count):
-        if node not in seat_of:
-            taken = [*seat_of.values()]
-            vacant = [seat for seat in range(num_seats) if taken.count(seat) < sizes[seat]]
-            seat_of[node] = max(vacant, key=lambda seat: (held[seat, node], seat == former[node]))
-    moved = [node for node in range(count) if seat_of[node] != former[node]]
-    found = places.copy()
-    arriving, leaving = (sorted(moved, key=key.__getitem__) for key in (seat_of, former))
-    found[arriving] = places[leaving]
-    return found
-
-
-def _find_seat(node: int, seats_of: Sequence[Sequence[int]], seat_of: dict[int, int], sizes: Sequence[int]) -> None:
-    """Seat a canonical node where it is held, if others can move on to where these are held too."""
-    entering: dict[int, int] = {}  # the canonical node that would take each seat
-    moving = [node]
-    for one in moving:
-        for seat in seats_of[one]:
-            if seat in entering:
-                continue
-            entering[seat] = one
-            there = [other for other, taken in seat_of.items() if taken == seat]
-            moving += there
-            if len(there) < sizes[seat]:
-                _move_on(seat, entering, seat_of)
-                return
-
-
-def _move_on(seat: int | None, entering: dict[int, int], seat_of: dict[int, int]) -> None:
-    while seat is not None:
-        node = entering[seat]
-        former = seat_of.get(node)
-        seat_of[node] = seat
-        seat = former
+    worth = (worth * _STEPS // max(1, int(worth.max()))) ** 2
+    things = np.arange(len(slots))
+    takes = things.copy()
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        for thing in things.tolist():
+            taken = slots[takes]
+            now = worth[taken, things]
+            gains = worth[taken, thing] + worth[taken[thing]] - now - now[thing]
+            other = int(gains.argmax())
+            if gains[other] > 0:
+                takes[[thing, other]] = takes[[other, thing]]
+                is_changed = True
+    return takes
