@@ -83,9 +83,9 @@ class Order(ABC):
     def ids(self, at: Ints) -> Ints:
         """The sample id at each position; of rows, the fingerprint of each."""
 
-    @abstractmethod
     def nodes(self, at: Ints) -> Ints:
-        """The canonical node of each position."""
+        """The canonical node of each position: node 0, where no node has samples of its own."""
+        return np.zeros_like(at)
 
     def find(self, sample_id: int) -> list[int]:
         """All positions of a sample, ascending. Here O(size), by a search."""
@@ -153,6 +153,17 @@ class Order(ABC):
     def version_at(self, position: int) -> int:
         """The number of the version of the data at a position, where a run switches between several."""
         return 0
+
+
+class Listed(Order):
+    """A sequence whose sample ids are in memory."""
+
+    def __init__(self, ids: Ints) -> None:
+        self.size = len(ids)
+        self._ids = ids
+
+    def ids(self, at: Ints) -> Ints:
+        return self._ids[at]
 
 
 class ReadInChunks(Order):

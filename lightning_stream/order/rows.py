@@ -22,7 +22,7 @@ from lightning_stream.lazy import kept
 
 from .arrays import Ints
 from .buckets import LengthBuckets
-from .orders import Composed, Counted, Order, ceil_div, places_by, positions_of
+from .orders import Composed, Counted, Listed, Order, ceil_div, places_by, positions_of
 from .packing import PackedWindow, RowPacking, RowSpans, sampled
 from .permutation import RngStream, permutation, random_u64
 
@@ -379,17 +379,13 @@ class PackedRows(Order):
         return max(1, self._packing.row_length // max(1, mean))
 
 
-class _Sorted(Order):
+class _Sorted(Listed):
     """A planned window: the sample and the canonical node of each position, and where its batches end."""
 
     def __init__(self, ids: Ints, nodes: Ints, ends: tuple[int, ...] = ()) -> None:
-        self.size = len(ids)
+        super().__init__(ids)
         self.ends = ends
-        self._ids = ids
         self._nodes = nodes
-
-    def ids(self, at: Ints) -> Ints:
-        return self._ids[at]
 
     def nodes(self, at: Ints) -> Ints:
         return self._nodes[at]

@@ -5,10 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from .arrays import Ints
-from .orders import Order
+from .orders import Listed, Order
 from .run import RunOrder
 
 
@@ -41,15 +39,4 @@ class SampledRun(RunOrder):
 
     def order_of_samples(self, epoch: int) -> Order:
         """The samples of an epoch, before they are packed or sorted by length."""
-        return _Listed(self._draw.delivered(epoch, self._lists.epoch(epoch)))
-
-
-class _Listed(Order):
-    def __init__(self, ids: Ints) -> None:
-        self._ids, self.size = ids, len(ids)
-
-    def ids(self, at: Ints) -> Ints:
-        return self._ids[at]
-
-    def nodes(self, at: Ints) -> Ints:
-        return np.zeros_like(at)
+        return Listed(self._draw.delivered(epoch, self._lists.epoch(epoch)))

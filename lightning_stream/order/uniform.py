@@ -13,6 +13,7 @@ from .arrays import Ints
 from .draw import Draw, ShardDraws
 from .orders import ReadInChunks
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
+from .window import Stored
 
 _ROUNDS = 8  # twice as many as make a Feistel network look random
 _LEAST_BITS = 6  # so that a few samples come in any order equally often
@@ -28,25 +29,22 @@ class Uniform(ReadInChunks):
     """
 
     def __init__(self, draw: Draw, epoch: int, drawn: ShardDraws, key: tuple[int, int, int]) -> None:
-        super().__init__(int(drawn.parts.begins[-1]))
-        self._draw, self._epoch, self._parts, self._key = draw, epoch, drawn.parts, key
-        self._whole = draw.snapshot.sizes[self._parts.shard]
+        self._entries = _Picked(draw, epoch, drawn)
+        self._key = key
+        super().__init__(self._entries.size)
 
     def _read(self, at: Ints) -> Ints:
-        entry = scattered(at, self.size, RngStream.UNIFORM, *self._key)
-        part = self._parts.begins.searchsorted(entry, side="right") - 1
-        inside = entry - self._parts.begins[part]
-        # Of a shard that gives only some of its samples, these are the first of a permutation of it.
-        for number in np.unique(part[self._parts.sizes[part] < self._whole[part]]).tolist():
-            of_part = part == number
-            key = self._draw.key_of_subset(self._epoch, int(self._parts.shard[number]))
-            inside[of_part] = scattered(inside[of_part], int(self._whole[number]), RngStream.DRAW_SAMPLES, *key)
-        ids = self._draw.snapshot.shard_offsets[self._parts.shard[part]] + inside
-        return self._draw.delivered(self._epoch, ids)
+        return self._entries.ids(scattered(at, self.size, RngStream.UNIFORM, *self._key))
 
-    def nodes(self, at: Ints) -> Ints:
-        """Node 0: no process has samples of its own."""
-        return np.zeros_like(at)
+
+class _Picked(Stored):
+    """The drawn samples shard by shard; of one that gives only some, these are the first of a permutation of it."""
+
+    def picked(self, number: int, at: Ints) -> Ints:
+        shard = int(self.shard[number])
+        key = self.draw.key_of_subset(self.epoch, shard)
+        begin = int(self.draw.snapshot.shard_offsets[shard])
+        return scattered(at, int(self.sizes[number]), RngStream.DRAW_SAMPLES, *key) + begin
 
 
 def scattered(at: Ints, size: int, purpose: RngStream, *numbers: int) -> Ints:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
 
-from .arrays import Ints, starts_of
+from .arrays import Ints, segment_of, starts_of
 from .draw import Draw, ShardDraws
 from .orders import CHUNK, EveryNth, Order, ReadInChunks, places_by, positions_of
 from .permutation import RngStream, permutation, place_in_permutation
@@ -158,36 +158,37 @@ class Stored(Order):
     """
 
     def __init__(self, draw: Draw, epoch: int, drawn: ShardDraws) -> None:
-        self._draw = draw
-        self._epoch = epoch
-        self._shard = drawn.shard
+        self.draw = draw
+        self.epoch = epoch
+        self.shard = drawn.shard
         self._begins = starts_of(drawn.count)
-        self._sizes = drawn.size
-        self._whole = drawn.count - drawn.count % np.maximum(self._sizes, 1)  # samples of whole passes
+        self.sizes = drawn.size
+        self._whole = drawn.count - drawn.count % np.maximum(self.sizes, 1)  # samples of whole passes
         self.size = int(self._begins[-1])
         self._subsets: dict[int, Ints] = {}
 
     def ids(self, at: Ints) -> Ints:
-        entry = np.searchsorted(self._begins, at, side="right") - 1
+        entry = segment_of(self._begins, at)
         inside = at - self._begins[entry]
-        ids = self._draw.snapshot.shard_offsets[self._shard[entry]] + inside % self._sizes[entry]
+        ids = self.draw.snapshot.shard_offsets[self.shard[entry]] + inside % self.sizes[entry]
         for number in np.unique(entry[inside >= self._whole[entry]]).tolist():
             places = np.flatnonzero((entry == number) & (inside >= self._whole[entry]))
-            ids[places] = self._subset(number)[inside[places] - int(self._whole[number])]
-        return self._draw.delivered(self._epoch, ids)
+            ids[places] = self.picked(number, inside[places] - int(self._whole[number]))
+        return self.draw.delivered(self.epoch, ids)
 
-    def nodes(self, at: Ints) -> Ints:
-        return np.zeros_like(at)
+    def picked(self, number: int, at: Ints) -> Ints:
+        """Some of the ids that are drawn of a shard beside its whole passes; here they ascend."""
+        return self._subset(number)[at]
 
     def find(self, sample_id: int) -> list[int]:
         """All positions of a sample. O(passes over its shard)."""
         positions: list[int] = []
-        for drawn_id in self._draw.drawn_for(self._epoch, sample_id):
-            (shard,), (place,) = self._draw.snapshot.locate(np.array([drawn_id]))
-            for number in np.flatnonzero(self._shard == shard).tolist():
+        for drawn_id in self.draw.drawn_for(self.epoch, sample_id):
+            (shard,), (place,) = self.draw.snapshot.locate(np.array([drawn_id]))
+            for number in np.flatnonzero(self.shard == shard).tolist():
                 begin = int(self._begins[number])
                 whole = int(self._whole[number])
-                positions += range(begin + int(place), begin + whole, int(self._sizes[number]))
+                positions += range(begin + int(place), begin + whole, int(self.sizes[number]))
                 positions += (begin + whole + np.flatnonzero(self._subset(number) == drawn_id)).tolist()
         return sorted(positions)
 
@@ -197,9 +198,7 @@ class Stored(Order):
 
     def _drawn_subset(self, number: int) -> Ints:
         count = int(self._begins[number + 1] - self._begins[number] - self._whole[number])
-        if not count:
-            return np.empty(0, dtype=np.int64)
-        return self._draw.ids(self._epoch, int(self._shard[number]), count, np.arange(count))
+        return self.draw.ids(self.epoch, int(self.shard[number]), count, np.arange(count))
 
 
 class _NodeWindow:

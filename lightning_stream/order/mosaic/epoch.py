@@ -100,10 +100,6 @@ class _TableOrder(Order):
         """Whether the positions before this one can be read: another world may reach further."""
         return True
 
-    def nodes(self, at: Ints) -> Ints:
-        """Zeros: the order itself assigns samples to ranks."""
-        return np.zeros_like(at)
-
 
 class MosaicOrder(_TableOrder):
     """One epoch in an order of mosaicml-streaming; `ids` has the order of the world that the training run began in."""
