@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from lightning_stream.reading.stream import CacheDefaults, Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.base import Asked, Batch, Found, MeasuredColumns, Piece, Reader, Source
+from lightning_stream.sources.choose import SPLIT_OF
 from lightning_stream.sources.files import SourceFile, split_place
 from lightning_stream.stores import LocalStore, is_remote, open_store
 from lightning_stream.threads import DaemonPool
@@ -27,7 +28,6 @@ from lightning_stream.version_log import is_listed
 
 _ROW_ENCODINGS = {"float": "float64"}  # what MDS calls the types of row formats, where it has another name
 _ROWS = 256
-_SPLITS = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 
 
 def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source | None:
@@ -38,7 +38,7 @@ def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | Non
     if kind not in (None, "mds") or (split_place(uri)[1] and kind is None):
         return None
     found = {"": one} if (one := _index_at(uri, store_options)) else {}
-    for folder, split in _SPLITS.items() if not found else ():
+    for folder, split in SPLIT_OF.items() if not found else ():
         if one := _index_at(f"{uri}/{folder}", store_options):
             found.setdefault(split, one)
     if kind and not found:
@@ -47,7 +47,8 @@ def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | Non
         return None
     if others := (options or {}).keys() - {"version"}:
         raise ValueError(f"source_options of a dataset with an {INDEX_NAME} are version; found {', '.join(others)}.")
-    reader, splits = MdsReader(**(options or {})), dict[str, tuple[SourceFile, ...]]()
+    reader = MdsReader(**(options or {}), options=store_options if is_remote(uri) else None)
+    splits = dict[str, tuple[SourceFile, ...]]()
     for split, file in sorted(found.items(), key=lambda pair: pair[0] == "train"):
         reader.begin([file])
         splits = {split: (replace(file, num_bytes=reader.num_bytes),), **splits}
@@ -68,7 +69,7 @@ def _index_at(uri: str, options: Mapping[str, Any] | None) -> SourceFile | None:
             return None  # some stores refuse what is not there
         if b'"shards"' in data:
             (entry,) = (one for one in store.list(INDEX_NAME) if one.name == INDEX_NAME)
-            return SourceFile(uri, INDEX_NAME, 0, "", options, value=entry.version)
+            return SourceFile(uri, INDEX_NAME, 0, "", value=entry.version, store=store)
     return None
 
 
@@ -80,6 +81,7 @@ class MdsReader(Reader):
         version: The version that is read, by its number or digits of its digest; None for the newest.
         digest: That of the version's index, which identifies the source.
         stamp: What else identifies a source without hashes: the time of its index, or the store's version of it.
+        options: Those of the store.
     """
 
     kind = "mds"
@@ -87,6 +89,7 @@ class MdsReader(Reader):
     version: int | str | None = None
     digest: str = ""
     stamp: str = ""
+    options: Mapping[str, Any] | None = field(default=None, repr=False)
 
     def begin(self, files: Sequence[SourceFile]) -> None:
         """Read the index, the deleted samples and the lengths."""
@@ -111,8 +114,7 @@ class MdsReader(Reader):
             raise ValueError(f"{files[0].root} has shards with different columns: {known}. Pass columns= to choose.")
         about = {}
         with suppress(StoreError, ValueError, KeyError, TypeError):
-            store = open_store(self._file.root, self._file.options)
-            about = {"classes": dict(json.loads(store.read("manifest.json"))["classes"])}
+            about = {"classes": dict(json.loads(self._file.beside("manifest.json"))["classes"])}
         known_columns = {name: kind for one in sets for name, kind in one.items()}
         return Found({name: _ROW_ENCODINGS.get(kind, kind) for name, kind in known_columns.items()}, about)
 
@@ -154,7 +156,7 @@ class MdsReader(Reader):
         config = ReaderConfig(decoders=dict.fromkeys(raw, bytes))
         with scratch_folder() as folder:
             local = None if has_path else folder
-            stream = Stream(self._file.root, local=local, options=self._file.options, version=version)
+            stream = Stream(self._file.root, local=local, options=self.options, version=version)
             with closing(SampleReader([stream], CacheDefaults(), config)) as reader:
                 if columns is not None:
                     is_mds = all(schema.format == "mds" for schema in self._index.schemas)

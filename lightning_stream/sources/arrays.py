@@ -17,7 +17,7 @@ from lightning_stream.lazy import kept
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Batch, Piece
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import stretch, stretches
+from lightning_stream.sources.stretches import stretches
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 
 _BLOCK_ROWS = 1024
@@ -94,7 +94,7 @@ class NumpyReader(TableReader):
         if not self.has_rows(file):
             return None
         size = min(_HEADER_BYTES, file.num_bytes)
-        head = io.BytesIO(kept(_HEADS, file.content, lambda _: bytes(stretch(file, 0, size)), 256))
+        head = io.BytesIO(kept(_HEADS, file.content, lambda _: bytes(file.view(0, size)), 256))
         layout = npy.read_head(head)
         if layout is None or file.num_bytes < _HEADER_BYTES:
             return None
@@ -155,7 +155,7 @@ class DatasetReader(TableReader):
     """Rows of a `datasets.Dataset` object, in its own order."""
 
     kind = "dataset"
-    dataset: Any = field(compare=False)
+    dataset: Any = field(repr=False)
 
     @property
     def files(self) -> tuple[SourceFile, ...]:

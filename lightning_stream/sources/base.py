@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError, LightningStreamError, summarize
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.sources.files import SourceFile
+from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
 Row: TypeAlias = "Mapping[str, Any]"
@@ -99,7 +100,7 @@ class Reader(ABC):
         is_strict: Whether all values must look like those that the encodings were inferred from.
         lengths: The lengths of all rows that the source has, by name.
         source_digest: The digest of a dataset that has one, "" if its pieces have other rows; None to compute it.
-        media_root: Where the files are that its rows name by paths; None if they name none.
+        media: Where the files are that its rows name by paths; None if they name none.
     """
 
     kind: ClassVar[str]
@@ -110,7 +111,7 @@ class Reader(ABC):
     is_strict = True
     lengths: Mapping[str, NDArray[np.uint32]] = {}
     source_digest: str | None = None
-    media_root: Any = None
+    media: Store | None = None
 
     def begin(self, files: Sequence[SourceFile]) -> None:  # noqa: B027 - most kinds need no list of all files
         """Look at the list of all files, those of all splits, before anything else."""
@@ -168,12 +169,13 @@ class Reader(ABC):
     def settings(self) -> dict[str, Any]:
         """What decides which rows it reads: part of a conversion's fingerprint.
 
-        An option that does not compare is younger than fingerprints that must stay: it counts once it is set.
+        An option that does not compare is younger than fingerprints that must stay: it counts once it is set. A field
+        that is not shown is no option.
         """
         counted = {"kind": self.kind}
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
-            if option.compare or value != option.default is not MISSING:
+            if option.repr and (option.compare or value != option.default):
                 counted[option.name] = value
         return counted
 

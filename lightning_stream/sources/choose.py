@@ -13,9 +13,8 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, needs, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import WILD, SourceFile, files_of, find_files, is_table, warn_of_left_out
+from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, find_files, media_store
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
-from lightning_stream.stores import is_remote, open_store
 
 # The suffixes and the reader of each kind.
 _KINDS = {
@@ -35,55 +34,62 @@ _KINDS = {
 _KIND_OF = {suffix: kind for kind, (suffixes, _) in _KINDS.items() for suffix in suffixes.split()}
 # Files that often lie beside others to describe them: they decide the kind only where they are alone.
 _BESIDE = (".json", ".txt", ".text", ".md")
-_SPLIT_OF = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
+SPLIT_OF = {"train": "train", "val": "val", "valid": "val", "validation": "val", "test": "test"}
 _HUGGING_FACE_STATE = "state.json"
 
 
 def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source:
     """Find the files of a source, and the reader for them."""
+    options = dict(options or {})
+    hidden = bool(options.pop("hidden", False))
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
     if hasattr(source, "with_format") and hasattr(source, "features"):
-        dataset = _reader_class("arrays.DatasetReader")(dataset=source, **(options or {}))
-        return Source("a datasets.Dataset", dataset.files, dataset)
-    is_one = isinstance(source, (str, os.PathLike))
-    name = redact(str(source) if is_one else f"{', '.join(map(str, source)):.200}")
-    if is_one:
-        uri = os.fspath(source)
-        root = uri if (wild := WILD.search(uri)) is None else uri[: uri.rfind("/", 0, wild.start()) + 1] or "."
-        store = open_store(root, store_options if is_remote(root) else None)
-        has_log = is_table(store)
-        if has_log and kind in (None, "delta") and root == uri:
-            table: Any = _made("delta", options)
-            return Source(name, tuple(table.open_log(store, files_of(store)[0])), table)
-        if has_log or kind == "delta":
-            what = "is a Delta table, whose files hold deleted rows, too" if has_log else "has no log of a Delta table"
-            raise ValueError(f"{redact(root)} {what}. Pass the folder of a table, and no kind.")
-    left_out: list[str] = []
-    options = dict(options or {})
-    found = find_files(source, store_options, hidden=bool(options.pop("hidden", False)), left_out=left_out)
-    warn_of_left_out(name, left_out)
-    files, reader = reader_of(found, name, kind, options)
-    splits = _by_split(files) if is_one else {}
+        reader = _reader_class("arrays.DatasetReader")(dataset=source, **options)
+        name, files, left_out = "a datasets.Dataset", reader.files, 0
+        splits: Mapping[str, tuple[SourceFile, ...]] = {}
+    else:
+        found = find_files(source, store_options, hidden=hidden)
+        files, reader = reader_of(found, kind, options)
+        name, left_out = found.name, len(found.left_out)
+        splits = _by_split(files) if isinstance(source, (str, os.PathLike)) and reader.kind != "delta" else {}
+    if root := options.get("media_root"):
+        reader.media = media_store(root, files[0].root, store_options)
     reader.begin([file for each in splits.values() for file in each] or files)
-    return Source(name, tuple(files), reader, splits, len(left_out))
+    return Source(name, tuple(files), reader, splits, left_out)
 
 
 def reader_of(
-    found: Sequence[SourceFile], name: str, kind: str | None = None, options: Mapping[str, Any] | None = None
+    found: Listing, kind: str | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[Sequence[SourceFile], Reader]:
-    """Return the files of one kind among all files of a source, and the reader for them."""
-    found = _saved_files(found)
-    chosen = kind or _only_kind(found, name)
+    """Return the files of one kind, or of one version of a table, among all files of a source; and their reader.
+
+    Raises:
+        NotFoundError: There are none.
+        ValueError: There are several kinds; or it is a Delta table and none is asked for, or the other way round.
+    """
+    if found.log and kind in (None, "delta"):
+        table: Any = _made("delta", options)
+        return table.open_log(found), table
+    if found.is_table:
+        raise ValueError(
+            f"{found.name} is a Delta table, whose files hold deleted rows, too. Pass its folder, and no format."
+        )
+    if kind == "delta" or (options or {}).get("version") is not None:
+        raise ValueError(f"{found.name} is no Delta table: it has no {DELTA_LOG}. Pass no version=, or another format.")
+    listed = _saved_files(found.files)
+    chosen = kind or _only_kind(listed, found.name)
     own: list[SourceFile] = []
     strange: list[SourceFile] = []
-    for file in found:
+    for file in listed:
         known = _KIND_OF.get(file.ending)
         (own if known == chosen or kind == "files" else strange if known is None else []).append(file)
     reader = _made(chosen, options)
     files = own or strange  # files of any name may be of the kind that is named
     if not files:
-        raise NotFoundError(f"{name} holds no file of the format {chosen!r}; it holds {_counted(found)}. Name another.")
+        raise NotFoundError(
+            f"{found.name} holds no file of the format {chosen!r}; it holds {_counted(listed)}. Name another."
+        )
     return files, reader
 
 
@@ -119,7 +125,7 @@ def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
         ValueError: Beside the splits there are other files.
     """
     folders = split_folders(files)
-    found = {name: _SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF}
+    found = {name: SPLIT_OF[name.lower()] for name in folders if name.lower() in SPLIT_OF}
     if not found:
         return {}
     others = sorted(folders.keys() - found.keys())
@@ -142,7 +148,7 @@ def split_folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
         root = "/".join(part for part in (file.root, above, first) if part)
         below = replace(file, root=root, name=rest) if slash else file
         folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(below)
-    found = [_SPLIT_OF[name.lower()] for name in folders if name.lower() in _SPLIT_OF]
+    found = [SPLIT_OF[name.lower()] for name in folders if name.lower() in SPLIT_OF]
     return folders if "train" in found and len(found) > 1 else {}
 
 

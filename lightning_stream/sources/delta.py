@@ -21,9 +21,9 @@ from lightning_stream.errors import FormatError, LightningStreamError, NotFoundE
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.base import Asked, Batch, Found, Piece
-from lightning_stream.sources.files import DELTA_LOG, SourceFile, named_in_data
+from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader, with_constants
-from lightning_stream.stores import ObjectEntry, Store
+from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
 _CONNECTIONS = 16
@@ -47,12 +47,14 @@ class DeltaReader(ParquetReader):
     deleted: Sequence[int] = ()
     absent: Sequence[str] = ()
 
-    def open_log(self, store: Store, found: Sequence[SourceFile]) -> list[SourceFile]:
+    def open_log(self, found: Listing) -> list[SourceFile]:
         """Read the log of a table; return the files of this version, among those that were found, sorted by name."""
+        store = found.log[0].store
+        assert store is not None
         with needs("deltalake", "delta", f"reading the Delta table {store.url}"):
             from deltalake import DeltaTable
         with scratch_folder() as folder:
-            _copy(store, store.list(DELTA_LOG), folder)
+            _copy(store, found.log, folder)
             try:
                 table = DeltaTable(folder, version=self.version)
                 if table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
@@ -60,13 +62,13 @@ class DeltaReader(ParquetReader):
                 self.version = table.version()  # of two versions, the files may be the same
                 self._schema = pa.schema(table.schema().to_arrow())
                 actions = sorted(pa.table(table.get_add_actions(flatten=True)).to_pylist(), key=lambda one: one["path"])
-                self._vectors = self._deletions(table, store, found, Path(folder))
+                self._vectors = self._deletions(table, store, found.files, Path(folder))
             except LightningStreamError:
                 raise
             except Exception as error:  # deltalake's own classes are many
                 raise FormatError(f"{store.url} cannot be read as a Delta table: {error}") from error
         self._actions = {_named_by_log(unquote(one["path"]), store): one for one in actions}
-        by_name = {file.name: file for file in found}
+        by_name = {file.name: file for file in found.files}
         if missing := [name for name in self._actions if name not in by_name]:
             raise NotFoundError(
                 f"{store.url}/{missing[0]} belongs to version {self.version} of the Delta table, but is gone: it may "
@@ -136,10 +138,10 @@ class DeltaReader(ParquetReader):
             return {table.schema.names[0]: ""}
 
 
-def _copy(store: Store, files: Iterable[ObjectEntry | SourceFile], folder: Path | str) -> None:
+def _copy(store: Store, files: Iterable[SourceFile], folder: Path | str) -> None:
     """Copy some files of a store, several at once."""
 
-    def copy(file: ObjectEntry | SourceFile) -> None:
+    def copy(file: SourceFile) -> None:
         path = Path(folder, file.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         store.get(file.name, path, file.num_bytes)

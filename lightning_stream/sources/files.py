@@ -7,6 +7,7 @@ import gzip
 import io
 import logging
 import lzma
+import mmap
 import os
 import re
 import tarfile
@@ -16,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 from urllib.parse import unquote
 
+import numpy as np
 import zstandard
 
 from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact
-from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, Store, is_remote, open_store
+from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.stores.local import change_mark, is_other_mark
 
 _log = logging.getLogger(__name__)
@@ -30,7 +32,9 @@ Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
 WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
-_WINDOW_BYTES, _CLOSE_BYTES = 1 << 11, 1 << 18
+_CLOSE_BYTES = 1 << 18
+_POPULATED_BYTES = 1 << 28
+_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _HIDDEN = re.compile(r"(^|/)[._]")
 # What writers of tables and desktops leave beside data, which nobody misses.
@@ -52,10 +56,9 @@ class SourceFile:
     name: str  # its path below the root
     num_bytes: int
     stamp: str  # differs between contents of the same size: the time of change, or the store's version; or empty
-    options: Mapping[str, Any] | None = field(default=None, repr=False)  # for the store
     value: Any = None  # the input
     mark: str = field(default="", repr=False, compare=False)  # of a local file: see `change_mark`
-    store: Store | None = field(default=None, repr=False, compare=False)  # the open store; None to open it
+    store: Store | None = field(default=None, repr=False, compare=False)  # of the root, or of a folder above it
 
     def __post_init__(self) -> None:
         if self.root and (not isinstance(self.name, str) or _ASTRAY.search(self.name)):
@@ -98,12 +101,15 @@ class SourceFile:
         if self.path is not None:
             self.open(0).close()
 
-    def open(self, buffering: int = -1) -> BinaryIO:
-        """Its bytes, seekable, as stored. A file of this machine must be as it was when it was listed."""
+    def open(self, window: int = _BUFFER_BYTES) -> BinaryIO:
+        """Its bytes, seekable, as stored. A file of this machine must be as it was when it was listed.
+
+        Of an object in a store, ``window`` bytes or more are asked for at once.
+        """
         if self.path is None:
-            return cast(BinaryIO, io.BufferedReader(RangedFile(self), _COPIED_BYTES))
+            return cast(BinaryIO, io.BufferedReader(RangedFile(self, window), min(window, _COPIED_BYTES)))
         try:
-            file = self.path.open("rb", buffering)
+            file = self.path.open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._gone() from error
         except PermissionError as error:
@@ -114,12 +120,6 @@ class SourceFile:
             file.close()
             raise self.changed()
         return file
-
-    def open_headers(self) -> BinaryIO:
-        """Its bytes, seekable, for a reader that hops from header to header."""
-        if self.path is not None:
-            return self.open()
-        return cast(BinaryIO, io.BufferedReader(RangedFile(self, _WINDOW_BYTES), _WINDOW_BYTES))
 
     @contextmanager
     def unpacked(self, what: str) -> Iterator[BinaryIO]:
@@ -135,31 +135,64 @@ class SourceFile:
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
         """All of it, or its bytes [begin, end), as stored."""
-        if self.path is not None:
-            with self.open() as file:
-                file.seek(begin)
-                return file.read(-1 if end is None else end - begin)
-        if begin == end:
-            return b""
-        with self.opened_range(begin, end) as stream:
-            return b"".join(stream)
+        return bytes(self.view(begin, end))
 
-    @contextmanager
-    def opened_range(self, begin: int = 0, end: int | None = None) -> Iterator[ObjectStream]:
-        """Stream bytes of an object; FormatError if it was replaced since it was listed, where the store has versions.
+    def view(self, begin: int = 0, end: int | None = None, *, is_read: bool = True) -> memoryview:
+        """The same without a copy: the file is mapped where it is local, else it is one range.
 
-        NotFoundError if it is gone.
+        Without ``is_read``, only some of the mapped bytes are needed.
+
+        Raises:
+            FormatError: The file was changed since it was listed; in a store, as far as that has versions.
+            NotFoundError: It is gone.
         """
-        store = self.store or open_store(self.root, self.options)
+        stop = self.num_bytes if end is None else end
+        data = self._mapped(begin, stop, is_read) if self.path is not None else self._fetched(begin, stop)
+        if len(data) != max(0, stop - begin):
+            raise self.changed()
+        return data
+
+    def _mapped(self, begin: int, end: int, is_read: bool) -> memoryview:
+        with self.open() as opened:
+            if os.fstat(opened.fileno()).st_size != self.num_bytes:
+                raise self.changed()
+            first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            stop = min(end, self.num_bytes)
+            if begin >= stop:
+                return memoryview(b"")
+            flags = mmap.MAP_SHARED | (_POPULATE if is_read and stop - first <= _POPULATED_BYTES else 0)
+            mapped: Any = mmap.mmap(opened.fileno(), stop - first, flags, mmap.PROT_READ, offset=first)
+        return memoryview(mapped)[begin - first :]
+
+    def _fetched(self, begin: int, end: int) -> memoryview:
+        if begin >= end:
+            return memoryview(b"")
+        store, name = self._place(self.name)
         try:
-            with store.open(self.name, begin, end) as stream:
+            with store.open(name, begin, end) as stream:
                 # Only where the server has versions are those of a listing and of an answer the same.
                 version = stream.version if store.traits.conditional_put and self.stamp else None
                 if version is not None and version.strip('"') != self.stamp.strip('"'):
                     raise self.changed()
-                yield stream
+                view: memoryview = np.empty(end - begin, np.uint8).data  # joined parts would need twice the memory
+                at = 0
+                for chunk in stream:
+                    kept = chunk[: len(view) - at]
+                    view[at : at + len(kept)] = kept
+                    at += len(kept)
         except NotFoundError as error:
             raise self._gone() from error
+        return view[:at]
+
+    def beside(self, name: str) -> bytes:
+        """Another file below the same root, as a whole."""
+        store, path = self._place(name)
+        return store.read(path)
+
+    def _place(self, name: str) -> tuple[Store, str]:
+        """Where a file below the same root is."""
+        assert self.store is not None
+        return self.store, f"{self.root}/{name}".removeprefix(self.store.url).lstrip("/")
 
     def _gone(self) -> NotFoundError:
         return NotFoundError(
@@ -185,12 +218,11 @@ def named_in_data(name: Any, root: str) -> str:
     return name
 
 
-def read_below(root: str | os.PathLike[str] | Store, path: Any, named_by: SourceFile) -> bytes:
-    """Return a file that data names by a path below a folder, URL or store of the user's choice; FormatError otherwise.
+def read_below(store: Store, path: Any) -> bytes:
+    """Return a file that data names by a path below a folder or URL of the user's choice; FormatError otherwise.
 
     A link may not lead out of a folder either.
     """
-    store = root if isinstance(root, Store) else media_store(root, named_by.root, named_by.options)
     name = path.removeprefix(f"{store.url.rstrip('/')}/").removeprefix("./") if isinstance(path, str) else path
     named_in_data(name, store.url)
     if isinstance(store, LocalStore):
@@ -234,7 +266,7 @@ class RangedFile(io.RawIOBase):
 
     def __init__(self, file: SourceFile, window: int = _BUFFER_BYTES) -> None:
         self._file, self._at = file, 0
-        self._held: bytes | memoryview = b""
+        self._held = memoryview(b"")
         self._begin, self._least, self._window = 0, window, window
 
     def readable(self) -> bool:
@@ -253,90 +285,70 @@ class RangedFile(io.RawIOBase):
         self._at += len(data)
         return len(data)
 
-    def _bytes(self, most: int) -> bytes | memoryview:
+    def _bytes(self, most: int) -> memoryview:
         """The next bytes, at most so many."""
         past = self._at - self._begin - len(self._held)
         if past >= 0 or self._at < self._begin:
             is_close = self._held and 0 <= past < _CLOSE_BYTES
             self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else self._least
             end = min(self._at + max(self._window, most), self._file.num_bytes)
-            self._begin, self._held = self._at, self._file.read(self._at, end) if end > self._at else b""
+            self._begin, self._held = self._at, self._file.view(self._at, end)
         first = self._at - self._begin
         return self._held[first : first + most]
 
 
-def find_files(
-    source: Uris,
-    options: Mapping[str, Any] | None = None,
-    *,
-    hidden: bool = False,
-    left_out: list[str] | None = None,
-) -> list[SourceFile]:
-    """Return the files of a source: those of a folder sorted by name, those of a list in its order.
+class Listing(NamedTuple):
+    """The files of a source, sorted by name, and what lies beside them.
 
-    In a pattern, ``*`` and ``?`` stand for any characters of one name, and ``**/`` for folders at any depth. Names that
-    begin with ``_`` or ``.`` are left out, unless ``hidden``, or a pattern that has such a name; they are added to
-    ``left_out`` if they look like data.
+    Attributes:
+        name: The folder or URL, for messages.
+        files: Those that are read.
+        log: Those of the log of a Delta table, in its own folder.
+        is_table: Whether the files are some of a Delta table.
+        left_out: The names of files that look like data, but are hidden.
     """
-    found: list[SourceFile] = []
-    left_out = [] if left_out is None else left_out
-    for given in [source] if isinstance(source, (str, os.PathLike)) else source:
-        uri = os.fspath(given)
-        place = uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
-        files = _found(place, options, hidden, left_out)
-        if not files:
-            raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
-        found += files
-    twice = [redact(uri) for uri, count in Counter(f"{file.root}/{file.name}" for file in found).items() if count > 1]
+
+    name: str
+    files: Sequence[SourceFile]
+    log: Sequence[SourceFile] = ()
+    is_table: bool = False
+    left_out: Sequence[str] = ()
+
+
+def find_files(source: Uris, options: Mapping[str, Any] | None = None, *, hidden: bool = False) -> Listing:
+    """Return the files of a source: those of a folder or pattern, of one name, or of a list of these in its order."""
+    uris = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    found = [_listed(os.fspath(uri), options, hidden) for uri in uris]
+    files = [file for one in found for file in one.files]
+    twice = [uri for uri, count in Counter(file.uri for file in files).items() if count > 1]
     if twice:
         raise ValueError(f"a source must name each file once; it names {twice[0]} twice. Remove one of them.")
+    log = found[0].log if len(found) == 1 else ()
+    name = redact(f"{', '.join(os.fspath(uri) for uri in uris):.200}")
+    left_out = [name for one in found for name in one.left_out]
+    return Listing(name, files, log, any(one.is_table for one in found), left_out)
+
+
+def _listed(uri: str, options: Mapping[str, Any] | None, hidden: bool) -> Listing:
+    place = uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
+    options = options if is_remote(uri) else None
+    parts = place.split("/")
+    literal = next((k for k, part in enumerate(parts) if WILD.search(part)), len(parts))
+    names = "/".join(parts[literal:])
+    found = files_of(open_store("/".join(parts[:literal]) or "/", options), names, hidden=hidden)
+    if not names and not found.files and not found.log:  # one file
+        found = files_of(open_store("/".join(parts[:-1]) or "/", options), parts[-1], hidden=hidden)
+    if not found.files:
+        raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
     return found
 
 
-def _found(uri: str, options: Mapping[str, Any] | None, hidden: bool, left_out: list[str]) -> list[SourceFile]:
-    parts = uri.split("/")
-    literal = next((k for k, part in enumerate(parts) if WILD.search(part)), len(parts))
-    root, names = "/".join(parts[:literal]) or "/", "/".join(parts[literal:])
-    options = options if is_remote(root) else None
-    is_match = _pattern(names).fullmatch
-    entries = [entry for entry in open_store(root, options).list("") if is_match(entry.name)]
-    entries = _shown(entries, hidden or bool(_HIDDEN.search(names)), left_out)
-    if literal == len(parts) and not entries:  # one file
-        root, _, name = uri.rpartition("/")
-        entries = [entry for entry in open_store(root or "/", options).list(name) if entry.name == name]
-    return [SourceFile(root, entry.name, entry.num_bytes, entry.version, options, mark=entry.mark) for entry in entries]
+def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
+    """Return all files of a store.
 
-
-def _shown(entries: Sequence[ObjectEntry], hidden: bool, left_out: list[str]) -> list[ObjectEntry]:
-    """The entries without those that are hidden. The names of these that look like data are added to ``left_out``."""
-    rule = _MARKER if hidden else _HIDDEN
-    is_shown = [not _ASTRAY.search(entry.name) and not rule.search(entry.name) for entry in entries]
-    shown = [entry for entry, is_one in zip(entries, is_shown, strict=True) if is_one]
-    if len(shown) < len(entries):
-        endings = {_suffix(entry.name) for entry in shown}
-        others = [entry.name for entry, is_one in zip(entries, is_shown, strict=True) if not is_one]
-        left_out += [name for name in others if not _MARKER.search(name) and (not shown or _suffix(name) in endings)]
-    return shown
-
-
-def warn_of_left_out(where: str, left_out: Sequence[str]) -> None:
-    """Log how many files of a source are not read since they are hidden, with an example."""
-    if left_out:
-        _log.warning(
-            "%s: %d files are left out, since names begin with '_' or '.', e.g. %s. To read them, pass "
-            "Stream(hidden=True), to convert source_options={'hidden': True}, or a pattern that has such a name.",
-            where, len(left_out), left_out[0],
-        )  # fmt: skip
-
-
-def _suffix(name: str) -> str:
-    return os.path.splitext(name)[1].lower()  # noqa: PTH122 - a path object for each costs more
-
-
-def files_of(store: Store, names: str = "", *, hidden: bool = False) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Return all files of a store, sorted by name, without hidden ones; and those of the log of a Delta table.
-
-    With `names`, only those of this name, in a folder of this name, or whose names match this pattern.
+    With `names`, only those of this name, in a folder of this name, or whose names match this pattern: ``*`` and ``?``
+    stand for any characters of one name, and ``**/`` for folders at any depth. Names that begin with ``_`` or ``.`` are
+    left out, unless ``hidden``, or a pattern that has such a name; they are logged if they look like data.
     """
     literal = WILD.split(names)[0]
     is_match = _pattern(names if names != literal else f"{names}/**/*").fullmatch
@@ -349,10 +361,28 @@ def files_of(store: Store, names: str = "", *, hidden: bool = False) -> tuple[li
         if is_own and not entry.name.endswith("/"):
             entries.append(entry)
     log = [entry for entry in entries if entry.name.startswith(DELTA_LOG) and entry.num_bytes]
-    left_out: list[str] = []
-    shown = _shown(entries, hidden or bool(_HIDDEN.search(names)), left_out)
-    warn_of_left_out(store.url, left_out)
-    return _files(store, shown), _files(store, log)
+    rule = _MARKER if hidden or _HIDDEN.search(names) else _HIDDEN
+    shown = [entry for entry in entries if not _ASTRAY.search(entry.name) and not rule.search(entry.name)]
+    left_out = _left_out(entries, shown)
+    if left_out:
+        _log.warning(
+            "%s: %d files are left out, since names begin with '_' or '.', e.g. %s. To read them, pass "
+            "Stream(hidden=True), to convert source_options={'hidden': True}, or a pattern that has such a name.",
+            store.url, len(left_out), left_out[0],
+        )  # fmt: skip
+    has_log = bool(log) or (bool(names and shown) and is_table(store))
+    return Listing(store.url, _files(store, shown), _files(store, log), has_log, left_out)
+
+
+def _left_out(entries: Sequence[ObjectEntry], shown: Sequence[ObjectEntry]) -> list[str]:
+    """The names of the files that are not shown, but look like data, as those that are shown."""
+    known, endings = {entry.name for entry in shown}, {_suffix(entry.name) for entry in shown}
+    others = [entry.name for entry in entries if entry.name not in known and not _MARKER.search(entry.name)]
+    return [name for name in others if not shown or _suffix(name) in endings]
+
+
+def _suffix(name: str) -> str:
+    return os.path.splitext(name)[1].lower()  # noqa: PTH122 - a path object for each costs more
 
 
 def _files(store: Store, entries: Sequence[ObjectEntry]) -> list[SourceFile]:
@@ -399,11 +429,10 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 
 def check_unchanged(files: Sequence[SourceFile]) -> None:
-    """Raise FormatError if a file of this machine changed since it was listed; those of a table never change."""
+    """Raise FormatError if a file of this machine changed since it was listed."""
     for file in files:
         try:
-            if file.store is None:
-                file.check()
+            file.check()
         except (FormatError, NotFoundError) as error:
             raise FormatError(
                 f"{file.uri} was modified or removed during the conversion. Nothing was published. Convert again once "

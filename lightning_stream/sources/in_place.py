@@ -24,7 +24,7 @@ from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
 from lightning_stream.sources.base import Batch, Piece, Reader, Source, marks_of, readable, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
-from lightning_stream.sources.files import DELTA_LOG, SourceFile, files_of, is_table
+from lightning_stream.sources.files import Listing, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule, widened_columns
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import is_other_mark
@@ -72,18 +72,18 @@ class InPlace:
             NotFoundError: There is no file of a format that can be read.
             FormatError: A file is damaged, or has not the columns of the first one.
         """
-        found, log = files_of(store, self.names, hidden=self.hidden)
-        if not found:
+        found = files_of(store, self.names, hidden=self.hidden)
+        if not found.files:
             raise NotFoundError(f"{store.url} holds no files{f' named {self.names}' if self.names else ''}.")
-        listing = json.dumps({"listing": stamps_of([*found, *log])})[:-1].encode()
-        marks = marks_of(found)
+        listing = json.dumps({"listing": stamps_of([*found.files, *found.log])})[:-1].encode()
+        marks = marks_of(found.files)
         if before is not None and before.startswith(listing):
             known = _MARKS.match(before, len(listing))  # none in older indexes
             if known is None or not is_other_mark(known[1].decode(), marks):
                 return before
         with readable(store.url):
-            files, reader = self._reader(store, found, log)
-            reader.media_root = self.media
+            files, reader = self._reader(found)
+            reader.media = self.media
             source = Source(files[0].uri, tuple(files), reader)
             columns = self._columns(source)
             shards = source.pieces(columns)
@@ -101,26 +101,18 @@ class InPlace:
             about += b', "marks": "%s"' % marks.encode()
         return listing + about + b", " + shards_text(reader.kind, columns, shards) + b"}"
 
-    def _reader(
-        self, store: Store, found: Sequence[SourceFile], log: Sequence[SourceFile]
-    ) -> tuple[Sequence[SourceFile], Reader]:
+    def _reader(self, found: Listing) -> tuple[Sequence[SourceFile], Reader]:
         """The files that are read, and what reads them."""
-        if log and self.kind in (None, "delta"):
-            make: Any = reader_class("delta")
-            table = make(version=self.version)
-            return table.open_log(store, found), table
-        if self.version is not None or self.kind == "delta":
-            raise ValueError(f"{store.url} is no Delta table: it has no {DELTA_LOG}. Pass no version=.")
-        if log or (self.names and is_table(store)):
-            raise ValueError(
-                f"{store.url} is a Delta table, whose files hold deleted rows, too. Pass its folder, and no format."
-            )
-        files, reader = reader_of([file for file in found if file.name != INDEX_NAME], store.url, self.kind)
+        data = [file for file in found.files if file.name != INDEX_NAME]
+        options = {} if self.version is None else {"version": self.version}
+        files, reader = reader_of(found._replace(files=data), self.kind, options)
+        if reader.kind == "delta":
+            return files, reader
         if "*" not in self.names and (splits := split_folders(files)):
             names = ", ".join(sorted(splits))
             raise ValueError(
-                f"a stream must be one split; {store.url} holds {names}. Pass split= if these are folders, or a "
-                f"pattern as remote, e.g. {store.url}/**/train*."
+                f"a stream must be one split; {found.name} holds {names}. Pass split= if these are folders, or a "
+                f"pattern as remote, e.g. {found.name}/**/train*."
             )
         for file in files:
             if not file.name.isprintable() or "\\" in file.name or file.name[1:2] == ":":
@@ -189,7 +181,7 @@ class InPlace:
         with readable(f"the index of {store.url}", has_arguments=False):
             reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
         reader.is_strict = False  # columns that are not read were logged
-        reader.media_root = self.media  # whatever an index says
+        reader.media = self.media  # whatever an index says
         return reader, Piece(source, origin.begin, origin.end, entry.raw.num_bytes)
 
     def _columns(self, source: Source) -> dict[str, str]:

@@ -18,7 +18,6 @@ from lightning_stream.writer.infer import infer_encoding
 from .base import SAMPLED_ROWS, Asked, Batch, Found, Piece, Reader, Row, batched, spread
 from .files import SourceFile
 from .nulls import LARGEST_FLOAT
-from .stretches import stretch
 
 _BLOCK_BYTES = 1 << 22
 _SAMPLED_PIECES, _PIECE_BYTES = 8, 64 << 20
@@ -125,7 +124,7 @@ class JsonlReader(Reader):
 
     def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the same, of a file that was not changed since it was listed."""
-        stretch(split.file, 0, min(1, split.file.num_bytes))
+        split.file.view(0, min(1, split.file.num_bytes))
         return self.read([split], columns)
 
     def _rows(self, split: Piece, limit: int | None = None) -> Iterator[Batch]:

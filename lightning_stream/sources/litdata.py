@@ -12,7 +12,7 @@ import io
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -25,7 +25,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, batched, present
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import rows_at, stretch, stretches
+from lightning_stream.sources.stretches import rows_at, stretches
 from lightning_stream.threads import DaemonPool
 
 # The dtypes by the numbers that LitData stores.
@@ -67,9 +67,9 @@ class LitDataReader(Reader):
     is_table: bool = field(default=False, compare=False)
 
     def begin(self, files: Sequence[SourceFile]) -> None:
-        index = replace(files[0], name=INDEX_NAME, stamp="")
+        where = f"{files[0].root}/{INDEX_NAME}"
         try:
-            about = json.loads(index.read())
+            about = json.loads(files[0].beside(INDEX_NAME))
             config = about["config"]
             self.formats = [str(one) for one in config["data_format"]]
             self.compression = (config.get("compression_level") or "chunk") if config.get("compression") else None
@@ -81,14 +81,14 @@ class LitDataReader(Reader):
         except NotFoundError as error:
             raise FormatError(f"{files[0].uri} must lie beside LitData's {INDEX_NAME}. Copy that, too.") from error
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise FormatError(f"{index.uri} is not an index of LitData ({error!r}). Write it again.") from error
+            raise FormatError(f"{where} is not an index of LitData ({error!r}). Write it again.") from error
         self.has_sizes = config.get("item_loader") != "TokensLoader"
         self.names = self.names if len(self.names) == len(self.formats) else list(map(str, range(len(self.formats))))
         self.is_table = bool(self._types)
         if (loader := config.get("item_loader")) in _OTHER_LOADERS:
-            raise FormatError(f"{index.uri}: chunks of LitData's {loader} cannot be read. {_OTHER_LOADERS[loader]}")
+            raise FormatError(f"{where}: chunks of LitData's {loader} cannot be read. {_OTHER_LOADERS[loader]}")
         if config.get("encryption"):
-            raise FormatError(f"{index.uri}: encrypted chunks cannot be read. Write them without encryption.")
+            raise FormatError(f"{where}: encrypted chunks cannot be read. Write them without encryption.")
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Return the columns of the index; ValueError for values that cannot be read, such as pickled ones."""
@@ -121,7 +121,7 @@ class LitDataReader(Reader):
                 yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
 
     def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
-        data = stretch(split.file)
+        data = split.file.view()
         table = _arrow_rows(split.file, data)
         if table is None:
             yield Batch(self._columns(split.file, data, columns), split.file.uri)
@@ -133,7 +133,7 @@ class LitDataReader(Reader):
 
     def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
         file = split.file
-        head = stretch(file, 0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
+        head = file.view(0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
         offsets = self._offsets(file, head, file.num_bytes)
         spans = [(int(offsets[row]), int(offsets[row + 1])) for row in rows]
         found = stretches(file, spans)

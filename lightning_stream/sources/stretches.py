@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,23 +13,6 @@ from lightning_stream.threads import DaemonPool
 
 _GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
 _CONNECTIONS = 8
-_POPULATED_BYTES = 1 << 28
-_POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
-
-
-def stretch(file: SourceFile, begin: int = 0, end: int | None = None, *, is_read: bool = True) -> memoryview:
-    """Return the bytes [begin, end) of a file: a view of the mapped file where it is local, else one range.
-
-    Without ``is_read``, only some of the mapped bytes are needed.
-
-    Raises:
-        FormatError: The file was changed since it was listed.
-    """
-    stop = file.num_bytes if end is None else end
-    data = _range_of(file, begin, stop) if file.path is None else _mapped(file, begin, stop, is_read)
-    if len(data) != max(0, stop - begin):
-        raise file.changed()
-    return data
 
 
 def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
@@ -45,7 +26,7 @@ def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[
 def _joined(file: SourceFile, wanted: Sequence[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
     """The ranges that hold ascending spans; a few large ones, or all of a local file."""
     if file.path is not None:
-        return {(0, file.num_bytes): stretch(file, is_read=False)}
+        return {(0, file.num_bytes): file.view(is_read=False)}
     ranges: list[tuple[int, int]] = []
     for begin, end in wanted:
         if ranges and begin - ranges[-1][1] <= _GAP_BYTES:
@@ -53,7 +34,7 @@ def _joined(file: SourceFile, wanted: Sequence[tuple[int, int]]) -> dict[tuple[i
         else:
             ranges.append((begin, end))
     with DaemonPool(_CONNECTIONS, "ranges") as pool:
-        fetches = {one: pool.submit(stretch, file, *one) for one in ranges}
+        fetches = {one: pool.submit(file.view, *one) for one in ranges}
         return {one: fetch.result() for one, fetch in fetches.items()}
 
 
@@ -71,7 +52,7 @@ class FetchedFile(RangedFile):
     def _bytes(self, most: int) -> memoryview:
         begin, end = self._at, min(self._at + most, self._file.num_bytes)
         held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
-        return stretch(self._file, begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
+        return self._file.view(begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
 
 
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
@@ -86,30 +67,3 @@ def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint
     cells: Any = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping, one at every position
     found: NDArray[np.uint8] = cells[begins].view(np.uint8).reshape(len(begins), width)
     return found
-
-
-def _mapped(file: SourceFile, begin: int, end: int, is_read: bool) -> memoryview:
-    assert file.path is not None
-    with file.open(0) as opened:
-        if os.fstat(opened.fileno()).st_size != file.num_bytes:
-            raise file.changed()
-        first = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-        stop = min(end, file.num_bytes)
-        if begin >= stop:
-            return memoryview(b"")
-        flags = mmap.MAP_SHARED | (_POPULATE if is_read and stop - first <= _POPULATED_BYTES else 0)
-        mapped: Any = mmap.mmap(opened.fileno(), stop - first, flags, mmap.PROT_READ, offset=first)
-    return memoryview(mapped)[begin - first :]
-
-
-def _range_of(file: SourceFile, begin: int, end: int) -> memoryview:
-    if begin >= end:
-        return memoryview(b"")
-    with file.opened_range(begin, end) as body:
-        view: memoryview = np.empty(end - begin, np.uint8).data  # joined parts would need twice the memory
-        at = 0
-        for chunk in body:
-            kept = chunk[: len(view) - at]
-            view[at : at + len(kept)] = kept
-            at += len(kept)
-    return view[:at]

@@ -21,7 +21,7 @@ from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile, read_below
 from lightning_stream.sources.images import image_encoding
-from lightning_stream.sources.stretches import FetchedFile, stretch
+from lightning_stream.sources.stretches import FetchedFile
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -29,6 +29,7 @@ _LOG = logging.getLogger(__name__)
 _BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
 _CONNECTIONS = 16
 _FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
+_WINDOW_BYTES = 1 << 11  # for headers, from one to the next
 _FOOTERS: dict[Any, Any] = {}  # of Parquet files
 _SCHEMAS: dict[Any, tuple[Message, pa.Schema]] = {}
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
@@ -47,11 +48,12 @@ class TableReader(Reader):
     """Rows of files that hold Arrow record batches, or what becomes some.
 
     Attributes:
-        media_root: The folder, URL or store of the files that images, sounds and videos without bytes name by a path.
+        media_root: The folder or URL of the files that images, sounds and videos without bytes name by a path.
     """
 
     is_cut_by_piece = True
-    media_root: str | os.PathLike[str] | Store | None = field(default=None, compare=False, kw_only=True)
+    media_root: str | os.PathLike[str] | None = field(default=None, compare=False, kw_only=True)
+    media: Store | None = field(default=None, repr=False, kw_only=True)
     # The types of the first file, of columns whose encodings follow from them.
     types: Mapping[str, pa.DataType] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -65,7 +67,7 @@ class TableReader(Reader):
             with self._opened(files[0]) as table:
                 batches = (batch for piece in table.pieces() for batch in table.batches(piece, media))
                 if batch := next((batch for batch in batches if batch.num_rows), None):
-                    firsts = {name: _first_value(batch.column(name), files[0], self.media_root) for name in media}
+                    firsts = {name: _first_value(batch.column(name), files[0], self.media) for name in media}
         for name in [name for name in files[0].partition if name not in schema.names]:
             texts = {file.partition.get(name) for file in files}
             is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
@@ -89,7 +91,7 @@ class TableReader(Reader):
                 files = [name for name in _files(_noted(table.schema)) if name in stored]
                 for batch in table.batches(split, stored or table.schema.names[:1]):
                     for name in files:
-                        values = _file_bytes(batch.column(name), split.file, self.media_root)
+                        values = _file_bytes(batch.column(name), split.file, self.media)
                         batch = batch.set_column(batch.schema.names.index(name), name, values)
                     for piece in pieces_of(batch.select(stored) if stored else batch):
                         rows = with_constants(piece, folders).select(list(columns))
@@ -207,7 +209,7 @@ class ParquetReader(TableReader):
         return pa.BufferReader(tail)
 
     def _plain(self, file: SourceFile) -> Any:
-        return FetchedFile(file) if file.path is None else pa.BufferReader(stretch(file, is_read=False))
+        return FetchedFile(file) if file.path is None else pa.BufferReader(file.view(is_read=False))
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
         import pyarrow.parquet as pq  # slow to import
@@ -279,7 +281,7 @@ class ArrowReader(TableReader):
     kind = "arrow"
 
     def _plain(self, file: SourceFile) -> Any:
-        return file.open_headers()
+        return file.open(_WINDOW_BYTES)
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
         head, schema = kept(_SCHEMAS, file.content, lambda _: _read_schema(plain, file), 256)
@@ -299,13 +301,13 @@ class ArrowReader(TableReader):
             ]
 
         def batches(place: Piece, _: list[str] | None) -> Iterator[pa.RecordBatch]:
-            stored = stretch(file, place.begin, place.end)
+            stored = file.view(place.begin, place.end)
             inner = (kind for each in schema.types for kind in _storage_types(each))
             if any(map(pa.types.is_dictionary, inner)):  # each batch needs all dictionaries before it
                 before = (each for each in messages(plain, file.uri, file.num_bytes) if each.is_dictionary)
                 spans = [(head.begin, head.end)]
                 spans += [(each.begin, each.end) for each in before if each.begin < place.begin]
-                parts = [stretch(file, *span) for span in spans]
+                parts = [file.view(*span) for span in spans]
                 yield from pa.ipc.open_stream(pa.BufferReader(b"".join([*parts, stored])))
                 return
             data = pa.BufferReader(stored)
@@ -317,7 +319,7 @@ class ArrowReader(TableReader):
 
 def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
     head = next(messages(plain, file.uri, file.num_bytes))
-    return head, pa.ipc.read_schema(pa.BufferReader(stretch(file, head.begin, head.end)))
+    return head, pa.ipc.read_schema(pa.BufferReader(file.view(head.begin, head.end)))
 
 
 def _found(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | None) -> Found:
@@ -345,19 +347,19 @@ def _found(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | 
     return Found(columns, about, media=tuple(files))
 
 
-def _first_value(column: pa.Array, file: SourceFile, media_root: Any) -> bytes | None:
+def _first_value(column: pa.Array, file: SourceFile, media: Store | None) -> bytes | None:
     """The first value of a column of images and the like; None if there is none."""
     for row in range(len(column)):  # one by one: each may be a file of its own
-        value: bytes | None = _file_bytes(column.slice(row, 1), file, media_root)[0].as_py()
+        value: bytes | None = _file_bytes(column.slice(row, 1), file, media)[0].as_py()
         if value:
             return value
     return None
 
 
-def _file_bytes(column: pa.Array, file: SourceFile, media_root: Any) -> pa.Array:
+def _file_bytes(column: pa.Array, file: SourceFile, media: Store | None) -> pa.Array:
     """A column of structs of bytes and path, or of plain bytes, as bytes; null where there is neither.
 
-    FormatError where there is only a path, unless ``media_root`` holds the files.
+    FormatError where there is only a path, unless the store ``media`` holds the files.
     """
     if not pa.types.is_struct(column.type):
         return column
@@ -368,14 +370,14 @@ def _file_bytes(column: pa.Array, file: SourceFile, media_root: Any) -> pa.Array
         return data
     values, paths = data.to_pylist(), pc.struct_field(column, "path").to_pylist()
     wanted = [k for k, (value, path) in enumerate(zip(values, paths, strict=True)) if value is None and path]
-    if wanted and media_root is None:
-        raise FormatError(
-            f"{file.uri} holds no bytes of some images or sounds, but only paths, e.g. {paths[wanted[0]]!r:.100}. Pass "
-            "media_root=, the folder or URL of these files (of convert: source_options={'media_root': ...})."
-        )
     if wanted:
+        if media is None:
+            raise FormatError(
+                f"{file.uri} holds no bytes of some images or sounds, but only paths, e.g. {paths[wanted[0]]!r:.100}. "
+                "Pass media_root=, the folder or URL of these files (of convert: source_options={'media_root': ...})."
+            )
         with DaemonPool(_CONNECTIONS, "media") as pool:
-            reads = [pool.submit(read_below, media_root, paths[k], file) for k in wanted]
+            reads = [pool.submit(read_below, media, paths[k]) for k in wanted]
             for k, read in zip(wanted, reads, strict=True):
                 values[k] = read.result()
     return pa.array(values, pa.large_binary())

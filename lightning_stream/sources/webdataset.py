@@ -20,7 +20,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import rows_at, stretch
+from lightning_stream.sources.stretches import rows_at
 from lightning_stream.sources.tar_headers import BLOCK, Members, is_named, refusal, walk
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class TarReader(Reader):
 
     def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield all samples of a piece by column; row by row where one of them lacks a column, or has a wrong value."""
-        file, data = split.file, stretch(split.file, split.begin, split.end)
+        file, data = split.file, split.file.view(split.begin, split.end)
         found = walk(data, file.uri, is_whole=True, checked=True)
         table = _sample_table(_named(data, found.members), file)
         members = found.members
@@ -133,14 +133,14 @@ def _walked(file: SourceFile) -> Iterator[tuple[int, memoryview, Members]]:
                 "it again, or write it again."
             )
         stop = min(file.num_bytes, at + room)
-        data = stretch(file, at, stop)
+        data = file.view(at, stop)
         found = walk(data, file.uri, is_whole=stop == file.num_bytes, checked=False)
         yield at, data, found.members
         is_end, at = found.is_end, at + found.next
         each = found.next // max(1, len(found.members.sizes))
         part = _PART_BYTES if file.path is not None else _FETCHED_BYTES
         room = 4 * room if not found.next else part if each <= _SMALL_BYTES else _HEAD_BYTES
-    if any(stretch(file, at, min(at + _PART_BYTES, file.num_bytes)).tobytes().strip(b"\0")):
+    if any(file.view(at, min(at + _PART_BYTES, file.num_bytes)).tobytes().strip(b"\0")):
         raise FormatError(f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`.")
 
 
@@ -314,7 +314,7 @@ def _first(file: SourceFile) -> Iterator[tuple[str, bytes]]:
         for ending, k in zip((names.endings[code] for code in codes), names.numbers[firsts].tolist(), strict=True):
             begin = base + int(members.headers[k]) + BLOCK
             end = begin + int(members.sizes[k]) if ending.endswith("npy") else begin
-            yield ending, bytes(stretch(file, begin, end))
+            yield ending, bytes(file.view(begin, end))
         count = int(samples[-1]) if len(samples) else count
         if count >= _SAMPLED:
             return

@@ -43,10 +43,10 @@ def test_files_of_a_store_are_listed_without_a_request_for_each(monkeypatch: pyt
         store.put(f"{k:02}.jsonl", b'{"k": 1}')
     with monkeypatch.context() as patch:
         patch.setattr(type(store), "open", None)
-        before = find_files("memory://convert-listed")
+        before = find_files("memory://convert-listed").files
     assert len({file.stamp for file in before}) == 20
     store.put("07.jsonl", b'{"k": 2}')
-    after = find_files("memory://convert-listed")
+    after = find_files("memory://convert-listed").files
     assert [one.name for one, two in zip(before, after, strict=True) if one != two] == ["07.jsonl"]
 
 
@@ -54,7 +54,7 @@ def test_a_whole_file_of_a_store_is_read_in_few_requests() -> None:
     store = open_store("memory://convert-whole")
     text = "a line of text\n" * 100_000
     store.put("one.txt", text.encode())
-    (file,) = find_files("memory://convert-whole")
+    (file,) = find_files("memory://convert-whole").files
     assert isinstance(store, RetryingStore)
     requests = store.counters.values[NAMES.index("requests") :]
     before = requests[0]

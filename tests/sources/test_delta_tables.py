@@ -17,6 +17,7 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --
 delta = pytest.importorskip("deltalake", reason="deltalake is not installed: uv sync --extra delta")
 
 from lightning_stream import StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.convert import convert  # noqa: E402
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, SnapshotMismatch  # noqa: E402
 
 _Z85 = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
@@ -218,3 +219,17 @@ def test_a_file_of_deleted_rows_lies_in_its_table(tmp_path: Path) -> None:
     with_vectors(table, {"": {**vector, "storageType": "p", "pathOrInlineDv": path.as_uri()}})
     with pytest.raises(FormatError, match="stay below"):
         ids(table)
+
+
+def test_a_conversion_reads_no_deleted_rows_of_tables_below_its_source(tmp_path: Path) -> None:
+    tables = [tmp_path / "all" / name for name in "ab"]
+    for table in tables:
+        delta.write_deltalake(str(table), pa.table({"id": [1, 2]}))
+        delta.DeltaTable(str(table)).delete("id = 1")
+    with pytest.raises(ValueError, match="a Delta table must be opened by its own folder"):
+        convert(tables[0].parent, tmp_path / "out", num_workers=1)
+    for source in (tables, [f"{table}/*.parquet" for table in tables]):
+        with pytest.raises(ValueError, match="is a Delta table, whose files hold deleted rows, too"):
+            convert(source, tmp_path / "out", num_workers=1)
+    done = convert(tables[:1], tmp_path / "out", num_workers=1)
+    assert [sample["id"] for sample in StreamingDataset(local=done.uri)] == [2]
