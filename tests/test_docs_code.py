@@ -21,6 +21,7 @@ from support.pages import PAGES, ROOT, blocks_of
 # What a block's title may give as the reason why no test runs it.
 REASONS = {"needs 4 GPUs", "needs a GPU", "needs a cluster", "it ends with Ctrl-C"}
 SLOW = {"docs/hosts.md", "docs/multi_node.md"}
+ELSEWHERE = {"ray", "train_ddp"}  # of a script that tests/trainers/test_elastic.py runs
 WIDTH = 82  # longer lines are cut off in a browser window of 1280 pixels
 WRAPPED = {"console", "text"}  # docs/wide.css
 LANGUAGES = {"python", "bash", "console", "text", "yaml", "toml", "nginx"}
@@ -124,7 +125,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
             ran_before = bool(scripts)
             printed = "".join(_run_command(line) for line in scripts)
             continue
-        if missing := _missing_packages(block.text):
+        if missing := _missing_packages(block.text) - ELSEWHERE:
             if page == "README.md":  # its blocks are of several trainers; CI runs each in one environment or another
                 continue
             pytest.skip(f"{page} needs {', '.join(sorted(missing))}; uv sync --extra composer --extra spark brings it")
