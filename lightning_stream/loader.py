@@ -132,7 +132,9 @@ class StreamingDataLoader(DataLoader[Any]):
         self.world, self.on_mismatch = world, on_mismatch
         is_own = collate_fn is not None and collate_fn is not collate_samples
         self._collate = SeededCall(collate_fn, self._source.seed, collate=True) if is_own else None  # type: ignore[arg-type]
-        self.cursor, self._workers = Cursor(), Workers(dataset)
+        self.cursor = Cursor()
+        self.meter = Meter()
+        self._workers = Workers(dataset, self.meter)
         self.disks: tuple[tuple[int, ...], ...] | None = None  # what nodes held at the start; None: not asked yet
         plain_iterations_of(dataset).has_loader |= not evaluation
         self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)
@@ -268,16 +270,12 @@ class StreamingDataLoader(DataLoader[Any]):
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         batch = iterator.last_batch
         if made.early and batch is not None:
-            self._source.reader.delivered.add(made.early, batch.label)
+            self._source.reader.shards.delivered.add(made.early, batch.label)
         if iterator.is_measured:
             self.meter.note(asked, got, made, batch, iterator.num_batches == 1)
         self.cursor.handed_out(iterator)
         if iterator.moves and batch is not None and batch.substitutions:
             self.num_substituted += batch.num_substituted
-
-    def compare_arrived(self) -> None:
-        """Compare those of these samples whose shards have come since."""
-        self._source.reader.delivered.compare_arrived()
 
     def compare_early(self, *, wait: bool = True) -> None:
         """Compare samples that were delivered before their shards were verified: where these are here, or all.
@@ -285,7 +283,7 @@ class StreamingDataLoader(DataLoader[Any]):
         Raises:
             StoreError: A sample had other bytes; or a shard cannot be fetched.
         """
-        self._source.reader.delivered.compare(wait=wait)
+        self._source.reader.shards.delivered.compare(wait=wait)
 
     def check(self) -> None:
         """Refuse settings that cannot be trained with, and log the shuffle's quality; once for each setting."""
@@ -432,7 +430,7 @@ class StreamingDataLoader(DataLoader[Any]):
         given, plain = state, plain_iterations_of(self.streaming)
         state = plain.passed(given, lambda: self.streaming.load_state_dict(given))
         here = position_in(state, self._source, self.settings(order_in(state)), self.on_mismatch)
-        self._source.reader.delivered.forget()  # the run goes back to before it
+        self._source.reader.shards.delivered.forget()  # the run goes back to before it
         return self.cursor.builds_on(here)
 
     # A mixture that changes
@@ -523,11 +521,6 @@ class StreamingDataLoader(DataLoader[Any]):
         epoch = 0 if self.evaluation else self.position.epoch
         return described(self._source, self.settings(), epoch, count_rows, self.accumulate)
 
-    @property
-    def meter(self) -> Meter:
-        """What this process measures at the loader."""
-        return self._workers.meter
-
     def stats(self) -> LoaderStats:
         """Where the time of the training loop has gone so far: waiting, by cause, and training.
 
@@ -571,13 +564,13 @@ class StreamingDataLoader(DataLoader[Any]):
         """The settings that decide how fast the loader is."""
         source, settings, world = self._source, self.settings(), self.detect_world()
         size, reader = settings.device_batch_size, source.reader
-        limit_bytes = reader.defaults.config.limit_bytes
+        limit_bytes = reader.shards.defaults.config.limit_bytes
         return LoadingSettings(
             batch_size=size,
             num_workers=self.num_workers,
             workers=self.workers,
             num_cores=max(1, num_cores() // world.ranks_per_node),
-            fetch_threads=reader.config.fetch_threads,
+            fetch_threads=reader.shards.config.fetch_threads,
             persistent_workers=self.persistent_workers or self.workers == "threads",
             predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
             cache_limit=limit_bytes,

@@ -270,7 +270,7 @@ class _Need:
         requests = requests or [even_share] * world.num_nodes
         self.num_requests = max(requests)
         self.all_requests = sum(requests) + _INDEX_REQUESTS * len(reader.streams) * world.num_nodes
-        limit = reader.defaults.config.limit_bytes
+        limit = reader.shards.defaults.config.limit_bytes
         ratio = int(self.raw_bytes.sum()) / int(self.stored_bytes.sum())  # the cache holds raw shards
         self.node_raw_bytes = self.num_bytes * ratio
         self.later_bytes = 0 if limit is None else int(np.maximum(per_node - limit / ratio, 0).sum())
@@ -284,7 +284,7 @@ class _Need:
         at_once = min(int(parts.max()), _POLICY.parts_at_once)
         is_uniform = source.batch_tokens is None  # else a batch may need any number of shards
         waited = min(size, busy.active_shards) if is_uniform else busy.active_shards
-        self.threads = urgent_threads(reader.config.fetch_threads, waited)
+        self.threads = urgent_threads(reader.shards.config.fetch_threads, waited)
         self.connections = world.ranks_per_node * ahead.workers * self.threads * at_once
         self.requests_ahead = max(1, busy.entering_shards) * at_once
         self.is_packed = bool((self.raw_bytes != self.stored_bytes).any())

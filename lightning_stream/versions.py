@@ -30,8 +30,8 @@ from lightning_stream.reading.deleted import deleted_samples
 from lightning_stream.reading.filters import Evaluation
 from lightning_stream.reading.lengths import read_lengths
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.stream import Stream
+from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.stores import open_store
 from lightning_stream.version_log import Edit, Version, read_log, read_newest
 from lightning_stream.version_log import publish as publish_version
@@ -326,7 +326,7 @@ def _begun(
 
 
 def _reader(stream: Stream, allow_unsafe_types: bool) -> SampleReader:
-    return SampleReader([stream], CacheDefaults(), ReaderConfig(allow_unsafe_types=allow_unsafe_types))
+    return SampleReader(StreamShards([stream], config=ReaderConfig(allow_unsafe_types=allow_unsafe_types)))
 
 
 def _refuse_compacted(base: Index, now: Index) -> None:
@@ -369,10 +369,8 @@ def _put_column(
 
 
 def _computed(function: Callable[[dict[str, Any]], Any], reader: SampleReader, ids: NDArray[np.int64]) -> list[Any]:
-    announced = reader.read_ahead(ids)
-    values = [function(reader.sample(sample)) for sample in ids.tolist()]
-    reader.done_with(announced)
-    return values
+    with reader.read_ahead(ids):
+        return [function(reader.sample(sample)) for sample in ids.tolist()]
 
 
 def _take(values: Any, rows: NDArray[np.int64]) -> Any:

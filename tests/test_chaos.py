@@ -44,7 +44,7 @@ def dataset(folder: Path, options: dict[str, Any], seed: int) -> StreamingDatase
         cache_limit=LIMIT_BYTES,
     )  # fmt: skip
     # One in ten answers has a bit flipped: twice in a row is no rarity here.
-    defaults = found.reader.defaults
+    defaults = found.reader.shards.defaults
     found.reader.shards.defaults = replace(defaults, config=replace(defaults.config, refetches=20))
     return found
 

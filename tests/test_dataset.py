@@ -26,7 +26,7 @@ from lightning_stream import (  # noqa: E402
     World,
 )
 from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
-from lightning_stream.reading.reader import ReaderConfig  # noqa: E402
+from lightning_stream.reading.stream_shards import ReaderConfig  # noqa: E402
 
 NUM_SAMPLES = 167
 

@@ -126,9 +126,9 @@ TESTS = Path(__file__).resolve().parent
 FETCH = """
 import sys
 import numpy as np
-from lightning_stream.reading.reader import CacheDefaults, ReaderConfig, SampleReader, Stream
+from lightning_stream.reading.reader import SampleReader, Stream, StreamShards
 stream = Stream(remote=sys.argv[1], local=sys.argv[2], options={"timeout_s": 60.0})
-reader = SampleReader([stream], CacheDefaults(), ReaderConfig())
+reader = SampleReader(StreamShards([stream]))
 from servers.shards import make_dataset
 from pathlib import Path
 reader.shards.indexes = [make_dataset(Path(sys.argv[2]) / "unused", 8)]

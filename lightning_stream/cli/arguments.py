@@ -23,7 +23,7 @@ from lightning_stream.reading.bad_samples import BadDataPolicy
 from lightning_stream.reading.filters import Filters
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.sources.in_place import InPlace
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_index
@@ -72,7 +72,7 @@ class FoundDataset:
 
 def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -> SampleReader:
     """A reader of these streams."""
-    return SampleReader(streams, CacheDefaults(), config or ReaderConfig())
+    return SampleReader(StreamShards(streams, config=config))
 
 
 class Pairs(Action):

@@ -16,8 +16,8 @@ from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.stream import Stream
+from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.base import Asked, Batch, Found, MeasuredColumns, Piece, Reader, Source
 from lightning_stream.sources.choose import SPLIT_OF
@@ -157,7 +157,7 @@ class MdsReader(Reader):
         with scratch_folder() as folder:
             local = None if has_path else folder
             stream = Stream(self._file.root, local=local, options=self.options, version=version)
-            with closing(SampleReader([stream], CacheDefaults(), config)) as reader:
+            with closing(SampleReader(StreamShards([stream], config=config))) as reader:
                 if columns is not None:
                     is_mds = all(schema.format == "mds" for schema in self._index.schemas)
                     reader.shards.indexes = (self._index.choose(list(columns)) if is_mds else self._index,)

@@ -11,10 +11,10 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -30,16 +30,12 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.mapped import MapReader
-from lightning_stream.reading.proofs import EarlyRead
 from lightning_stream.reading.switched import SwitchedReader
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 
 _SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches that take less time
 _log = logging.getLogger(__name__)
-
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -90,7 +86,7 @@ class BatchMaker:
         spent.waited_s = spent.transform_s = spent.collate_s = 0.0
         processor.begin()
         began = perf_counter()
-        batch, info, early = self.read(planned, order, self._batch)
+        batch, info, early = readable(self.source, planned, order, self._batch)
         ended = perf_counter()
         making_s = ended - began - spent.waited_s
         read_s = making_s - spent.transform_s - spent.collate_s
@@ -99,23 +95,9 @@ class BatchMaker:
         made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s, early)
         return batch, info, made
 
-    def read(
-        self, planned: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
-    ) -> tuple[T, MicroBatch, tuple[EarlyRead, ...]]:
-        """What `read` makes of a batch, under the policy for bad samples; the batch with others in place of these.
-
-        The third has the samples that were read before their shards were verified.
-        """
-        spent = self.source.reader.counters.spent
-        spent.early = []
-        result, info = readable(self.source, planned, order, read)
-        early, spent.early = tuple(spent.early), None
-        return result, info, early
-
     def _batch(self, batch: MicroBatch) -> Any:
         """Read, transform and collate: columns are gathered at once where nothing asks for single samples."""
-        reads_one = self.source.packs_whole or (self.source.read_one is not None and batch.rows is None)
-        if not reads_one and self.source.transform is None and self.collate is None:
+        if self._gathers:
             return collate_columns(self._columns(batch, self.memory))
         samples = self.samples(batch)
         began = perf_counter()
@@ -128,6 +110,14 @@ class BatchMaker:
                 collated = self.collate(samples, batch.epoch, int(batch.positions[0]))
         self.source.reader.counters.spent.collate_s += perf_counter() - began
         return collated
+
+    @cached_property
+    def _gathers(self) -> bool:
+        """Whether nothing asks for single samples."""
+        source = self.source
+        if source.transform is not None or self.collate is not None:
+            return False
+        return source.read_one is None if source.packing is None else not source.packing.is_whole
 
     def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
         reader, packing = self.source.reader, self.source.packing
@@ -225,9 +215,13 @@ class BatchMaker:
             raise
 
     def verified(self, settings: BatchSettings, delivery: Delivery) -> Delivery:
-        """A batch that is about to be handed out; made again if its shards have come since and have other bytes."""
+        """A batch that is about to be handed out; made again if its shards have come since and have other bytes.
+
+        Raises StoreError where that holds for a batch that was handed out before.
+        """
+        self.source.reader.shards.delivered.compare_arrived()
         _, info, made = delivery
-        while not self.source.reader.is_right(made.early, wait=False):
+        while made.early and not self.source.reader.is_right(made.early, wait=False):
             _log.warning("The batch at %s was read early and wrong: it is made again.", info.label)
             delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
             _, info, made = delivery

@@ -37,7 +37,7 @@ def cache_need(
     if window is not None:
         run = RunOrder(run.snapshot, run.weights, structs.replace(run.config, window=window, switches=()), run.lengths)
     sizes, packed = np.concatenate([index.raw_bytes for index in reader.indexes]), _packed_ratio(reader)
-    kept = packed if reader.defaults.config.keep_zip else 0.0
+    kept = packed if reader.shards.defaults.config.keep_zip else 0.0
     size, world = settings.device_batch_size, settings.world
     return need_of_node(run, sizes, ahead, device_batch_size=size, world=world, packed=packed, kept=kept)
 
@@ -64,7 +64,7 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
     size, tail = settings.global_batch_size, settings.tail
     if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).has(0):
         raise ValueError(f"an epoch must have a batch, but {_cause_of_none(run, tail, size)}")
-    limit, world = reader.defaults.config.limit_bytes, settings.world
+    limit, world = reader.shards.defaults.config.limit_bytes, settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
         refusal = refusal_of_limit(reader, run, settings, ahead, limit)
         if refusal is not None:

@@ -18,18 +18,12 @@ _LOOKS_BEFORE_WARNING = 3
 _ALONE = -1  # the turn of an iteration that ended before another loader was asked for a batch
 
 
+@dataclass
 class _Turns:
     """Counts how often another loader of this process is asked for a batch than the one before."""
 
-    def __init__(self) -> None:
-        self.number, self._asked_last = 0, 0
-
-    def take(self, cursor: Cursor) -> int:
-        """Note that a loader is asked for a batch; returns the number of its turn."""
-        if self._asked_last != id(cursor):
-            self._asked_last = id(cursor)
-            self.number += 1
-        return self.number
+    number: int = 0
+    asked_last: int = 0  # the id of its cursor
 
 
 _TURNS = _Turns()
@@ -242,7 +236,10 @@ class Cursor:
 
     def asked(self, walk: Walk) -> None:
         """Note that a batch is requested."""
-        walk.turn = _TURNS.take(self)
+        if _TURNS.asked_last != id(self):
+            _TURNS.asked_last = id(self)
+            _TURNS.number += 1
+        walk.turn = _TURNS.number
 
     def handed_out(self, walk: Walk) -> None:
         """Note a batch that is about to be handed out: a second one makes its iteration lead where that only looked."""

@@ -88,7 +88,7 @@ def _delivered(source: SampleSource) -> Stage:
     if (pack := source.packing) is not None and pack.column is not None:
         kept = dict.fromkeys((pack.column, *pack.columns))
         columns = {name: columns[name] for name in kept if name in columns}
-    policy, limit = source.bad_data.policy, source.reader.defaults.config.limit_bytes
+    policy, limit = source.bad_data.policy, source.reader.shards.defaults.config.limit_bytes
     chosen = {
         "transform": source.transform and source.transform.function,
         "on_bad sample": policy.sample if policy.sample != "raise" else None,

@@ -26,6 +26,7 @@ from lightning_stream.loading.torch_private import iteration_key
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.batches import TAILS
 from lightning_stream.questions import Occurrence
+from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead, warm
 
 STATE_KEY = "lightning_stream"
@@ -142,17 +143,17 @@ class PlainIterations:
         self._num_yielded = 0
         maker = BatchMaker(source)
         for batch in ahead:
-            source.reader.delivered.compare_arrived()
-            samples, _, early = maker.read(batch, batches.plan.order, maker.samples)
+            source.reader.shards.delivered.compare_arrived()
+            samples, _, early = readable(source, batch, batches.plan.order, maker.samples)
             # In a worker nobody could compare it later.
             while worker is not None and not source.reader.is_right(early, wait=True):
-                samples, _, early = maker.read(batch, batches.plan.order, maker.samples)
+                samples, _, early = readable(source, batch, batches.plan.order, maker.samples)
             if worker is None and early:
-                source.reader.delivered.add(early, batch.label)
+                source.reader.shards.delivered.add(early, batch.label)
             for sample in samples:
                 self._num_yielded += 1
                 yield sample
-        source.reader.delivered.compare()
+        source.reader.shards.delivered.compare()
 
     def warm(self, steps: int) -> int:
         """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
@@ -198,7 +199,7 @@ class PlainIterations:
                     "StreamingDataLoader, which keeps the position with any number of workers, or num_workers=0"
                 )
             num_samples, from_beginning = self._num_yielded * self._source.detect_world().num_replicas, False
-        self._source.reader.delivered.compare()
+        self._source.reader.shards.delivered.compare()
         settings = self.settings()
         run, began = self._source.order(settings.order), self._shared.current
         start = began or self._shared.upcoming

@@ -95,19 +95,19 @@ def _end_in(pid: int, end: Callable[[bool], None], failed: bool = False) -> None
 class Workers:
     """Makes the batches of one loader; keeps persistent worker processes between its iterations."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, meter: Meter) -> None:
         self._dataset = dataset  # the value of ``get_worker_info().dataset`` in workers
-        self.meter = Meter()
+        self._meter = meter
         self._kept: WorkerPool | None = None
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[MadeBatches] = weakref.WeakSet()  # those that may have workers
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has workers of its own."""
-        return {"_dataset": self._dataset}
+        return {"_dataset": self._dataset, "_meter": self._meter}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_dataset"])  # type: ignore[misc]
+        self.__init__(state["_dataset"], state["_meter"])  # type: ignore[misc]
 
     def batches(self, maker: BatchMaker, settings: BatchSettings, start: Start, loader: Any) -> MadeBatches:
         """Begin one iteration, with the options that a `StreamingDataLoader` has now."""
@@ -177,12 +177,12 @@ class Workers:
             loader.worker_init_fn,
         )
         pool = WorkerPool(task, loader.multiprocessing_context, loader.timeout)
-        self.meter.attach(pool.arenas)
+        self._meter.attach(pool.arenas)
         return pool
 
     def _end(self, pool: WorkerPool) -> None:
         pool.close()
-        self.meter.detach(pool.arenas)
+        self._meter.detach(pool.arenas)
 
     def release(self) -> None:
         """End persistent workers, those in use when their iteration ends; a later iteration starts new ones."""
@@ -319,7 +319,7 @@ def _functions(source: SampleSource, collate: SeededCall | None) -> list[str]:
     """What is called for samples: the user's functions, and decoders of images."""
     encodings = [encoding for index in source.reader.indexes for encoding in index.columns.values()]
     called = {
-        _DECODERS: source.reader.config.decoders or any(map(_IMAGES.search, encodings)),
+        _DECODERS: source.reader.shards.config.decoders or any(map(_IMAGES.search, encodings)),
         "the transform": source.transform,
         "collate_fn": collate,
         _OWN_READING: source.read_one,

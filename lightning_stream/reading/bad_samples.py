@@ -17,6 +17,7 @@ from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.ledger import Substitution, replacements
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.packing import RowSpans
+from lightning_stream.reading.proofs import EarlyRead
 from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
@@ -175,11 +176,25 @@ class BadData:
 
 def readable(
     dataset: HasBadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
-) -> tuple[T, MicroBatch]:
+) -> tuple[T, MicroBatch, tuple[EarlyRead, ...]]:
     """Read a micro-batch under the dataset's policy: the result, and the micro-batch with its substitutions.
+
+    The third has the samples that were read before their shards were verified.
 
     Raises FormatError or NotFoundError where data cannot be read and the policy is to raise.
     """
+    spent = dataset.reader.counters.spent
+    spent.early = early = list[EarlyRead]()
+    try:
+        result, info = _substituted(dataset, info, order, read)
+    finally:
+        spent.early = None
+    return result, info, tuple(early)
+
+
+def _substituted(
+    dataset: HasBadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
+) -> tuple[T, MicroBatch]:
     bad, reader = dataset.bad_data, dataset.reader
     if not bad.suspects(reader, info.sample_ids):
         try:
@@ -191,8 +206,5 @@ def readable(
     else:
         whole = bad.replaced(reader, info, order)
     instead = np.array([one.delivered for one in whole.substitutions]) if whole.rows is None else whole.sample_ids
-    announced = reader.read_ahead(instead)
-    try:
+    with reader.read_ahead(instead):
         return read(whole), whole
-    finally:
-        reader.done_with(announced)

@@ -192,7 +192,7 @@ class Evaluation:
     @cached_property
     def name(self) -> str:
         """The name of the result."""
-        decoders = sorted((self.reader.config.decoders or {}).items())
+        decoders = sorted((self.reader.shards.config.decoders or {}).items())
         texts = [f"filter {_VERSION}", self.reader.snapshot.digest, function_text(self.keep)]
         texts += [f"{column} {function_text(decode)}" for column, decode in decoders]
         return f"filter-{hashlib.sha256(chr(0).join(texts).encode()).hexdigest()[:32]}"
@@ -209,14 +209,11 @@ class Evaluation:
     def _of_shard(self, shard: int) -> NDArray[np.bool_]:
         """bool[samples of the shard]."""
         ids = np.arange(*self.reader.snapshot.shard_offsets[shard : shard + 2])
-        announced = self.reader.read_ahead(ids)
-        try:
+        with self.reader.read_ahead(ids):
             with suppress(*UNREADABLE):  # the samples tell that; the answers are kept, so they need the verified shard
                 for sample_id in ids[:1].tolist():
                     self.reader.open_for(sample_id)
             return np.array(list(map(self._keeps, ids.tolist())), np.bool_)
-        finally:
-            self.reader.done_with(announced)
 
     def _keeps(self, sample_id: int) -> bool:
         """Whether a sample is kept; one that cannot be read is, where training would substitute it."""

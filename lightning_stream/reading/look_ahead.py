@@ -70,37 +70,37 @@ def read_ahead(
     pool, is_exiting = reader.shards.pool, sys.is_finalizing
     pool.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
     next_use = _eviction_plan(reader, plan)
+    depth = read_ahead_depth(predownload, device_batch_size)
+    furthest = furthest_ahead(predownload, device_batch_size, is_limited=reader.shards.is_limited)
     ahead: deque[MicroBatch] = deque()
-    wants: deque[Want | None] = deque()  # of the batches that are being read, and of those ahead
+    wants: deque[Want] = deque()  # of the batches that are being read, and of those ahead
     infos = iter(infos)
     try:
-        # Once all shards are open, which they then stay, nothing is fetched or evicted any more.
-        while not reader.has_all_open or ahead:
-            is_further = not reader.shards.is_limited and pool.queue.has_idle_threads()
-            allowed = furthest_ahead(predownload, device_batch_size, is_limited=not is_further)
-            allowed = 0 if reader.has_all_open else allowed
+        while not pool.has_all_open():
+            allowed = furthest if furthest > depth and pool.queue.has_idle_threads() else depth
             if len(ahead) <= allowed and (info := next(infos, None)) is not None:
                 ahead.append(info)
                 wants.append(reader.read_ahead(info.sample_ids))
                 continue
             if not ahead:
                 break
-            next_use.advance(ahead[0].begin)
+            next_use.position = ahead[0].begin
             yield ahead.popleft()
             if len(wants) - len(ahead) >= in_progress:
-                reader.done_with(wants.popleft())
+                wants.popleft().drop()
+        yield from ahead
         yield from infos
     finally:
         if not is_exiting():  # at the interpreter's exit, modules may be gone already
             for want in wants:
-                reader.done_with(want)
+                want.drop()
             pool.plans.pop(id(next_use), None)
 
 
 def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:
     """Let the reader's caches evict first what this plan needs last."""
     next_use = NextUse(plan.order, reader.snapshot)
-    next_use.advance(plan.start)
+    next_use.position = plan.start
     if reader.shards.is_limited:
         plans = reader.shards.pool.plans
         for stream, cache in enumerate(reader.caches if not plans else ()):

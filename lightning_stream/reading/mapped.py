@@ -22,8 +22,9 @@ from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.shard_pool import Want
+from lightning_stream.reading.stream import Stream
+from lightning_stream.reading.stream_shards import StreamShards
 
 
 class MapStream(Stream):
@@ -83,7 +84,7 @@ class MapReader(SampleReader):
     """Reads samples of datasets by their ``__getitem__``."""
 
     def __init__(self, streams: Sequence[MapStream]) -> None:
-        super().__init__(streams, CacheDefaults(), ReaderConfig())
+        super().__init__(StreamShards(streams))
         is_mixed = len(streams) > 1
         self.shards.indexes = tuple(_index(str(one.local), len(one.dataset), is_mixed) for one in streams)
         calls = [_getter(one.dataset) for one in streams]
@@ -105,11 +106,6 @@ class MapReader(SampleReader):
         """None: there are no files."""
         return ()
 
-    @property
-    def has_all_open(self) -> bool:
-        """True: there is nothing to fetch."""
-        return True
-
     def sample(self, sample_id: int) -> Any:
         """One sample, as its dataset returns it."""
         return self.read(sample_id)
@@ -122,8 +118,9 @@ class MapReader(SampleReader):
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Nothing: there is nothing to fetch."""
 
-    def read_ahead(self, ids: NDArray[np.int64]) -> None:
+    def read_ahead(self, ids: NDArray[np.int64]) -> Want:  # noqa: ARG002
         """Nothing: there is nothing to fetch."""
+        return Want(self.shards.pool, [])
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
         if self._expression(name) is not None:

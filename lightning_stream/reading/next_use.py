@@ -19,6 +19,9 @@ class NextUse:
     """The position in an epoch at which a shard is needed next, by any rank, within a ``horizon`` of positions.
 
     It looks up a part of the order at a time: a fraction of a second for a million samples.
+
+    Attributes:
+        position: Of the run: everything before it is done.
     """
 
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
@@ -30,10 +33,6 @@ class NextUse:
         nothing = np.zeros(0, np.int64)
         self._part: _Part = (0, 0, nothing, nothing)  # replaced as one, since several threads ask
         self.position = 0
-
-    def advance(self, position: int) -> None:
-        """Note the position of the run: everything before it is done."""
-        self.position = position
 
     def __call__(self, shard: int) -> float:
         """The position of the shard's next use; infinite if there is none within the horizon."""

@@ -6,7 +6,6 @@ number of shards mapped, and fetches those that are needed soon in threads of it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
@@ -16,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.counters import Counters
 from lightning_stream.errors import DigestError, FormatError
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.formats.hashing import digest
@@ -28,10 +26,10 @@ from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.length_expression import LengthExpression, is_expression
 from lightning_stream.reading.lengths import read_lengths
-from lightning_stream.reading.proofs import Deliveries, EarlyRead
+from lightning_stream.reading.proofs import EarlyRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
-from lightning_stream.reading.stream import CacheDefaults, Stream, name_of
-from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
+from lightning_stream.reading.stream import name_of
+from lightning_stream.reading.stream_shards import StreamShards
 from lightning_stream.threads import DaemonPool
 
 T = TypeVar("T")
@@ -43,11 +41,18 @@ _DERIVED_TOGETHER, _MOST_LENGTH = 1 << 20, (1 << 32) - 1
 class SampleReader:
     """Reads samples of several streams by sample id. Picklable; safe under fork and threads.
 
-    Nothing is read or fetched before the first use. `shards` is what the readers share that `only` makes.
+    Nothing is read or fetched before the first use.
+
+    Attributes:
+        shards: What the readers share that `only` makes.
+        streams: Of which each has the samples behind those of the one before.
+        counters: What was measured.
     """
 
-    def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
-        self.shards = StreamShards(streams, defaults, config)
+    def __init__(self, shards: StreamShards) -> None:
+        self.shards = shards
+        self.streams = shards.streams
+        self.counters = shards.counters
         self.parent: SampleReader | None = None
         self._choose: Bitmap | Choose | None = None
         self._lengths: dict[str, NDArray[np.uint32]] = {}
@@ -59,39 +64,14 @@ class SampleReader:
         Args:
             chosen: Their ids here; or what finds them on first use, with how many each rule left.
         """
-        part = SampleReader(self.streams, self.defaults, self.config)
-        part.shards, part.parent, part._choose = self.shards, self, chosen
+        part = SampleReader(self.shards)
+        part.parent, part._choose = self, chosen
         return part
 
     def __getstate__(self) -> dict[str, Any]:
         # The function that chose the samples, e.g. a lambda, is no longer needed and may not be picklable.
         choose = None if "_choice" in self.__dict__ else self._choose
         return {**self.__dict__, "_lengths": {}, "_choose": choose}
-
-    @property
-    def streams(self) -> tuple[Stream, ...]:
-        """The streams, of which each has the samples behind those of the one before."""
-        return self.shards.streams
-
-    @property
-    def defaults(self) -> CacheDefaults:
-        """The settings of the caches."""
-        return self.shards.defaults
-
-    @property
-    def config(self) -> ReaderConfig:
-        """The settings."""
-        return self.shards.config
-
-    @property
-    def counters(self) -> Counters:
-        """What was measured."""
-        return self.shards.counters
-
-    @property
-    def delivered(self) -> Deliveries:
-        """What was delivered before it could be verified."""
-        return self.shards.delivered
 
     @property
     def caches(self) -> tuple[ShardCache, ...]:
@@ -311,22 +291,20 @@ class SampleReader:
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
         reads: list[EarlyRead] = []
-        columns = self._gathered(ids, out, reads)
-        for name, values in columns.items() if self.config.load_images else ():
-            load_images(name, values)
-        self._note_early(reads)
-        return columns
-
-    def _gathered(self, ids: NDArray[np.int64], out: Buffers | None, reads: list[EarlyRead]) -> dict[str, Any]:
         (of_shard, within), mixed = self._locate(ids), self.shards.mixed_columns
         if self.shards.num_joined:
-            return merge_groups(self._joined(of_shard, within, reads), self.shards.columns, len(ids), out)
-        if mixed is None and (columns := self.shards.pool.open.gather(of_shard, within, out)):
-            return columns
-        opened = self._opened(of_shard, within, reads)
-        if mixed is None:
-            return gather(*opened, out)
-        return merge_groups(gather_groups(*opened), mixed, len(ids), out)
+            columns = merge_groups(self._joined(of_shard, within, reads), self.shards.columns, len(ids), out)
+        elif mixed is not None:
+            groups = gather_groups(*self._opened(of_shard, within, reads))
+            columns = merge_groups(groups, mixed, len(ids), out)
+        else:
+            found = self.shards.pool.open.gather(of_shard, within, out)
+            columns = found or gather(*self._opened(of_shard, within, reads), out)
+        for name, values in columns.items() if self.shards.config.load_images else ():
+            load_images(name, values)
+        if reads:
+            self._note_early(reads)
+        return columns
 
     def _joined(self, of_shard: Int64s, within: Int64s, reads: list[EarlyRead]) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
@@ -357,36 +335,23 @@ class SampleReader:
                 reads.append(read)
         return [opened[number][0] for number in numbers.tolist()], which, within
 
-    def read_ahead(self, ids: NDArray[np.int64]) -> Want | None:
+    def read_ahead(self, ids: NDArray[np.int64]) -> Want:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
 
-        Not those whose samples here are so few that they come by ranges. Pass the result to `done_with` once the
-        samples were read, or will not be.
+        Not those whose samples here are so few that they come by ranges. Drop the result once the samples were read, or
+        will not be.
         """
         pool, shards = self.shards.pool, self.snapshot.shards_of(ids)
         if self.members is not None:
             shards = shards[~np.isin(shards, list(filter(self._is_few, np.unique(shards).tolist())))]
         numbers = self.shards.with_joined(shards)
         if not self.shards.is_limited and pool.open.has(numbers):
-            return None
+            return Want(pool, [])
         return pool.want(list(dict.fromkeys(numbers.tolist())))
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that are read of a shard cost less than the shard."""
         return self.shards.pool.partial.is_cheaper(number, int(self.snapshot.sizes[number]))
-
-    @property
-    def has_all_open(self) -> bool:
-        """Whether every shard is mapped, and stays so."""
-        if self.shards.is_limited:
-            return False
-        return len(self.shards.pool.open) == self.shards.num_files <= self.config.max_open_shards
-
-    def done_with(self, want: Want | None) -> None:
-        """Drop what `read_ahead` wanted, once: shards that no other batch needs are not fetched any more and, under a
-        cache limit, closed."""
-        if want is not None and want.pool.pid == os.getpid():
-            want.pool.drop(want.numbers)
 
     def is_right(self, reads: Sequence[EarlyRead], *, wait: bool) -> bool:
         """Whether samples that were read early have the bytes of their verified shards, as far as these are here.
@@ -397,7 +362,7 @@ class SampleReader:
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Fetch shards into the cache, several at once. Raises the first failure."""
-        with DaemonPool(self.config.fetch_threads, "fetch") as pool:
+        with DaemonPool(self.shards.config.fetch_threads, "fetch") as pool:
             entries = map(self.entry, self.shards.with_joined(shards).tolist())
             for fetch in [pool.submit(cache.ensure, entry) for cache, entry in entries]:
                 fetch.result()

@@ -284,10 +284,21 @@ class FetchQueue:
 
 
 class Want(NamedTuple):
-    """The shards that one batch needs, in the process that wants them."""
+    """The shards that one batch needs, until it drops them, or the end of a block: ``with reader.read_ahead(ids):``."""
 
     pool: ShardPool
     numbers: list[int]
+
+    def drop(self) -> None:
+        """Once: shards that no other batch needs are not fetched any more and, under a cache limit, closed."""
+        if self.numbers and self.pool.pid == os.getpid():
+            self.pool.drop(self.numbers)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        self.drop()
 
 
 class ShardPool:
@@ -321,6 +332,11 @@ class ShardPool:
             if fetch:
                 self._begin(numbers)
         return Want(self, numbers)
+
+    def has_all_open(self) -> bool:
+        """Whether every shard is mapped, and stays so: nothing is fetched or evicted any more."""
+        shards = self._shards
+        return len(self.open) == shards.num_files <= self._config.max_open_shards and not shards.is_limited
 
     def drop(self, numbers: list[int]) -> None:
         """Undo one `want`: a shard that no other batch wants is not fetched any more and, under a limit, closed.

@@ -57,8 +57,15 @@ class ReaderConfig:
 class StreamShards:
     """The shards of streams: their caches and indexes, and what one process has of them. Picklable."""
 
-    def __init__(self, streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> None:
-        self.streams, self.defaults, self.config = tuple(streams), defaults, config
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        defaults: CacheDefaults | None = None,
+        config: ReaderConfig | None = None,
+    ) -> None:
+        self.streams = tuple(streams)
+        self.defaults = defaults or CacheDefaults()
+        self.config = config or ReaderConfig()
         self.counters = Counters()
         self.delivered = Deliveries(self)
         self._pool: ShardPool | None = None

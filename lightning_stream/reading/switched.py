@@ -24,7 +24,7 @@ from lightning_stream.reading.stream import (
     versions_of,
     with_version,
 )
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 
 
 def reader_of(streams: Sequence[Stream], defaults: CacheDefaults, config: ReaderConfig) -> SampleReader:
@@ -33,7 +33,7 @@ def reader_of(streams: Sequence[Stream], defaults: CacheDefaults, config: Reader
     if mapped:
         return MapReader(mapped)
     kind = SwitchedReader if any(len(versions_of(stream)) > 1 for stream in streams) else SampleReader
-    return kind(streams, defaults, config)
+    return kind(StreamShards(streams, defaults, config))
 
 
 class SwitchedReader(SampleReader):
@@ -114,7 +114,7 @@ class SwitchedReader(SampleReader):
 
     def _version(self, step: int) -> tuple[SampleReader, NDArray[np.bool_]]:
         streams = [with_version(stream, version_at(stream, step)) for stream in self.streams]
-        reader = SampleReader(streams, self.defaults, self.config)
+        reader = SampleReader(StreamShards(streams, self.shards.defaults, self.shards.config))
         reader.shards.indexes = tuple(map(version_index, streams, reader.caches))  # with any columns
         mask = np.zeros(self.shards.snapshot.num_samples, np.bool_)
         begin = 0

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.cache import CacheConfig, default_folder
+from lightning_stream.cache import default_folder
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.lease import Lease
 from lightning_stream.cache.space import CacheEntry, Space
@@ -21,8 +21,8 @@ from lightning_stream.convert.publish import MANIFEST, Publication, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.stream import Stream
+from lightning_stream.reading.stream_shards import StreamShards
 from lightning_stream.shared_files import LOCK_FDS, publish_bytes, try_flock
 from lightning_stream.spark.convert import Conversion
 from lightning_stream.spark.plan import quoted
@@ -206,7 +206,7 @@ class FrameCache:
 
     def _read(self, receipts: Sequence[Receipt] | None) -> SampleReader:
         """A reader of these partitions; of all if None."""
-        reader = SampleReader((Stream(remote=self.uri),), CacheDefaults(CacheConfig()), ReaderConfig())
+        reader = SampleReader(StreamShards([Stream(remote=self.uri)]))
         if receipts is not None:
             reader.shards.indexes = (Index.from_bytes(index_bytes(receipts), self.uri),)
         return reader

@@ -133,7 +133,7 @@ def test_batches_that_were_not_handed_out_yet_are_made_again(
     server.go.set()
     while not list(folder.glob("shard.00000.mds")):
         time.sleep(0.01)
-    loader.streaming.reader.delivered.forget()  # as if the first batch had been right
+    loader.streaming.reader.shards.delivered.forget()  # as if the first batch had been right
     assert sum(num_wrong(next(batches)) for _ in range(6)) == 0
     batches.close()
 

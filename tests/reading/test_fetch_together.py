@@ -122,7 +122,7 @@ def test_what_another_process_fetches_comes_also_where_that_process_dies(tmp_pat
                 while not fetch.has_come():
                     time.sleep(0.01)
                 assert fetch.arrived or reader.batch(np.arange(4))["id"].tolist() == [0, 1, 2, 3]
-            reader.done_with(want)
+            want.drop()
             assert not reader.shards.pool.fetches
         finally:
             other.kill()

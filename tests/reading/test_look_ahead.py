@@ -38,8 +38,8 @@ def limited(shards: Path, folder: Path, num_shards: int = 40, **options: Any) ->
     dataset = StreamingDataset(remote=shards, local=folder, **options)
     assert dataset.snapshot.num_shards == NUM_SHARDS
     size = int(dataset.reader.indexes[0].raw_bytes.max())
-    config = replace(dataset.reader.defaults.config, limit_bytes=num_shards * size, room_wait_s=1)
-    dataset.reader.shards.defaults = replace(dataset.reader.defaults, config=config)
+    config = replace(dataset.reader.shards.defaults.config, limit_bytes=num_shards * size, room_wait_s=1)
+    dataset.reader.shards.defaults = replace(dataset.reader.shards.defaults, config=config)
     vars(dataset.reader.shards).pop("caches")  # made before the limit was known
     return dataset
 
@@ -133,7 +133,7 @@ def test_of_several_plans_the_one_that_needs_a_file_first_says_when(shards: Path
     snapshot = StreamingDataset(remote=shards).snapshot
     run = RunOrder(snapshot, (StreamWeights(),), OrderConfig.resolve(batch_size=8))
     near, far = (NextUse(run.epoch(0), snapshot) for _ in range(2))
-    near.advance(400)
+    near.position = 400
     numbers = {"a": 1, "b": 45, "c": 63}
     plans = {id(plan): plan for plan in (near, far)}
     assert [next_use_of_file(numbers, plans, name) for name in "abc"] == [10, 50, 230]

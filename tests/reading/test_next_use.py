@@ -39,7 +39,7 @@ def test_the_next_use_is_the_orders(horizon: int) -> None:
     of_position = snapshot.shards_of(order.ids(0, 600))
     next_use = NextUse(order, snapshot, horizon)
     for at in range(0, 600, 40):
-        next_use.advance(at)
+        next_use.position = at
         for shard in range(30):
             later = np.flatnonzero(of_position[at:] == shard) + at
             wanted = float(later[0]) if len(later) else math.inf

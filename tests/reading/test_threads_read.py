@@ -18,7 +18,7 @@ from lightning_stream import MDSWriter
 from lightning_stream.cache import CacheConfig
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.stores import LocalStore
 
 NUM_SAMPLES = 400
@@ -36,7 +36,8 @@ def shards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def reader_of(shards: Path, folder: Path | None = None, limit_bytes: int | None = None, **config: Any) -> SampleReader:
     stream = Stream(remote=shards, local=folder)
-    return SampleReader([stream], CacheDefaults(CacheConfig(limit_bytes=limit_bytes)), ReaderConfig(**config))
+    defaults = CacheDefaults(CacheConfig(limit_bytes=limit_bytes))
+    return SampleReader(StreamShards([stream], defaults, ReaderConfig(**config)))
 
 
 @contextmanager
@@ -97,7 +98,7 @@ def test_shards_that_are_closed_while_they_are_read_stay_mapped(
             announced = reader.read_ahead(ids)
             assert [int(number) for number in reader.batch(ids)["id"]] == ids.tolist()
             assert int(reader.sample(int(ids[0]))["id"]) == ids[0]
-            reader.done_with(announced)
+            announced.drop()
 
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(read, seed) for seed in range(4)]:
@@ -131,8 +132,8 @@ def test_a_child_forked_while_a_thread_reads_reads_too(shards: Path, tmp_path: P
             signal.alarm(20)
             found = None
             try:
-                reader.done_with(announced)  # as an iterator does that the child inherits and drops
-                reader.done_with(reader.read_ahead(np.arange(20)))
+                announced.drop()  # as an iterator does that the child inherits and drops
+                reader.read_ahead(np.arange(20)).drop()
                 found = int(reader.sample(7)["id"])
             finally:
                 os._exit(int(found != 7))
