@@ -126,7 +126,9 @@ TESTS = Path(__file__).resolve().parent
 FETCH = """
 import sys
 import numpy as np
-from lightning_stream.reading.reader import SampleReader, Stream, StreamShards
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream import Stream
+from lightning_stream.reading.stream_shards import StreamShards
 stream = Stream(remote=sys.argv[1], local=sys.argv[2], options={"timeout_s": 60.0})
 reader = SampleReader(StreamShards([stream]))
 from servers.shards import make_dataset
