@@ -174,11 +174,11 @@ class ShardCache:
         return self._find(self._held(entry).raw) is not None
 
     def arriving(self, entry: ShardEntry) -> Path:
-        """Return the path of a raw shard's file while it is being fetched, by any process of the machine.
+        """Return the path of a shard's file while it is being fetched, by any process of the machine.
 
         It grows in order, but has its final size at once where it comes in parts.
         """
-        return self._place.draft(entry.raw.basename, "0.raw")
+        return self._place.draft(entry.raw.basename, "0.raw" if entry.compressed is None else "0.zip")
 
     def ensure(self, entry: ShardEntry) -> Path:
         """Fetch the shard unless it is here; return its folder. With a limit, hold a `lease` while reading."""

@@ -13,6 +13,7 @@ import importlib
 import struct
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ from lightning_stream.formats.model import ShardEntry
 
 _MOST_SAMPLES, _FRAME_BYTES = 256, 1 << 17  # of a frame; both are part of the format: files have been written with them
 _SKIPPABLE, _SEEKABLE = 0x184D2A5E, 0x8F92EAB1
+_FRAME_HEAD_BYTES, _CHECKSUM_BYTES = 18, 4  # the first at most
+_REPEATED = 1  # the kind of a block that has one byte
 _HEAD, _FRAME, _FOOT = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
 
 
@@ -71,6 +74,38 @@ class Frames:
             if (int(packed.sum()), int(raw.sum())) == (begin, self._entry.raw.num_bytes):
                 return np.concatenate([[0], packed.cumsum()]).astype(np.uint32)
         raise self._error("its table does not fit the index")
+
+    def arrived(self, file: BinaryIO, num_bytes: int, last: int, edges: list[int]) -> int:
+        """Extend `edges`, where frames begin, by those that are here of a file that arrives, up to the end of `last`.
+
+        Return how many bytes are needed: more than `num_bytes` where not all of them are here.
+        """
+        while len(edges) < last + 2:
+            if (end := self._end(file, edges[-1], num_bytes)) > num_bytes:
+                return end
+            edges.append(end)
+        return edges[-1]
+
+    def _end(self, file: BinaryIO, begin: int, num_bytes: int) -> int:
+        """Where a frame ends, by the sizes of its blocks; a place behind `num_bytes` where one has not come."""
+        if begin + _FRAME_HEAD_BYTES > num_bytes:
+            return begin + _FRAME_HEAD_BYTES
+        zstandard, is_last = importlib.import_module("zstandard"), 0
+        file.seek(begin)
+        try:
+            end = begin + int(zstandard.frame_header_size(file.read(_FRAME_HEAD_BYTES)))
+        except zstandard.ZstdError:
+            raise self._error("a frame does not begin as one") from None
+        while not is_last:
+            if end + 3 > num_bytes:
+                return end + 3
+            file.seek(end)
+            about = int.from_bytes(file.read(3), "little")
+            if not about:
+                raise self._error("a frame has an empty block")
+            is_last, kind = about & 1, about >> 1 & 3
+            end += 3 + (1 if kind == _REPEATED else about >> 3)
+        return end + _CHECKSUM_BYTES
 
     def samples(self, frame: int, content: bytes) -> Iterator[tuple[int, bytes]]:
         """Yield the samples of a frame by their indices, from its decompressed bytes."""

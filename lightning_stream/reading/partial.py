@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 from msgspec.structs import replace
@@ -34,7 +34,7 @@ from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import decompress
 from lightning_stream.formats.memory import Int64s
-from lightning_stream.formats.model import SEEKABLE, ShardEntry
+from lightning_stream.formats.model import SEEKABLE, FileEntry, ShardEntry
 from lightning_stream.formats.seekable import Frames
 from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.proofs import EarlyRead
@@ -80,8 +80,8 @@ class PartialShards:
         """The threads."""
         return [self._requests, self._readers]
 
-    def is_cheaper(self, number: int, num_samples: int) -> bool:
-        """Whether ranges for so many samples of a shard cost less than the shard, with what was spent on it before.
+    def is_cheaper(self, number: int, indices: Int64s) -> bool:
+        """Whether ranges for these samples of a shard cost less than the shard, with what was spent on it before.
 
         Never if the user demands a hash, nor for shards that are compressed in one piece, of a format without such
         ranges, or in the cache.
@@ -89,12 +89,10 @@ class PartialShards:
         cache, entry = self._shards.entry(number)
         if isinstance(cache.store, DownloadHook) or not self._may_be_partial(number):
             return False
-        frames = _frames(entry)
-        num_bytes = (entry.compressed or entry.raw).num_bytes
-        num_parts = max(1, entry.num_samples if frames is None else frames.num_frames)
-        begin, end = _table_range(entry)
+        num_bytes, (begin, end) = _stored(entry).num_bytes, _table_range(entry)
         table = 0 if number in self._tables else REQUEST_BYTES + end - begin
-        cost = self._spent[number] + table + num_samples * (REQUEST_BYTES + num_bytes // num_parts)
+        num_ranges, range_bytes = _ranges(entry, indices)
+        cost = self._spent[number] + table + num_ranges * REQUEST_BYTES + range_bytes
         if cost > REQUEST_BYTES + num_bytes:
             return False
         if entry.raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
@@ -104,13 +102,13 @@ class PartialShards:
     def comes_soon(self, number: int, last: int) -> bool:
         """Whether the samples up to an index surely arrive well before the end of the shard, and can be read then.
 
-        Never if the user demands a hash, nor for shards that are compressed or of other formats.
+        Never if the user demands a hash, nor for shards that are compressed in one piece or of other formats.
         """
         cache, entry = self._shards.entry(number)
-        if entry.raw.origin is not None or entry.compressed is not None or not isinstance(cache.store, RetryingStore):
+        if entry.raw.origin is not None or not isinstance(cache.store, RetryingStore):
             return False
         part = (last + 1) / entry.num_samples
-        is_worth_it = part <= _MOST_OF_SHARD and entry.raw.num_bytes * (1 - part) >= REQUEST_BYTES
+        is_worth_it = part <= _MOST_OF_SHARD and _stored(entry).num_bytes * (1 - part) >= REQUEST_BYTES
         return is_worth_it and self._may_be_partial(number)
 
     def _may_be_partial(self, number: int) -> bool:
@@ -244,6 +242,27 @@ def _frames(entry: ShardEntry) -> Frames | None:
     return Frames(entry) if (entry.compression or "").startswith(SEEKABLE) else None
 
 
+def _stored(entry: ShardEntry) -> FileEntry:
+    """The file of a shard in its store."""
+    return entry.compressed or entry.raw
+
+
+def num_ranges(entry: ShardEntry, indices: Int64s) -> int:
+    """How many ranges have these samples, if all of a shard's are equally large."""
+    return _ranges(entry, indices)[0]
+
+
+def _ranges(entry: ShardEntry, indices: Int64s) -> tuple[int, int]:
+    """How many ranges have these samples, and their bytes."""
+    frames = _frames(entry)
+    parts, num_parts = (indices, entry.num_samples) if frames is None else (frames.of(indices), frames.num_frames)
+    mean = _stored(entry).num_bytes / max(1, num_parts)
+    gaps = mean * (parts[1:] - parts[:-1] - 1)
+    # Other formats ask for each sample by itself.
+    near = gaps[gaps <= _GAP_BYTES] if entry.raw.origin is None else gaps[:0]
+    return len(parts) - len(near), int(mean * len(parts) + near.sum())
+
+
 def _table_range(entry: ShardEntry) -> tuple[int, int]:
     """The bytes of the table of samples or frames: their begin and end."""
     frames = _frames(entry)
@@ -308,29 +327,45 @@ def _arriving(
     cache: ShardCache, entry: ShardEntry, indices: Int64s, has_come: Callable[[], bool]
 ) -> dict[int, bytes] | None:
     """Samples of a file that grows, when they are here; None where it is whole before, comes in parts, or stalls."""
-    path, pause_s, needed = cache.arriving(entry), _SHORTEST_PAUSE_S, table_bytes(entry)
-    size, grew = 0, time.monotonic()
+    path, pause_s, needed, edges = cache.arriving(entry), _SHORTEST_PAUSE_S, 0, [0]
+    frames, size, grew = _frames(entry), 0, time.monotonic()
+    wanted = indices if frames is None else frames.of(indices)
     while not has_come() and time.monotonic() - grew < _STALL_S:
         with suppress(FileNotFoundError), path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
-            if num_bytes >= entry.raw.num_bytes:
+            if num_bytes >= _stored(entry).num_bytes:
                 return None  # it is being verified, or comes in parts
             if num_bytes != size:
                 size, grew = num_bytes, time.monotonic()
             if num_bytes >= needed:
-                table = offsets_of(file.read(table_bytes(entry)), entry, entry.raw.basename)
-                needed = int(table[indices[-1] + 1])
+                table, needed = _table_so_far(file, num_bytes, entry, int(wanted[-1]), edges)
                 if num_bytes >= needed:
-                    parts = _neighbours(table, indices)
+                    parts = _neighbours(table, wanted)
                     ranges = [_range(table, part) for part in parts]
-                    contents = [os.pread(file.fileno(), end - begin, begin) for begin, end in ranges]
-                    return _cut(table, parts, contents)
+                    samples = _cut(table, parts, [os.pread(file.fileno(), end - begin, begin) for begin, end in ranges])
+                    return samples if frames is None else _unpacked(entry, frames, indices, samples)
         time.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
     return None
 
 
+def _table_so_far(
+    file: BinaryIO, num_bytes: int, entry: ShardEntry, last: int, edges: list[int]
+) -> tuple[_Offsets, int]:
+    """The offsets that are here of a file that grows, and how large it must be for all up to the end of the last one.
+
+    Those of frames are kept in `edges`.
+    """
+    if (frames := _frames(entry)) is not None:
+        needed = frames.arrived(file, num_bytes, last, edges)
+        return np.array(edges, np.uint32), needed
+    if num_bytes < table_bytes(entry):
+        return np.empty(0, np.uint32), table_bytes(entry)
+    table = offsets_of(file.read(table_bytes(entry)), entry, entry.raw.basename)
+    return table, int(table[last + 1])
+
+
 def read_range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
     """Fetch the bytes ``[begin, end)`` of a shard, with the version of the object."""
-    with cache.store.open((entry.compressed or entry.raw).basename, begin, end) as body:
+    with cache.store.open(_stored(entry).basename, begin, end) as body:
         return b"".join(body), body.tag

@@ -351,7 +351,9 @@ class SampleReader:
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that are read of a shard cost less than the shard."""
-        return self.shards.pool.partial.is_cheaper(number, int(self.snapshot.sizes[number]))
+        num_samples, num_few = self.shards.entry(number)[1].num_samples, int(self.snapshot.sizes[number])
+        spread = np.arange(num_few) * num_samples // max(1, num_few)  # as if they lay evenly in it
+        return self.shards.pool.partial.is_cheaper(number, spread)
 
     def is_right(self, reads: Sequence[EarlyRead], *, wait: bool) -> bool:
         """Whether samples that were read early have the bytes of their verified shards, as far as these are here.

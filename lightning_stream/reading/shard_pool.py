@@ -24,7 +24,7 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
-from lightning_stream.reading.partial import PartialShard, PartialShards
+from lightning_stream.reading.partial import PartialShard, PartialShards, num_ranges
 from lightning_stream.reading.proofs import EarlyRead, EarlyReads
 from lightning_stream.threads import DaemonPool
 
@@ -439,10 +439,11 @@ class ShardPool:
                 awaited.add(number)
                 if self.partial.comes_soon(number, int(indices[-1])):
                     soon.add(number)
-            if self.partial.is_cheaper(number, len(indices)):
+            if self.partial.is_cheaper(number, indices):
                 cheaper.add(number)
         if starts is None:  # the batch comes earlier only if it waits for none of them, not even for their beginnings
-            num_requests = sum(1 + len(wanted[number]) for number in awaited & cheaper)
+            ranges = (num_ranges(self._shards.entry(number)[1], wanted[number]) for number in awaited & cheaper)
+            num_requests = sum(1 + count for count in ranges)
             is_within = num_requests <= self.spare_requests - self.partial.num_requests
             if awaited == soon or awaited - cheaper or not is_within:
                 cheaper -= awaited

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,26 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from servers.holding import HoldingServer  # noqa: E402
 from servers.web import WebServer  # noqa: E402
 
 from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.errors import DigestError, StoreError  # noqa: E402
 from lightning_stream.formats.codecs import compress, decompress  # noqa: E402
+from lightning_stream.formats.seekable import Frames  # noqa: E402
 from lightning_stream.reading import partial  # noqa: E402
+from lightning_stream.stores import http  # noqa: E402
 
 NUM_SAMPLES = 6000
 
 
 @pytest.fixture(autouse=True)
 def small_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests that cost as much as 4 KiB, and bytes between neighbours as little, as beside shards of 64 MB."""
+    """Requests that cost as much as 4 KiB, bytes between neighbours and chunks as small, as beside shards of 64 MB."""
     monkeypatch.setattr(partial, "REQUEST_BYTES", 1 << 12)
     monkeypatch.setattr(partial, "_GAP_BYTES", 1 << 10)
+    monkeypatch.setattr(http, "CHUNK_BYTES", 1 << 14)
+    monkeypatch.setattr(http, "_ENOUGH_BYTES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +136,69 @@ def test_training_reads_every_sample_once(server: WebServer, rows: list[dict[str
     for batch in StreamingDataLoader(dataset, 50):
         seen |= dict(zip(batch["id"].tolist(), batch["text"], strict=True))
     assert [seen[number] for number in range(NUM_SAMPLES)] == [row["text"] for row in rows]
+
+
+@pytest.fixture
+def tenth(data: dict[str, bytes]) -> Iterator[HoldingServer]:
+    """Sends a tenth of each shard, and the rest once the test lets it."""
+    with HoldingServer(part=0.1) as server:
+        server.objects.update(data)
+        yield server
+        server.go.set()
+
+
+def test_a_first_batch_comes_from_a_tenth_of_its_shards_without_another_request(
+    tenth: HoldingServer, rows: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    batches = iter(StreamingDataLoader(opened(tenth, tmp_path, shuffle=True, num_canonical_nodes=1), 6))
+    first = next(batches)
+    assert not list(tmp_path.glob("shard*"))
+    assert set(ranges(tenth)) == {None}
+    tenth.go.set()
+    seen = dict[int, str]()
+    for batch in [first, *batches]:
+        seen |= dict(zip(batch["id"].tolist(), batch["text"], strict=True))
+    assert [seen[number] for number in range(NUM_SAMPLES)] == [row["text"] for row in rows]
+
+
+def test_frames_are_found_while_their_file_grows(data: dict[str, bytes], server: WebServer, tmp_path: Path) -> None:
+    content = data["/frames/shard.00000.mds.seekable.zstd"]
+    frames = Frames(opened(server, tmp_path).reader.entry(0)[1])
+    offsets = frames.offsets(content[slice(*frames.table)]).tolist()
+    for step in (1, 7, 997):
+        edges, file = [0], io.BytesIO(content)
+        for num_bytes in range(0, len(content) // 2, step * 17):
+            needed = frames.arrived(file, num_bytes, frames.num_frames - 1, edges)
+            assert edges == [edge for edge in offsets if edge <= num_bytes]
+            assert needed > num_bytes
+
+
+@pytest.mark.parametrize("wrong", ["head", "zeros", "flipped"])
+def test_a_beginning_that_is_no_frame_is_waited_for(
+    tenth: HoldingServer, data: dict[str, bytes], rows: list[dict[str, Any]], tmp_path: Path, wrong: str
+) -> None:
+    for name, content in data.items():
+        if name.startswith("/frames/shard"):
+            begin = {"head": bytes(4), "zeros": content[:9] + bytes(1000), "flipped": content[:5000] + b"\0" * 9}[wrong]
+            tenth.wrong[name] = begin + content[len(begin) :]
+    dataset = opened(tenth, tmp_path, shuffle=True, num_canonical_nodes=1)
+    threading.Timer(0.5, tenth.go.set).start()
+    batch = next(iter(StreamingDataLoader(dataset, 6)))
+    assert batch["text"] == [rows[number]["text"] for number in batch["id"].tolist()]
+
+
+def test_neighbours_cost_one_range_and_many_distant_samples_a_whole_shard(
+    server: WebServer, rows: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = opened(server, tmp_path / "near")
+    assert dataset.read_batch(range(100, 200))["text"] == [row["text"] for row in rows[100:200]]
+    asked = ranges(server)
+    assert len(asked) == 2  # the table, and two frames
+    assert sum(end - begin for begin, end in filter(None, asked)) < 100_000
+    monkeypatch.setattr(partial, "REQUEST_BYTES", 1 << 16)
+    dataset = opened(server, tmp_path / "far")
+    dataset.read_batch(range(0, 2480, 300))
+    assert ranges(server) == [None]
 
 
 class Damage:

@@ -18,8 +18,9 @@ PART = 0.3  # of a shard that arrives at once
 class HoldingServer(WebServer):
     """Sends a part of each shard, and the rest once `go` is set. `wrong` has other content, for first answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, part: float = PART) -> None:
         super().__init__()
+        self.part = part
         self.go, self.wrong = threading.Event(), dict[str, bytes]()
 
     def handler(self) -> type[Handler]:
@@ -34,10 +35,10 @@ class _HoldingHandler(Handler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content[: int(PART * len(content))])
+        self.wfile.write(content[: int(self.owner.part * len(content))])
         self.wfile.flush()
         self.owner.go.wait(30)
-        self.wfile.write(content[int(PART * len(content)) :])
+        self.wfile.write(content[int(self.owner.part * len(content)) :])
         return None
 
 
