@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
 
@@ -31,7 +31,6 @@ from lightning_stream.order.methods import METHODS
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.orders import ceil_div
 from lightning_stream.order.placement import NO_REPORT, Report, num_readers, reader_of
-from lightning_stream.order.sampled import SampledRun
 from lightning_stream.order.switches import SwitchedRun
 from lightning_stream.questions import Delivery, Occurrence, where
 from lightning_stream.reading.bad_samples import BadData
@@ -200,7 +199,7 @@ class SampleSource:
         given, weights = self.order_arguments, [vars(weights_of(stream)).values() for stream in self.reader.streams]
         refused = {
             "shuffle_algo": given["mosaic"] is not None,
-            "batching_method": not METHODS[given["batching_method"]].can_switch,
+            "batching_method": METHODS[given["batching_method"]].is_mixed,
             "schedule": given["schedule"] is not None,
             "epoch_size": given["epoch_size"] is not None,
             "proportion, repeat or choose": any(one is not None for each in weights for one in each),
@@ -265,8 +264,7 @@ class SampleSource:
             if isinstance(self.reader, SwitchedReader):
                 found = SwitchedRun(self.snapshot, weights, config, self.reader.versions)
             else:
-                kind = RunOrder if self.lists is None else partial(SampledRun, lists=self.lists)
-                found = kind(self.snapshot, weights, config, lengths, forgotten=forgotten)
+                found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten, lists=self.lists)
             if forgotten is not None:  # nor may they be delivered in place of bad samples
                 self.bad_data.found.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()

@@ -116,7 +116,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         wrong = violations(structs.asdict(self), _RULES)
         method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
         if method is not None and method.fixed is not None and getattr(self, method.fixed) is None:
-            wrong.append(method.lacks)
+            wrong.append(f"{self.batching_method} needs {_SIZES[method.fixed]} from the start.")
         if self.mosaic is not None:
             wrong += violations(structs.asdict(self.mosaic), _MOSAIC_RULES)
         yield from wrong
@@ -285,6 +285,7 @@ def _unknown_settings(kind: type, values: object) -> list[str]:
 
 
 _KEPT = ("canonical_nodes", "window", "quick_start", "sticky")  # by a run that resumes, where the user does not say
+_SIZES = {"batch_size": "a batch size", "device_block": "the batch size per device"}
 _PARTS: dict[str, type] = {
     "mosaic": MosaicConfig,
     "packing": RowPacking,

@@ -202,4 +202,4 @@ def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
     if run.forgotten is forgotten:
         return run
     config = structs.replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
-    return type(run)(run.snapshot, run.weights, config, run.lengths, forgotten=forgotten)
+    return type(run)(run.snapshot, run.weights, config, run.lengths, forgotten=forgotten, lists=run.lists)

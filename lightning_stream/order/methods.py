@@ -26,10 +26,8 @@ class BatchingMethod:
         jitter: Whether a shuffled run draws the distances between a stream's blocks at random.
         fixed: The batch size that the order keeps from its first start, by its name in `OrderConfig`: so many samples
             of one stream stay together.
-        lacks: The message where that is None.
         mixes_streams: Whether every global batch holds samples of several streams.
         can_be_packed: Whether its samples can be packed into rows.
-        can_switch: Whether a run may switch versions of its data.
         can_be_balanced: Whether costs may decide which replica gets which sample.
     """
 
@@ -37,10 +35,8 @@ class BatchingMethod:
     is_mixed: bool = True
     jitter: bool = True
     fixed: str | None = None
-    lacks: str = ""
     mixes_streams: bool = False
     can_be_packed: bool = True
-    can_switch: bool = False
     can_be_balanced: bool = True
 
     def block_of(self, config: OrderConfig) -> int:
@@ -53,18 +49,16 @@ class BatchingMethod:
 
 
 METHODS: dict[str, BatchingMethod] = {
-    "random": BatchingMethod(divide_evenly, is_mixed=False, can_switch=True),
+    "random": BatchingMethod(divide_evenly, is_mixed=False),
     "stratified": BatchingMethod(divide_evenly, jitter=False, mixes_streams=True),
     "per_stream": BatchingMethod(
         divide_by_stream,
         fixed="batch_size",
-        lacks="per_stream makes every global batch from one stream: it needs a batch size from the start.",
         can_be_packed=False,  # a batch is of one stream, and rows are of several documents
     ),
     "device_per_stream": BatchingMethod(
         divide_blocks,
         fixed="device_block",
-        lacks="device_per_stream needs the batch size per device from the start.",
         mixes_streams=True,
         can_be_packed=False,
         can_be_balanced=False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from .draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_pro
 from .forget import Forgotten
 from .mixture import Mixture
 from .mosaic.epoch import MosaicOrder
-from .orders import Counted, EvenMerge, Interleave, Order, Repeated, positions_of
+from .orders import Counted, EvenMerge, Interleave, Listed, Order, Repeated, positions_of
 from .rows import ByLength, Landmark, PackedRows
 from .schedule import Schedule
 from .snapshot import Snapshot, max_active
@@ -31,11 +31,23 @@ _KEPT_EPOCHS = 2
 _KEPT_SAMPLES = 1 << 14  # of a stream's own epochs: a batch may have many of a small stream
 
 
+class Lists(Protocol):
+    """Lists the samples of an epoch, each time the same ones."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch."""
+
+    def epoch(self, epoch: int) -> Ints:
+        """The samples of an epoch, in order: int64[num_samples]."""
+
+
 class RunOrder:
     """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
     ``lengths`` has the length of every sample by its id; only ``config.packing`` and ``buckets`` need it.
-    ``forgotten`` are samples in whose places others are delivered; ``config.forgotten`` has their digest.
+    ``forgotten`` are samples in whose places others are delivered; ``config.forgotten`` has their digest. ``lists`` is
+    a user's own order, which only the algorithm ``"sampler"`` has.
 
     Raises:
         ValueError: The weights cannot be met.
@@ -54,9 +66,10 @@ class RunOrder:
         lengths: NDArray[np.integer] | None = None,
         *,
         forgotten: Forgotten | None = None,
+        lists: Lists | None = None,
     ) -> None:
         self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
-        self.lengths, self.forgotten = lengths, forgotten
+        self.lengths, self.forgotten, self.lists = lengths, forgotten, lists
         if config.needs_lengths != (lengths is not None):
             raise ValueError("An order of rows or buckets needs the lengths of all samples; found only one of both.")
         if config.forgotten != (None if forgotten is None else forgotten.digest):
@@ -64,7 +77,7 @@ class RunOrder:
                 f"The forgotten samples of an order must be those of its settings, which have digest "
                 f"{config.forgotten}; found {forgotten and forgotten.digest}. Pass the same ones."
             )
-        if config.algorithm == SAMPLER and type(self) is RunOrder:
+        if (config.algorithm == SAMPLER) != (lists is not None):
             raise ValueError("The order of a state that a sampler lists needs that sampler: pass sampler=.")
         if config.switches:
             raise ValueError(
@@ -83,7 +96,8 @@ class RunOrder:
 
     def __reduce__(self) -> tuple[partial[RunOrder], tuple[Any, ...]]:
         """Pickle the settings, and the lengths if there are any."""
-        return partial(RunOrder, forgotten=self.forgotten), (self.snapshot, self.weights, self.config, self.lengths)
+        make = partial(RunOrder, forgotten=self.forgotten, lists=self.lists)
+        return make, (self.snapshot, self.weights, self.config, self.lengths)
 
     @property
     def origin(self) -> Snapshot:
@@ -93,6 +107,8 @@ class RunOrder:
     @property
     def num_samples(self) -> int:
         """Samples drawn per epoch."""
+        if self.lists is not None:
+            return self.lists.num_samples
         own = None if self.config.schedule is None else self.config.epoch_size
         return sum(self._draw.chosen) if own is None else own
 
@@ -143,6 +159,8 @@ class RunOrder:
     def order_of_samples(self, epoch: int) -> Order:
         """The samples of an epoch, before they are packed or sorted by length."""
         method = self.config.batching
+        if self.lists is not None:
+            return Listed(self._draw.delivered(epoch, self.lists.epoch(epoch)))
         if self.config.mosaic is not None:
             return MosaicOrder(self.snapshot, self.weights, self.config, epoch)
         if self.config.schedule is not None:

@@ -274,3 +274,26 @@ def test_samples_that_cannot_be_forgotten_are_refused():
     config = OrderConfig.resolve(batch_size=8, device_batch_size=8, algorithm="py1s")
     with pytest.raises(ValueError, match="native order only"):
         forgetting(RunOrder(snapshot, [StreamWeights()] * 3, config), Forgotten.of(snapshot, [3]))
+
+
+def test_an_order_that_a_user_lists_forgets_too():
+    config = OrderConfig.resolve(batch_size=4, algorithm="sampler", canonical_nodes=1, window=1)
+    run = RunOrder(Snapshot.of([[10]]), [StreamWeights()], config, lists=Backwards())
+    assert run.epoch(0).ids(0, 10).tolist() == [*range(9, -1, -1)]
+    without = forgetting(run, Forgotten.of(run.snapshot, [7]))
+    ids = without.epoch(0).ids(0, 10)
+    assert (ids == run.epoch(0).ids(0, 10)).sum() == 9
+    assert 7 not in ids
+    assert pickle.loads(pickle.dumps(without)).epoch(0).ids(0, 10).tolist() == ids.tolist()
+    positions = [Position.start(run, batch_size=4, tail="pad"), Position.start(run, batch_size=4, tail="pad", epoch=1)]
+    assert plan_replay(run, [7], positions).position == 2
+
+
+class Backwards:
+    """Lists ten samples."""
+
+    num_samples = 10
+
+    def epoch(self, epoch):
+        """From the last to the first one."""
+        return np.arange(10)[::-1]
