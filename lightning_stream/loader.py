@@ -13,7 +13,7 @@ from msgspec import structs
 from torch.utils.data import DataLoader
 
 from lightning_stream.dataset import StreamingDataset, check_blocks, plain_iterations_of, source_of
-from lightning_stream.distributed import WorldLike, detect_world
+from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import StateError, suggesting
 from lightning_stream.formats.sizes import whole
 from lightning_stream.loading.accelerate import Prepared, is_prepared
@@ -174,7 +174,9 @@ class StreamingDataLoader(DataLoader[Any]):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples per device and micro-batch."""
+        """Samples per device and micro-batch; with `batch_tokens` that many, and no batch has more samples."""
+        if (budget := self._source.batch_tokens) is not None:
+            return budget
         if self.global_batch_size is None:
             return self._device_batch_size or plain_iterations_of(self.streaming).batch_size
         return device_batch(self.global_batch_size, self.detect_world().num_replicas, self.accumulate)
@@ -185,9 +187,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def detect_world(self) -> World:
         """The world as given to the loader or its dataset, or as detected now."""
-        source, given = self._source, self._source.world if self.world is None else self.world
-        world = detect_world(given, source.replication or 1, source.data_dimension)
-        return replace(world, disks=self.disks or ())
+        return replace(self._source.detect_world(self.world), disks=self.disks or ())
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
         """How the data is divided here, for a run that continues with these order settings, or else with its own."""
@@ -206,7 +206,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     @property
     def epochs_differ(self) -> bool:
-        """Whether epochs have different numbers of batches: with packed rows, and with a budget of tokens."""
+        """Whether epochs have different numbers of batches, e.g. where samples are packed, or streams end."""
         return self._source.epochs_differ
 
     def num_batches(self, epoch: int) -> int:
@@ -216,10 +216,10 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def batches_before(self, position: Position) -> int:
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
-        if not self.epochs_differ:
-            whole = self.micro_batches_from(replace(position, position=0))  # a mixture's last epoch may be shorter
-            return len(whole) - len(self.micro_batches_from(position))
-        return position.num_steps(self._source.order(position.order)) * self.accumulate
+        if self._source.counts_rows:
+            return position.num_steps(self._source.order(position.order)) * self.accumulate
+        whole = self.micro_batches_from(replace(position, position=0))
+        return len(whole) - len(self.micro_batches_from(position))
 
     def micro_batches_from(self, position: Position) -> MicroBatches:
         """This rank's micro-batches from a position to the end of its epoch, by number."""

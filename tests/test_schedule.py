@@ -160,7 +160,12 @@ def test_streams_are_named_by_their_folders_or_by_the_user(folder: Path) -> None
 def test_a_mixture_whose_streams_all_stop_is_read_once(folder: Path) -> None:
     schedule = Schedule(POINTS, exhausted="stop")
     (loader,) = loaders(folder, 1, schedule=schedule)
-    ids = [one for _ in range(3) for batch in loader for one in batch["id"][~loader.last_batch.filler].tolist()]
+    ids: list[int] = []
+    for _ in range(3):
+        num_batches = len(loader)  # of the epoch to come: the second is short, and the third has none
+        batches = [batch["id"][~loader.last_batch.filler].tolist() for batch in loader]
+        assert len(batches) == num_batches
+        ids += [one for batch in batches for one in batch]
     assert sorted(ids) == list(range(170))
 
 

@@ -42,7 +42,7 @@ def described(
     what, world = "samples" if source.packing is None else "rows", settings.world
     size, divided = settings.global_batch_size, {"replicas": world.num_replicas, "accumulate": accumulate}
     count, note = None, "num_batches(epoch) of the loader plans the epoch and counts its batches"
-    if not source.epochs_differ or counts_rows(run, count_rows):
+    if not source.counts_rows or counts_rows(run, count_rows):
         count, note = settings.plan(source, Start(epoch)).num_batches, f"in epoch {epoch}"
     stages.append(stage_of_batches(run.config, size, settings.tail, num_batches=count, note=note, **divided))
     if source.balance is not None:

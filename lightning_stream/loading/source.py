@@ -142,9 +142,10 @@ class SampleSource:
         """The shards of all streams, with a digest; reads the indexes on first use."""
         return self.reader.snapshot
 
-    def detect_world(self) -> World:
-        """The world this process is in, as given or as detected now."""
-        return detect_world(self.world, self.replication or 1, self.data_dimension)
+    def detect_world(self, of_loader: WorldLike = None) -> World:
+        """The world as a loader of it was given, or the dataset, or as detected now."""
+        given = self.world if of_loader is None else of_loader
+        return detect_world(given, self.replication or 1, self.data_dimension)
 
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
@@ -187,7 +188,13 @@ class SampleSource:
     @property
     def epochs_differ(self) -> bool:
         """Whether epochs have different numbers of batches."""
-        return self.packing is not None or self.batch_tokens is not None or self.is_switched
+        schedule = self.order_arguments["schedule"]
+        return self.counts_rows or self.is_switched or (schedule is not None and any(schedule.stops))
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether an epoch's rows or batches are known only when all of them are planned."""
+        return self.packing is not None or self.batch_tokens is not None
 
     @property
     def batch_tokens(self) -> int | None:

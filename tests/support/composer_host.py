@@ -66,8 +66,7 @@ class ComposerHost:
         loader = getattr(data, "dataloader", data)
         kept = [one for kind in link.before for one in use(loader, kind)]
         options = {**link.options, "train_subset_num_batches": chain.limit or -1}
-        if link.evaluates_on_train and (link.source != "bare" or "batch_tokens" not in chain.dataset):
-            # Composer's own cutting of a bare loader's batches needs their size.
+        if link.evaluates_on_train:
             options |= {"eval_dataloader": data, "eval_interval": "4ba"}
         stop: At | None = None
         if link.way == "exception":

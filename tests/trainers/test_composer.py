@@ -13,7 +13,7 @@ pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-
 
 from composer import Callback, DataSpec  # noqa: E402
 from composer.loggers import InMemoryLogger  # noqa: E402
-from support.chains import Chain, Link, number_row, write_streams  # noqa: E402
+from support.chains import SIZES, Chain, Link, number_row, without_tokens, write_streams  # noqa: E402
 from support.composer_host import HOST  # noqa: E402
 from support.composer_runs import NUM_SAMPLES, Run, checkpoints  # noqa: E402
 from support.resume_contract import (  # noqa: E402
@@ -24,7 +24,15 @@ from support.resume_contract import (  # noqa: E402
     write_shards,
 )
 
-from lightning_stream import Packing, Stream, StreamingDataLoader, StreamingDataset, World, data_spec  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    Packing,
+    Schedule,
+    Stream,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+    data_spec,
+)
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError  # noqa: E402
 
 pytestmark = WARNINGS
@@ -71,6 +79,32 @@ def test_a_checkpoint_from_before_the_first_batch_resumes_exactly(shards: Path, 
     run: Any = None
     whole = Started(shards, tmp_path, spec=made(), callbacks=[Saves()], max_duration="6ba")
     expect_exact(whole, Run(shards, tmp_path, tmp_path / "ba0.pt", spec=made(), max_duration="6ba"), 0)
+
+
+def test_batches_of_a_budget_are_evaluated_whole_by_composers_own_cutting(tmp_path: Path) -> None:
+    folder = write_streams(tmp_path / "data") / "a"
+    dataset = StreamingDataset(remote=folder, transform=without_tokens, batch_tokens=700)
+    loader = StreamingDataLoader(dataset, evaluation=True)
+    seen: list[int] = []
+
+    class Notes(Callback):
+        def eval_batch_start(self, state: Any, logger: Any) -> None:
+            seen.extend(state.batch["id"].tolist())
+
+    options: dict[str, Any] = {"eval_dataloader": loader, "eval_interval": "1ba", "max_duration": "1ba"}
+    Run(folder, tmp_path, dataset={"transform": without_tokens}, callbacks=[Notes()], **options)
+    assert sorted(seen) == list(range(SIZES["a"]))
+
+
+@pytest.mark.parametrize("is_bare", [True, False])
+def test_training_ends_where_all_streams_of_a_mixture_have_ended(tmp_path: Path, is_bare: bool) -> None:
+    write_streams(tmp_path / "data")
+    streams = [Stream(remote=tmp_path / "data" / name, name=name) for name in SIZES]
+    schedule = Schedule([(0, {"a": 1, "b": 1})], exhausted="stop")
+    dataset = StreamingDataset(streams=streams, schedule=schedule, epoch_size=152, transform=without_tokens)
+    spec = (StreamingDataLoader if is_bare else data_spec)(dataset, global_batch_size=16)
+    run = Run(tmp_path, tmp_path, spec=spec, max_duration="100ba")
+    assert sorted(one for ids in run.steps.values() for one in ids) == [*range(260), *range(1000, 1140)]
 
 
 @pytest.mark.parametrize("is_bare", [True, False])

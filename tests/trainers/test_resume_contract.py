@@ -230,7 +230,9 @@ def test_a_checkpoint_at_the_end_of_an_epoch_starts_the_next(
 # Chains of runs
 
 FIRST, LAST = map(int, os.environ.get("LIGHTNING_STREAM_SEEDS", "100:300").split(":"))
-SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(FIRST, LAST))]
+ONCE_WRONG = {7214, 7242}  # a mixture whose last epoch is short; an evaluation over batches of a budget
+NIGHTLY = sorted({*ONCE_WRONG, *range(FIRST, LAST)})
+SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in NIGHTLY)]
 
 
 @pytest.fixture

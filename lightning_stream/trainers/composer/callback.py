@@ -104,8 +104,6 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self._trainer, self._num_resumes, self.counts = trainer, run.num_resumes, True
         self._epoch_clock = int(clock.epoch)
         trainer.state.callbacks.insert(0, self)
-        if trainer.state.device_train_microbatch_size is None:  # batch sizes differ: no batch of the budget has more
-            trainer.state.device_train_microbatch_size = self.loader.streaming.batch_tokens
         if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not run.is_resumed:
             run.report_missing("the checkpoint was loaded without its data position")
         here = run.position
@@ -158,10 +156,14 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
             super().run_event(event, state, logger)
 
     def epoch_start(self, state: State, logger: Logger) -> None:
-        """Follow the length of the epoch."""
+        """Follow the length of the epoch; end the training where no stream of a mixture has samples left."""
         self.before_dataloader(state, logger)
         self._sync()
         self._follow_length(state)
+        batches = self.loader.micro_batches_from(self.run.position)
+        if not batches.has(0) and not batches.plan.order.num_samples:
+            self.run.say("The training ends here: all streams of its mixture have ended.")
+            state.stop_training()  # else Composer would begin one empty epoch after the other
 
     def batch_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Take up the batch of this number."""

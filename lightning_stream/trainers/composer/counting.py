@@ -69,10 +69,8 @@ class BatchCounter:
         values = torch.as_tensor(tokens)
         return values.numel() if self._padding_id is None else int((values != self._padding_id).sum())
 
-    def split(self, batch: Any, size: float | None) -> Sequence[Any]:
-        """Cut a batch into micro-batches of at most this size, the same number on every rank; None leaves it whole."""
-        if size is None:  # an evaluation over a loader with `batch_tokens`, which has no batch size
-            return [batch]
+    def split(self, batch: Any, size: float) -> Sequence[Any]:
+        """Cut a batch into micro-batches of at most this size, the same number on every rank."""
         if int(size) != size or size < 1:
             raise ValueError(
                 f"a micro-batch has whole samples, at least one; device_train_microbatch_size is {size}. "

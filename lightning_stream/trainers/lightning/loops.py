@@ -210,13 +210,13 @@ class LightningClock(TrainerClock):
         return any(one is iterator for one in iterators(self._trainer))
 
     def follow_length(self, epoch: int) -> None:
-        """Let Lightning expect as many batches as an epoch has, where epochs differ, or a mixture may change.
+        """Let Lightning expect as many batches as an epoch has, where epochs differ.
 
         It asks for a loader's length once, and would end a longer epoch there.
         """
         trainer, loader, loop = self._trainer, self._loader, self._trainer.fit_loop
         combined, fetcher = loop._combined_loader, loop._data_fetcher  # noqa: SLF001
-        if combined is None or not (loader.epochs_differ or loader.position.order.schedule):
+        if combined is None or not loader.epochs_differ:
             return
         num_batches = limited(loader.num_batches(epoch), trainer.limit_train_batches)
         combined.limits, loop.max_batches = [num_batches], num_batches
