@@ -238,6 +238,10 @@ class ShardCache:
         """
         self._next_use = next_use
 
+    def last_used(self, basename: str) -> float:
+        """Return when a shard was last read here, in seconds since the epoch; 0.0 if it is not here."""
+        return self._space.last_used(CacheEntry((basename,), 0))
+
     def evict(self, entry: ShardEntry) -> bool:
         """Delete the shard's files; False if it is in use, not here, or was not fetched by a cache."""
         if self.in_place or not self.present(entry):

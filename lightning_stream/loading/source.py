@@ -56,8 +56,9 @@ class BatchSettings:
 
     def plan(self, source: SampleSource, start: Start) -> BatchPlan:
         """The global batches from a start to the end of its epoch."""
+        run = source.order(self.order)
         return BatchPlan(
-            source.order(self.order).epoch(start.epoch, start.landmark),
+            replace(run.epoch(start.epoch, start.landmark), following=run.following(start.epoch)),
             batch_size=self.global_batch_size,
             world=self.world,
             tail=self.tail,

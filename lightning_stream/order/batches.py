@@ -49,6 +49,7 @@ class EpochOrder:
         order: The sequence of its samples or rows.
         divide: How a `BatchPlan` divides such a sequence.
         placed_nodes: The canonical nodes, where a `Placement` says who reads which; None: they stand in their order.
+        following: Makes the order of the next epoch; None where that is unknown.
 
     Example::
 
@@ -60,6 +61,7 @@ class EpochOrder:
     order: Order
     divide: Callable[[BatchPlan, Order], Division]
     placed_nodes: int | None = None
+    following: Callable[[], EpochOrder] | None = None
 
     @property
     def num_samples(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -141,6 +141,10 @@ class RunOrder:
         if from_begin is not None and from_begin.order.is_counted:
             counted = ()  # nothing is left that a landmark could save
         return kept(self._epochs, (epoch, counted), self._epoch, _KEPT_EPOCHS)
+
+    def following(self, epoch: int) -> Callable[[], EpochOrder] | None:
+        """What makes the order of the epoch behind this one; None where a sampler must be asked for it."""
+        return partial(self.epoch, epoch + 1) if self.lists is None else None
 
     def _epoch(self, key: tuple[int, tuple[Counted, ...]]) -> EpochOrder:
         epoch, counted = key

@@ -104,6 +104,7 @@ def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:
     if reader.shards.is_limited:
         plans = reader.shards.pool.plans
         for stream, cache in enumerate(reader.caches if not plans else ()):
-            cache.plan(partial(next_use_of_file, reader.shards.files(stream), plans))
+            files = reader.shards.files(stream)
+            cache.plan(partial(next_use_of_file, files, plans, last_used=cache.last_used))
         plans[id(next_use)] = next_use
     return next_use

@@ -3,61 +3,88 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.order import EpochOrder, Snapshot
 
-# Begin and end of the positions, their shards ascending, and the positions of each shard ascending.
-_Part = tuple[int, int, NDArray[np.int64], NDArray[np.int64]]
-_HORIZON = 1 << 20  # positions; what is needed beyond it counts as never needed
+_HORIZON = 1 << 20  # positions that are looked up at once
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The uses of shards in a part of the order: the shards ascending, and the positions of each ascending."""
+
+    begin: int
+    end: int
+    shards: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    has_rest: bool  # of the epoch; then the beginning of the next epoch follows
+
+
+_NOTHING = _Part(0, 0, np.zeros(0, np.int64), np.zeros(0, np.int64), has_rest=False)
 
 
 class NextUse:
-    """The position in an epoch at which a shard is needed next, by any rank, within a ``horizon`` of positions.
+    """The position at which a shard is needed next, by any rank; those of the next epoch count on from this one's.
 
-    It looks up a part of the order at a time: a fraction of a second for a million samples.
+    It looks up ``horizon`` positions at a time: a fraction of a second for a million samples. What it knows of a shard
+    without a use among them is whether it was read in this epoch, which is done with it then, or is still to come.
 
     Attributes:
         position: Of the run: everything before it is done.
     """
 
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
-        self._order, self._snapshot, self._horizon = (
-            order,
-            snapshot,
-            max(1, horizon // order.order.samples_per_position),
-        )
-        nothing = np.zeros(0, np.int64)
-        self._part: _Part = (0, 0, nothing, nothing)  # replaced as one, since several threads ask
+        self._order, self._snapshot = order, snapshot
+        self._horizon = max(1, horizon // order.order.samples_per_position)
+        self._part = _NOTHING  # replaced as one, since several threads ask
+        self._began_at = time.time()
         self.position = 0
 
-    def __call__(self, shard: int) -> float:
-        """The position of the shard's next use; infinite if there is none within the horizon."""
+    def __call__(self, shard: int, last_used: float = 0.0) -> float:
+        """The position of the next use of a shard that was read last at this time; infinite if it is done with."""
         at = self.position
-        _, _, shards, positions = self._looked_up(at)
-        first, end = np.searchsorted(shards, [shard, shard + 1])
-        uses = positions[first:end]
+        part = self._looked_up(at)
+        first, end = np.searchsorted(part.shards, [shard, shard + 1])
+        uses = part.positions[first:end]
         place = np.searchsorted(uses, at)
-        return float(uses[place]) if place < len(uses) else math.inf
+        if place < len(uses):
+            return float(uses[place])
+        return math.inf if part.has_rest or last_used >= self._began_at else float(part.end)
 
     def _looked_up(self, at: int) -> _Part:
-        begin, end = self._part[:2]
-        if at < begin or (self._order.exists(end) and at + self._horizon // 2 > end):
-            begin, end = at, at + self._horizon
-            end = end if self._order.exists(end - 1) else self._order.num_samples
-            ids, positions = self._order.samples(begin, end)
-            shards = self._snapshot.shards_of(ids)
+        part = self._part
+        if at < part.begin or (not part.has_rest and at + self._horizon // 2 > part.end):
+            end, shards, positions = self._uses(self._order, at, at + self._horizon)
+            has_rest = not self._order.exists(end)
+            if has_rest and self._order.following is not None:
+                _, later, places = self._uses(self._order.following(), 0, self._horizon // 2)
+                shards, positions = np.append(shards, later), np.append(positions, places + end)
             by_shard = np.argsort(shards, kind="stable")
-            self._part = (begin, end, shards[by_shard], positions[by_shard])
-        return self._part
+            self._part = part = _Part(at, end, shards[by_shard], positions[by_shard], has_rest)
+        return part
+
+    def _uses(self, order: EpochOrder, begin: int, end: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+        """The shards of the samples from a position on, and their positions; and where they end."""
+        end = end if order.exists(end - 1) else order.num_samples
+        ids, positions = order.samples(begin, end)
+        return end, self._snapshot.shards_of(ids), positions
 
 
-def next_use_of_file(numbers: Mapping[str, int], plans: Mapping[int, NextUse], basename: str) -> float | None:
+def next_use_of_file(
+    numbers: Mapping[str, int],
+    plans: Mapping[int, NextUse],
+    basename: str,
+    last_used: Callable[[str], float] = lambda _: 0.0,
+) -> float | None:
     """In how many positions a file (``numbers``: its shard) is needed next, by any plan; None where that is unknown."""
     shard = numbers.get(basename)
     if shard is None:
         return None
-    return min((plan(shard) - plan.position for plan in list(plans.values())), default=None)
+    used = last_used(basename)
+    return min((plan(shard, used) - plan.position for plan in list(plans.values())), default=None)
