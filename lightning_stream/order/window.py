@@ -27,12 +27,9 @@ from .orders import CHUNK, EveryNth, Order, ReadInChunks, places_by, positions_o
 from .permutation import RngStream, permutation, place_in_permutation
 from .spread import spread_parts
 
-_KEPT_PART = (
-    1 << 15
-)  # samples: what is not read yet of a smaller part is kept; of a larger one, each piece is made again
+_KEPT_PART = 1 << 15  # samples: a smaller part is kept until it is read; of a larger one, each piece is made again
 _SLICE = 1 << 17  # entries of a mixing block that are in memory together: a last block is as large as several parts
 _Ids = NDArray[np.integer]
-_NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class Window(ReadInChunks):
@@ -210,73 +207,55 @@ class _NodeWindow:
         self._key = (*order.key, node)
         self._part_at = order.spread(self._key, self._parts.shard)
         self._sizes = self._parts.sizes[self._part_at]
-        self._begins = starts_of(self._sizes)
-        self._unread: dict[int, tuple[int, _Ids]] = {}
+        self._begins = block_begins(self._sizes, order.window)
+        self._small_parts: dict[int, _Ids] = {}
         self._slices: dict[tuple[int, int], _Ids] = {}
 
     def read(self, begin: int, end: int) -> _Ids:
         """Sample ids of the entries [begin, end) of this node."""
         ids: list[_Ids] = []
+        block = int(np.searchsorted(self._begins, begin, side="right")) - 1
         while begin < end:
-            key = self._slice_with(begin)
-            slice_ids = kept(self._slices, key, self._slice, 2)
-            ids.append(slice_ids[begin - key[1] : end - key[1]])
-            begin = key[1] + len(slice_ids)
+            start = int(self._begins[block])
+            start += (begin - start) // _SLICE * _SLICE
+            slice_ids = kept(self._slices, (block, start), self._slice, 2)
+            ids.append(slice_ids[begin - start : end - start])
+            begin = start + len(slice_ids)
+            block += int(begin == self._begins[block + 1])
         return np.concatenate(ids)
-
-    def _slice_with(self, entry: int) -> tuple[int, int]:
-        """The mixing block that has an entry, and the first entry of the slice of it that has this one."""
-        for key, ids in list(self._slices.items()):
-            if key[1] <= entry < key[1] + len(ids):
-                return key
-        first = int(np.searchsorted(self._begins, entry, side="right")) - 1
-        blocks = range(first, min(first + self._order.window, len(self._sizes)))
-        block = first + bisect_right(blocks, entry, key=self._start) - 1
-        return block, entry - (entry - self._start(block)) % _SLICE
 
     def _slice(self, key: tuple[int, int]) -> _Ids:
         """The ids of a slice of a mixing block."""
         order = self._order
         block, begin = key
-        bounds = self._bounds(block)
-        ids = np.concatenate([self._piece(place, *piece) for place, piece in bounds.items()])
-        for place in [place for place in list(self._unread) if place not in bounds]:
-            self._unread.pop(place, None)
+        ids = np.concatenate([self._piece(place, *bounds) for place, bounds in self._pieces(block).items()])
         size = len(ids)
-        begin -= self._start(block)
+        begin -= int(self._begins[block])
         end = min(begin + _SLICE, size)
         ids = ids[permutation(RngStream.MIXING_BLOCK, *self._key, block, size=size, begin=begin, end=end)]
         if order.draw.forgotten is not None:
             ids = order.draw.delivered(order.epoch, ids.astype(np.int64)).astype(order.dtype)
         return ids
 
-    def _start(self, block: int) -> int:
-        """The first entry of a mixing block: the parts that ended before it, and what it leaves of its own."""
-        first = max(0, block - self._order.window + 1)
-        return int(self._begins[first]) + sum(self._taken(place, block) for place in range(first, block))
-
-    def _bounds(self, block: int) -> dict[int, tuple[int, int]]:
-        """The places of the parts in a mixing block, and the entries of each that it holds."""
-        places = range(max(0, block - self._order.window + 1), block + 1)
-        return {place: (self._taken(place, block), self._taken(place, block + 1)) for place in places}
-
-    def _taken(self, place: int, block: int) -> int:
-        """How many entries of the part at a place come before a mixing block; the last block holds the rest."""
-        size = int(self._sizes[place])
+    def _pieces(self, block: int) -> dict[int, tuple[int, int]]:
+        """The places of the parts in a mixing block, and the entries that it has of each; the last one has the rest."""
         window = self._order.window
-        return size if block == len(self._sizes) else piece_begin(size, min(place, window), block - place, window)
+        pieces = {}
+        for place in range(max(0, block - window + 1), block + 1):
+            size = int(self._sizes[place])
+            begins = piece_begins(size, min(place, window), window)
+            begin, end = begins[block - place : block - place + 2]
+            pieces[place] = begin, end if block + 1 < len(self._sizes) else size
+        return pieces
 
     def _piece(self, place: int, begin: int, end: int) -> _Ids:
-        """Some entries of the part at a place. The rest of a small part is kept for the next blocks: half on average.
+        """Some entries of the part at a place. Of a large part, only these are made, from all of its random numbers."""
+        if self._sizes[place] > _KEPT_PART:
+            return self._permuted(place, begin, end)
+        return kept(self._small_parts, place, self._small_part, self._order.window + 1)[begin:end]
 
-        Of a large part, only these are made, from all of its random numbers.
-        """
-        start, ids = self._unread.get(place, (0, _NO_IDS))
-        if begin < start or end > start + len(ids):
-            size = int(self._sizes[place])
-            start, ids = begin, self._permuted(place, begin, size if size <= _KEPT_PART else end)
-        self._unread[place] = end, ids[end - start :].copy()
-        return ids[begin - start : end - start]
+    def _small_part(self, place: int) -> _Ids:
+        return self._permuted(place, 0, int(self._sizes[place]))
 
     def _permuted(self, place: int, begin: int, end: int) -> _Ids:
         order = self._order
@@ -293,17 +272,18 @@ class _NodeWindow:
         """The entry of this node that has a sample of a part: the inverse of `read`, without its sorts."""
         place = int(self._places[part - self._parts.first])
         entry = inside - (self._parts.skipped if part == self._parts.first else 0)
+        size, window = int(self._sizes[place]), self._order.window
         if place >= self._order.stored_parts:
-            size = int(self._sizes[place])
             entry = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=entry)
-        blocks = range(place, min(place + self._order.window, len(self._sizes)))
-        block = place + bisect_right(blocks, entry, key=partial(self._taken, place)) - 1
-        bounds = self._bounds(block)
-        ends = np.cumsum([end - begin for begin, end in bounds.values()])
-        before = int(ends[place - block - 1]) - bounds[place][1] + entry
+        number = bisect_right(piece_begins(size, min(place, window), window), entry) - 1
+        block = min(place + number, len(self._sizes) - 1)
+        pieces = self._pieces(block)
+        before = sum(end - begin for other, (begin, end) in pieces.items() if other < place)
+        begin, end = self._begins[block : block + 2].tolist()
         key = (*self._key, block)
-        inside = place_in_permutation(RngStream.MIXING_BLOCK, *key, size=int(ends[-1]), index=before)
-        return self._start(block) + inside
+        index = before + entry - pieces[place][0]
+        inside = place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - begin, index=index)
+        return int(begin) + inside
 
     @cached_property
     def _places(self) -> Ints:
@@ -311,15 +291,38 @@ class _NodeWindow:
         return np.argsort(self._part_at)
 
 
-@lru_cache(maxsize=1 << 12)  # most parts are of like sizes, and all places from w on alike
-def piece_begin(size: int, place: int, number: int, window: int) -> int:
-    """Where piece ``number`` of the part at ``place`` begins; number w is the end.
+def block_begins(sizes: Ints, window: int) -> Ints:
+    """int64[K + 1]: where each mixing block of a node begins, and the end, from the sizes of its parts. O(K + w**2).
 
-    The first ``size mod w`` of the w pieces are one longer. While the window fills, the first w - 1 parts give half
-    pieces, and the rest in equal pieces once it is full: so it fills twice as fast.
+    A part gives each of w blocks ``size // w`` entries, and the first ``size % w`` of these one more. The first w - 1
+    parts do not.
+    """
+    count = len(sizes)
+    head = min(window - 1, count)
+    even, longer = np.divmod(sizes[head:], window)
+    rises = np.zeros(count + window, dtype=np.int64)  # of the size, from each block to the next
+    rises[head:count] = even + 1
+    rises[head + window :] -= even
+    rises -= np.bincount(np.arange(head, count) + longer, minlength=count + window)
+    blocks = np.cumsum(rises)
+    for place in range(head):
+        blocks[place : place + window] += np.diff(piece_begins(int(sizes[place]), place, window))
+    begins = starts_of(blocks[:count])
+    begins[-1] = sizes.sum()
+    return begins
+
+
+@lru_cache(maxsize=1 << 9)  # most parts are of like sizes, and all places from w on alike
+def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
+    """Where each of the w pieces of the part at ``place`` begins, and the end.
+
+    The first ``size mod w`` of them are one longer. While the window fills, the first w - 1 parts give half pieces, and
+    the rest in equal pieces once it is full: so it fills twice as fast.
     """
     filling = max(0, window - 1 - place)
     half = size // (2 * window)
     even, longer = divmod(size - half * filling, window - filling)
-    late = max(0, number - filling)
-    return half * min(number, filling) + even * late + min(late, longer)
+    number = np.arange(window + 1)
+    late = np.maximum(number - filling, 0)
+    begins = half * np.minimum(number, filling) + even * late + np.minimum(late, longer)
+    return tuple(begins.tolist())

@@ -10,7 +10,7 @@ from support.orders import run_over
 
 from lightning_stream.order import window as windows
 from lightning_stream.order.spread import deal_shards, spread_parts
-from lightning_stream.order.window import piece_begin
+from lightning_stream.order.window import piece_begins
 
 prop = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -26,7 +26,7 @@ def node_shards(run, epoch, node):
 
 
 def pieces_of(size, place, window):
-    return np.diff([piece_begin(size, place, number, window) for number in range(window + 1)])
+    return np.diff(piece_begins(size, place, window))
 
 
 @prop
@@ -47,11 +47,12 @@ def test_blocks_have_the_pieces_of_their_parts_one_after_another(sizes, window):
         for piece, count in enumerate(pieces_of(size, place, window).tolist()):
             blocks[min(place + piece, len(sizes) - 1)] += count
     starts = np.cumsum(blocks) - blocks
-    assert [node._start(block) for block in range(len(sizes))] == starts.tolist()
-    filled = np.flatnonzero(blocks)
-    for block in filled.tolist():
+    assert node._begins.tolist() == [*starts.tolist(), sum(sizes)]
+    for block in np.flatnonzero(blocks).tolist():
         for entry in (starts[block], starts[block] + blocks[block] - 1):
-            assert node._slice_with(int(entry)) == (block, starts[block])
+            node.read(int(entry), int(entry) + 1)
+            assert [*node._slices][-1] == (block, starts[block])
+            node._slices.clear()
 
 
 def window_of(sizes, window, **settings):
@@ -80,8 +81,9 @@ def test_parts_that_are_read_piece_by_piece_are_read_alike(monkeypatch):
 def test_a_node_keeps_at_most_two_megabytes_whatever_its_shards_have(size):
     node = window_of([size] * 12, 8)._node(0)
     for block in range(12):
-        node.read(node._start(block), node._start(block) + 10)
-        ids = [*node._slices.values(), *(ids for _, ids in node._unread.values())]
+        begin = int(node._begins[block])
+        node.read(begin, begin + 10)
+        ids = [*node._slices.values(), *node._small_parts.values()]
         assert sum(array.nbytes for array in ids) <= 4 * (2 * windows._SLICE + 8 * windows._KEPT_PART)
 
 
