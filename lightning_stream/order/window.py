@@ -214,7 +214,7 @@ class _NodeWindow:
     def read(self, begin: int, end: int) -> _Ids:
         """Sample ids of the entries [begin, end) of this node."""
         ids: list[_Ids] = []
-        block = int(np.searchsorted(self._begins, begin, side="right")) - 1
+        block = int(self._begins.searchsorted(begin, side="right")) - 1
         while begin < end:
             start = int(self._begins[block])
             start += (begin - start) // _SLICE * _SLICE
@@ -228,7 +228,7 @@ class _NodeWindow:
         """The ids of a slice of a mixing block."""
         order = self._order
         block, begin = key
-        ids = np.concatenate([self._piece(place, *bounds) for place, bounds in self._pieces(block).items()])
+        ids = np.concatenate([self._piece(*piece) for piece in self._pieces(block)])
         size = len(ids)
         begin -= int(self._begins[block])
         end = min(begin + _SLICE, size)
@@ -237,15 +237,15 @@ class _NodeWindow:
             ids = order.draw.delivered(order.epoch, ids.astype(np.int64)).astype(order.dtype)
         return ids
 
-    def _pieces(self, block: int) -> dict[int, tuple[int, int]]:
+    def _pieces(self, block: int) -> list[tuple[int, int, int]]:
         """The places of the parts in a mixing block, and the entries that it has of each; the last one has the rest."""
         window = self._order.window
-        pieces = {}
-        for place in range(max(0, block - window + 1), block + 1):
-            size = int(self._sizes[place])
+        is_last = block == len(self._sizes) - 1
+        first = max(0, block - window + 1)
+        pieces = []
+        for place, size in enumerate(self._sizes[first : block + 1].tolist(), first):
             begins = piece_begins(size, min(place, window), window)
-            begin, end = begins[block - place : block - place + 2]
-            pieces[place] = begin, end if block + 1 < len(self._sizes) else size
+            pieces.append((place, begins[block - place], size if is_last else begins[block - place + 1]))
         return pieces
 
     def _piece(self, place: int, begin: int, end: int) -> _Ids:
@@ -277,11 +277,10 @@ class _NodeWindow:
             entry = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=entry)
         number = bisect_right(piece_begins(size, min(place, window), window), entry) - 1
         block = min(place + number, len(self._sizes) - 1)
-        pieces = self._pieces(block)
-        before = sum(end - begin for other, (begin, end) in pieces.items() if other < place)
+        *earlier, (_, first, _) = self._pieces(block)[: place - block or None]
+        index = sum(end - begin for _, begin, end in earlier) + entry - first
         begin, end = self._begins[block : block + 2].tolist()
         key = (*self._key, block)
-        index = before + entry - pieces[place][0]
         inside = place_in_permutation(RngStream.MIXING_BLOCK, *key, size=end - begin, index=index)
         return int(begin) + inside
 
