@@ -1,4 +1,4 @@
-"""Partitions are worked on in several processes. A process that dies is replaced, and its partition is done again."""
+"""Partitions are worked on in several processes, or by Spark. One whose process dies is done again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,15 @@ from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_stream.errors import LightningStreamError
+from lightning_stream.spark_jobs import run_in_spark
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    Workers: TypeAlias = int | SparkSession  # the most processes of this machine, or a cluster
 
 # What terminals, schedulers and `timeout` send to all processes of a job: they are for the one that the user started.
 JOB_SIGNALS = tuple(
@@ -47,7 +53,7 @@ class ShardRange:
 def run_partitions(
     task: Callable[[Any], Any],
     partitions: Sequence[Any],
-    num_workers: int,
+    workers: Workers,
     report: Callable[[Any], None],
     remedy: str = "use fewer num_workers or smaller partition_bytes; num_workers=1 shows what happens in this process",
 ) -> dict[int, Any]:
@@ -56,7 +62,7 @@ def run_partitions(
     Args:
         task: Called with a partition, which has a `number`.
         partitions: The partitions to do.
-        num_workers: The most processes.
+        workers: Where: in at most so many processes, or in the executors of a Spark session.
         report: Called with each result.
         remedy: What the user can do if memory ran out.
 
@@ -69,7 +75,10 @@ def run_partitions(
         done[partition.number] = result
         report(result)
 
-    if min(num_workers, len(partitions)) <= 1:
+    if not isinstance(workers, int):
+        run_in_spark(workers, task, partitions, take)
+        return done
+    if min(workers, len(partitions)) <= 1:
         for partition in partitions:
             take(partition, task(partition))
         return done
@@ -77,7 +86,7 @@ def run_partitions(
     while missing := [each for each in partitions if each.number not in done]:
         running: dict[Future[Any], Any] = {}
         try:
-            _run_pool(data, missing, min(num_workers, len(missing)), running, take)
+            _run_pool(data, missing, min(workers, len(missing)), running, take)
         except BrokenProcessPool:
             tries.update(partition.number for partition in running.values())
             suspects = [str(partition) for partition in running.values() if tries[partition.number] == _MAX_TRIES]

@@ -40,6 +40,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
 _SETTLING_S = 0.2
+_SCRATCH = "lightning-stream-"
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
 
@@ -60,7 +61,18 @@ def scratch_folder() -> tempfile.TemporaryDirectory[str]:
 
     After an error, such a thread is not waited for, and its file must not hide the error.
     """
-    return tempfile.TemporaryDirectory(prefix="lightning-stream-", ignore_cleanup_errors=True)
+    return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=_spark_folder(), ignore_cleanup_errors=True)
+
+
+@functools.cache
+def scratch_here(folder: str) -> str:
+    """The scratch folder of a process for another; on another machine, one that Spark removes with its executor."""
+    return folder if Path(folder).exists() else tempfile.mkdtemp(prefix=_SCRATCH, dir=_spark_folder())
+
+
+def _spark_folder() -> str | None:
+    """In an executor of Spark, its folder for temporary files, which it removes at its end."""
+    return os.environ.get("SPARK_LOCAL_DIRS", "").partition(",")[0] or None
 
 
 def publish(draft: Path, final: Path, *, durable: bool = True) -> None:

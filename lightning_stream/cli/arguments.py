@@ -35,6 +35,9 @@ _FIRST_REQUEST = {"retries": 1, "timeout_s": 4}  # a user waits for it, and a wr
 # An argument, or several, and its first sentence in a docstring.
 _DOCUMENTED = re.compile(r"^ +([a-z_, ]+): (\S.*?\.)(?=\s+[A-Z0-9]|\n +[a-z_, ]+:|\s*\Z)", re.MULTILINE | re.DOTALL)
 
+# The flag of commands whose work is cut in pieces.
+SPARK = {"--spark MASTER": "do the work on a Spark cluster: spark://host:7077, yarn, k8s://..., sc://host, local[8]"}
+
 Options = Mapping[str, Any] | None
 Reading = Mapping[str, Any]  # how a dataset is read: arguments of `Stream`
 
@@ -345,6 +348,15 @@ def _weighted(text: str) -> tuple[str, dict[str, Any]]:
         return text, {}
     kind, value = match[2] or "proportion", float(match[3])
     return match[1], {kind: int(value) if kind == "choose" else value}
+
+
+def session_of(options: Namespace) -> Any:
+    """The Spark session at the master that ``--spark`` names; None without it."""
+    if options.spark is None:
+        return None
+    from lightning_stream.spark import local_session
+
+    return local_session(options.spark)
 
 
 def imported(text: str, flag: str) -> Callable[[Any], Any]:

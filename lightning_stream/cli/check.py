@@ -14,20 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, datasets_of, reader_over
+from lightning_stream.cli.arguments import (
+    SPARK,
+    FoundDataset,
+    add_flags,
+    add_source,
+    datasets_of,
+    reader_over,
+    session_of,
+)
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.processes import ShardRange, num_processes, run_partitions
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import Stream
 from lightning_stream.reading.stream_shards import ReaderConfig
-from lightning_stream.shared_files import scratch_folder
+from lightning_stream.shared_files import scratch_folder, scratch_here
+from lightning_stream.stores import absolute
 from lightning_stream.threads import DaemonPool
 
 EXAMPLES = """exit codes: 0 if all is right, 1 if something is corrupt
 
 examples:
   lightning-stream check s3://bucket/train
+  lightning-stream check s3://bucket/train --decode --spark spark://host:7077     # on all machines of a cluster
   lightning-stream check s3://bucket/train --decode --resume checked.jsonl   # again with the same file: only the rest
 """
 _PART_BYTES, _AT_ONCE, _THREADS = 16 << 20, 64, 8
@@ -41,6 +51,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--decode": "decode every sample, too, images included",
         "--resume FILE": "note in this file what is checked, and skip what is noted there",
         "--num-workers N": f"threads (default: {_THREADS}); with --decode processes (default: one per processor)",
+        **SPARK,
     })  # fmt: skip
 
 
@@ -53,10 +64,10 @@ def run(options: Namespace, out: Output) -> int:
         parts = [ShardRange(number, *pair) for number, pair in enumerate(dataset.index.cut(_PART_BYTES))]
         left = [part for part in parts if not findings.has_noted(part)]
         with scratch_folder() as folder, DaemonPool(num_processes(options.num_workers or _THREADS), "check") as pool:
-            stream = Stream(dataset.remote, local=folder, options=options.store_options, **dataset.how)
-            check = _Check(stream, options.decode)
-            if options.decode:
-                run_partitions(check, left, num_processes(options.num_workers), findings.note)
+            stream = partial(Stream, absolute(dataset.remote), options=options.store_options, **dataset.how)
+            check = _Check(stream, folder, options.decode)
+            if options.decode or options.spark:
+                run_partitions(check, left, session_of(options) or num_processes(options.num_workers), findings.note)
             else:  # Ctrl-C does not wait for these threads
                 for checked in [pool.submit(check, part) for part in left]:
                     findings.note(checked.result())
@@ -120,13 +131,14 @@ def _verdict(dataset: FoundDataset, problems: list[_Problem], decode: bool) -> d
 class _Check:
     """Fetches shards as a loader does, which verifies them, and decodes their samples. Picklable."""
 
-    stream: Stream
+    stream: Callable[..., Stream]
+    folder: str
     decode: bool
 
     @cached_property
     def reader(self) -> SampleReader:
         """The reader of this process."""
-        return reader_over([self.stream], ReaderConfig(load_images=True))
+        return reader_over([self.stream(local=scratch_here(self.folder))], ReaderConfig(load_images=True))
 
     def __call__(self, shards: ShardRange) -> tuple[ShardRange, list[_Problem]]:
         """Return these shards, and what is wrong with them."""

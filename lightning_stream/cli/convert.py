@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from lightning_stream.cli.arguments import add_signature, imported, mds_at
+from lightning_stream.cli.arguments import SPARK, add_flags, add_signature, imported, mds_at, session_of
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.convert import add_lengths, convert
 from lightning_stream.reading.lengths import summary
@@ -31,7 +31,7 @@ _FLAGS = (
     "source_store_options", "store_options",
 )  # fmt: skip
 _REMEDY = "Nothing is written beside it: convert it, with `lightning-stream convert SOURCE OUT --lengths COLUMN`."
-_OF_LENGTHS = ("num_workers", "overwrite", "store_options", "progress_bar")
+_OF_LENGTHS = ("num_workers", "overwrite", "store_options", "progress_bar", "spark")
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -40,6 +40,7 @@ def add_arguments(parser: ArgumentParser) -> None:
     text = "files, folders or patterns, as paths or URLs; and last the folder or URL of the dataset"
     parser.add_argument("paths", nargs="+", metavar="SOURCE OUT", help=text)
     add_signature(parser, convert, _FLAGS)
+    add_flags(parser, SPARK)
     text = "column whose len, or FUNCTION of its value, readers get before any sample; without OUT, added to SOURCE"
     parser.add_argument("--lengths", action="append", metavar="COLUMN[=MODULE:FUNCTION]", help=text)
 
@@ -47,7 +48,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(options: Namespace, out: Output) -> int:
     """Convert, or add lengths, and print what was written."""
     settings = {name: getattr(options, name) for name in _FLAGS}
-    settings["progress_bar"] = sys.stderr.isatty()
+    settings |= {"progress_bar": sys.stderr.isatty(), "spark": session_of(options)}
     lengths = {text.partition("=")[0]: _measure(text) for text in options.lengths or ()}
     *sources, place = options.paths
     if not sources:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_stream.convert.conversion import Conversion
 from lightning_stream.convert.mds import open_dataset
@@ -22,9 +22,14 @@ from lightning_stream.sources.choose import open_source
 from lightning_stream.sources.files import Uris
 from lightning_stream.sources.inputs import Inputs
 from lightning_stream.sources.nulls import NullRule
-from lightning_stream.stores import LocalStore, is_remote
+from lightning_stream.stores import absolute, is_remote
 from lightning_stream.writer.lengths import LengthFunctions, check_functions
 from lightning_stream.writer.place import Out
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from lightning_stream.processes import Workers
 
 
 @suggesting
@@ -57,6 +62,7 @@ def convert(
     source_store_options: Mapping[str, Any] | None = None,
     store_options: Mapping[str, Any] | None = None,
     lengths: LengthFunctions | None = None,
+    spark: SparkSession | None = None,
 ) -> ConversionResult:
     """Write files of rows as an MDS dataset, in parallel processes.
 
@@ -111,6 +117,8 @@ def convert(
         source_store_options, store_options: For the stores of the source and of ``out``.
         lengths: Functions by name, e.g. ``{"tokens": len}``, as `MDSWriter` takes them; a whole sample has the columns
             that are written.
+        spark: A Spark session, whose executors do the work of the processes, on all machines of its cluster. They must
+            see the source, `out`, and, for `shuffle`, `tmp_dir` under the same names.
 
     Raises:
         ValueError: Settings, columns or values that cannot be written; null values, with column and count; no rows.
@@ -147,17 +155,19 @@ def convert(
         force=force,
         lengths=check_functions(lengths),
     )
+    if spark is not None and shuffle and tmp_dir is None and is_remote(conversion.uri):
+        raise ValueError("shuffle with spark= moves rows through a folder that all machines share. Pass tmp_dir=.")
     if conversion.source.reader.kind == "mds" and conversion.source.name.rstrip("/") == str(conversion.uri):
         raise ValueError(f"a dataset is written beside the one that is read; both are {conversion.uri}. Name another.")
     conversion.source.reader.is_strict = columns is None or conversion.transform.function is not None
-    result = _converted(conversion, num_processes(num_workers), progress_bar)
+    result = _converted(conversion, spark or num_processes(num_workers), progress_bar)
     return replace(result, seconds=time.perf_counter() - begin, num_left_out=conversion.source.num_left_out)
 
 
-def _converted(conversion: Conversion, num_workers: int, progress_bar: bool) -> ConversionResult:
+def _converted(conversion: Conversion, workers: Workers, progress_bar: bool) -> ConversionResult:
     source = conversion.source
     if not source.splits:
-        return conversion.run(num_workers, progress_bar)
+        return conversion.run(workers, progress_bar)
     if conversion.val_fraction is not None:
         raise ValueError(
             f"{source.name} holds the splits {', '.join(source.splits)} already, so val_fraction does not apply. Omit "
@@ -173,7 +183,7 @@ def _converted(conversion: Conversion, num_workers: int, progress_bar: bool) -> 
         if not reader.is_listing:  # the classes of images are those of all splits
             reader.begin(files)
         part, out = replace(source, files=files, splits={}, reader=reader), conversion.out_of(split)
-        done.append(replace(conversion, source=part, out=out, found=found).run(num_workers, progress_bar))
+        done.append(replace(conversion, source=part, out=out, found=found).run(workers, progress_bar))
     options = conversion.store_options or {}
     result = read_manifest(conversion.uri, **(options if is_remote(conversion.uri) else {}))
     return replace(result, is_new=any(each.is_new for each in done))
@@ -186,4 +196,4 @@ def _checked_out(out: Any) -> Any:
     uri = os.fspath(out) if isinstance(out, (str, os.PathLike)) else ""
     if not uri:
         raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
-    return uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
+    return absolute(uri)

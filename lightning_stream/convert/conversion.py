@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
@@ -28,6 +28,9 @@ from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.infer import infer_columns
 from lightning_stream.writer.lengths import LengthFunctions, check_measurable
 from lightning_stream.writer.place import Transaction, digest_of
+
+if TYPE_CHECKING:
+    from lightning_stream.processes import Workers
 
 _LOG = logging.getLogger(__name__)
 _VERSION = 4
@@ -119,7 +122,7 @@ class Conversion:
         kept = () if self.transform.function is not None else self.source.reader.lengths
         return {**dict.fromkeys(kept, kept_length), **self.lengths}
 
-    def run(self, num_workers: int, progress_bar: bool) -> ConversionResult:
+    def run(self, workers: Workers, progress_bar: bool) -> ConversionResult:
         """Write what is missing, and publish it."""
         with alone(self.uri):
             held = {} if self.force else self._held()
@@ -144,7 +147,7 @@ class Conversion:
                 _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
             task = self._task(found, columns, specs, by_piece)
             partitions = partitions_of(splits, num_bytes)
-            receipts = self._write(task, partitions, shuffle, done, num_workers, progress_bar)
+            receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
             in_order = {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
             try:
                 for split in begun:
@@ -289,7 +292,7 @@ class Conversion:
         partitions: Sequence[Partition],
         shuffle: Shuffle,
         done: frozenset[int],
-        num_workers: int,
+        workers: Workers,
         progress_bar: bool,
     ) -> dict[int, dict[str, Receipt]]:
         """The receipts of all partitions, by number and split."""
@@ -300,7 +303,7 @@ class Conversion:
             def report(receipts: dict[str, Receipt]) -> None:
                 progress(sum(receipt.num_samples for receipt in receipts.values()))
 
-            return run_partitions(task.run, pieces, num_workers, report)
+            return run_partitions(task.run, pieces, workers, report)
 
         if self.shuffle and not self.source.reader.is_listing:
             receipts = shuffle.write(task, partitions, done, run)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
 from lightning_stream.shared_files import scratch_folder
-from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.stores import LocalStore, absolute, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.version_log import Edit
 from lightning_stream.writer.lengths import (
@@ -28,6 +28,9 @@ from lightning_stream.writer.lengths import (
     put_lengths,
 )
 from lightning_stream.writer.place import Place, Transaction
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _PARTITION_BYTES = 64 << 20  # the shards of a partition are fetched at the same time
 _FETCH_THREADS = 4
@@ -43,6 +46,7 @@ def add_lengths(
     progress_bar: bool = False,
     store_options: Mapping[str, Any] | None = None,
     allow_unsafe_types: bool = False,
+    spark: SparkSession | None = None,
 ) -> Lengths:
     """Add lengths to a dataset: every sample is read once, and then files of numbers and the index are put.
 
@@ -61,6 +65,7 @@ def add_lengths(
         progress_bar: Show a line that counts partitions and rows on stderr.
         store_options: Options of the store.
         allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
+        spark: A Spark session, whose executors do the work of the processes, on all machines of its cluster.
 
     Returns:
         The numbers by name, uint32[num_samples] each, in the order of the samples.
@@ -84,9 +89,9 @@ def add_lengths(
     held = _held(index, functions, overwrite)
     partitions = _partitions(index)
     progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
-    task = _Measuring(os.fspath(out), store_options, functions, allow_unsafe_types).run
+    task = _Measuring(absolute(os.fspath(out)), store_options, functions, allow_unsafe_types).run
     report = lambda measured: progress(len(next(iter(measured.values()), ())))  # noqa: E731
-    done = run_partitions(task, partitions, num_processes(num_workers), report)
+    done = run_partitions(task, partitions, spark or num_processes(num_workers), report)
     found = _joined(functions, [done[partition.number] for partition in partitions])
     hashes = index.schemas[0].hashes if index.schemas else ()
     files = put_lengths(place, found, hashes)

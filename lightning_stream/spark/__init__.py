@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lightning_stream.spark.convert import dataframe_to_mds
     from lightning_stream.spark.datasource import MDSDataSource, register
     from lightning_stream.spark.distributor import distributor_env, lightning_trainer_kwargs, with_env
+    from lightning_stream.spark.filter import excluded_ids
     from lightning_stream.spark.session import local_session
     from lightning_stream.spark.torch_dataset import StreamToTorchDataset, dataset_from_spark
 
@@ -20,6 +21,7 @@ _NAMES = {
     "convert": "dataframe_to_mds",
     "datasource": "MDSDataSource register",
     "distributor": "with_env distributor_env lightning_trainer_kwargs",
+    "filter": "excluded_ids",
     "session": "local_session",
     "torch_dataset": "StreamToTorchDataset dataset_from_spark",
 }
@@ -28,5 +30,5 @@ __getattr__, __dir__ = lazy_names(__name__, _NAMES, _EXTRAS)
 
 __all__ = [
     "StreamToTorchDataset", "MDSDataSource", "with_env", "dataframe_to_mds", "dataset_from_spark", "distributor_env",
-    "local_session", "lightning_trainer_kwargs", "register",
+    "excluded_ids", "local_session", "lightning_trainer_kwargs", "register",
 ]  # fmt: skip

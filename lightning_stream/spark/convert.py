@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from lightning_stream import errors
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
-from lightning_stream.errors import LightningStreamError, MissingExtraError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark.settings import Settings
+from lightning_stream.spark_jobs import collected
 from lightning_stream.writer.lengths import check_measurable
 
 if TYPE_CHECKING:
@@ -27,8 +25,6 @@ _LOG = logging.getLogger(__name__)
 _FILE_BATCH_ROWS = 256
 _ARRAY_BATCH_ROWS = 1000  # few enough to stay in a processor's cache: a third less work on blocks of tokens
 _REPLACE = "pass overwrite=True in mds_kwargs"
-_OURS = re.compile(r"^\s*lightning_stream\.errors\.(\w+): (.+)$", re.MULTILINE)
-_MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 _FILL = "Fill them (dataframe.fillna), drop the rows (dataframe.dropna), or ask for 'json' in columns=."
 
 
@@ -152,12 +148,7 @@ class Conversion:
             _LOG.info("continuing an earlier run: %d partitions are written already", len(publication.done))
         job, session = replace(self.job, done=publication.done), self.dataframe.sparkSession
         with small_batches(session, self.batch_rows):
-            try:
-                rows = self.dataframe.mapInArrow(_task(job), RESULT).collect()
-            except Exception as error:
-                if (cause := _explained(error)) is None:
-                    raise
-                raise cause from error
+            rows = collected(self.dataframe.mapInArrow(_task(job), RESULT))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         return receipts
@@ -182,22 +173,3 @@ def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
         yield from write_partition(job, context.partitionId(), batches)
 
     return write
-
-
-def _explained(failure: Exception) -> Exception | None:
-    """The package's error that a task ended with, or what a missing module means; None for any other failure.
-
-    A driver gets only the text of an executor's error.
-    """
-    text = str(failure)
-    if (ours := _OURS.search(text)) is not None:
-        kind = getattr(errors, ours[1], None)
-        if isinstance(kind, type) and issubclass(kind, (LightningStreamError, MissingExtraError)):
-            return kind(f"{ours[2].strip()} (In one of Spark's executors.)")
-    if (missing := _MISSING.search(text)) is not None:
-        return MissingExtraError(
-            f"the Python of Spark's executors has no module {missing[1]!r}. Install it on every machine of the cluster "
-            "(a cluster library, or %pip in a notebook), or set PYSPARK_PYTHON, before the session starts, to a Python "
-            "that has it on every machine."
-        )
-    return None

@@ -58,12 +58,12 @@ def find_java() -> Path:
 def local_session(
     master: str = "local[2]", *, app_name: str = "lightning_stream", conf: Mapping[str, Any] | None = None
 ) -> SparkSession:
-    """Start a Spark session on this machine, or return the active one, e.g. a notebook's.
+    """Start a Spark session, or return the active one, e.g. a notebook's.
 
     Sets ``PYSPARK_PYTHON`` to this Python unless it is set, so that workers find the packages that are here.
 
     Args:
-        master: As in Spark, e.g. ``"local[2]"`` or ``"local-cluster[2,1,1024]"``.
+        master: As in Spark: ``"local[2]"`` for this machine, ``"spark://host:7077"``, ``"yarn"``, ``"sc://host"``...
         app_name: For Spark's own pages and logs.
         conf: More settings by name.
 
@@ -75,11 +75,15 @@ def local_session(
     active: SparkSession | None = SparkSession.getActiveSession()
     if active is not None:
         return active
-    _use_java(find_java())
+    is_connect, is_local = master.startswith("sc://"), master.startswith("local")
+    if not is_connect:
+        _use_java(find_java())
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    builder = SparkSession.builder.master(master).appName(app_name)
-    for name, value in {**_DEFAULTS, **(conf or {})}.items():
+    if is_local:
+        os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
+    builder = SparkSession.builder.appName(app_name)
+    builder = builder.remote(master) if is_connect else builder.master(master)
+    for name, value in {**(_DEFAULTS if is_local else {}), **(conf or {})}.items():
         builder = builder.config(name, str(value))
     return builder.getOrCreate()
 

@@ -82,6 +82,11 @@ def is_remote(url: str) -> bool:
     return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
 
 
+def absolute(url: str) -> str:
+    """The folder or URL as it means the same in every process."""
+    return url.rstrip("/") if is_remote(url) else str(LocalStore.from_url(url, {}).folder)
+
+
 def _scheme(url: str) -> str | None:
     """Return the scheme of a URL; None for a path. ValueError for a mistyped URL that is no path of a file."""
     scheme, colon, _ = url.partition("://")
