@@ -193,7 +193,6 @@ def _checked_out(out: Any) -> Any:
     """Return ``out`` as it means the same in every process."""
     if isinstance(out, (tuple, list)):
         return tuple(map(_checked_out, out))
-    uri = os.fspath(out) if isinstance(out, (str, os.PathLike)) else ""
-    if not uri:
+    if not out or not isinstance(out, (str, os.PathLike)):
         raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
-    return absolute(uri)
+    return absolute(out)

@@ -89,7 +89,7 @@ def add_lengths(
     held = _held(index, functions, overwrite)
     partitions = _partitions(index)
     progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
-    task = _Measuring(absolute(os.fspath(out)), store_options, functions, allow_unsafe_types).run
+    task = _Measuring(absolute(out), store_options, functions, allow_unsafe_types).run
     report = lambda measured: progress(len(next(iter(measured.values()), ())))  # noqa: E731
     done = run_partitions(task, partitions, spark or num_processes(num_workers), report)
     found = _joined(functions, [done[partition.number] for partition in partitions])

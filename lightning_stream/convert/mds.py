@@ -22,7 +22,7 @@ from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.base import Asked, Batch, Found, MeasuredColumns, Piece, Reader, Source
 from lightning_stream.sources.choose import SPLIT_OF
 from lightning_stream.sources.files import SourceFile, split_place
-from lightning_stream.stores import LocalStore, is_remote, open_store
+from lightning_stream.stores import absolute, is_remote, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.version_log import is_listed
 
@@ -34,7 +34,7 @@ def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | Non
     """The dataset with an index.json at a path or URL, or those of its splits; None if something else is there."""
     uri = os.fspath(source).rstrip("/") if isinstance(source, (str, os.PathLike)) else "*"
     uri = uri.removesuffix(f"/{INDEX_NAME}")
-    uri = uri if is_remote(uri) or uri == "*" else str(LocalStore.from_url(uri, {}).folder)
+    uri = uri if uri == "*" else absolute(uri)
     if kind not in (None, "mds") or (split_place(uri)[1] and kind is None):
         return None
     found = {"": one} if (one := _index_at(uri, store_options)) else {}

@@ -153,14 +153,13 @@ class Shuffle:
 
         Another call for the same output finds it again, and continues; no other conversion has the same one.
         """
-        home = uri if is_remote(uri) else str(Path(uri).absolute())
-        name = f"shuffle-{fingerprint}-{xxhash.xxh3_64_hexdigest(home.encode())}"
+        name = f"shuffle-{fingerprint}-{xxhash.xxh3_64_hexdigest(uri.encode())}"
         if tmp_dir is not None:
             folder = Path(tmp_dir).expanduser().absolute() / name
         elif is_remote(uri):
             folder = Path(tempfile.gettempdir()) / f"lightning_stream-{name}"
         else:
-            folder = Path(home).with_name(f".{Path(home).name}.{name}")
+            folder = Path(uri).with_name(f".{Path(uri).name}.{name}")
         return cls(folder, max(1, -(-source.num_bytes // min(partition_bytes, _BUCKET_BYTES))), seed)
 
     def write(

@@ -10,7 +10,8 @@ from typing import Any
 
 from lightning_stream.errors import MissingExtraError
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.spark.settings import Settings, absolute
+from lightning_stream.spark.settings import Settings
+from lightning_stream.stores import absolute
 
 try:
     from pyspark.sql.datasource import DataSource

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from lightning_stream.stores import is_remote
+from lightning_stream.stores import absolute, is_remote
 from lightning_stream.writer.base import WriterConfig
 from lightning_stream.writer.lengths import check_functions
 
@@ -60,12 +58,6 @@ class Settings:
         if isinstance(self.out, tuple):
             return (self.out[0], self.out[-1])
         return ("", self.out) if is_remote(self.out) else (self.out, "")
-
-
-def absolute(out: str | os.PathLike[str]) -> str:
-    """A path or URL that is the same in every process: an executor's working folder is not the driver's."""
-    uri = os.fspath(out)
-    return uri if not uri or "://" in uri or is_remote(uri) else str(Path(uri).absolute())
 
 
 def _problems(held: Mapping[str, Any], with_udf: bool) -> list[str]:

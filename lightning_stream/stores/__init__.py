@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -82,8 +83,9 @@ def is_remote(url: str) -> bool:
     return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
 
 
-def absolute(url: str) -> str:
-    """The folder or URL as it means the same in every process."""
+def absolute(place: str | os.PathLike[str]) -> str:
+    """The folder or URL as it means the same in every process: the working folder of an executor is another."""
+    url = os.fspath(place)
     return url.rstrip("/") if is_remote(url) else str(LocalStore.from_url(url, {}).folder)
 
 
