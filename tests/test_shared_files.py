@@ -15,7 +15,7 @@ import pytest
 from lightning_stream import shared_files as files
 from lightning_stream.cache.folder import CacheFolder, default_folder
 from lightning_stream.errors import CacheError, LockTimeoutError, NotFoundError
-from lightning_stream.shared_files import FileLock, publish, publish_bytes, run_once_across_processes
+from lightning_stream.shared_files import FileLock, publish, publish_bytes, run_once_across_processes, scratch_here
 
 FORK = multiprocessing.get_context("fork")
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # it is fork that is tested
@@ -237,3 +237,15 @@ def test_what_a_killed_process_left_of_a_small_file_is_cleared(tmp_path: Path) -
     writer.join()
     CacheFolder(tmp_path).prepare()
     assert not list(place.control.glob(".draft-*"))
+
+
+def test_the_scratch_folder_of_another_machine_is_one_that_spark_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARK_LOCAL_DIRS", f"{tmp_path},/elsewhere")
+    assert scratch_here(str(tmp_path)) == str(tmp_path)
+    made = scratch_here(str(tmp_path / "of another machine"))
+    assert Path(made).parent == tmp_path
+    assert scratch_here(str(tmp_path / "of another machine")) == made
+    with files.scratch_folder() as folder:
+        assert Path(folder).parent == tmp_path

@@ -134,7 +134,7 @@ def convert(
     conversion = Conversion(
         source=open_dataset(source, kind, source_options, source_store_options)
         or open_source(source, kind, source_options, source_store_options),
-        out=_checked_out(out),
+        out=absolute(out),
         keep_local=keep_local,
         store_options=store_options,
         columns=None if columns is None else dict(columns),
@@ -187,12 +187,3 @@ def _converted(conversion: Conversion, workers: Workers, progress_bar: bool) -> 
     options = conversion.store_options or {}
     result = read_manifest(conversion.uri, **(options if is_remote(conversion.uri) else {}))
     return replace(result, is_new=any(each.is_new for each in done))
-
-
-def _checked_out(out: Any) -> Any:
-    """Return ``out`` as it means the same in every process."""
-    if isinstance(out, (tuple, list)):
-        return tuple(map(_checked_out, out))
-    if not out or not isinstance(out, (str, os.PathLike)):
-        raise ValueError(f"out must name a folder or a URL; got {out!r}. Pass one.")
-    return absolute(out)

@@ -15,8 +15,8 @@ from lightning_stream.processes import ShardRange, run_partitions
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.filters import Evaluation, Keep
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import CacheDefaults, Stream
-from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.reading.stream import Stream
+from lightning_stream.reading.stream_shards import StreamShards
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.stores import absolute
 
@@ -31,7 +31,6 @@ def excluded_ids(
     filter: Keep,  # noqa: A002 - the word for it
     *,
     spark: SparkSession,
-    allow_unsafe_types: bool = False,
     **reading: Any,
 ) -> NDArray[np.int64]:
     """Ask a function about every sample of a dataset, in the executors of Spark.
@@ -45,13 +44,12 @@ def excluded_ids(
         remote: Folder or URL of the dataset, which the executors see, too.
         filter: Function of a sample (a dict) that returns whether it is kept, as `StreamingDataset` takes it.
         spark: The session.
-        allow_unsafe_types: Whether to decode the ``pkl`` encoding, which runs code that the data names.
         **reading: Further arguments of `Stream`, such as ``version`` and ``options``.
 
     Returns:
         The ids of the samples that are not kept, int64, ascending: what ``StreamingDataset(exclude_ids=...)`` takes.
     """
-    asking = _Asking(partial(Stream, absolute(remote), **reading), filter, allow_unsafe_types)
+    asking = _Asking(partial(Stream, absolute(remote), **reading), filter)
     with scratch_folder() as folder, closing(asking.reader(folder)) as reader:
         parts = [ShardRange(number, *pair) for number, pair in enumerate(reader.indexes[0].cut(_PART_BYTES))]
         answers = run_partitions(asking, parts, spark, lambda _: None)
@@ -65,12 +63,10 @@ class _Asking:
 
     stream: Callable[..., Stream]
     keep: Keep
-    allow_unsafe_types: bool
 
     def reader(self, folder: str) -> SampleReader:
         """A reader that fetches into a folder."""
-        config = ReaderConfig(allow_unsafe_types=self.allow_unsafe_types)
-        return SampleReader([self.stream(local=folder)], CacheDefaults(), config)
+        return SampleReader(StreamShards([self.stream(local=folder)]))
 
     def __call__(self, part: ShardRange) -> NDArray[np.bool_]:
         with scratch_folder() as folder, closing(self.reader(folder)) as reader:

@@ -63,7 +63,7 @@ def local_session(
     Sets ``PYSPARK_PYTHON`` to this Python unless it is set, so that workers find the packages that are here.
 
     Args:
-        master: As in Spark: ``"local[2]"`` for this machine, ``"spark://host:7077"``, ``"yarn"``, ``"sc://host"``...
+        master: As in Spark: ``"local[2]"`` for this machine, ``"spark://host:7077"``, ``"yarn"``...
         app_name: For Spark's own pages and logs.
         conf: More settings by name.
 
@@ -75,15 +75,14 @@ def local_session(
     active: SparkSession | None = SparkSession.getActiveSession()
     if active is not None:
         return active
-    is_connect, is_local = master.startswith("sc://"), master.startswith("local")
-    if not is_connect:
-        _use_java(find_java())
+    _use_java(find_java())
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
-    if is_local:
+    defaults = {}
+    if master.startswith("local"):
         os.environ.setdefault("SPARK_LOCAL_IP", "127.0.0.1")
-    builder = SparkSession.builder.appName(app_name)
-    builder = builder.remote(master) if is_connect else builder.master(master)
-    for name, value in {**(_DEFAULTS if is_local else {}), **(conf or {})}.items():
+        defaults = _DEFAULTS
+    builder = SparkSession.builder.master(master).appName(app_name)
+    for name, value in {**defaults, **(conf or {})}.items():
         builder = builder.config(name, str(value))
     return builder.getOrCreate()
 

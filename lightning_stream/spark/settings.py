@@ -45,7 +45,7 @@ class Settings:
         out = held["out"]
         retry = {"retries": held["retry"]} if "retry" in held else {}
         return cls(
-            tuple(map(absolute, out)) if isinstance(out, (tuple, list)) else absolute(out),
+            absolute(out),
             held.get("columns"),
             writer,
             bool(held.get("keep_local")),

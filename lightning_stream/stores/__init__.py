@@ -83,8 +83,16 @@ def is_remote(url: str) -> bool:
     return url.startswith("dbfs:") or ("://" in url and not url.startswith("file://"))
 
 
-def absolute(place: str | os.PathLike[str]) -> str:
-    """The folder or URL as it means the same in every process: the working folder of an executor is another."""
+def absolute(place: Any) -> Any:
+    """The folder or URL, or each of a pair, as it means the same in every process: the working folder may be another.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(place, (tuple, list)):
+        return tuple(map(absolute, place))
+    if not place or not isinstance(place, (str, os.PathLike)):
+        raise ValueError(f"out must name a folder or a URL; got {place!r}. Pass one.")
     url = os.fspath(place)
     return url.rstrip("/") if is_remote(url) else str(LocalStore.from_url(url, {}).folder)
 
