@@ -79,14 +79,14 @@ def placement_of(canonical_nodes: int, num_nodes: int, disks: Disks) -> Placemen
     if not any(map(any, disks)):
         return sticky
     held = np.array(disks).reshape(num_nodes, -1, canonical_nodes).sum(axis=1)
-    seats, places = np.array(sticky.seats), sticky.places
-    seat, place = np.arange(num_nodes)[:, None], places[None]
+    seat, place = np.arange(num_nodes)[:, None], np.arange(canonical_nodes)
     reads = (place * num_nodes < (seat + 1) * canonical_nodes) & ((place + 1) * num_nodes > seat * canonical_nodes)
-    seats = seats[_exchanged(seats, reads @ held.T)]
-    if num_nodes <= canonical_nodes:
-        at_seat = np.empty_like(held)
-        at_seat[seats] = held
-        places = places[_exchanged(places * num_nodes // canonical_nodes, at_seat)]
+    at_place, at_seat = np.empty_like(held), np.empty_like(held)
+    at_place[:, sticky.places] = held
+    seats = np.array(sticky.seats)
+    seats = seats[_exchanged(seats, reads @ at_place.T)]
+    at_seat[seats] = held
+    places = sticky.places[_exchanged(sticky.places, reads.T @ at_seat)]
     return Placement(places, tuple(seats.tolist()))
 
 

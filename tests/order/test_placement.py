@@ -170,6 +170,25 @@ def test_whichever_nodes_leave_no_more_moves_than_must_move(seed):
     assert moved <= 1.05 * bound, (moved, bound)
 
 
+def test_where_nodes_do_not_divide_the_canonical_ones_little_more_moves_than_must_move():
+    """The bound: also, nodes share as many canonical nodes as they must, and what no disk holds of these is fetched."""
+    rng = np.random.default_rng(36)
+    ratios = []
+    for _ in range(20):
+        disks, moved, bound = [], 0, 0
+        for num_nodes in rng.integers(1, 17, size=6).tolist():
+            disks = [disks[node] if node < len(disks) else set() for node in range(num_nodes)]
+            parts, fetched = fetched_with(disks, num_nodes, NODES)
+            nobody = NODES - len(set().union(*disks))
+            lacking = sum(max(0, -(-NODES // num_nodes) - len(disk)) for disk in disks)
+            shared = NODES + num_nodes - int(np.gcd(NODES, num_nodes)) - sum(map(len, disks))
+            moved, bound = moved + fetched, bound + max(nobody, lacking, shared)
+            disks = [disk | part for part, disk in zip(parts, disks, strict=True)]
+        ratios.append(moved / bound)
+    assert np.mean(ratios) <= 1.08
+    assert max(ratios) <= 1.25
+
+
 def test_without_anything_on_disks_or_with_everything_the_placement_is_the_sticky_one():
     sticky = sticky_placement(16, 4)
     for disks in ((), ((0,) * 16,) * 4, ((7,) * 16,) * 4, as_disks(parts_of(16, 4), 16)):
