@@ -183,7 +183,8 @@ class ReadInChunks(Order):
             return self._read(at)
         first = int(at[0]) // CHUNK * CHUNK
         chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, CHUNK)]
-        return np.concatenate(chunks)[at - first]
+        ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        return ids[at - first]
 
     def _chunk(self, begin: int) -> Ints:
         return self._read(positions_of(begin, min(begin + CHUNK, self.size)))

@@ -119,9 +119,8 @@ class ByNode:
         """This replica's part."""
         places = self.places(k, at)
         rows = self.order.spans(places.positions)
-        if rows is not None:
-            return replace(places, ids=rows.fingerprints(), rows=rows)
-        return replace(places, ids=self.order.ids(at)[places.positions - at[0]])
+        ids = self.order.ids(at)[places.positions - at[0]] if rows is None else rows.fingerprints()
+        return ReplicaBatch(ids, places.positions, places.filler, places.device_block, places.ends, rows)
 
     def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:
         """How many micro-batches every replica cuts its share into."""
@@ -175,7 +174,8 @@ def dealt(units: Ints, filler: Bools, world: World, is_equal: bool) -> tuple[Int
     end = count * (world.replica + 1) // world.num_replicas
     least = ceil_div(count, world.num_replicas) if is_equal else 1
     lacking = max(0, least - (end - begin))
-    chosen = np.append(np.arange(begin, end), np.full(lacking, min(begin, count - 1)))
+    chosen = np.arange(begin, end + lacking)
+    chosen[end - begin :] = min(begin, count - 1)
     is_filler = filler[chosen]
     is_filler[end - begin :] = True
     return units[chosen].reshape(-1), is_filler.reshape(-1)
