@@ -54,7 +54,7 @@ def permutation(purpose: RngStream, *numbers: int, size: int, begin: int = 0, en
         return np.arange(begin, end, dtype=np.int64)
     keys = random_u64(purpose, *numbers, size=size)
     if end - begin == size:
-        return _argsort_random(keys)
+        return argsort_random(keys)
     # Of `size` random numbers, the share below any bound differs from the expected one by less than 8 / sqrt(size).
     margin = 8 * math.isqrt(size) + 8
     low = 2**64 * max(0, begin - margin) // size
@@ -62,8 +62,8 @@ def permutation(purpose: RngStream, *numbers: int, size: int, begin: int = 0, en
     near = np.flatnonzero((keys >= np.uint64(low)) & (keys <= np.uint64(high)))
     below = int(np.count_nonzero(keys < np.uint64(low)))
     if not below <= begin <= end <= below + len(near):
-        return _argsort_random(keys)[begin:end]
-    return near[_argsort_random(keys[near])[begin - below : end - below]]
+        return argsort_random(keys)[begin:end]
+    return near[argsort_random(keys[near])[begin - below : end - below]]
 
 
 def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: int) -> int:
@@ -73,7 +73,7 @@ def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: in
     return int(np.count_nonzero(keys < key)) + int(np.count_nonzero(keys[:index] == key))
 
 
-def _argsort_random(keys: NDArray[np.uint64]) -> Ints:
+def argsort_random(keys: NDArray[np.uint64]) -> Ints:
     """The stable argsort of random numbers, at twice the speed.
 
     Each number's lowest bits are replaced by its index, so that one sort, which is faster than an argsort, moves both.

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from .arrays import Ints, ranges, starts_of
-from .permutation import RngStream, permutation, random_u64
+from .permutation import RngStream, argsort_random, permutation, random_u64
 
 
 def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> Ints:
@@ -63,9 +63,13 @@ def _stratum_ranks(seed: int, epoch: int, stream: int, num_strata: int) -> Ints:
 
 def _ranks_within(key: tuple[int, int, int, int], stratum: Ints) -> Ints:
     """A random rank of each part among those of its stratum."""
-    order = np.argsort(stratum, kind="stable")
-    keys = random_u64(RngStream.PARTS, *key, size=len(stratum)) >> np.uint64(1)
+    small = stratum.astype(
+        np.min_scalar_type(int(stratum.max(initial=0)))
+    )  # which is sorted by its digits: 3 times as fast
+    order = np.argsort(small, kind="stable")
+    order = order[argsort_random(random_u64(RngStream.PARTS, *key, size=len(stratum)) >> np.uint64(1))]
+    order = order[np.argsort(small[order], kind="stable")]
     sizes = np.bincount(stratum)
     ranks = np.empty_like(stratum)
-    ranks[order[np.lexsort((keys, stratum[order]))]] = ranges(np.zeros_like(sizes), sizes)
+    ranks[order] = ranges(np.zeros_like(sizes), sizes)
     return ranks
