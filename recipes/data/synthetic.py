@@ -1,4 +1,4 @@
-"""Synthetic samples, so that each recipe runs without a network: flowers with captions, stories and rows.
+"""Synthetic samples, so that each recipe runs without a network: flowers with captions, stories, chats and rows.
 
 Each function returns the same for the same arguments.
 """
@@ -105,6 +105,15 @@ def story(number: int) -> list[dict[str, str]]:
     """A sample: a story of two to seven sentences."""
     rng = Random(number)
     return [{"text": " ".join(rng.choice(phrases) for _ in range(rng.randint(2, 7)) for phrases in _PHRASES)}]
+
+
+def chat(number: int) -> list[dict[str, Any]]:
+    """A sample: a conversation of one to five sums."""
+    rng = Random(number)
+    terms = [(rng.randrange(10), rng.randrange(10)) for _ in range(rng.randint(1, 5))]
+    turns = [(f"{a} + {b}?", str(a + b)) for a, b in terms]
+    said = [said for turn in turns for said in zip(("user", "assistant"), turn, strict=True)]
+    return [{"messages": [{"role": role, "content": content} for role, content in said]}]
 
 
 def table_row(number: int) -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,6 +66,8 @@ class Tokenize:
     text_key: str
     separator: str | None
     digest: str
+    masks: ClassVar[tuple[str, ...]] = ()  # further columns, with a number for each token
+    example: ClassVar = staticmethod(story)
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
         tokenizer = Tokenizer(self.tokenizer, self.bos_token)
@@ -84,16 +86,22 @@ class TextData(ConvertedData):
     def __init__(
         self, *, separator: str | None = None, text_key: str = "text", files: Mapping[str, str] | None = None,
         synthetic_count: int = 1000, tokenizer: str = BYTES, bos_token: str = "<|endoftext|>", seq_len: int = 128,
-        pack_window: int | None = None, **shared: Any,
+        pack_window: int | None = None, long_documents: Any = None, **shared: Any,
     ) -> None:  # fmt: skip
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
         path = Path(tokenizer).expanduser()
         digest = hashlib.sha256(b"" if tokenizer == BYTES else path.read_bytes()).hexdigest()[:16]
-        self.tokenize = Tokenize(tokenizer, bos_token, text_key, separator, digest)
+        self.tokenize = self.rule(tokenizer, bos_token, text_key, separator, digest)
         self.files, self.synthetic_count = dict(files or {}), synthetic_count
         settings = {**vars(self.tokenize), "files": self.files, "synthetic_count": synthetic_count}
-        packing = {"pack": Packing(row_length=seq_len, window=pack_window)}
-        super().__init__(settings=settings, dataset=packing, **shared)
+        pack = Packing(
+            row_length=seq_len, window=pack_window, long_documents=long_documents, columns=self.tokenize.masks
+        )  # fmt: skip
+        super().__init__(settings=settings, dataset={"pack": pack}, **shared)
+
+    def rule(self, *of_text: Any) -> Tokenize:
+        """What makes tokens of the rows of a source."""
+        return Tokenize(*of_text)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -101,11 +109,11 @@ class TextData(ConvertedData):
 
     def convert_source(self) -> None:
         """Write the documents of both splits; a hash of its text puts a document into one of them."""
-        columns = {"tokens": f"ndarray:{self.tokenizer.dtype}"}
+        columns = {"tokens": f"ndarray:{self.tokenizer.dtype}"} | dict.fromkeys(self.tokenize.masks, "ndarray:uint8")
         written: dict[str, Any] = {"columns": columns, "lengths": {"tokens": len}, "transform_partition": self.tokenize}
         if self.source == SYNTHETIC:
-            stories = Inputs(range(self.synthetic_count), story)
-            self.convert(stories, partition_bytes=INPUTS_AT_A_TIME, **written)
+            examples = Inputs(range(self.synthetic_count), self.tokenize.example)
+            self.convert(examples, partition_bytes=INPUTS_AT_A_TIME, **written)
         elif self.files:
             for split, pattern in self.files.items():
                 self.convert(f"{self.source}/{pattern}", split, **written)

@@ -5,37 +5,60 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
 
 from recipes.models.task import Batch, Task
 
+compiled_attention = torch.compile(flex_attention)  # at its first call
+
+
+class Block(nn.TransformerEncoderLayer):
+    """A layer whose tokens attend to what a mask lets them see, a `BlockMask` or bool[n, 1, t, t]."""
+
+    def forward(self, hidden: Tensor, sees: Any) -> Tensor:  # type: ignore[override]
+        weight, bias = self.self_attn.in_proj_weight, self.self_attn.in_proj_bias
+        projected = functional.linear(self.norm1(hidden), weight, bias).unflatten(2, (3, self.self_attn.num_heads, -1))
+        query, key, value = projected.permute(2, 0, 3, 1, 4)
+        attended: Any
+        if isinstance(sees, BlockMask):
+            attended = (compiled_attention if hidden.is_cuda else flex_attention)(query, key, value, block_mask=sees)
+        else:
+            attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees)
+        hidden = hidden + self.self_attn.out_proj(attended.transpose(1, 2).flatten(2))
+        return hidden + self.linear2(functional.gelu(self.linear1(self.norm2(hidden))))
+
 
 class GPT(nn.Module):
-    """Decoder-only transformer."""
+    """Decoder-only transformer; `flex` attends by FlexAttention, which trains on a GPU, else by a mask of all pairs."""
 
-    def __init__(self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int) -> None:
+    def __init__(
+        self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int, flex: bool = False
+    ) -> None:
         super().__init__()
-        self.n_heads = n_heads
+        self.flex = flex
         self.token_embedding = nn.Embedding(vocab_size, d_model)
         self.position_embedding = nn.Embedding(seq_len, d_model)
         for embedding in (self.token_embedding, self.position_embedding):
             nn.init.normal_(embedding.weight, std=0.02)
-        options: Any = {"activation": "gelu", "dropout": 0.0, "batch_first": True, "norm_first": True}
-        layers = [nn.TransformerEncoderLayer(d_model, n_heads, 4 * d_model, **options) for _ in range(n_layers)]
-        self.layers = nn.ModuleList(layers)
+        self.layers = nn.ModuleList([Block(d_model, n_heads, 4 * d_model) for _ in range(n_layers)])
         self.norm = nn.LayerNorm(d_model)
 
-    def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
         """Predict the token after each one: logits, float[n, t, vocab_size], of int64[n, t].
 
-        Positions and attention restart with each of `documents`, int[n, t], the document of each token.
+        A token sees those before it in its document; `documents`, int[n, t], has their numbers, and `positions` the
+        places in them.
         """
-        same = documents[:, :, None] == documents[:, None, :]
-        sees = same.tril()
-        positions = sees.sum(2) - 1  # in the document, since it sees all of it up to itself
+
+        def is_seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return (documents[row, query] == documents[row, key]) & (query >= key)
+
+        count, length = tokens.shape
+        make: Any = create_block_mask if self.flex else create_mask
+        sees = make(is_seen, count, None if self.flex else 1, length, length, device=tokens.device)
         hidden = self.token_embedding(tokens) + self.position_embedding(positions)
-        hidden_from = (~sees).repeat_interleave(self.n_heads, 0)
         for layer in self.layers:
-            hidden = layer(hidden, src_mask=hidden_from)
+            hidden = layer(hidden, sees)
         return functional.linear(self.norm(hidden), self.token_embedding.weight)
 
 
@@ -43,21 +66,21 @@ class LanguageModel(Task):
     """Learns to predict the next token inside rows of packed documents.
 
     The loss is the mean over rows of each row's mean over its tokens: so each row weighs the same on any number of
-    devices. Padding, and the first token of a document, are not predicted.
+    devices. Padding, and the first token of a document, are not predicted; nor is what a ``loss_mask`` leaves out.
 
     Args:
         seq_len: Tokens of a row.
         vocab_size: None: that of the datamodule's `tokenizer`.
-        d_model, n_layers, n_heads: Of the transformer.
+        d_model, n_layers, n_heads, flex: Of the transformer, see `GPT`.
         optimizer: Arguments of `Task`.
     """
 
     def __init__(
         self, seq_len: int = 128, vocab_size: int | None = None, d_model: int = 128, n_layers: int = 4,
-        n_heads: int = 4, **optimizer: float,
+        n_heads: int = 4, flex: bool = False, **optimizer: float,
     ) -> None:  # fmt: skip
         super().__init__(**optimizer)
-        self.vocab_size, self.sizes = vocab_size, (seq_len, d_model, n_layers, n_heads)
+        self.vocab_size, self.sizes = vocab_size, (seq_len, d_model, n_layers, n_heads, flex)
         self.network: Any = None
 
     def configure_model(self) -> None:
@@ -68,8 +91,10 @@ class LanguageModel(Task):
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         tokens, documents = batch["input_ids"].long(), batch["document_ids"]
-        logits = self.network(tokens, documents)[:, :-1]
+        logits = self.network(tokens, documents, batch["position_ids"])[:, :-1]
         losses = functional.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none")
         is_real = torch.arange(1, tokens.shape[1], device=tokens.device) < batch["num_tokens"][:, None]
         counts = (documents[:, 1:] == documents[:, :-1]) & is_real
+        if "loss_mask" in batch:
+            counts &= batch["loss_mask"][:, 1:].bool()
         return {"loss": ((losses * counts).sum(1) / counts.sum(1).clamp(min=1)).mean()}

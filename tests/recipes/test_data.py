@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset
 from lightning_stream.order import World
 from recipes.data.captions import CaptionData
+from recipes.data.chats import ChatData
 from recipes.data.images import ImageData
 from recipes.data.synthetic import captioned_flower, write_flowers
 from recipes.data.table import TableData
 from recipes.data.text import TextData, TextMixture
+from recipes.models.gpt import GPT
 
 
 def places(folder: Path, **more: Any) -> dict[str, Any]:
@@ -87,6 +90,38 @@ def test_a_text_without_the_key_is_an_error_that_names_it(tmp_path: Path) -> Non
         data.prepare_data()
 
 
+def test_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
+    said = [("user", "2+2?"), ("assistant", "4"), ("user", "3?"), ("assistant", "33")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    chats = [[{"role": "system", "content": f"{number:02}"}, *messages] for number in range(30)]
+    rows = [json.dumps({"messages": chat}) for chat in chats]
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    options = {"text_key": "messages", "seq_len": 128, "long_documents": "error", **places(tmp_path)}
+    data = ChatData(source=str(tmp_path / "chats.jsonl"), val_fraction=0.2, **options)
+    data.prepare_data()
+    batch = next(iter(data.train_dataloader()))
+    assert (batch["num_tokens"] == 62).all()  # one conversation fills half a row
+    tokens, learned = batch["input_ids"][0], batch["loss_mask"][0].bool()
+    assert "".join("|" if token == 256 else chr(token) for token in tokens[learned]) == "4|33|"
+    wrong = ChatData(source=str(tmp_path / "chats.jsonl"), **{**options, "text_key": "turns"})
+    with pytest.raises(Exception, match=r"it has messages\. Set data\.text_key"):
+        wrong.prepare_data()
+
+
+@torch.no_grad()
+def test_flex_attention_sees_what_the_mask_shows() -> None:
+    network = GPT(257, 64, 32, 2, 2)
+    tokens = torch.randint(0, 257, (3, 64), generator=torch.Generator().manual_seed(0))
+    documents, positions = torch.arange(64).expand(3, 64) // 20, torch.arange(64).expand(3, 64) % 20
+    masked = network(tokens, documents, positions)
+    network.flex = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's advice to compile it
+        assert torch.allclose(network(tokens, documents, positions), masked, atol=1e-5)
+    alone = network(tokens[:, 20:40], documents[:, 20:40], positions[:, 20:40])
+    assert torch.allclose(masked[:, 20:40], alone, atol=1e-5)
+
+
 def test_a_mixture_has_its_proportions_and_validates_each_document_once(tmp_path: Path) -> None:
     parts = {
         name: {"source": "synthetic", "synthetic_count": 60, "proportion": share}
@@ -148,7 +183,8 @@ def test_an_evaluation_counts_each_sample_once_on_any_number_of_processes(count:
 
 
 @pytest.mark.slow
-def test_a_gpt_learns_from_packed_rows(run: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("data", ["text", "chats"])
+def test_a_gpt_learns_from_packed_rows(data: str, run: Callable[..., Any]) -> None:
     small = ("data.synthetic_count=200", "model.d_model=32", "model.n_layers=1", "data.num_workers=0", "hardware=cpu")
-    loss = run("text", "+data=text", *small, "trainer.max_epochs=3", "trainer.enable_progress_bar=false")
+    loss = run(data, f"+data={data}", *small, "trainer.max_epochs=3", "trainer.enable_progress_bar=false")
     assert loss < 4.5

@@ -1,0 +1,51 @@
+"""Chats as rows of tokens: conversations are packed as texts are, with a mask of what the model learns to say."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_stream.errors import FormatError
+from recipes.data.synthetic import chat
+from recipes.data.text import TextData, Tokenize, Tokenizer
+
+
+@dataclass(frozen=True)
+class TokenizeChats(Tokenize):
+    """A conversation is bos, role, bos, content, for each message, and bos at its end.
+
+    ``loss_mask`` is 1 for what one of `roles` said, and for the bos after it, which ends its turn.
+    """
+
+    roles: tuple[str, ...]
+    masks: ClassVar[tuple[str, ...]] = ("loss_mask",)
+    example: ClassVar = staticmethod(chat)
+
+    def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
+        tokenizer = Tokenizer(self.tokenizer, self.bos_token)
+        end = tokenizer.document("")
+        for row in rows:
+            messages = row.get(self.text_key)
+            if not messages:
+                columns = ", ".join(sorted(row))
+                raise FormatError(
+                    f"each row must have messages in {self.text_key!r}; it has {columns}. Set data.text_key."
+                )
+            texts = [text for message in messages for text in (message["role"], message["content"])]
+            learned = [is_said and message["role"] in self.roles for message in messages for is_said in (False, True)]
+            parts = [*map(tokenizer.document, texts)]
+            mask = np.repeat(learned, [*map(len, parts)])
+            yield {"tokens": np.concatenate([*parts, end]), "loss_mask": np.append(False, mask).astype("uint8")}
+
+
+class ChatData(TextData):
+    """Streams rows of packed conversations; ``configs/data/chats.yaml`` describes the settings."""
+
+    def __init__(self, *, roles: Sequence[str] = ("assistant",), **text: Any) -> None:
+        self.roles = tuple(roles)
+        super().__init__(**text)
+
+    def rule(self, *of_text: Any) -> TokenizeChats:
+        return TokenizeChats(*of_text, roles=self.roles)
