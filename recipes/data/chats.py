@@ -47,5 +47,5 @@ class ChatData(TextData):
         self.roles = tuple(roles)
         super().__init__(**text)
 
-    def rule(self, *of_text: Any) -> TokenizeChats:
-        return TokenizeChats(*of_text, roles=self.roles)
+    def rule(self, **of_text: Any) -> TokenizeChats:
+        return TokenizeChats(**of_text, roles=self.roles)

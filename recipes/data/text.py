@@ -91,7 +91,9 @@ class TextData(ConvertedData):
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
         path = Path(tokenizer).expanduser()
         digest = hashlib.sha256(b"" if tokenizer == BYTES else path.read_bytes()).hexdigest()[:16]
-        self.tokenize = self.rule(tokenizer, bos_token, text_key, separator, digest)
+        self.tokenize = self.rule(
+            tokenizer=tokenizer, bos_token=bos_token, text_key=text_key, separator=separator, digest=digest
+        )  # fmt: skip
         self.files, self.synthetic_count = dict(files or {}), synthetic_count
         settings = {**vars(self.tokenize), "files": self.files, "synthetic_count": synthetic_count}
         pack = Packing(
@@ -99,9 +101,9 @@ class TextData(ConvertedData):
         )  # fmt: skip
         super().__init__(settings=settings, dataset={"pack": pack}, **shared)
 
-    def rule(self, *of_text: Any) -> Tokenize:
+    def rule(self, **of_text: Any) -> Tokenize:
         """What makes tokens of the rows of a source."""
-        return Tokenize(*of_text)
+        return Tokenize(**of_text)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
