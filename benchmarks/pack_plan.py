@@ -13,6 +13,9 @@ of its documents' squared lengths; "downloads" is copies of the data, of all mac
 Samples of images and text have 0 to 8 images of 144 to 2,880 tokens; those of more than a row of 8,192 are left out.
 They are packed whole by ``text + images``, and balanced by ``(text + images) ** 2 + 4096 * images`` over 64 replicas.
 
+TRL's packer gets all of these samples, in batches of 1,000 as it is called; "cut" are samples that it divided or
+truncated, "lost" the tokens that are in no row. ``--trl-python`` is that of an environment with TRL and this package.
+
 First batches are those of a loader with two workers, over one million and over ``--many`` documents of 1 to 32 tokens:
 from the dataset's constructor until the batch has come. All shards are links to one file, beside one file of lengths.
 """
@@ -167,6 +170,45 @@ def whole_samples(nodes: int, job: Job) -> Result:
     }
 
 
+def fewer_samples(rule: Any, job: Job) -> Result:
+    """All samples of a smaller number packed, where the longest ones are dropped or split."""
+    lengths = sums_of(job)
+    clock, kept = Clock(), lengths[lengths <= 8192] if rule == "drop" else lengths
+    packing = RowPacking(8192, RowPacking(8192).usual_window(kept), rule)
+    num_rows = run_of(kept, packing=packing, canonical_nodes=1).epoch(0).num_samples
+    cut, lost = (lengths > 8192) & (rule != "drop"), lengths.sum() - kept.sum()
+    notes = {"fill %": 100 - _padding(kept, num_rows * 8192), "cut": int(cut.sum()), "lost tokens": int(lost)}
+    return {**clock.stop(len(lengths)), **notes}
+
+
+def sums_of(job: Job) -> np.ndarray:
+    parts = images_and_text(job.sizes.documents // 20)
+    return (parts["text"] + parts["images"]).astype("<u4")
+
+
+def trl_samples(strategy: str, job: Job) -> Result:
+    """The tokens of a sample are its number, so that the rows tell what became of each one."""
+    import pyarrow as pa
+    from datasets import Dataset
+    from trl.data_utils import pack_dataset
+
+    lengths = sums_of(job)
+    numbers = pa.array(np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
+    begins = np.append(0, np.cumsum(lengths, dtype=np.int64))
+    dataset = Dataset(pa.table({"input_ids": pa.LargeListArray.from_arrays(begins, numbers)}))
+    clock = Clock()
+    rows = pack_dataset(dataset, 8192, strategy).data.table.column("input_ids").combine_chunks()
+    result = clock.stop(len(lengths))
+    tokens = np.asarray(rows.flatten())
+    row = np.repeat(np.arange(len(rows)), np.asarray(rows.value_lengths()))
+    begins_here = np.append(True, (np.diff(tokens) != 0) | (np.diff(row) != 0))
+    pieces = np.bincount(tokens[begins_here], minlength=len(lengths))
+    found = np.bincount(tokens, minlength=len(lengths))
+    cut, lost = (pieces > 1) | (found < lengths), lengths.sum() - found.sum()
+    fill = 100 * len(tokens) / (len(rows) * 8192)
+    return {**result, "fill %": fill, "cut": int(cut.sum()), "lost tokens": int(lost)}
+
+
 def write_documents(folder: Path, count: int) -> None:
     """At least so many documents, in shards that are links to one file."""
     lengths = np.random.default_rng(0).integers(1, 33, ROWS_PER_SHARD).astype("<u4")
@@ -219,6 +261,9 @@ if __name__ == "__main__":
         groups.append(Group(f"shares of {nodes} canonical nodes", cases))
     whole = {f"ours, {nodes} canonical nodes": partial(whole_samples, nodes) for nodes in (8, 1)}
     groups.append(Group("samples of images and text", whole))
+    fewer = {f"ours, {rule}": partial(fewer_samples, rule) for rule in ("drop", "split")}
+    fewer |= {f"trl, {strategy}": partial(trl_samples, strategy) for strategy in ("bfd", "bfd_split", "wrapped")}
+    groups.append(Group("samples beside TRL", fewer))
     for kind in ARRANGED:
         cases = {"ours, 1,000,000": partial(first_batch, FEW, kind), "ours, many": partial(first_batch, None, kind)}
         groups.append(Group(f"first batch, {kind}", cases, prepare_documents))

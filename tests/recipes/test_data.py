@@ -102,7 +102,7 @@ def test_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
     batch = next(iter(data.train_dataloader()))
     assert (batch["num_tokens"] == 108).all()  # two conversations fill most of a row
     tokens, learned = batch["input_ids"][0], batch["loss_mask"][0].bool()
-    assert "".join("|" if token == 256 else chr(token) for token in tokens[learned]) == "4|33|"
+    assert "".join("|" if token == 256 else chr(token) for token in tokens[learned]) == "4|33|4|33|"
     wrong = ChatData(source=str(tmp_path / "chats.jsonl"), **{**options, "text_key": "turns"})
     with pytest.raises(Exception, match=r"it has messages\. Set data\.text_key"):
         wrong.prepare_data()
