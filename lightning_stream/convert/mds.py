@@ -118,7 +118,7 @@ class MdsReader(Reader):
         known_columns = {name: kind for one in sets for name, kind in one.items()}
         return Found({name: _ROW_ENCODINGS.get(kind, kind) for name, kind in known_columns.items()}, about)
 
-    def all_pieces(
+    def scan(
         self,
         files: Sequence[SourceFile],
         columns: Mapping[str, str],  # noqa: ARG002

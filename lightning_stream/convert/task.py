@@ -195,7 +195,7 @@ class PartitionTask:
         return PartitionWriter(spec, number)
 
     def _batches(self, splits: Sequence[Piece], where: str) -> Iterator[Batch]:
-        batches = _refusing(read_splits(self.reader, splits, self.read, by_column=self.by_piece))
+        batches = _refusing(read_splits(self.reader, splits, self.read))
         return batches if self.transform.function is None else batched(self.transform.samples(batches, where))
 
     @cached_property

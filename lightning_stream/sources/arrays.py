@@ -84,10 +84,14 @@ class NumpyReader(TableReader):
         """Return whether the file may have its rows one after another."""
         return file.ending == ".npy" and not file.is_packed
 
-    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
-        arrays = self._rows_of(split.file) or self._loaded(split.file)
-        first = split.begin * arrays.block_rows
-        yield Batch(_record_batch(arrays.read([first + row for row in rows]), columns), split.file.uri)
+    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+        if splits[0].rows is None:
+            yield from super().read(splits, columns)
+            return
+        file, first = splits[0].file, splits[0].begin
+        arrays = self._rows_of(file) or self._loaded(file)
+        rows = [first * arrays.block_rows + row for row in splits[0].rows]
+        yield Batch(_record_batch(arrays.read(rows), columns), file.uri)
 
     def _rows_of(self, file: SourceFile) -> _Arrays | None:
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -40,6 +40,7 @@ class Piece(NamedTuple):
         nulls: The columns that are known to have some.
         others: The columns that are not read.
         types: The Arrow types of columns for which those of the first file are too narrow.
+        rows: The numbers of those that are read; None for all.
     """
 
     file: SourceFile
@@ -51,6 +52,7 @@ class Piece(NamedTuple):
     nulls: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
     types: Mapping[str, Any] = {}
+    rows: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -125,25 +127,23 @@ class Reader(ABC):
         return [Piece(file, 0, None, file.num_bytes)]
 
     def has_pieces(self, files: Sequence[SourceFile]) -> bool:
-        """Whether `pieces` are known for these files."""
-        own = type(self)
-        return (own.pieces, own.all_pieces) != (Reader.pieces, Reader.all_pieces)
+        """Whether `scan` finds pieces of these files."""
+        return type(self).scan is not Reader.scan
 
     @abstractmethod
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield the rows of some pieces, in order, some at a time."""
+        """Yield the rows of some pieces, in order, some at a time: as values of each column where that is faster.
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
-        """Return the pieces of a file that become shards where it is read in place, in order.
-
-        Only a header, a footer or an index of the file is read. FormatError if it has not these columns.
+        A piece of some rows is read by ranges of bytes; only one whose file `has_rows` may be asked for.
         """
-        raise ValueError(f"{file.uri}: files of the format {self.kind} cannot be read in place. Convert them.")
 
-    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
-        """Yield the pieces of all files, in order; several files are looked at at once."""
-        for pieces in [pool.submit(self.pieces, file, columns) for file in files]:
-            yield from pieces.result()
+    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+        """Yield the pieces of all files that become shards where they are read in place, in order.
+
+        Only headers, footers and indexes are read, of several files at once in the pool. FormatError for a file that
+        has not these columns.
+        """
+        raise ValueError(f"{files[0].uri}: files of the format {self.kind} cannot be read in place. Convert them.")
 
     def takes_nulls(self, encoding: str) -> bool:
         """Whether a column of this encoding can be read as json, which has nulls."""
@@ -153,17 +153,9 @@ class Reader(ABC):
         """Return the reader of a piece: with its settings, and the user's options."""
         return replace(self, **split.settings) if split.settings else self  # type: ignore[type-var]
 
-    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield the rows of a piece as `read` does, or as the values of each column, which is faster."""
-        return self.read([split], columns)
-
     def has_rows(self, file: SourceFile) -> bool:
-        """Return whether `read_rows` can read some rows of a piece for less than all of it."""
+        """Return whether some rows of a piece can be read for less than all of it."""
         return False
-
-    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
-        """Yield some rows of a piece, by their numbers in it, from ranges of bytes."""
-        raise NotImplementedError(f"{self.kind}: rows cannot be read one by one")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -233,7 +225,7 @@ class Source:
     def pieces(self, columns: Mapping[str, str]) -> list[Piece]:
         """Return the pieces of all files that become shards where it is read in place, in order."""
         with readable(self.name), DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
-            return list(self.reader.all_pieces(self.files, columns, pool))
+            return list(self.reader.scan(self.files, columns, pool))
 
     def cut(self, columns: Mapping[str, str], partition_bytes: int, *, by_piece: bool = False) -> list[Piece]:
         """Cut the source, in order: into pieces that become shards where it is read in place, or into larger parts."""
@@ -289,16 +281,24 @@ def partitions_of(splits: Sequence[Piece], partition_bytes: int) -> list[Partiti
     return partitions
 
 
-def read_splits(
-    reader: Reader, splits: Sequence[Piece], columns: Mapping[str, str], *, by_column: bool = False
-) -> Iterator[Batch]:
-    """Yield the rows of some pieces, each as its settings need; ``by_column`` as values of each column, if possible."""
-    whole = not by_column and not any(split.settings for split in splits)
-    for part in [splits] if whole else [[split] for split in splits]:
-        own = reader if whole else reader.of_piece(part[0])
+def read_splits(reader: Reader, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    """Yield the rows of some pieces, each as its settings need."""
+    is_alike = not any(split.settings for split in splits)
+    for part in [splits] if is_alike else [[split] for split in splits]:
         # Errors of a function of the user's are the user's.
         with readable(part[0].file.uri) if part and reader.kind != "inputs" else nullcontext():
-            yield from own.read_columns(part[0], columns) if by_column else own.read(part, columns)
+            yield from (reader if is_alike else reader.of_piece(part[0])).read(part, columns)
+
+
+def in_order(
+    pool: DaemonPool,
+    find: Callable[[SourceFile, Mapping[str, str]], Iterable[Piece]],
+    files: Iterable[SourceFile],
+    columns: Mapping[str, str],
+) -> Iterator[Piece]:
+    """Yield the pieces that a function finds in each file, in order; several files are looked at at once."""
+    for found in [pool.submit(find, file, columns) for file in files]:
+        yield from found.result()
 
 
 def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:

@@ -72,7 +72,7 @@ class FileFolderReader(Reader):
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         return True
 
-    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
         for file, after in zip_longest(files, files[1:]):
             held.append(file)
@@ -86,16 +86,14 @@ class FileFolderReader(Reader):
     def has_rows(self, file: SourceFile) -> bool:
         return True
 
-    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
-        return replace(self, listed=[self.listed[row] for row in rows]).read([split], columns)
-
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
-            first = splits[0].file
+            first, rows = splits[0].file, splits[0].rows
+            listed = self.listed if rows is None else [self.listed[row] for row in rows]
             each = [
                 (replace(first, name=named_in_data(name, first.root), num_bytes=size, stamp=stamp, mark=""), label)
-                for name, size, stamp, label in self.listed
+                for name, size, stamp, label in listed
             ]
         else:
             each = [(split.file, labels[_class_of(split.file)]) for split in splits]

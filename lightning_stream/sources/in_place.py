@@ -132,7 +132,7 @@ class InPlace:
         reader, split = self._origin_of(store, entry)
         encoder = MdsEncoder(entry.schema.columns, None, (), None)
         with readable(split.file.uri, has_arguments=False), ShardDraft(encoder, entry.num_samples, to) as draft:
-            where = _settled(entry, reader.read_columns(split, entry.schema.columns), split, draft.add)
+            where = _settled(entry, reader.read([split], entry.schema.columns), split, draft.add)
             split.file.check()  # it may have changed while it was read
             if draft.num_samples != entry.num_samples:
                 raise FormatError(
@@ -160,7 +160,7 @@ class InPlace:
             found.extend(data[begin:end] for begin, end in pairwise([0, *ends]))
 
         with readable(split.file.uri, has_arguments=False):
-            where = _settled(entry, reader.read_rows(split, entry.schema.columns, numbers), split, add)
+            where = _settled(entry, reader.read([split._replace(rows=numbers)], entry.schema.columns), split, add)
         if len(found) != len(numbers):
             raise FormatError(f"{where}: {len(numbers)} rows were asked for; found {len(found)}. Start again.")
         return found

@@ -105,7 +105,7 @@ class JsonlReader(Reader):
         """Cut anywhere, unless the file is compressed, or one array of objects."""
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
 
-    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         """Yield pieces of about 64 MiB. Their rows are counted, so the files are read once."""
 
         def num_rows(split: Piece) -> int:
@@ -121,11 +121,6 @@ class JsonlReader(Reader):
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
             yield from self._rows(split)
-
-    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield the same, of a file that was not changed since it was listed."""
-        split.file.view(0, min(1, split.file.num_bytes))
-        return self.read([split], columns)
 
     def _rows(self, split: Piece, limit: int | None = None) -> Iterator[Batch]:
         """Yield rows a few MiB at a time, no more than ``limit`` of each."""

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, batched, present
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at, stretches
 from lightning_stream.threads import DaemonPool
@@ -97,7 +97,7 @@ class LitDataReader(Reader):
         wanted = formats if asked is None else [name for name in asked if name in formats]
         return Found({name: _encoding(name, formats[name], files[0].root) for name in wanted})
 
-    def all_pieces(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         by_name, settings = {file.name: file for file in files}, self.settings
         del settings["kind"]
         settings |= {"is_table": True} if self.is_table else {}
@@ -110,35 +110,29 @@ class LitDataReader(Reader):
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
-            for batch in self.read_columns(split, columns):
-                if not isinstance(batch.rows, dict):
-                    yield batch
-                    continue
-                rows = (
-                    {name: _own(value) for name, value in zip(batch.rows, row, strict=True)}
-                    for row in zip(*batch.rows.values(), strict=True)
-                )
-                yield from batched((row, f"{split.file.uri}, item {number:,}") for number, row in enumerate(rows))
-
-    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
-        data = split.file.view()
-        table = _arrow_rows(split.file, data)
-        if table is None:
-            yield Batch(self._columns(split.file, data, columns), split.file.uri)
-        else:
-            yield from _table_batches(table, columns, split.file)
+            file = split.file
+            if split.rows is not None:
+                yield Batch(self._cut(*self._some(split, split.rows), file, columns), file.uri)
+                continue
+            data = file.view()
+            table = _arrow_rows(file, data)
+            if table is None:
+                yield Batch(self._columns(file, data, columns), file.uri)
+            else:
+                yield from _table_batches(table, columns, file)
 
     def has_rows(self, file: SourceFile) -> bool:
         return self.compression is None and not self.is_table
 
-    def read_rows(self, split: Piece, columns: Mapping[str, str], rows: Sequence[int]) -> Iterator[Batch]:
+    def _some(self, split: Piece, rows: Sequence[int]) -> tuple[memoryview, NDArray[np.int64]]:
+        """Some items of a chunk, and where each begins, and the last one ends."""
         file = split.file
         head = file.view(0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
         offsets = self._offsets(file, head, file.num_bytes)
         spans = [(int(offsets[row]), int(offsets[row + 1])) for row in rows]
         found = stretches(file, spans)
         items = [found[span] for span in spans]
-        yield Batch(self._cut(memoryview(b"".join(items)), np.cumsum([0, *map(len, items)]), file, columns), file.uri)
+        return memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
 
     def _columns(self, file: SourceFile, data: memoryview, columns: Mapping[str, str]) -> dict[str, Any]:
         try:
@@ -315,12 +309,8 @@ def _values(
     if encoding == "json":
         return [_json(bytes(view), where) for view in views]
     found = BinaryColumn(views)
-    found.encoding = encoding
+    found.encoding = encoding if encoding in ("str", "pil") else "bytes"
     return found
-
-
-def _own(value: Any) -> Any:
-    return bytes(value) if isinstance(value, memoryview) else value
 
 
 def _json(data: bytes, where: str) -> Any:

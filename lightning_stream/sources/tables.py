@@ -18,7 +18,7 @@ from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.lazy import kept
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, in_order, present
 from lightning_stream.sources.files import SourceFile, read_below
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.sources.stretches import FetchedFile
@@ -98,7 +98,10 @@ class TableReader(Reader):
                         yield Batch(rows, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+        return in_order(pool, self._pieces, files, columns)
+
+    def _pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         with self._opened(file, headers=True) as table:
             try:
                 stored, _ = self._stored(table, columns, file)

@@ -1,15 +1,17 @@
 """Where the files of a tar lie, from its headers, without a Python object for each.
 
-Plain headers are walked by their sizes; where sizes repeat, as for samples of tokens, all headers are checked at once.
-Any header that is not plain (long names, pax records that change a file, base-256 sizes, links) is read by `tarfile`.
-The layout: https://www.gnu.org/software/tar/manual/html_node/Standard.html.
+Plain headers are walked by their sizes. Any header that is not plain (folders, long names, pax records that change a
+file, base-256 sizes, links) is read by `tarfile`. The layout:
+https://www.gnu.org/software/tar/manual/html_node/Standard.html.
 """
 
 from __future__ import annotations
 
 import io
 import re
+import struct
 import tarfile
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,14 +21,12 @@ from lightning_stream.errors import FormatError
 from lightning_stream.sources.stretches import rows_at
 
 BLOCK = 512
-_TYPE, _PREFIX = 156, 345
-_PLAIN, _OLD, _PAX = b"0"[0], 0, b"x"[0]
+_HEADER = struct.Struct("124x12s20xB188xB")  # the size, the type, and the first byte of a prefix of the name
+_PLAIN, _PAX = b"0"[0], b"x"[0]
 _CHANGES = re.compile(rb"path=|size=|sparse|hdrcharset")  # pax records that change how a file is read
 _OCTAL = re.compile(rb" *([0-7]{1,12})[ \0]*")
-_STEPS, _PERIOD = 32, 12  # headers that are walked before repetitions are sought; those that one repetition may have
 _FEW_BYTES, _MOST_BYTES = 1 << 14, 1 << 20  # of the headers of one file
 _CHECKED = 1024  # headers at once: 512 KiB
-_FIELDS = (slice(124, 136), slice(_TYPE, _TYPE + 1), slice(_PREFIX, _PREFIX + 1))
 
 
 class Members(NamedTuple):
@@ -58,148 +58,81 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
     Raises:
         FormatError: A header is damaged or cut off, or describes what has no bytes of its own.
     """
-    found = _Walker(data, where, is_whole)
-    return found.run(checked)
-
-
-class _Walker:
-    def __init__(self, data: memoryview, where: str, is_whole: bool) -> None:
-        self._data, self._where, self._is_whole, self._end = data, where, is_whole, len(data)
-        self._found: list[tuple[Any, Any, Any]] = []  # arrays: starts, headers, sizes
-        self._count = 0
-        self._noted: list[int] = []  # the same three numbers of each file that was found since
-        self._odd: dict[int, str] = {}
-        self._pax: list[int] = []  # extensions that change nothing
-        self._last: list[tuple[int, int, int]] = []  # the last plain headers: where, type, bytes up to the next one
-
-    def run(self, checked: bool) -> Walk:
-        start = at = step = 0
-        pause, is_end = _STEPS, False
-        while at + BLOCK <= self._end:
-            kind, size = self._data[at + _TYPE], self._plain_size(at)
-            if kind == _OLD and not any(self._data[at : at + BLOCK]):
-                is_end = start == at
+    found, odd, extensions, end = list[int](), dict[int, str](), list[int](), len(data)
+    start = at = 0  # of the first header of a file, and of the next one
+    while at + BLOCK <= end:
+        field, kind, prefix = _HEADER.unpack_from(data, at)
+        size = None if prefix else _plain_size(field)
+        if size is not None and kind == _PLAIN:
+            found += start, at, size
+            start = at = at + BLOCK + -(-size // BLOCK) * BLOCK
+        elif size is not None and kind == _PAX and _is_harmless(data, at + BLOCK, size):
+            extensions.append(at)
+            at += BLOCK + -(-size // BLOCK) * BLOCK
+        else:
+            is_zero = not kind and not any(data[at : at + BLOCK])
+            one = None if is_zero else _by_tarfile(data, start, where, is_whole)
+            if one is None:
                 break
-            is_pax = kind == _PAX and size is not None and self._is_harmless(at, size)
-            if size is None or not (is_pax or kind == _PLAIN or (kind == _OLD and not self._is_folder(at))):
-                found = self._by_tarfile(start)
-                if found is None:
-                    break
-                start = at = found
-                self._last.clear()
-                continue
-            width = BLOCK + -(-size // BLOCK) * BLOCK
-            self._last.append((at, kind, width))
-            if is_pax:
-                self._pax.append(at)
-                at += width
-                continue
-            self._noted += start, at, size
-            start = at = at + width
-            step += 1
-            if step >= pause:
-                start = at = self._repeated(at)
-                pause, step = (min(2 * pause, 1 << 12) if self._last else _STEPS), 0
-        if self._is_whole and not is_end and (start != at or at != self._end):
-            raise self._error(f"a header or a file that ends behind the end, at byte {self._end:,}")
-        self._flush()
-        empty = (np.empty(0, np.int64),) * 3
-        starts, files, sizes = (np.concatenate(each) for each in zip(*(self._found or [empty]), strict=True))
-        members = Members(starts, files, sizes, self._odd)
-        for headers in (members.headers, np.array(self._pax, np.int64)) if checked else ():
-            for k in range(0, len(headers), _CHECKED):
-                self._check_sums(headers[k : k + _CHECKED])
-        return Walk(members, start, is_end)
+            member, width = one
+            if member.isreg():
+                odd[len(found) // 3] = member.name
+                found += start, start + member.offset_data - BLOCK, member.size
+            start = at = start + width
+    is_end = start == at <= end - BLOCK and not any(data[at : at + BLOCK])
+    if is_whole and not is_end and (start != at or at != end):
+        raise _damaged(where, f"a header or a file that ends behind the end, at byte {end:,}")
+    starts, files, sizes = np.array(found, np.int64).reshape(-1, 3).T
+    for headers in (files, np.array(extensions, np.int64)) if checked else ():
+        for k in range(0, len(headers), _CHECKED):
+            _check_sums(data, headers[k : k + _CHECKED], where)
+    return Walk(Members(starts, files, sizes, odd), start, is_end)
 
-    def _plain_size(self, at: int) -> int | None:
-        """The size in a header; None if it is not plain, or if the name has a prefix."""
-        found = _OCTAL.fullmatch(self._data, at + 124, at + 136)
-        return int(found[1], 8) if found and not self._data[at + _PREFIX] else None
 
-    def _is_folder(self, at: int) -> bool:
-        return bytes(self._data[at : at + 100]).partition(b"\0")[0].endswith(b"/")
+@lru_cache(1 << 12)
+def _plain_size(field: bytes) -> int | None:
+    found = _OCTAL.fullmatch(field)
+    return int(found[1], 8) if found else None
 
-    def _is_harmless(self, at: int, size: int) -> bool:
-        """Whether a pax extension is here as a whole, and changes neither the name nor the size of its file."""
-        begin, end = at + BLOCK, at + BLOCK + size
-        return end + BLOCK <= self._end and _CHANGES.search(self._data, begin, end) is None
 
-    def _repeated(self, at: int) -> int:
-        """Take all files whose headers repeat the sizes of the last ones; return where the next header begins."""
-        last = self._last
-        del last[: -2 * _PERIOD]
-        shapes = [each[1:] for each in last]
-        periods = (q for q in range(1, len(last) // 2 + 1) if shapes[-q:] == shapes[-2 * q : -q])
-        period = last[-next(periods, 0) :]
-        if len(period) == len(last) or any(kind == _OLD for _, kind, _ in period):
-            return at
-        first, width = period[0][0], at - period[0][0]
-        most = max(0, self._end - at) // width  # the last file may end behind this part
-        ats = first + width * np.arange(most + 1)  # the first one is the last that was walked
-        right = np.ones(most + 1, bool)
-        for begin, _, _ in period:
-            for part in _FIELDS:
-                field = rows_at(self._data, ats + (begin - first + part.start), part.stop - part.start)
-                right &= (field == field[0]).all(axis=1)
-        count = int(np.argmin(right)) - 1 if not right.all() else most
-        for begin in (begin for begin, kind, _ in period if kind == _PAX):
-            size = self._plain_size(begin) or 0
-            extensions = (ats[1 : count + 1] + (begin - first)).tolist()
-            count = next((k for k, each in enumerate(extensions) if not self._is_harmless(each, size)), count)
-            self._pax += extensions[:count]
-        if count > 0:
-            self._flush()
-            ends = [begin + wide for begin, kind, wide in period if kind == _PLAIN]
-            headers = np.array([begin for begin, kind, _ in period if kind == _PLAIN])
-            sizes = np.array([self._plain_size(int(begin)) for begin in headers])
-            moves = width * np.arange(1, count + 1)[:, None]
-            starts = (np.array([first, *ends[:-1]]) + moves).reshape(-1)
-            self._add(starts, (headers + moves).reshape(-1), np.tile(sizes, count))
-            last.clear()
-        return at + max(0, count) * width
+def _is_harmless(data: memoryview, begin: int, size: int) -> bool:
+    """Whether a pax extension is here as a whole, and changes neither the name nor the size of its file."""
+    return begin + size + BLOCK <= len(data) and _CHANGES.search(data, begin, begin + size) is None
 
-    def _by_tarfile(self, at: int) -> int | None:
-        """Read the headers of one file from ``at`` on; return where the next one begins, None if they are cut off."""
-        for room in (_FEW_BYTES, _MOST_BYTES):
-            part = io.BytesIO(self._data[at : at + room])
-            try:
-                archive = tarfile.TarFile(fileobj=part)
-                break
-            except tarfile.TarError as error:
-                is_cut = at + room > self._end
-                if is_cut and not self._is_whole and self._end - at < _MOST_BYTES:
-                    return None
-                if is_cut or room == _MOST_BYTES:
-                    raise self._error(f"a damaged header at byte {at:,}: {error}") from error
-        member: tarfile.TarInfo | None = archive.firstmember  # type: ignore[attr-defined]  # not in the stubs
-        if member is None:
-            raise self._error(f"a damaged header at byte {at:,}")
-        if why := refusal(member, archive):
-            raise FormatError(f"{self._where}: {why}")
-        if member.isreg():
-            self._odd[self._count + len(self._noted) // 3] = member.name
-            self._noted += at, at + member.offset_data - BLOCK, member.size
-        return at + archive.offset
 
-    def _flush(self) -> None:
-        if self._noted:
-            self._add(*np.array(self._noted, np.int64).reshape(-1, 3).T)
-            self._noted = []
+def _by_tarfile(data: memoryview, at: int, where: str, is_whole: bool) -> tuple[tarfile.TarInfo, int] | None:
+    """Read the headers of one file from ``at`` on, and up to where the next one begins; None if they are cut off."""
+    for room in (_FEW_BYTES, _MOST_BYTES):
+        try:
+            archive = tarfile.TarFile(fileobj=io.BytesIO(data[at : at + room]))
+            break
+        except tarfile.TarError as error:
+            is_cut = at + room > len(data)
+            if is_cut and not is_whole and len(data) - at < _MOST_BYTES:
+                return None
+            if is_cut or room == _MOST_BYTES:
+                raise _damaged(where, f"a damaged header at byte {at:,}: {error}") from error
+    member: tarfile.TarInfo | None = archive.firstmember  # type: ignore[attr-defined]  # not in the stubs
+    if member is None:
+        raise _damaged(where, f"a damaged header at byte {at:,}")
+    if why := refusal(member, archive):
+        raise FormatError(f"{where}: {why}")
+    return member, archive.offset
 
-    def _add(self, *columns: NDArray[np.int64]) -> None:
-        self._found.append(columns)  # type: ignore[arg-type]
-        self._count += len(columns[0])
 
-    def _check_sums(self, headers: NDArray[np.int64]) -> None:
-        rows = rows_at(self._data, headers, BLOCK)
-        for at in headers[_sums(rows) != _octals(rows[:, 148:156])].tolist():
-            try:  # some old tars have sums of signed bytes
-                tarfile.TarInfo.frombuf(bytes(self._data[at : at + BLOCK]), "utf-8", "surrogateescape")
-            except tarfile.HeaderError as error:
-                raise self._error(f"a damaged header at byte {at:,}: {error}") from error
+def _check_sums(data: memoryview, headers: NDArray[np.int64], where: str) -> None:
+    rows = rows_at(data, headers, BLOCK)
+    stated = rows[:, 148:156]  # which counts as spaces
+    sums = rows.sum(axis=1, dtype=np.int64) - stated.sum(axis=1, dtype=np.int64) + 8 * ord(" ")
+    for at in headers[sums != _octals(stated)].tolist():
+        try:  # some old tars have sums of signed bytes
+            tarfile.TarInfo.frombuf(bytes(data[at : at + BLOCK]), "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise _damaged(where, f"a damaged header at byte {at:,}: {error}") from error
 
-    def _error(self, found: str) -> FormatError:
-        return FormatError(f"{self._where} must be a whole tar; found {found}. Fetch it again.")
+
+def _damaged(where: str, found: str) -> FormatError:
+    return FormatError(f"{where} must be a whole tar; found {found}. Fetch it again.")
 
 
 def refusal(member: tarfile.TarInfo, archive: tarfile.TarFile) -> str:
@@ -220,17 +153,6 @@ def is_named(name: str) -> bool:
     """Return whether a file's name has a key and an ending, so that the file belongs to a sample."""
     stem, dot, _ = name.rpartition("/")[2].partition(".")
     return bool(dot and stem and not stem.startswith("__"))
-
-
-def _sums(rows: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """The sum of the bytes of each header, with spaces in place of the sum that it states."""
-    words = np.ascontiguousarray(rows).view("<u8")
-    low = np.uint64(0x00FF00FF00FF00FF)
-    lanes: Any = ((words & low) + ((words >> np.uint64(8)) & low)).sum(axis=1)  # four sums of 16 bits: at most 32,640
-    found: NDArray[np.int64] = (
-        lanes.view("<u2").reshape(-1, 4).sum(axis=1, dtype=np.int64) - rows[:, 148:156].sum(axis=1) + 8 * 32
-    )
-    return found
 
 
 def _octals(fields: NDArray[np.uint8]) -> NDArray[np.int64]:

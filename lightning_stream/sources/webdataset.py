@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,21 +17,21 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources import npy
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched, in_order
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at
-from lightning_stream.sources.tar_headers import BLOCK, Members, is_named, refusal, walk
+from lightning_stream.sources.tar_headers import BLOCK, Members, walk
+from lightning_stream.threads import DaemonPool
 
-if TYPE_CHECKING:
-    from typing import Self
-
+Read: TypeAlias = "Callable[[int, int], memoryview]"
 KEY = "__key__"
 _SAMPLED = 100
 _PIECE_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 16  # files that are read along with their headers: a request for each header would cost more
-_HEAD_BYTES, _PART_BYTES, _FETCHED_BYTES = 1 << 11, 1 << 24, 1 << 22
+_HEAD_BYTES, _PART_BYTES = 1 << 11, 1 << 22
 _BLOCK_BYTES = 1 << 16  # values of one size up to this are encoded at once
 _NAME_BYTES = 100
+_ODD = (b"\0", b"//", b"./")  # in names that have something behind them, or that `PurePosixPath` shortens
 _ENCODINGS = {
     **dict.fromkeys(("jpg", "jpeg"), "jpeg"), "png": "png",
     **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), "int"),
@@ -49,34 +48,42 @@ class TarReader(Reader):
     kind = "webdataset"
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
-        known = {KEY: "str"}
-        for ending, data in _first(files[0]):
-            if ending not in known:
-                known[ending] = _encoding(files[0], ending, data)
+        """Look at the names of the first 100 samples, and at the heads of arrays."""
+        file, known = files[0], {KEY: "str"}
+        count = 0
+        with _opened(file) as read:
+            for part in _parts(Piece(file, 0, None, 0), read, is_scan=True):
+                count -= part.is_continued
+                for ending, numbers in part.files.items():
+                    sample, number = next(iter(numbers.items()))
+                    if ending not in known and count + sample < _SAMPLED:
+                        known[ending] = part.encoding(ending, number, read)
+                count += len(part.keys)
+                if count >= _SAMPLED:
+                    break
         if len(known) == 1:
-            raise ValueError(f"{files[0].uri} holds no sample. Remove it.")
+            raise ValueError(f"{file.uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return Found(known, media=media)
 
     def has_pieces(self, files: Sequence[SourceFile]) -> bool:
-        return not any(file.is_packed or file.ending == ".tgz" for file in files)
+        return not any(map(_is_packed, files))
 
     def takes_nulls(self, encoding: str) -> bool:
         return False  # only some files are their own JSON
 
-    def pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+        return in_order(pool, self._pieces, files, columns)
+
+    def _pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
-        if file.is_packed or file.ending == ".tgz":
+        if _is_packed(file):
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
-        begins, key, endings = [np.empty(0, np.int64)], b"", Counter[str]()
-        for base, data, members in _walked(file):
-            names = _named(data, members)
-            counts = np.bincount(names.codes, minlength=len(names.endings)).tolist()
-            endings.update(dict(zip(names.endings, counts, strict=True)))
-            if len(names.keys):
-                is_new = np.append(names.keys[:1] != key, names.keys[1:] != names.keys[:-1])
-                begins.append(base + members.starts[names.numbers][is_new])
-                key = names.keys[-1]
+        begins, endings = [np.empty(0, np.int64)], Counter[str]()
+        with _opened(file) as read:
+            for part in _parts(Piece(file, 0, None, 0), read, is_scan=True):
+                endings.update({ending: len(numbers) for ending, numbers in part.files.items()})
+                begins.append(part.at + part.members.starts[part.firsts[part.is_continued :]])
         samples, others = np.concatenate(begins), tuple(name for name in endings if name not in columns)
         wanted = [name for name, encoding in columns.items() if name != KEY and encoding != "json"]
         nulls = tuple(name for name in wanted if endings[name] < len(samples))
@@ -89,148 +96,177 @@ class TarReader(Reader):
         return found
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
-        return batched(_row(sample, columns, split.file) for split in splits for sample in _streamed(split.file))
+        """Yield samples by column; row by row where one of them lacks a column, or has a wrong value."""
+        for split in splits:
+            with _opened(split.file) as read:
+                for part in _parts(split, read, is_scan=False):
+                    yield from self._batches(part, columns)
 
-    def read_columns(self, split: Piece, columns: Mapping[str, str]) -> Iterator[Batch]:
-        """Yield all samples of a piece by column; row by row where one of them lacks a column, or has a wrong value."""
-        file, data = split.file, split.file.view(split.begin, split.end)
-        found = walk(data, file.uri, is_whole=True, checked=True)
-        table = _sample_table(_named(data, found.members), file)
-        members = found.members
+    def _batches(self, part: _Part, columns: Mapping[str, str]) -> Iterator[Batch]:
         try:
-            if self.is_strict and not columns.keys() >= set(table.endings):
+            if self.is_strict and not columns.keys() >= part.files.keys():
                 raise LookupError("a sample has another file")
-            yield Batch(_columns(data, members, table, columns), file.uri)
+            yield Batch({name: part.column(name, encoding) for name, encoding in columns.items()}, part.file.uri)
         except (LookupError, ValueError):
-            yield from batched(_row(sample, columns, file) for sample in _samples(data, members, table))
+            yield from batched(_row(sample, columns, part.file) for sample in part.samples())
 
 
-class _Names(NamedTuple):
-    """Of the files that belong to samples: their numbers, keys and endings (as numbers into ``endings``)."""
+class _Part(NamedTuple):
+    """A part of a tar, as samples: neighbours with one key.
 
-    numbers: NDArray[np.int64]
-    keys: NDArray[np.bytes_]
-    codes: NDArray[np.int64]
-    endings: list[str]
+    Attributes:
+        file: The tar.
+        at: Where the part begins.
+        data: Its bytes.
+        members: All files.
+        keys: Those of the samples.
+        firsts: The number of the first file of each sample.
+        files: By ending and sample, the number of its file.
+        is_continued: Whether the first sample began in the part before.
+    """
+
+    file: SourceFile
+    at: int
+    data: memoryview
+    members: Members
+    keys: list[bytes]
+    firsts: list[int]
+    files: dict[str, dict[int, int]]
+    is_continued: bool
+
+    @classmethod
+    def of(cls, file: SourceFile, at: int, data: memoryview, members: Members, before: bytes) -> _Part:
+        """Group files by their names; FormatError for two files of one ending. ``before``: the key before the part."""
+        key, keys, firsts = b"", list[bytes](), list[int]()
+        files, by_case = dict[str, dict[int, int]](), dict[bytes, dict[int, int]]()
+        for number, name in enumerate(_names(data, members)):
+            stem = name.rfind(b"/") + 1
+            dot = name.find(b".", stem)
+            if dot <= stem or name.startswith(b"__", stem):
+                continue
+            if name[:dot] != key:
+                key = name[:dot]
+                keys.append(key)
+                firsts.append(number)
+            ending = name[dot + 1 :]
+            if (found := by_case.get(ending)) is None:
+                found = by_case[ending] = files.setdefault(_text(ending).lower(), {})
+            if found.setdefault(len(keys) - 1, number) != number:
+                raise FormatError(f"{file.uri}: sample {_text(key)!r} has two files {_text(ending).lower()!r}.")
+        return cls(file, at, data, members, keys, firsts, files, keys[:1] == [before])
+
+    def without_last(self) -> _Part:
+        """The part without its last sample, which may go on behind it."""
+        last = len(self.keys) - 1
+        files = {ending: {k: one for k, one in found.items() if k != last} for ending, found in self.files.items()}
+        files = {ending: found for ending, found in files.items() if found}
+        return self._replace(keys=self.keys[:-1], firsts=self.firsts[:-1], files=files)
+
+    def encoding(self, ending: str, number: int, read: Read) -> str:
+        """The encoding of the files with an ending: by that, and by the head of one of them if they are arrays."""
+        encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
+        if encoding != "ndarray":
+            return encoding
+        data = read(self.at + int(self.members.headers[number]) + BLOCK, int(self.members.sizes[number]))
+        try:
+            return f"ndarray:{npy.load(io.BytesIO(data)).dtype.name}"
+        except (ValueError, EOFError) as error:
+            raise FormatError(
+                f"{self.file.uri}: a file {ending!r} must be a plain array: {error}. Write it again."
+            ) from error
+
+    def column(self, name: str, encoding: str) -> Any:
+        """The values of all samples. LookupError, ValueError if a sample lacks one, or a value is not right."""
+        if name == KEY:
+            return _texts(self.keys)
+        found = self.files[name]
+        if len(found) < len(self.keys):
+            raise LookupError(name)
+        numbers = np.fromiter(found.values(), np.int64, len(found))
+        return _values(self.data, self.members.headers[numbers] + BLOCK, self.members.sizes[numbers], encoding)
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Yield samples as their files' bytes by ending."""
+        begins, sizes = (self.members.headers + BLOCK).tolist(), self.members.sizes.tolist()
+        for sample, key in enumerate(self.keys):
+            row: dict[str, Any] = {KEY: _text(key)}
+            for ending, numbers in self.files.items():
+                if (k := numbers.get(sample)) is not None:
+                    row[ending] = bytes(self.data[begins[k] : begins[k] + sizes[k]])
+            yield row
 
 
-class _SampleTable(NamedTuple):
-    """The keys of samples, and the number of each sample's file of each ending, -1 for none: int64[n, endings]."""
+@contextmanager
+def _opened(file: SourceFile) -> Iterator[Read]:
+    """What reads bytes of a tar: from a place on, so many, or fewer at its end. Of a compressed one, places ascend."""
+    if not _is_packed(file):
+        yield lambda at, size: file.view(at, min(file.num_bytes, at + size))
+        return
+    with file.unpacked("a whole tar") as plain:
+        yield _Forward(plain).read
 
-    keys: NDArray[np.bytes_]
-    endings: list[str]
-    files: NDArray[np.int64]
+
+class _Forward:
+    """A window of a stream that only goes forward."""
+
+    def __init__(self, plain: BinaryIO) -> None:
+        self._plain, self._at, self._data = plain, 0, b""
+
+    def read(self, at: int, size: int) -> memoryview:
+        self._plain.read(max(0, at - self._at - len(self._data)))
+        self._data = self._data[at - self._at :]
+        self._data += self._plain.read(max(0, size - len(self._data)))
+        self._at = at
+        return memoryview(self._data)[:size]
 
 
-def _walked(file: SourceFile) -> Iterator[tuple[int, memoryview, Members]]:
-    """Yield the files of a tar, part by part: where a part begins, and its bytes."""
-    at, room = 0, _SMALL_BYTES
-    is_end = False
+def _is_packed(file: SourceFile) -> bool:
+    return file.is_packed or file.ending == ".tgz"
+
+
+def _parts(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
+    """Yield a piece of a tar part by part: whole samples, or for a scan what headers say of files of any size."""
+    file, at, before, is_end = piece.file, piece.begin, b"", False
+    room = _SMALL_BYTES if is_scan else piece.end - piece.begin if piece.end else _PART_BYTES
     while not is_end:
-        if at + BLOCK > file.num_bytes:
+        data = read(at, room)
+        is_whole = bool(piece.end) or len(data) < room
+        found = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
+        part, step = _Part.of(file, at, data, found.members, before), found.next
+        is_end = found.is_end or bool(piece.end)
+        if is_whole and not is_end:
             raise FormatError(
                 f"{file.uri} must be a whole tar; it has no end mark, or ends within a file. It may be cut off: fetch "
                 "it again, or write it again."
             )
-        stop = min(file.num_bytes, at + room)
-        data = file.view(at, stop)
-        found = walk(data, file.uri, is_whole=stop == file.num_bytes, checked=False)
-        yield at, data, found.members
-        is_end, at = found.is_end, at + found.next
-        each = found.next // max(1, len(found.members.sizes))
-        part = _PART_BYTES if file.path is not None else _FETCHED_BYTES
-        room = 4 * room if not found.next else part if each <= _SMALL_BYTES else _HEAD_BYTES
-    if any(file.view(at, min(at + _PART_BYTES, file.num_bytes)).tobytes().strip(b"\0")):
+        if part.keys and not is_scan and not is_end:
+            part, step = part.without_last(), int(found.members.starts[part.firsts[-1]])
+        if not step and not is_end:
+            room *= 4
+            continue
+        if part.keys:
+            yield part
+            before = part.keys[-1]
+        at += step
+        if is_scan:
+            room = _PART_BYTES if step <= _SMALL_BYTES * len(found.members.sizes) else _HEAD_BYTES
+    if not piece.end and any(read(at, _PART_BYTES).tobytes().strip(b"\0")):
         raise FormatError(f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`.")
 
 
-def _named(data: memoryview, members: Members) -> _Names:
-    """Cut the names of files into keys and endings."""
-    count = len(members.headers)
+def _names(data: memoryview, members: Members) -> list[bytes]:
+    """The names of all files, as `PurePosixPath` has them."""
     chars = np.ascontiguousarray(rows_at(data, members.headers, _NAME_BYTES))
-    chars = chars[:, : 1 + int(np.flatnonzero(chars.any(axis=0)).max(initial=0))]
-    places = np.arange(chars.shape[1], dtype=np.int16)
-    is_zero = chars == 0
-    lengths = np.where(is_zero.any(axis=1), is_zero.argmax(axis=1), chars.shape[1]).astype(np.int16)
-    chars = np.where(places < lengths[:, None], chars, np.uint8(0))
-    is_slash, is_dot = chars == ord("/"), chars == ord(".")
-    if members.odd or ((is_slash[:, :-1] | is_dot[:, :-1]) & is_slash[:, 1:]).any():  # `./name` and `a//name` too
-        texts = [bytes(row).rstrip(b"\0").decode("utf-8", "surrogateescape") for row in chars]
-        return _named_one_by_one([members.odd.get(number, text) for number, text in enumerate(texts)])
-    stems = np.where(is_slash, places + np.int16(1), np.int16(0)).max(axis=1, initial=0)
-    is_dot &= places >= stems[:, None]
-    dots = is_dot.argmax(axis=1).astype(np.int16)  # 0 where there is none
-    is_hidden = np.zeros(count, bool)
-    if chars.shape[1] > 2:
-        starts = np.minimum(stems, chars.shape[1] - 2)[:, None]
-        is_hidden = (np.take_along_axis(chars, starts + np.arange(2), 1) == ord("_")).all(axis=1)
-    numbers = np.flatnonzero((dots > stems) & ~is_hidden)
-    chars, dots, lengths = chars[numbers], dots[numbers, None], lengths[numbers, None]
-    keys = _texts(np.where(places < dots, chars, 0)[:, : max(1, int(dots.max(initial=1)))])
-    tails = dots + 1 + np.arange(max(1, int((lengths - dots).max(initial=1)) - 1))
-    tail = np.take_along_axis(chars, np.minimum(tails, chars.shape[1] - 1), 1)
-    cut = _texts(np.where(tails < lengths, tail, 0))
-    if len(cut) and (cut == cut[0]).all():
-        return _Names(numbers, keys, np.zeros(len(cut), np.int64), [_lower(cut[0])])
-    stored, codes = np.unique(cut, return_inverse=True)
-    endings = sorted({_lower(each) for each in stored})
-    order = np.array([endings.index(_lower(each)) for each in stored], np.int64)
-    return _Names(numbers, keys, order[codes.reshape(-1)], endings)
+    names: list[bytes] = chars.view(f"S{_NAME_BYTES}")[:, 0].tolist()
+    text = b"\n".join(names)
+    if members.odd or any(mark in text for mark in _ODD):
+        plain = [members.odd.get(number, _text(name.partition(b"\0")[0])) for number, name in enumerate(names)]
+        names = [str(PurePosixPath(name)).encode("utf-8", "surrogateescape") for name in plain]
+    return names
 
 
-def _named_one_by_one(names: Sequence[str]) -> _Names:
-    numbers = [number for number, name in enumerate(names) if is_named(name)]
-    cut = [_key_and_ending(names[number]) for number in numbers]
-    endings = sorted({ending for _, ending in cut})
-    codes = np.array([endings.index(ending) for _, ending in cut], np.int64)
-    keys = np.array([key.encode("utf-8", "surrogateescape") for key, _ in cut] or [b""])[: len(cut)]
-    return _Names(np.array(numbers, np.int64), keys, codes, endings)
-
-
-def _key_and_ending(name: str) -> tuple[str, str]:
-    path = PurePosixPath(name)
-    stem, _, ending = path.name.partition(".")
-    return str(path.with_name(stem)), ending.lower()
-
-
-def _texts(chars: NDArray[np.uint8]) -> NDArray[np.bytes_]:
-    return np.ascontiguousarray(chars).view(f"S{chars.shape[1]}")[:, 0]
-
-
-def _lower(ending: bytes) -> str:
-    return ending.decode("utf-8", "surrogateescape").lower()
-
-
-def _sample_table(names: _Names, file: SourceFile) -> _SampleTable:
-    """Group files with one key that are neighbours; FormatError for two files of one ending."""
-    is_new = np.append(np.ones(min(1, len(names.keys)), bool), names.keys[1:] != names.keys[:-1])
-    samples, keys = np.cumsum(is_new) - 1, names.keys[is_new]
-    cells = samples * len(names.endings) + names.codes
-    twice = np.flatnonzero(np.bincount(cells, minlength=1) > 1)
-    if len(twice):
-        sample, code = divmod(int(twice[0]), len(names.endings))
-        raise _two_files(file, keys[sample].decode("utf-8", "replace"), names.endings[code])
-    table = np.full(len(keys) * len(names.endings), -1)
-    table[cells] = names.numbers
-    return _SampleTable(keys, names.endings, table.reshape(len(keys), -1))
-
-
-def _two_files(file: SourceFile, key: str, ending: str) -> FormatError:
-    return FormatError(f"{file.uri}: sample {key!r} has two files {ending!r}.")
-
-
-def _columns(data: memoryview, members: Members, table: _SampleTable, columns: Mapping[str, str]) -> dict[str, Any]:
-    """The values of all samples by column. LookupError, ValueError if a sample lacks one, or a value is not right."""
-    found: dict[str, Any] = {}
-    for name, encoding in columns.items():
-        if name == KEY:
-            found[name] = _checked_texts(_block(table.keys))
-            continue
-        files = table.files[:, table.endings.index(name)]
-        if (files < 0).any():
-            raise LookupError(name)
-        found[name] = _values(data, members.headers[files] + BLOCK, members.sizes[files], encoding)
-    return found
+def _text(name: bytes) -> str:
+    return name.decode("utf-8", "surrogateescape")
 
 
 def _values(data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64], encoding: str) -> Any:
@@ -238,12 +274,11 @@ def _values(data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64
     width = int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else 0
     if encoding.startswith("ndarray") and width and (arrays := _arrays(data, begins, width)) is not None:
         return arrays
-    if 0 < width < _BLOCK_BYTES and encoding in ("bytes", "str"):
-        values: Any = rows_at(data, begins, width).view(f"V{width}")[:, 0]
-    else:
-        values = BinaryColumn(data[at : at + size] for at, size in zip(begins.tolist(), sizes.tolist(), strict=True))
+    if encoding == "bytes" and 0 < width < _BLOCK_BYTES:
+        return rows_at(data, begins, width).view(f"V{width}")[:, 0]
+    values = BinaryColumn(data[at : at + size] for at, size in zip(begins.tolist(), sizes.tolist(), strict=True))
     if encoding == "str":
-        return _checked_texts(values)
+        return _texts(values)
     is_parsed = encoding.startswith(("int", "uint", "float", "ndarray", "json", "str"))
     return [_value(bytes(value), encoding) for value in values] if is_parsed else values
 
@@ -262,62 +297,12 @@ def _arrays(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[
     return rows_at(data, begins + head, num_bytes).view(dtype).reshape(len(begins), *shape)
 
 
-def _block(texts: NDArray[np.bytes_]) -> Any:
-    """Texts of one length as a block of bytes, others as a list."""
-    width = texts.dtype.itemsize
-    if len(texts) and (np.char.str_len(texts) == width).all():
-        return texts.view(f"V{width}")
-    return texts.tolist()
-
-
-def _checked_texts(values: Any) -> Any:
-    """Return the bytes of texts; ValueError if they are not UTF-8."""
-    if isinstance(values, np.ndarray):
-        if (values.reshape(len(values), 1).view(np.uint8) < 128).all():
-            return values
-        values = [bytes(value) for value in values]
-    for value in values:
-        str(value, "utf-8")
-    return values
-
-
-def _samples(data: memoryview, members: Members, table: _SampleTable) -> Iterator[dict[str, Any]]:
-    """Yield samples as their files' bytes by ending."""
-    begins, sizes = (members.headers + BLOCK).tolist(), members.sizes.tolist()
-    for key, files in zip(table.keys.tolist(), table.files.tolist(), strict=True):
-        sample: dict[str, Any] = {KEY: key.decode("utf-8", "surrogateescape")}
-        for ending, k in zip(table.endings, files, strict=True):
-            if k >= 0:
-                sample[ending] = bytes(data[begins[k] : begins[k] + sizes[k]])
-        yield sample
-
-
-def _encoding(file: SourceFile, ending: str, data: bytes) -> str:
-    encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
-    try:
-        return encoding if encoding != "ndarray" else f"ndarray:{npy.load(io.BytesIO(data)).dtype.name}"
-    except (ValueError, EOFError) as error:
-        raise FormatError(f"{file.uri}: a file {ending!r} must be a plain array: {error}. Write it again.") from error
-
-
-def _first(file: SourceFile) -> Iterator[tuple[str, bytes]]:
-    """Yield the endings of the first samples, with the bytes of arrays."""
-    if file.is_packed or file.ending == ".tgz":
-        for sample in islice(_streamed(file), _SAMPLED):
-            yield from sample.items()
-        return
-    count = 0
-    for base, data, members in _walked(file):
-        names = _named(data, members)
-        samples = count + np.cumsum(np.append(True, names.keys[1:] != names.keys[:-1])[: len(names.keys)])
-        codes, firsts = np.unique(names.codes[samples <= _SAMPLED], return_index=True)
-        for ending, k in zip((names.endings[code] for code in codes), names.numbers[firsts].tolist(), strict=True):
-            begin = base + int(members.headers[k]) + BLOCK
-            end = begin + int(members.sizes[k]) if ending.endswith("npy") else begin
-            yield ending, bytes(file.view(begin, end))
-        count = int(samples[-1]) if len(samples) else count
-        if count >= _SAMPLED:
-            return
+def _texts(values: Sequence[bytes | memoryview]) -> BinaryColumn:
+    """The bytes of texts; ValueError if they are not UTF-8."""
+    b"\n".join(values).decode()
+    found = BinaryColumn(values)
+    found.encoding = "str"
+    return found
 
 
 def _row(sample: Row, columns: Mapping[str, str], file: SourceFile) -> tuple[Row, str]:
@@ -339,53 +324,3 @@ def _value(data: Any, encoding: str) -> Any:
     if encoding == "json":
         return json.loads(data)
     return data.decode() if encoding.startswith("str") else data
-
-
-def _streamed(file: SourceFile) -> Iterator[dict[str, Any]]:
-    """Yield the samples of a tar, compressed or not, as their files' bytes by ending, from its beginning."""
-    sample: dict[str, Any] = {}
-    with file.unpacked("a whole tar") as plain:
-        for name, data in _stream_members(file, plain):
-            key, ending = _key_and_ending(name)
-            if sample and sample[KEY] != key:
-                yield sample
-                sample = {}
-            sample.setdefault(KEY, key)
-            if ending in sample:
-                raise _two_files(file, key, ending)
-            sample[ending] = data()
-    if sample:
-        yield sample
-
-
-def _stream_members(file: SourceFile, plain: Any) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    """Yield the name of every file of a sample, and what reads it."""
-    try:
-        with tarfile.open(fileobj=plain, mode="r|", tarinfo=_Header) as archive:
-            for member in archive:
-                if why := refusal(member, archive):
-                    raise FormatError(f"{file.uri}: {why}")
-                if member.isreg() and is_named(member.name):
-                    yield member.name, lambda member=member: _bytes(archive, member)  # type: ignore[misc]
-    except tarfile.TarError as error:
-        raise FormatError(f"{file.uri} must be a whole tar; reading it failed: {error}. Fetch it again.") from error
-
-
-def _bytes(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    data = cast(IO[bytes], archive.extractfile(member)).read()
-    if len(data) != member.size:
-        raise tarfile.ReadError(f"{member.name} has {len(data)} of {member.size} bytes")
-    return data
-
-
-class _Header(tarfile.TarInfo):
-    """A header that is damaged or missing is an error; tarfile would take it for the end."""
-
-    @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        try:
-            return super().frombuf(buf, encoding, errors)
-        except tarfile.HeaderError as error:
-            if buf and not bytes(buf).strip(b"\0"):
-                raise  # this is the end
-            raise tarfile.ReadError(f"a damaged header: {error}" if buf else "it has no end mark") from error

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import random
 import tarfile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import pytest
 
 from lightning_stream import StreamingDataset
+from lightning_stream.convert import convert
 from lightning_stream.errors import FormatError
 from lightning_stream.sources import webdataset
-from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.tar_headers import walk
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
@@ -43,9 +44,18 @@ def samples(folder: Path, **options: Any) -> list[dict[str, Any]]:
 
 
 def by_tarfile(path: Path) -> list[dict[str, Any]]:
-    about = path.stat()
-    file = SourceFile(str(path.parent), path.name, about.st_size, str(about.st_mtime_ns))
-    return [dict(sample) for sample in webdataset._streamed(file)]
+    found: list[dict[str, Any]] = []
+    with tarfile.open(path) as archive:
+        for each in archive:
+            name = PurePosixPath(each.name)
+            stem, dot, ending = name.name.partition(".")
+            if each.isreg() and dot and stem and not stem.startswith("__"):
+                key, data = str(name.with_name(stem)), archive.extractfile(each)
+                if not found or found[-1]["__key__"] != key:
+                    found.append({"__key__": key})
+                assert data is not None
+                found[-1][ending.lower()] = data.read()
+    return found
 
 
 def as_bytes(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,6 +90,12 @@ def test_pieces_hold_what_tarfile_reads(form: str, seed: int, tmp_path: Path, mo
     wanted = by_tarfile(path)
     assert len(wanted) > 200
     assert as_bytes(samples(path.parent)) == wanted
+    monkeypatch.setattr(webdataset, "_PART_BYTES", 30_000)
+    for packed in (path, tmp_path / "b.tar.gz"):
+        if packed != path:
+            packed.write_bytes(gzip.compress(path.read_bytes(), 1))
+        done = convert(packed, tmp_path / f"out {packed.name}", size_limit=50_000, num_workers=1, progress_bar=False)
+        assert as_bytes([*StreamingDataset(local=done.uri)]) == wanted
 
 
 def raw_header(name: bytes, size: bytes, kind: bytes = b"0", magic: bytes = b"ustar\00000") -> bytes:
