@@ -12,7 +12,7 @@ import re
 import struct
 import tarfile
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -123,7 +123,7 @@ def _by_tarfile(data: memoryview, at: int, where: str, is_whole: bool) -> tuple[
 def _check_sums(data: memoryview, headers: NDArray[np.int64], where: str) -> None:
     rows = rows_at(data, headers, BLOCK)
     stated = rows[:, 148:156]  # which counts as spaces
-    sums = rows.sum(axis=1, dtype=np.int64) - stated.sum(axis=1, dtype=np.int64) + 8 * ord(" ")
+    sums = rows.sum(axis=1, dtype=np.uint32) - stated.sum(axis=1, dtype=np.uint32) + 8 * ord(" ")
     for at in headers[sums != _octals(stated)].tolist():
         try:  # some old tars have sums of signed bytes
             tarfile.TarInfo.frombuf(bytes(data[at : at + BLOCK]), "utf-8", "surrogateescape")
