@@ -137,22 +137,24 @@ class _Part(NamedTuple):
     @classmethod
     def of(cls, file: SourceFile, at: int, data: memoryview, members: Members, before: bytes) -> _Part:
         """Group files by their names; FormatError for two files of one ending. ``before``: the key before the part."""
-        key, keys, firsts = b"", list[bytes](), list[int]()
+        key, sample, keys, firsts = b"", -1, list[bytes](), list[int]()
         files, by_case = dict[str, dict[int, int]](), dict[bytes, dict[int, int]]()
         for number, name in enumerate(_names(data, members)):
-            stem = name.rfind(b"/") + 1
-            dot = name.find(b".", stem)
-            if dot <= stem or name.startswith(b"__", stem):
+            folder, slash, last = name.rpartition(b"/")
+            stem, dot, ending = last.partition(b".")
+            if not dot or not stem or stem[:2] == b"__":
                 continue
-            if name[:dot] != key:
-                key = name[:dot]
+            this = folder + slash + stem if slash else stem
+            if this != key:
+                key, sample = this, sample + 1
                 keys.append(key)
                 firsts.append(number)
-            ending = name[dot + 1 :]
-            if (found := by_case.get(ending)) is None:
-                found = by_case[ending] = files.setdefault(_text(ending).lower(), {})
-            if found.setdefault(len(keys) - 1, number) != number:
+            numbers = by_case.get(ending)
+            if numbers is None:
+                numbers = by_case[ending] = files.setdefault(_text(ending).lower(), {})
+            if sample in numbers:
                 raise FormatError(f"{file.uri}: sample {_text(key)!r} has two files {_text(ending).lower()!r}.")
+            numbers[sample] = number
         return cls(file, at, data, members, keys, firsts, files, keys[:1] == [before])
 
     def without_last(self) -> _Part:

@@ -24,6 +24,7 @@ from lightning_stream.formats.shard_encoder import (
     offset_table,
 )
 
+_SMALL_BYTES = 1 << 10
 _DIGEST_BYTES = 8
 _READ_BYTES = 1 << 18
 
@@ -216,12 +217,13 @@ def _as_bytes(data: Any) -> bytes:
 
 
 def _blocks_if_fixed(values: Sequence[Any], size: int | None, name: str) -> EncodedColumn:
-    if size is None:
+    """Values of one size as a block, if that is the encoding's or copying them costs little; others as they are."""
+    sizes = {*map(len, values)}
+    if size is None and (len(sizes) != 1 or not 0 < max(sizes) <= _SMALL_BYTES):
         return values
-    wrong = next((value for value in values if len(value) != size), None)
-    if wrong is not None:
-        raise ValueError(f"{name} takes {size} bytes; got {len(wrong)} bytes.")
-    return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), size)
+    if size is not None and (wrong := sizes - {size}):
+        raise ValueError(f"{name} takes {size} bytes; got {min(wrong)} bytes.")
+    return np.frombuffer(b"".join(values), np.uint8).reshape(len(values), max(sizes, default=0))
 
 
 def _lengths(blocks: list[EncodedColumn], num_rows: int) -> NDArray[np.int64]:
