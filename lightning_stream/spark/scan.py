@@ -159,15 +159,15 @@ class ShardSpan(InputPartition):  # type: ignore[misc,unused-ignore]
     """Some shards of a dataset, for one task.
 
     Attributes:
-        index: The index of these shards alone.
+        entries: Those of each shard, and of the shards joined to it, in the index.
         deleted: The samples of these shards that are deleted: int64[n].
     """
 
-    index: bytes
+    entries: tuple[tuple[ShardEntry, ...], ...]
     deleted: Rows
 
     def __repr__(self) -> str:
-        return f"ShardSpan({len(self.index)} bytes of an index)"
+        return f"ShardSpan({len(self.entries)} shards)"
 
 
 class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
@@ -203,26 +203,18 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
         spans = []
         for first, last in index.cut(self._dataset.partition_bytes):
             begin, end = ends[first] - index.shard_sizes[first], ends[last - 1]
-            own, *joined = (
-                b"[" + b", ".join(part.text(shard) for shard in range(first, min(last, len(part)))) + b"]"
-                for part in (index, *index.joined)
-                if len(part) > first
-            )
-            text = b'{"version": 2, "shards": ' + own + b', "joined": [' + b", ".join(joined) + b"]}"
             gone = deleted[(deleted >= begin) & (deleted < end)] - begin
-            spans.append(ShardSpan(text, gone))
+            spans.append(ShardSpan(tuple(map(index.entries, range(first, last))), gone))
         return spans
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         if not isinstance(partition, ShardSpan):  # Spark's own, for a dataset without shards
             return
-        index = Index.from_bytes(partition.index, self._dataset.url)
         store = open_store(self._dataset.url, self._dataset.store_options)
         begin = 0
-        for shard in range(len(index)):
-            entries, size = index.entries(shard), int(index.shard_sizes[shard])
-            rows = np.setdiff1d(np.arange(size), partition.deleted - begin)
-            begin += size
+        for entries in partition.entries:
+            rows = np.setdiff1d(np.arange(entries[0].num_samples), partition.deleted - begin)
+            begin += entries[0].num_samples
             if len(rows):
                 with _opened(store, entries, self._arrow.names) as shards:
                     yield from self._batches(shards, entries, rows)

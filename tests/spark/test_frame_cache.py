@@ -1,4 +1,4 @@
-"""A DataFrame's cache under fork, with a conversion that needs no Spark."""
+"""A DataFrame's cache under fork, with a conversion that needs no Spark; and what it is keyed by."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 from lightning_stream import MDSWriter
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
-from lightning_stream.spark import frame_cache
+from lightning_stream.spark import frame_cache, plan
+from lightning_stream.spark.frame_cache import FrameCache
 
 
 @dataclass(frozen=True)
@@ -100,3 +101,22 @@ def test_all_partitions_come_while_another_process_converts_them(
 
 def ids_of(part: Any) -> list[int]:
     return part.batch(np.arange(part.snapshot.num_samples))["id"].tolist()  # type: ignore[no-any-return]
+
+
+def test_files_that_are_not_local_are_those_of_spark_s_listing(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "local_path", lambda _: None)
+    file = tmp_path / "in" / "rows {1}.csv"
+    file.parent.mkdir()
+
+    def key_of(text: str, time: int) -> str:
+        file.write_text(text)
+        os.utime(file, (time, time))
+        return FrameCache(spark.read.schema("id int").csv(str(file.parent)), cache=tmp_path / "cache").uri
+
+    keys = [key_of("1\n2\n", 1_700_000_000), key_of("3\n4\n", 1_700_000_009), key_of("1\n2\n3\n", 1_700_000_000)]
+    assert len(set(keys)) == 3
+    assert key_of("1\n2\n", 1_700_000_000) == keys[0]
+    monkeypatch.setattr(plan, "_listed", lambda *_: [])  # a file system that Spark cannot list
+    assert key_of("1\n2\n", 1_700_000_000) != key_of("1\n2\n", 1_700_000_000)
