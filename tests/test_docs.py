@@ -39,7 +39,7 @@ def test_messages_that_the_pages_explain_are_messages_of_the_code() -> None:
     messages = "\n".join(map(_texts, [*sources, ROOT / "train.py"]))
     quoted = re.findall(r"^### `(.+?)`", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
     assert len(quoted) > 15
-    for page in ("storage.md", "spark.md"):
+    for page in ("storage.md", "spark.md", "databricks.md"):
         table = (DOCS / page).read_text().split("## Typical errors")[1].split("\n## ")[0]
         for row in table.splitlines():
             quoted += re.findall(r"`([^`]+)`", row.split(" | ")[0])

@@ -21,6 +21,7 @@ from support.pages import PAGES, ROOT, blocks_of
 # What a block's title may give as the reason why no test runs it.
 REASONS = {"needs 4 GPUs", "needs a GPU", "needs a cluster", "it ends with Ctrl-C"}
 SLOW = {"docs/hosts.md", "docs/multi_node.md"}
+OF_A_WORKSPACE = "docs/databricks.md"  # tests/spark/test_databricks.py runs it
 ELSEWHERE = {"ray", "train_ddp"}  # of a script that tests/trainers/test_elastic.py runs
 WIDTH = 82  # longer lines are cut off in a browser window of 1280 pixels
 WRAPPED = {"console", "text"}  # docs/wide.css
@@ -102,7 +103,9 @@ def _run_command(line: str) -> str:
     return done.stdout
 
 
-PYTHON_PAGES = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+PYTHON_PAGES = [
+    page for page in PAGES if page != OF_A_WORKSPACE and any(block.language == "python" for block in blocks_of(page))
+]
 
 
 @pytest.mark.filterwarnings("ignore")  # the trainers warn about this machine
