@@ -34,8 +34,8 @@ def download(store: Store, file: FileEntry, to: Path, counters: Counters, connec
 def check_size(path: Path, file: FileEntry, where: str) -> None:
     """Raise DigestError unless a file has the size in its index; `where` names it in the message."""
     if not is_here(path, file):
-        size = size_of(path)
-        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size or 0:,}. {REMEDY}")
+        found = size_of(path) or 0
+        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {found:,}. {REMEDY}")
 
 
 def verify(path: Path, file: FileEntry, validate_hash: str | None, where: str) -> None:

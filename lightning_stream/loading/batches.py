@@ -86,7 +86,7 @@ class BatchMaker:
         spent.waited_s = spent.transform_s = spent.collate_s = 0.0
         processor.begin()
         began = perf_counter()
-        batch, info, early = readable(self.source, planned, order, self._batch)
+        batch, info, early = readable(self.source.reader, self.source.bad_data, planned, order, self._batch)
         ended = perf_counter()
         making_s = ended - began - spent.waited_s
         read_s = making_s - spent.transform_s - spent.collate_s

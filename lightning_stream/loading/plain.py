@@ -144,10 +144,11 @@ class PlainIterations:
         maker = BatchMaker(source)
         for batch in ahead:
             source.reader.shards.delivered.compare_arrived()
-            samples, _, early = readable(source, batch, batches.plan.order, maker.samples)
-            # In a worker nobody could compare it later.
-            while worker is not None and not source.reader.is_right(early, wait=True):
-                samples, _, early = readable(source, batch, batches.plan.order, maker.samples)
+            while True:
+                samples, _, early = readable(source.reader, source.bad_data, batch, batches.plan.order, maker.samples)
+                # In a worker nobody could compare it later.
+                if worker is None or source.reader.is_right(early, wait=True):
+                    break
             if worker is None and early:
                 source.reader.shards.delivered.add(early, batch.label)
             for sample in samples:

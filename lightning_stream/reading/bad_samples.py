@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,13 +60,6 @@ class BadDataPolicy:
         if unknown := [*on_bad.keys() - {"sample", "shard", "quarantine"}]:
             raise ValueError(f"the parts of on_bad are sample, shard and quarantine; found {unknown}. Correct them")
         return cls(**{**on_bad, "seed": seed})
-
-
-class HasBadData(Protocol):
-    """The source of samples: a `StreamingDataset`."""
-
-    reader: SampleReader
-    bad_data: BadData
 
 
 @dataclass
@@ -175,27 +168,26 @@ class BadData:
 
 
 def readable(
-    dataset: HasBadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
+    reader: SampleReader, bad: BadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
 ) -> tuple[T, MicroBatch, tuple[EarlyRead, ...]]:
-    """Read a micro-batch under the dataset's policy: the result, and the micro-batch with its substitutions.
+    """Read a micro-batch under a policy for bad data: the result, and the micro-batch with its substitutions.
 
     The third has the samples that were read before their shards were verified.
 
     Raises FormatError or NotFoundError where data cannot be read and the policy is to raise.
     """
-    spent = dataset.reader.counters.spent
+    spent = reader.counters.spent
     spent.early = early = list[EarlyRead]()
     try:
-        result, info = _substituted(dataset, info, order, read)
+        result, info = _substituted(reader, bad, info, order, read)
     finally:
         spent.early = None
     return result, info, tuple(early)
 
 
 def _substituted(
-    dataset: HasBadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
+    reader: SampleReader, bad: BadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
 ) -> tuple[T, MicroBatch]:
-    bad, reader = dataset.bad_data, dataset.reader
     if not bad.suspects(reader, info.sample_ids):
         try:
             return read(info), info

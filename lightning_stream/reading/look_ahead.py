@@ -77,7 +77,7 @@ def read_ahead(
     infos = iter(infos)
     try:
         while not pool.has_all_open():
-            allowed = furthest if furthest > depth and pool.queue.has_idle_threads() else depth
+            allowed = furthest if pool.queue.has_idle_threads() else depth
             if len(ahead) <= allowed and (info := next(infos, None)) is not None:
                 ahead.append(info)
                 wants.append(reader.read_ahead(info.sample_ids))

@@ -123,8 +123,6 @@ class MapReader(SampleReader):
         return Want(self.shards.pool, [])
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
-        if self._expression(name) is not None:
-            return self._derived(name)
         lengths = np.concatenate([cast("MapStream", stream).read_lengths(name) for stream in self.streams])
         lengths.setflags(write=False)
         return lengths

@@ -335,8 +335,8 @@ class ShardPool:
 
     def has_all_open(self) -> bool:
         """Whether every shard is mapped, and stays so: nothing is fetched or evicted any more."""
-        shards = self._shards
-        return len(self.open) == shards.num_files <= self._config.max_open_shards and not shards.is_limited
+        is_whole = len(self.open) == self._shards.num_files <= self._config.max_open_shards
+        return is_whole and not self._shards.is_limited
 
     def drop(self, numbers: list[int]) -> None:
         """Undo one `want`: a shard that no other batch wants is not fetched any more and, under a limit, closed.
@@ -368,11 +368,10 @@ class ShardPool:
     @contextmanager
     def reading(self, numbers: list[int]) -> Iterator[None]:
         """Keep these shards while they are opened; afterwards, close those above the bound."""
-        self.want(numbers, fetch=False)
         try:
-            yield
+            with self.want(numbers, fetch=False):
+                yield
         finally:
-            self.drop(numbers)
             with self.lock:
                 self.open.close_all_but(self._config.max_open_shards)
 
@@ -447,6 +446,8 @@ class ShardPool:
             is_within = num_requests <= self.spare_requests - self.partial.num_requests
             if awaited == soon or awaited - cheaper or not is_within:
                 cheaper -= awaited
+        if not cheaper and not awaited:
+            return {}
         self.fetch_first(list(awaited - cheaper))
         with self._counters.waiting():
             return self.partial.by_range({number: wanted[number] for number in cheaper}, awaited)

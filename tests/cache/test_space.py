@@ -114,6 +114,14 @@ def test_many_small_shards_are_scanned_only_when_the_total_says_that_the_limit_i
     assert len(scans) < 40
 
 
+def test_space_that_was_made_is_taken_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space = Space(prepared(tmp_path))
+    monkeypatch.setattr("lightning_stream.shared_files.time.sleep", None)  # no pause
+    evicted = [space.make_space(CacheEntry((f"shard{number}",), 40), 100, 60.0) for number in range(6)]
+    assert evicted == [0, 0, 1, 1, 1, 1]
+    assert bytes_in(space) == 80
+
+
 def test_shards_have_names_of_any_length_and_letters(tmp_path: Path) -> None:
     space = Space(prepared(tmp_path))
     names = [("a b/ü.mds",), ("long/" * 150 + "x",), ("ß" * 120, "ß.zip"), ("a.b", "a.c"), ("a.b.5",)]

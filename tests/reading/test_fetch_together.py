@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,26 @@ def test_two_workers_fetch_eight_shards_at_once(tmp_path: Path) -> None:
         assert met  # with fewer at once, they had waited in vain
         asked = [path for _, path in server.asked if "shard" in path]
         assert len(asked) == len(set(asked)) == dataset.snapshot.num_shards
+
+
+@pytest.mark.parametrize("num_workers", [0, WORKERS])
+def test_a_start_asks_once_for_the_index_and_once_whether_there_is_a_newer_version(
+    tmp_path: Path, num_workers: int
+) -> None:
+    with WebServer() as server:
+        write(tmp_path / "data", server)
+        for is_first in (True, False):  # the second start finds the shards in the cache
+            server.asked.clear()
+            dataset = StreamingDataset(remote=server.url, local=tmp_path / "cache", shuffle=True)
+            assert (
+                sum(len(batch["id"]) for batch in StreamingDataLoader(dataset, 16, num_workers=num_workers))
+                == NUM_SAMPLES
+            )
+            root = dataset.snapshot.stream_digests[0][:16]
+            asked = Counter(path for _, path in server.asked if "shard" not in path)
+            assert asked == {"/index.json": 1, f"/versions/{root}/00000001.json": 1}
+            num_shards = dataset.snapshot.num_shards if is_first else 0
+            assert server.count("GET", "shard") == len(server.asked) - 2 == num_shards
 
 
 @pytest.mark.parametrize("reads_ahead", [True, False])
