@@ -222,15 +222,17 @@ def _best_fit(num_tokens: Ints, row_length: int) -> list[_Move]:
     for length, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         at = bisect_left(rooms, length)
         while count:
-            room = rooms[at] if at < len(rooms) else row_length
-            num_pieces = min(room // length, count)
+            is_open = at < len(rooms)
+            room = rooms[at] if is_open else row_length
+            num_pieces = room // length
+            if num_pieces > count:
+                num_pieces = count
             num_rows = count // num_pieces
-            available = open_rows.get(room, num_rows)
-            if num_rows < available:
-                open_rows[room] = available - num_rows
-            elif at < len(rooms):
-                num_rows = available
-                del open_rows[room], rooms[at]
+            if is_open and num_rows < open_rows[room]:
+                open_rows[room] -= num_rows
+            elif is_open:
+                num_rows = open_rows.pop(room)
+                del rooms[at]
             count -= num_pieces * num_rows
             left = room - num_pieces * length
             moves.append((room, num_rows, num_pieces, left))
