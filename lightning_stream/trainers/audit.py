@@ -1,8 +1,9 @@
 """A run's own record of what it trained on: each rank appends one sum a step, and the whole is checked afterwards.
 
-A file holds the steps of one rank in one uninterrupted part of an epoch, which is in its name. A run that was
-killed trains on some steps twice, from its last checkpoint on, so stretches may overlap; they must leave no gap.
-A run that begins at the beginning of its data replaces what an earlier run recorded in the folder.
+A file holds the steps of one rank in one uninterrupted part of an epoch, which is in its name; they must leave no gap.
+A run that continues from a checkpoint cuts off what was recorded after that: it is what the run has trained on. A run
+that begins at the beginning of its data replaces what an earlier run recorded in the folder; one that continues where
+another run is recorded gets a folder inside, named by its order.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import os
 import re
 import warnings
 import weakref
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
@@ -23,12 +26,13 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from lightning_stream.dataset import StreamingDataset, source_of
-from lightning_stream.errors import LedgerError
+from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, World, ledger
 from lightning_stream.order.micro_batches import MicroBatch
 
 _START = "run.json"
+_SUM_BYTES = 8
 _SUBSTITUTIONS = ".substitutions"
 _PATTERN = re.compile(r"epoch(\d+)-from(\d+)-batch(\d+)-(pad|drop|exact)-rank(\d+)of(\d+)by(\d+)\.ledger")
 
@@ -58,6 +62,13 @@ class _Stretch:
         order = run.epoch(self.epoch)
         return BatchPlan(order, batch_size=self.batch_size, world=world, tail=self.tail, start=self.begin)
 
+    def num_before(self, run: RunOrder, epoch: int, position: int, count: int) -> int:
+        """How many of its first `count` steps end at or before a position of the run."""
+        if self.epoch != epoch:
+            return count if self.epoch < epoch else 0
+        plan = self.plan(run)
+        return bisect_right(range(count), position, key=lambda step: plan.bounds(step)[1])
+
     def path(self, folder: Path, rank: int) -> Path:
         steps = f"epoch{self.epoch}-from{self.begin}-batch{self.batch_size}-{self.tail}"
         return folder / f"{steps}-rank{rank}of{self.num_ranks}by{self.replication}.ledger"
@@ -66,7 +77,8 @@ class _Stretch:
 class DeliveryRecord:
     """Writes one rank's sums. The folder is created with the first step; ranks of other machines may have another.
 
-    It belongs to one run, over its stops. A run from the start of its data replaces what is there.
+    It belongs to one run, over its stops, which has the same order and the same data: nothing else tells runs apart, so
+    that a run that continues from any state finds its own. See the head of this module for what it replaces.
     """
 
     def __init__(self, folder: str | os.PathLike[str], loader: StreamingDataLoader) -> None:
@@ -93,9 +105,17 @@ class DeliveryRecord:
 
     def close(self) -> None:
         """Close the file; a later commit opens another."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._next = None, (-1, -1)
+        file, self._file, self._next = self._file, None, (-1, -1)
+        if file is None:
+            return
+        is_replaced = os.fstat(file.fileno()).st_nlink == 0
+        file.close()
+        if is_replaced:
+            warnings.warn(
+                "The folder of record_delivery= belongs to one run, but another one with the same order has replaced "
+                f"{file.name} while this run wrote it: its steps are in no record. Give each run a folder of its own.",
+                stacklevel=2,
+            )
 
     def _write(self, infos: list[MicroBatch]) -> None:
         first = infos[0]
@@ -115,53 +135,94 @@ class DeliveryRecord:
 
     def _open(self, first: MicroBatch) -> None:
         settings = self._loader.settings()
-        world = settings.world
-        self._folder.mkdir(parents=True, exist_ok=True)
+        world, run = settings.world, source_of(self._loader.streaming).order(settings.order)
+        begin = replace(self._loader.first_position(), epoch=first.epoch, position=first.begin)
         self.close()
-        if (first.epoch, first.begin) == (0, 0):
-            self._remove_former_run(world)
-        if world.rank == 0:
-            self._write_start(self._loader.first_position())
+        folder = self._folder
+        if (begin.epoch, begin.position) == (0, 0):
+            _remove_former_run(folder, world)
+        else:
+            folder = _folder_of(folder, begin, run)
+            _cut_off(folder, begin, run, world)
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_start(folder, begin, world.rank)
         size, tail = settings.global_batch_size, settings.tail
         stretch = _Stretch(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
-        path = stretch.path(self._folder, world.rank)
-        Path(f"{path}{_SUBSTITUTIONS}").unlink(missing_ok=True)
-        self._file = path.open("wb", buffering=0)  # a run from the same checkpoint, as before, makes the former void
+        path = stretch.path(folder, world.rank)
+        for former in (path, Path(f"{path}{_SUBSTITUTIONS}")):
+            former.unlink(missing_ok=True)  # a run from the same checkpoint, as before, makes it void
+        self._file = path.open("xb", buffering=0)
         weakref.finalize(self, self._file.close)  # an exception ends a run without asking its callbacks
 
-    def _remove_former_run(self, world: World) -> None:
-        """Delete the files of this rank, and of ranks that this run does not have: each has one run's steps."""
-        for path in self._folder.iterdir():
-            match = _PATTERN.fullmatch(path.name.removesuffix(_SUBSTITUTIONS))
-            if match and (int(match[5]) == world.rank or int(match[5]) >= world.num_ranks):
-                path.unlink(missing_ok=True)
-        if world.rank == 0:
-            (self._folder / _START).unlink(missing_ok=True)
 
-    def _write_start(self, here: Position) -> None:
-        """Note the beginning of the run; and again after a change of its mixture."""
-        path = self._folder / _START
-        if path.exists():
-            known = _read_start(path)
-            if structs.replace(known.order, schedule=here.order.schedule) != here.order:
-                warnings.warn(
-                    f"The folder of record_delivery= belongs to one run, but {self._folder} has the record of a run "
-                    "with another order: verify_delivery will find a difference. Give each run a folder of its own.",
-                    stacklevel=2,
-                )
-            if known.order.schedule == here.order.schedule:
+def _folder_of(folder: Path, here: Position, run: RunOrder) -> Path:
+    """Where a run that continues is recorded: in the folder, if it is free or has this run's record; else inside."""
+    if not (folder / _START).exists() or _is_of_run(_read_start(folder), here, run):
+        return folder
+    schedule = here.order.schedule and replace(here.order.schedule, changes=())
+    order = structs.replace(here.order, schedule=schedule).to_state()
+    name = json.dumps([order, here.weights, here.snapshot.digest], sort_keys=True).encode()
+    own = folder / f"run-{sha256(name).hexdigest()[:12]}"
+    warnings.warn(
+        f"The folder of record_delivery= belongs to one run, but {folder} has the record of a run with another order: "
+        f"this run's is in {own}. Give each run a folder of its own.",
+        stacklevel=2,
+    )
+    return own
+
+
+def _is_of_run(start: Position, here: Position, run: RunOrder) -> bool:
+    """Whether a record that begins there is of the run that stands here, perhaps before its data was converted."""
+    same_order = structs.replace(start.order, schedule=here.order.schedule) == here.order
+    return same_order and start.weights == here.weights and start.converted(run.snapshot).snapshot == here.snapshot
+
+
+def _remove_former_run(folder: Path, world: World) -> None:
+    """Delete the files of this rank, and of ranks that this run does not have: each has one run's steps."""
+    for path, _, rank in _files(folder, _SUBSTITUTIONS):
+        if rank == world.rank or rank >= world.num_ranks:
+            path.unlink(missing_ok=True)
+    (folder / _START).unlink(missing_ok=True)
+
+
+def _cut_off(folder: Path, here: Position, run: RunOrder, world: World) -> None:
+    """Void what this rank, and ranks that this run does not have, recorded from here on, in a run before this one.
+
+    The files stay, since the folders of other machines may have those of other ranks.
+    """
+    for path, stretch, rank in _files(folder):
+        if rank != world.rank and rank < world.num_ranks:
+            continue
+        count = path.stat().st_size // _SUM_BYTES
+        kept = stretch.num_before(run, here.epoch, here.position, count)
+        if kept < count:
+            draft = path.with_suffix(f".draft-{world.rank}")
+            draft.write_bytes(path.read_bytes()[: kept * _SUM_BYTES])
+            draft.replace(path)  # not in place: a run that still writes it must not write into this one's
+
+
+def _write_start(folder: Path, begin: Position, rank: int) -> None:
+    """Note the beginning of the record; and again after a change of the run's mixture, or from an earlier beginning."""
+    path = folder / _START
+    if path.exists():
+        known = _read_start(folder)
+        if (known.epoch, known.position) <= (begin.epoch, begin.position):
+            if known.order.schedule == begin.order.schedule:
                 return
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(here.to_state()), encoding="utf-8")
-        draft.replace(path)
+            begin = replace(known, order=begin.order)
+    draft = path.with_suffix(f".draft-{rank}")
+    draft.write_text(json.dumps(begin.to_state()), encoding="utf-8")
+    draft.replace(path)
 
 
-def _read_start(path: Path) -> Position:
-    return Position.from_state(json.loads(path.read_text(encoding="utf-8")))
+def _read_start(folder: Path) -> Position:
+    return Position.from_state(json.loads((folder / _START).read_text(encoding="utf-8")))
 
 
 def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -> Verdict:
     """Compare a run's record with the order of its data, step by step over all ranks, stops and worlds.
+
+    Where a folder has the records of several runs of this data, all of them are compared.
 
     Args:
         folder: The `record_delivery` folder, with the files of all ranks.
@@ -171,20 +232,39 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
         LedgerError: There is no whole record here.
         StateError: The dataset is not the one that was trained on.
     """
-    path = Path(folder)
-    stretches = _read_stretches(path)
-    if not stretches or not (path / _START).exists():
-        raise LedgerError(f"a run with record_delivery= leaves {_START} and *.ledger files; {path} lacks them")
-    start = _read_start(path / _START)
-    run = source_of(dataset).order(start.order)
-    start.converted(run.snapshot).check(run)
-    return _compare(path, run, stretches)
+    records = [path for path in (Path(folder), *sorted(Path(folder).glob("run-*"))) if (path / _START).exists()]
+    verdicts, others = {}, []
+    for path in records:
+        start = _read_start(path)
+        run = source_of(dataset).order(start.order)
+        try:
+            start.converted(run.snapshot).check(run)
+        except StateError as error:
+            others.append(error)
+            continue
+        verdicts[path.name] = _compare(path, start, run)
+    if not records:
+        raise LedgerError(f"a run with record_delivery= leaves {_START} and *.ledger files; {folder} lacks them")
+    if not verdicts:
+        raise others[0]
+    first, *more = verdicts.values()
+    if not more:
+        return first
+    differing = [verdict.first_difference for verdict in verdicts.values() if verdict.first_difference is not None]
+    sentence = "; ".join(f"{name}: {verdict.sentence}" for name, verdict in verdicts.items())
+    return Verdict(sum(verdict.num_steps for verdict in verdicts.values()), next(iter(differing), None), sentence)
 
 
-def _compare(folder: Path, run: RunOrder, stretches: Mapping[_Stretch, list[NDArray[np.uint64]]]) -> Verdict:
-    steps, epoch, reached, end, left = 0, min(stretches).epoch, 0, 0, ""
+def _compare(folder: Path, start: Position, run: RunOrder) -> Verdict:
+    stretches = _read_stretches(folder)
+    steps, epoch, reached, end, left = 0, start.epoch, start.position, 0, ""
+    if (epoch, reached) != (0, 0):
+        left = f"; the record begins at epoch {epoch}, position {reached}"
     for stretch in sorted(stretches):
-        plan, ranks = stretch.plan(run), stretches[stretch]
+        ranks = stretches[stretch]
+        if not (count := min(map(len, ranks))):
+            continue  # made void by a run from a checkpoint before it
+        plan = stretch.plan(run)
         if stretch.epoch == epoch + 1:
             if reached < end:
                 left += f"; epoch {epoch} was left at position {reached}"
@@ -192,7 +272,7 @@ def _compare(folder: Path, run: RunOrder, stretches: Mapping[_Stretch, list[NDAr
         if stretch.epoch > epoch or stretch.begin > reached:
             sentence = f"nothing is recorded of the steps from epoch {epoch}, position {reached} on"
             return Verdict(steps, (epoch, reached), sentence)
-        count, end = min(map(len, ranks)), plan.end
+        end = plan.end
         wanted = _corrected(ledger.of_steps(plan, 0, count), plan, folder, stretch)
         found = ledger.verify(wanted, ranks, replication=stretch.replication)
         if found.first_difference is not None:
@@ -200,18 +280,22 @@ def _compare(folder: Path, run: RunOrder, stretches: Mapping[_Stretch, list[NDAr
             sentence = f"epoch {epoch}, position {position} is the first step that differs: {found.message}"
             return Verdict(steps + found.first_difference, (epoch, position), sentence)
         steps += count
-        reached = max(reached, plan.bounds(count - 1)[1] if count else 0)
+        reached = max(reached, plan.bounds(count - 1)[1])
     return Verdict(steps, None, f"all {steps} recorded steps saw exactly the planned samples{left}")
 
 
+def _files(folder: Path, also: str = "") -> Iterator[tuple[Path, _Stretch, int]]:
+    """The files of a record, also those with this suffix behind their names: what each has, and of which rank."""
+    for path in folder.glob("*.ledger*"):
+        if match := _PATTERN.fullmatch(path.name.removesuffix(also)):
+            epoch, begin, size, tail, rank, ranks, replication = match.groups()
+            world = (int(ranks), int(replication))
+            yield path, _Stretch(int(epoch), int(begin), int(size), tail, *world), int(rank)  # type: ignore[arg-type]
+
+
 def _read_stretches(folder: Path) -> Mapping[_Stretch, list[NDArray[np.uint64]]]:
-    matches = [match for path in folder.glob("*.ledger") if (match := _PATTERN.fullmatch(path.name))]
-    stretches = {
-        _Stretch(int(epoch), int(begin), int(size), tail, int(ranks), int(replication))  # type: ignore[arg-type]
-        for epoch, begin, size, tail, _, ranks, replication in (match.groups() for match in matches)
-    }
     found = {}
-    for stretch in stretches:
+    for stretch in {stretch for _, stretch, _ in _files(folder)}:
         paths = [stretch.path(folder, rank) for rank in range(stretch.num_ranks)]
         absent = [rank for rank, path in enumerate(paths) if not path.exists()]
         if absent:

@@ -16,7 +16,7 @@ import torch
 from support.lightning_runs import GLOBAL_BATCH, Run, checkpoints, saved_on_exception
 from support.resume_contract import WARNINGS, At, Stopped
 
-from lightning_stream import StreamingDataset
+from lightning_stream import PositionTracker, StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.order import World, ledger
 from lightning_stream.trainers.audit import verify_delivery
@@ -124,12 +124,72 @@ def test_a_run_from_the_start_replaces_the_record_of_another_run(shards: Path, t
     assert verdict.num_steps == 7
 
 
-def test_a_resumed_run_says_that_the_folder_has_the_record_of_another_run(shards: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_in_the_folder_of_another_run_has_a_record_of_its_own(shards: Path, tmp_path: Path) -> None:
     record = tmp_path / "record"
     Run(shards, tmp_path, save_at=(4,), max_steps=5, data={"record_delivery": record})
     Run(shards, tmp_path / "other", max_steps=2, data={"record_delivery": record}, dataset={"shuffle_seed": 2})
     with pytest.warns(UserWarning, match="Give each run a folder of its own"):
-        Run(shards, tmp_path / "resumed", checkpoints(tmp_path)[0][1], data={"record_delivery": record})
+        Run(shards, tmp_path / "resumed", checkpoints(tmp_path)[0][1], max_steps=9, data={"record_delivery": record})
+    verdict = verify_delivery(record, dataset(shards))
+    assert verdict.first_difference is None
+    assert verdict.num_steps == 2 + 5
+    (own,) = record.glob("run-*")
+    sentence = "all 5 recorded steps saw exactly the planned samples; the record begins at epoch 0, position 64"
+    assert verify_delivery(own, dataset(shards)).sentence == sentence
+    assert verdict.sentence.endswith(f"{own.name}: {sentence}")
+
+
+def recorded(loader: StreamingDataLoader, folder: Path, steps: int, state: Any = None) -> PositionTracker:
+    """A plain loop that records so many steps."""
+    tracker = PositionTracker(loader, record_delivery=folder)
+    tracker.output = lambda _: None
+    if state is not None:
+        tracker.load(state)
+    while steps:
+        for _ in tracker:
+            tracker.stepped()
+            steps -= 1
+            if not steps:
+                break
+    return tracker
+
+
+def loaders(shards: Path, ranks: int = 1) -> list[StreamingDataLoader]:
+    worlds = [World(rank=rank, num_ranks=ranks, ranks_per_node=ranks) for rank in range(ranks)]
+    return [StreamingDataLoader(dataset(shards), global_batch_size=GLOBAL_BATCH, world=world) for world in worlds]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_from_a_checkpoint_replaces_what_was_recorded_after_it(shards: Path, tmp_path: Path, ranks: int) -> None:
+    states = [recorded(loader, tmp_path, 4).state() for loader in loaders(shards, 2)]
+    for loader in loaders(shards, 2):
+        recorded(loader, tmp_path, 16, states[0])  # to the middle of the epoch after
+    for _ in range(2):  # twice from one checkpoint
+        for loader in loaders(shards, ranks):
+            recorded(loader, tmp_path, 3, states[0])
+    verdict = verify_delivery(tmp_path, dataset(shards))
+    assert verdict.sentence == "all 7 recorded steps saw exactly the planned samples"
+
+
+def test_a_step_that_a_run_from_a_checkpoint_did_not_record_is_not_hidden_by_the_run_before_it(
+    shards: Path, tmp_path: Path
+) -> None:
+    state = recorded(*loaders(shards), tmp_path, 4).state()
+    recorded(*loaders(shards), tmp_path, 6, state)
+    recorded(*loaders(shards), tmp_path, 3, state)
+    (tmp_path / "epoch0-from64-batch16-pad-rank0of1by1.ledger").unlink()
+    later = recorded(*loaders(shards), tmp_path / "other", 7).state()
+    recorded(*loaders(shards), tmp_path, 2, later)
+    assert verify_delivery(tmp_path, dataset(shards)).first_difference == (0, 64)
+
+
+def test_two_runs_of_one_order_that_record_in_one_folder_at_a_time_are_told(shards: Path, tmp_path: Path) -> None:
+    first = recorded(*loaders(shards), tmp_path, 3)
+    second = recorded(*loaders(shards), tmp_path, 5)
+    with pytest.warns(UserWarning, match="has replaced"):
+        first.detach()
+    second.detach()
+    assert verify_delivery(tmp_path, dataset(shards)).num_steps == 5
 
 
 def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -> None:
