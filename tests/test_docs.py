@@ -135,6 +135,17 @@ def test_the_page_of_arguments_has_each_one_with_its_default() -> None:
     assert _same(run, {name: of_run[name] for name in RunOptions.__annotations__})
 
 
+def test_the_page_of_arguments_has_a_reason_for_each_of_ours_that_is_left_to_users() -> None:
+    pytest.importorskip("torch", reason="the dataset needs torch: uv sync")
+    from lightning_stream import StreamingDataset
+
+    section = (DOCS / "arguments.md").read_text().split("\n## Why these are left to you\n")[1]
+    reasons = dict(re.findall(r"^\| `(\w+)` \| (.+\.) \|$", section, re.MULTILINE))
+    of_order = {"quick_start", "bucket_window", "batch_multiple"}
+    assert set(reasons) == of_order | {"start_by_range", "world", "data_dimension", "replication"}
+    assert set(reasons) <= set(_defaults(StreamingDataset))
+
+
 def test_the_page_of_arguments_marks_those_that_the_page_on_migrating_has() -> None:
     for name in ("StreamingDataset", "Stream"):
         assert _tables_of(name)[1] == set(OF_OTHERS[f"streaming.{name}"].split())
