@@ -260,7 +260,7 @@ class StreamingDataLoader(DataLoader[Any]):
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check()
-        self.meter.total.settings = self.loading_settings()
+        self.meter.total.settings = self._loading_settings(settings)
         self.meter.total.epoch_positions = run.num_samples / run.epoch(start.epoch).order.samples_per_position
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
@@ -560,16 +560,16 @@ class StreamingDataLoader(DataLoader[Any]):
         """
         return Watch(self, after_s, say)
 
-    def loading_settings(self) -> LoadingSettings:
+    def _loading_settings(self, settings: BatchSettings) -> LoadingSettings:
         """The settings that decide how fast the loader is."""
-        source, settings, world = self._source, self.settings(), self.detect_world()
-        size, reader = settings.device_batch_size, source.reader
+        source, size = self._source, settings.device_batch_size
+        reader = source.reader
         limit_bytes = reader.shards.defaults.config.limit_bytes
         return LoadingSettings(
             batch_size=size,
             num_workers=self.num_workers,
             workers=self.workers,
-            num_cores=max(1, num_cores() // world.ranks_per_node),
+            num_cores=max(1, num_cores() // settings.world.ranks_per_node),
             fetch_threads=reader.shards.config.fetch_threads,
             persistent_workers=self.persistent_workers or self.workers == "threads",
             predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),

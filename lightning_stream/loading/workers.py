@@ -53,17 +53,10 @@ os.register_at_fork(after_in_child=_unfinished.clear)
 class MadeBatches:
     """The batches of one iteration; `close` ends what makes them, and so do the last batch and the interpreter's exit.
 
-    `end` is called once, with whether an error ended the iteration; not in processes that this one forks. `proven` is
-    that of the `Pipeline`.
+    `end` is called once, with whether an error ended the iteration; not in processes that this one forks.
     """
 
-    def __init__(
-        self,
-        batches: Iterator[Delivery],
-        end: Callable[[bool], None],
-        proven: Callable[[Delivery], Delivery] = lambda delivery: delivery,
-    ) -> None:
-        self._proven = proven
+    def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None]) -> None:
         self._batches: Iterator[Delivery] | None = batches
         self._end = weakref.finalize(self, _end_in, os.getpid(), end)
 
@@ -74,7 +67,7 @@ class MadeBatches:
                 "over the loader again: its state_dict() says where"
             )
         try:
-            return self._proven(next(self._batches))
+            return next(self._batches)
         except BaseException as error:
             self.close(failed=not isinstance(error, StopIteration))
             raise
@@ -133,7 +126,7 @@ class Workers:
             if end_workers is not None:
                 end_workers(failed)
 
-        made = MadeBatches(batches, end, partial(maker.verified, settings))
+        made = MadeBatches(map(partial(maker.verified, settings), batches), end)
         if loader.num_workers or loader.pin_memory:
             self._live.add(made)
         return made
