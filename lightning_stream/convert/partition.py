@@ -177,13 +177,6 @@ class _PartitionPlace(Transaction):
         return True
 
 
-def row_bytes(batch: EncodedBatch) -> list[memoryview]:
-    """Return the bytes of each row of a batch."""
-    data = memoryview(b"".join(batch.chunks()))
-    ends = np.cumsum(batch.sizes).tolist()
-    return [data[end - size : end] for end, size in zip(ends, batch.sizes.tolist(), strict=True)]
-
-
 def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
     """Return rows that are bytes as a batch."""
     return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), [rows])

@@ -31,7 +31,7 @@ from lightning_stream.sources.base import Partition, Source
 from lightning_stream.stores import is_remote
 from lightning_stream.writer.lengths import Lengths
 
-from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes, row_bytes
+from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes
 from .task import PartitionTask
 
 _BUCKET_BYTES, _RUN_BYTES = 64 << 20, 64 << 20
@@ -51,7 +51,7 @@ class RunWriter(PartitionWriter):
 
     def write_encoded(self, batch: EncodedBatch, lengths: Lengths) -> None:
         """Add rows that are bytes of the final dataset's columns. Their lengths go before the bytes of each row."""
-        rows: Iterable[Any] = row_bytes(batch)
+        rows: Iterable[Any] = batch.rows()
         if lengths:
             heads = np.stack(list(lengths.values()), axis=1).astype("<u4")
             rows = (head.tobytes() + row for head, row in zip(heads, rows, strict=True))

@@ -19,7 +19,6 @@ from lightning_stream.convert.partition import (
     RefusedError,
     encoded_rows,
     refusing,
-    row_bytes,
 )
 from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.mds.encode import MdsEncoder
@@ -139,7 +138,7 @@ class ValidationSplit:
     def _hashed(self, values: Mapping[str, Any], num_rows: int) -> Iterable[Any]:
         if self.group_by is None:
             encoder = MdsEncoder(self.columns, None, (), None)
-            return row_bytes(encoder.encode_batch({name: values[name] for name in self.columns}, num_rows))
+            return encoder.encode_batch({name: values[name] for name in self.columns}, num_rows).rows()
         if self.group_by not in values:
             raise ValueError(f"group_by={self.group_by!r} is not a column; the columns are {', '.join(values)}.")
         groups = plain_values(values[self.group_by])
@@ -219,7 +218,7 @@ class PartitionTask:
         if self.split is None:
             writers[""].write_encoded(encoded, lengths)
             return
-        found = row_bytes(encoded)
+        found = encoded.rows()
         for split, kept in self.split.of_rows(values, num_rows).items():
             if split in writers:
                 chosen = {name: numbers[kept] for name, numbers in lengths.items()}

@@ -25,6 +25,12 @@ class EncodedBatch(NamedTuple):
     sizes: NDArray[np.int64]
     columns: Sequence[EncodedColumn]
 
+    def rows(self) -> list[memoryview]:
+        """The bytes of each row."""
+        data = memoryview(b"".join(self.chunks()))
+        ends = np.cumsum(self.sizes).tolist()
+        return [data[end - size : end] for end, size in zip(ends, self.sizes.tolist(), strict=True)]
+
     def chunks(self, begin: int = 0, end: int | None = None) -> Iterator[Any]:
         """Yield the bytes of rows in order, about 256 KiB at a time.
 

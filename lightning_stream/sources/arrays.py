@@ -114,7 +114,7 @@ class NumpyReader(TableReader):
             if isinstance(rows, range) and spans:
                 spans = [(spans[0][0], spans[-1][1])]
             found = stretches(file, spans)
-            data = found[spans[0]] if len(spans) == 1 else b"".join(found[span] for span in spans)
+            data = found[0] if len(found) == 1 else b"".join(found)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
         return _Arrays(read, shape[0], shape[0] * width, fitting_rows(shape[0], shape[0] * width, _BLOCK_ROWS))

@@ -22,7 +22,7 @@ from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.base import Asked, Batch, Found, Piece
 from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, named_in_data
-from lightning_stream.sources.tables import ParquetReader, with_constants
+from lightning_stream.sources.tables import ParquetReader
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -117,25 +117,19 @@ class DeltaReader(ParquetReader):
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of a row group that are not deleted, with the columns of the table."""
-        stored = {name: one for name, one in columns.items() if name not in self.partition and name not in self.absent}
-        kept = np.ones(1 + max(self.deleted, default=-1), bool)
-        kept[list(self.deleted)] = False
-        done = 0
-        for batch in super().read(splits, stored or self._any_column(splits[0].file)):
-            rows, count = batch.rows, batch.rows.num_rows
-            if self.deleted:
-                mask = np.ones(count, bool)
-                mask[: max(0, min(count, len(kept) - done))] = kept[done : done + count]
-                rows = rows.filter(pa.array(mask))
-            done += count
-            constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}
-            rows = with_constants(rows, {name: one for name, one in constants.items() if name in columns})
-            yield Batch(rows.select(list(columns)), batch.where)
+        begin = 0
+        for rows, where in super().read(splits, columns):
+            is_kept = ~np.isin(np.arange(begin, begin + rows.num_rows), self.deleted)
+            begin += rows.num_rows
+            yield Batch(rows if is_kept.all() else rows.filter(pa.array(is_kept)), where)
 
-    def _any_column(self, file: SourceFile) -> dict[str, str]:
-        """One stored column, where none is wanted: it has the number of rows."""
-        with self._opened(file) as table:
-            return {table.schema.names[0]: ""}
+    def _stored(
+        self, names: Sequence[str], columns: Mapping[str, str], file: SourceFile
+    ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
+        constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}
+        return [name for name in columns if name not in constants], {
+            name: one for name, one in constants.items() if name in columns
+        }
 
 
 def _copy(store: Store, files: Iterable[SourceFile], folder: Path | str) -> None:

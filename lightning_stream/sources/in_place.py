@@ -11,11 +11,9 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from lightning_stream.errors import FormatError, NotFoundError, redact
@@ -155,9 +153,7 @@ class InPlace:
         encoder, found = MdsEncoder(entry.schema.columns, None, (), None), list[bytes]()
 
         def add(columns: dict[str, Any], num_rows: int) -> None:
-            batch = encoder.encode_batch(columns, num_rows)
-            data, ends = b"".join(batch.chunks()), np.cumsum(batch.sizes).tolist()
-            found.extend(data[begin:end] for begin, end in pairwise([0, *ends]))
+            found.extend(map(bytes, encoder.encode_batch(columns, num_rows).rows()))
 
         with readable(split.file.uri, has_arguments=False):
             where = _settled(entry, reader.read([split._replace(rows=numbers)], entry.schema.columns), split, add)

@@ -130,8 +130,7 @@ class LitDataReader(Reader):
         head = file.view(0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
         offsets = self._offsets(file, head, file.num_bytes)
         spans = [(int(offsets[row]), int(offsets[row + 1])) for row in rows]
-        found = stretches(file, spans)
-        items = [found[span] for span in spans]
+        items = stretches(file, spans)
         return memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
 
     def _columns(self, file: SourceFile, data: memoryview, columns: Mapping[str, str]) -> dict[str, Any]:

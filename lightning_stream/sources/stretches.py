@@ -2,57 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.sources.files import RangedFile, SourceFile
+from lightning_stream.sources.files import SourceFile
 from lightning_stream.threads import DaemonPool
 
 _GAP_BYTES = 1 << 18  # neighbours so near come in one range, with the bytes between them
 _CONNECTIONS = 8
 
 
-def stretches(file: SourceFile, spans: Iterable[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
-    """Return several stretches by their spans; of an object in a store, neighbours in one range, several at once."""
-    wanted = sorted(set(spans))
-    found = _joined(file, wanted)
-    whole = {(a, b): next(one for one in found if one[0] <= a and b <= one[1]) for a, b in wanted}
-    return {(a, b): found[one][a - one[0] : b - one[0]] for (a, b), one in whole.items()}
-
-
-def _joined(file: SourceFile, wanted: Sequence[tuple[int, int]]) -> dict[tuple[int, int], memoryview]:
-    """The ranges that hold ascending spans; a few large ones, or all of a local file."""
+def stretches(file: SourceFile, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+    """Return several stretches; of an object in a store, neighbours come in one range, several ranges at once."""
     if file.path is not None:
-        return {(0, file.num_bytes): file.view(is_read=False)}
+        data = file.view(is_read=False)
+        return [data[begin:end] for begin, end in spans]
     ranges: list[tuple[int, int]] = []
-    for begin, end in wanted:
+    for begin, end in sorted(spans):
         if ranges and begin - ranges[-1][1] <= _GAP_BYTES:
             ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
         else:
             ranges.append((begin, end))
     with DaemonPool(_CONNECTIONS, "ranges") as pool:
-        fetches = {one: pool.submit(file.view, *one) for one in ranges}
-        return {one: fetch.result() for one, fetch in fetches.items()}
-
-
-class FetchedFile(RangedFile):
-    """An object of a store as a file, whose parts are fetched before they are read."""
-
-    def __init__(self, file: SourceFile) -> None:
-        super().__init__(file)
-        self._parts: dict[tuple[int, int], memoryview] = {}
-
-    def fetch(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Fetch what is read next, and forget what was fetched before."""
-        self._parts = _joined(self._file, sorted(spans))
-
-    def _bytes(self, most: int) -> memoryview:
-        begin, end = self._at, min(self._at + most, self._file.num_bytes)
-        held = next(((a, part) for (a, b), part in self._parts.items() if a <= begin and end <= b), None)
-        return self._file.view(begin, end) if held is None else held[1][begin - held[0] : end - held[0]]
+        fetched = [fetch.result() for fetch in [pool.submit(file.view, *one) for one in ranges]]
+    firsts = [begin for begin, _ in ranges]
+    numbers = [bisect_right(firsts, begin) - 1 for begin, _ in spans]
+    return [fetched[k][begin - firsts[k] : end - firsts[k]] for k, (begin, end) in zip(numbers, spans, strict=True)]
 
 
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:

@@ -19,9 +19,8 @@ from lightning_stream.lazy import kept
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, in_order, present
-from lightning_stream.sources.files import SourceFile, read_below
+from lightning_stream.sources.files import RangedFile, SourceFile, read_below
 from lightning_stream.sources.images import image_encoding
-from lightning_stream.sources.stretches import FetchedFile
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -87,7 +86,7 @@ class TableReader(Reader):
         for split in _joined(splits):
             done, after = 0, f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
-                stored, folders = self._stored(table, columns, split.file)
+                stored, folders = self._stored(table.schema.names, columns, split.file)
                 files = [name for name in _files(_noted(table.schema)) if name in stored]
                 for batch in table.batches(split, stored or table.schema.names[:1]):
                     for name in files:
@@ -104,7 +103,7 @@ class TableReader(Reader):
     def _pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         with self._opened(file, headers=True) as table:
             try:
-                stored, _ = self._stored(table, columns, file)
+                stored, _ = self._stored(table.schema.names, columns, file)
                 if stored:
                     _found(table.schema, {}, {name: columns[name] for name in stored})
             except ValueError as error:
@@ -129,10 +128,9 @@ class TableReader(Reader):
         return {name: kind for name, kind in found.items() if kind != self.types[name]}
 
     def _stored(
-        self, table: Table, columns: Mapping[str, str], file: SourceFile
+        self, names: Sequence[str], columns: Mapping[str, str], file: SourceFile
     ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
         """The columns that are in a file, and the values of those that are in the names of its folders, with types."""
-        names = table.schema.names
         folders = {name: text for name, text in file.partition.items() if name not in names and name in columns}
         present([*names, *folders], columns, file)
         numbers = {"int": "int64", "uint": "int64", "float": "float64"}
@@ -212,13 +210,13 @@ class ParquetReader(TableReader):
         return pa.BufferReader(tail)
 
     def _plain(self, file: SourceFile) -> Any:
-        return FetchedFile(file) if file.path is None else pa.BufferReader(file.view(is_read=False))
+        return RangedFile(file, 0) if file.path is None else pa.BufferReader(file.view(is_read=False))
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
         import pyarrow.parquet as pq  # slow to import
 
         footer = kept(_FOOTERS, file.content, lambda _: pq.read_metadata(plain), 32)
-        opened = pq.ParquetFile(plain, metadata=footer)
+        opened = pq.ParquetFile(plain, metadata=footer, pre_buffer=file.path is None)  # neighbours in one range
 
         names = set(opened.schema_arrow.names)
 
@@ -232,23 +230,10 @@ class ParquetReader(TableReader):
 
         def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
             for piece in pieces(place.begin, place.end):
-                if isinstance(plain, FetchedFile):
-                    plain.fetch(_column_spans(footer.row_group(piece.begin), columns))
                 rows = fitting_rows(piece.num_rows, piece.num_bytes)
                 yield from opened.iter_batches(rows, [piece.begin], columns, use_threads=False)
 
         return Table(opened.schema_arrow, pieces, batches)
-
-
-def _column_spans(group: Any, columns: Sequence[str] | None) -> list[tuple[int, int]]:
-    """Where the stored columns of a row group lie."""
-    spans = []
-    for each in map(group.column, range(group.num_columns)):
-        name = each.path_in_schema
-        if columns is None or any(name == wanted or name.startswith(f"{wanted}.") for wanted in columns):
-            begin = min(each.data_page_offset, each.dictionary_page_offset or each.data_page_offset)
-            spans.append((begin, begin + each.total_compressed_size))
-    return spans
 
 
 def _nulls(group: Any, names: Collection[str]) -> tuple[str, ...]:
