@@ -127,7 +127,7 @@ def test_under_torchrun_nodes_come_and_go_and_no_sample_is_lost_or_repeated(fold
 @pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: uv pip install 'ray>=2.60' pandas brings it")
+@pytest.mark.skipif(not find_spec("ray"), reason="Ray is not installed: uv pip install 'ray[train]>=2.60' brings it")
 def test_under_ray_nodes_come_and_go_and_no_sample_is_lost_or_repeated(
     folder: Path, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
