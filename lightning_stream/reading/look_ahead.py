@@ -16,6 +16,7 @@ from lightning_stream.reading.shard_pool import Want
 
 _READ_AHEAD_BATCHES = 8
 _FILES_PER_RANGE = 20  # to begin earlier costs at most a twentieth more requests, over all processes
+_FINISHED_BATCHES = 4  # of each worker, that a slower one has not reached
 _FURTHER = 16  # times as far, where connections would be idle otherwise
 
 
@@ -69,8 +70,8 @@ def read_ahead(
     """
     pool, is_exiting = reader.shards.pool, sys.is_finalizing
     pool.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
-    next_use = _eviction_plan(reader, plan)
     depth = read_ahead_depth(predownload, device_batch_size)
+    next_use = _eviction_plan(reader, plan, num_workers * (depth + _FINISHED_BATCHES))
     furthest = furthest_ahead(predownload, device_batch_size, is_limited=reader.shards.is_limited)
     ahead: deque[MicroBatch] = deque()
     wants: deque[Want] = deque()  # of the batches that are being read, and of those ahead
@@ -97,9 +98,9 @@ def read_ahead(
             pool.plans.pop(id(next_use), None)
 
 
-def _eviction_plan(reader: SampleReader, plan: BatchPlan) -> NextUse:
-    """Let the reader's caches evict first what this plan needs last."""
-    next_use = NextUse(plan.order, reader.snapshot)
+def _eviction_plan(reader: SampleReader, plan: BatchPlan, lag: int = 0) -> NextUse:
+    """Let the reader's caches evict first what this plan needs last; other workers may be ``lag`` batches behind."""
+    next_use = NextUse(plan.order, reader.snapshot, lag=lag * plan.batch_size)
     next_use.position = plan.start
     if reader.shards.is_limited:
         plans = reader.shards.pool.plans

@@ -35,12 +35,14 @@ class NextUse:
     It looks up ``horizon`` positions at a time: a fraction of a second for a million samples. What it knows of a shard
     without a use among them is whether it was read in this epoch, which is done with it then, or is still to come.
 
+    Other processes may be ``lag`` positions behind: what is used there is done with last, the latest use at the end.
+
     Attributes:
         position: Of the run: everything before it is done.
     """
 
-    def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON) -> None:
-        self._order, self._snapshot = order, snapshot
+    def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON, lag: int = 0) -> None:
+        self._order, self._snapshot, self._lag = order, snapshot, lag
         self._horizon = max(1, horizon // order.order.samples_per_position)
         self._part = _NOTHING  # replaced as one, since several threads ask
         self._began_at = time.time()
@@ -53,20 +55,24 @@ class NextUse:
         first, end = np.searchsorted(part.shards, [shard, shard + 1])
         uses = part.positions[first:end]
         place = np.searchsorted(uses, at)
+        if place < len(uses) and uses[place] < part.end:
+            return float(uses[place])
+        if place and at - uses[place - 1] <= self._lag:
+            return float(part.end + (at - uses[place - 1]) / (self._lag + 1))
         if place < len(uses):
             return float(uses[place])
         return math.inf if part.has_rest or last_used >= self._began_at else float(part.end)
 
     def _looked_up(self, at: int) -> _Part:
-        part = self._part
-        if at < part.begin or (not part.has_rest and at + self._horizon // 2 > part.end):
-            end, shards, positions = self._uses(self._order, at, at + self._horizon)
+        part, begin = self._part, max(0, at - self._lag)
+        if begin < part.begin or (not part.has_rest and at + self._horizon // 2 > part.end):
+            end, shards, positions = self._uses(self._order, begin, at + self._horizon)
             has_rest = not self._order.exists(end)
             if has_rest and self._order.following is not None:
                 _, later, places = self._uses(self._order.following(), 0, self._horizon // 2)
                 shards, positions = np.append(shards, later), np.append(positions, places + end)
             by_shard = np.argsort(shards, kind="stable")
-            self._part = part = _Part(at, end, shards[by_shard], positions[by_shard], has_rest)
+            self._part = part = _Part(begin, end, shards[by_shard], positions[by_shard], has_rest)
         return part
 
     def _uses(self, order: EpochOrder, begin: int, end: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:

@@ -102,6 +102,23 @@ def test_the_next_use_reaches_into_the_next_epoch_and_what_was_read_in_this_one_
                 assert near(shard, last_used=time.time() + 1) == math.inf, "it is done with"
 
 
+def test_what_a_slower_worker_may_still_read_is_done_with_last() -> None:
+    snapshot = Snapshot.of([[20] * 30])
+    run = RunOrder(snapshot, (StreamWeights(),), OrderConfig.resolve(batch_size=8, shuffle=True, window=2))
+    order = replace(run.epoch(0), following=run.following(0))
+    of_position = snapshot.shards_of(run.epoch(0).ids(0, 600))
+    next_use = NextUse(order, snapshot, lag=100)
+    next_use.position = 400
+    last = {shard: int(np.flatnonzero(of_position == shard)[-1]) for shard in range(30)}
+    behind = sorted((shard for shard in last if 300 <= last[shard] < 400), key=last.__getitem__)
+    assert len(behind) > 3
+    values = [next_use(shard) for shard in behind]
+    assert sorted(values, reverse=True) == values, "what was used first is evicted first"
+    assert all(600 <= value < 601 for value in values)
+    assert all(next_use(shard) >= 600 for shard in last if last[shard] < 300)
+    assert all(next_use(shard) < 600 for shard in last if last[shard] >= 400)
+
+
 @pytest.mark.parametrize("horizon", [1 << 20, 200])
 @pytest.mark.parametrize("share", [0.5, 0.83])
 def test_a_small_cache_fetches_what_it_must(
