@@ -141,11 +141,6 @@ class Order(ABC):
         """The order whose windows are packed or rearranged, where they are; else this one."""
         return self
 
-    @property
-    def arranged_together(self) -> int:
-        """Samples of `below` whose places depend on each other."""
-        return 1
-
     def unchanged_from(self, position: int) -> int:
         """The first position of `below` that changes nothing before a position of this order."""
         return position

@@ -250,10 +250,6 @@ class PackedRows(Order):
         return self._documents
 
     @property
-    def arranged_together(self) -> int:
-        return self._packing.window * len(self._sequences)
-
-    @property
     def size(self) -> int:  # type: ignore[override]
         """Rows of the epoch. This counts those of every window that was not counted before."""
         return int(self._borders[2][-1])
@@ -346,7 +342,8 @@ class PackedRows(Order):
     def unchanged_from(self, position: int) -> int:
         """The end of all windows that a row before the position is of."""
         begun = [window + (behind > before) for window, before, behind in self.cursor(position)]
-        return min(max(begun, default=0) * self.arranged_together, self._documents.size)
+        together = self._packing.window * len(self._sequences)
+        return min(max(begun, default=0) * together, self._documents.size)
 
     def totals(self) -> PackedTotals:
         """Count the rows of the epoch and what they hold. This plans every window that was not counted before."""
@@ -446,10 +443,6 @@ class ByLength(Regrouped[_Sorted], Composed):
     @property
     def below(self) -> Order:
         return self._below
-
-    @property
-    def arranged_together(self) -> int:
-        return self._length
 
     def locate(self, at: Ints) -> tuple[Ints, Ints]:
         return np.divmod(at, self._length)

@@ -61,8 +61,9 @@ def need_of_node(
     sizes = np.sort(raw_bytes)[::-1]
     order = run.epoch(0)
     span = order.order.samples_in(ahead.span * device_batch_size * world.num_replicas)
-    if order.order.arranged_together > 1:  # the shards of a window stay in use until its last batch
-        span = (ceil_div(span, order.order.arranged_together) + 1) * order.order.arranged_together
+    together = order.order.unchanged_from(1)
+    if together > 1:  # the shards of a window stay in use until its last batch
+        span = (ceil_div(span, together) + 1) * together
     entering = min(_entering(run, span), len(sizes) - active)
     return CacheNeed(
         -(-active // nodes),
