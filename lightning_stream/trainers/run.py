@@ -6,8 +6,9 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
+from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.options import PositionOptions
 from lightning_stream.trainers.report import RunReport, chosen_folder
@@ -54,3 +55,14 @@ class Run(PositionTracker):
         """Tell the user what to change if training waited for its data. Collective."""
         if self.monitor.is_on:
             self.monitor.end()
+
+
+def streaming_loader(loader: Any, needed_by: str) -> StreamingDataLoader:
+    """The loader that a trainer trains on.
+
+    Raises:
+        TypeError: It is not a `StreamingDataLoader`.
+    """
+    if not isinstance(loader, StreamingDataLoader):
+        raise TypeError(f"{needed_by} reads the batches of a StreamingDataLoader; found {type(loader).__name__}.")
+    return loader

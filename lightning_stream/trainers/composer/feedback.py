@@ -8,7 +8,7 @@ from typing import Any
 from composer import Callback, Logger, State
 from composer.utils import dist
 
-from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.trainers.run import streaming_loader
 
 
 class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has no types
@@ -31,7 +31,7 @@ class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has n
 
     def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Refuse data without a schedule, before hours of training."""
-        _ = _loader(state).schedule
+        _ = streaming_loader(state.train_dataloader, "ComposerMixtureFeedback").schedule
 
     def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Ask for weights, and change the mixture on all ranks from the next batch on. Collective."""
@@ -43,11 +43,4 @@ class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has n
         chosen: list[Any] = [self.choose(metrics) if dist.get_global_rank() == 0 else None]
         dist.broadcast_object_list(chosen, src=0)
         if chosen[0] is not None:
-            _loader(state).change_mixture(dict(chosen[0]))
-
-
-def _loader(state: State) -> StreamingDataLoader:
-    loader = state.train_dataloader
-    if not isinstance(loader, StreamingDataLoader):
-        raise TypeError(f"ComposerMixtureFeedback needs a StreamingDataLoader; found {type(loader).__name__}.")
-    return loader
+            streaming_loader(state.train_dataloader, "ComposerMixtureFeedback").change_mixture(dict(chosen[0]))

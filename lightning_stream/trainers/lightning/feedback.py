@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_stream.trainers.lightning.package import Callback
-from lightning_stream.trainers.lightning.sample_log import streaming_loader
+from lightning_stream.trainers.run import streaming_loader
 
 _PREFETCHED = 2  # steps: Lightning holds one batch that it has not trained on
 
@@ -34,7 +34,7 @@ class MixtureFeedback(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse data without a schedule, before hours of training."""
-        _ = streaming_loader(trainer, "MixtureFeedback").schedule
+        _ = streaming_loader(trainer.train_dataloader, "MixtureFeedback").schedule
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Ask for weights, and change the mixture on all ranks two steps later. Collective."""
@@ -43,4 +43,5 @@ class MixtureFeedback(Callback):
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         weights = trainer.strategy.broadcast(self.choose(metrics) if trainer.is_global_zero else None)
         if weights is not None:
-            streaming_loader(trainer, "MixtureFeedback").change_mixture(dict(weights), after_steps=_PREFETCHED)
+            loader = streaming_loader(trainer.train_dataloader, "MixtureFeedback")
+            loader.change_mixture(dict(weights), after_steps=_PREFETCHED)

@@ -7,22 +7,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.lightning.package import Callback
+from lightning_stream.trainers.run import streaming_loader
 from lightning_stream.trainers.tracker import PositionTracker
-
-
-def streaming_loader(trainer: Any, needed_by: str) -> StreamingDataLoader:
-    """The loader that a trainer trains on.
-
-    Raises:
-        TypeError: It is not a `StreamingDataLoader`.
-    """
-    loader = trainer.train_dataloader
-    if not isinstance(loader, StreamingDataLoader):
-        raise TypeError(f"{needed_by} reads the batches of a StreamingDataLoader; found {type(loader).__name__}.")
-    return loader
 
 
 class SampleLog(Callback):
@@ -58,7 +46,7 @@ class SampleLog(Callback):
             if logged_by == rank or logged_by >= trainer.world_size:
                 _drop_after(path, trainer.global_step, path.with_suffix(f".draft-{rank}"))
         self._ids = []
-        run = streaming_loader(trainer, "SampleLog").cursor.driver
+        run = streaming_loader(trainer.train_dataloader, "SampleLog").cursor.driver
         assert isinstance(run, PositionTracker)  # of the StreamingCallback, which comes first
         run.records.append(self)
 
