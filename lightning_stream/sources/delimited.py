@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,7 +91,7 @@ class CsvReader(Reader):
         first = next((block for block in blocks if block.strip(b"\r\n")), None)
         if first is None:
             return  # nothing, or a line of names alone
-        data = io.BufferedReader(_Blocks(chain([first.lstrip(b"\r\n")], blocks)), _BLOCK_BYTES)
+        data = _Blocks(chain([first.lstrip(b"\r\n")], blocks))
         skip = partial(_skipped, file.uri) if self.on_bad == "skip" else None
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=skip)
         try:
@@ -133,21 +132,22 @@ def _skipped(where: str, row: Any) -> str:
     return "skip"
 
 
-class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a file."""
+class _Blocks:
+    """Blocks of bytes as a file, as far as Arrow needs one."""
+
+    closed = False
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
         self._blocks, self._left = blocks, memoryview(b"")
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
+    def read(self, size: int) -> bytes:
         while not self._left and (block := next(self._blocks, None)) is not None:
             self._left = memoryview(block)
-        size = min(len(buffer), len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
-        return size
+        data, self._left = self._left[:size], self._left[size:]
+        return bytes(data)
+
+    def close(self) -> None:
+        self._left = memoryview(b"")
 
 
 def _head(file: SourceFile) -> tuple[bytes, int]:

@@ -117,7 +117,7 @@ class LitDataReader(Reader):
             data = file.view()
             table = _arrow_rows(file, data)
             if table is None:
-                yield Batch(self._columns(file, data, columns), file.uri)
+                yield Batch(self._cut(*self._items(file, data), file, columns), file.uri)
             else:
                 yield from _table_batches(table, columns, file)
 
@@ -132,13 +132,6 @@ class LitDataReader(Reader):
         spans = [(int(offsets[row]), int(offsets[row + 1])) for row in rows]
         items = stretches(file, spans)
         return memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
-
-    def _columns(self, file: SourceFile, data: memoryview, columns: Mapping[str, str]) -> dict[str, Any]:
-        try:
-            items, offsets = self._items(file, data)
-        except (zstandard.ZstdError, struct.error) as error:
-            raise FormatError(f"{file.uri} must be a chunk of LitData in zstd: {error}. Copy it again.") from error
-        return self._cut(items, offsets, file, columns)
 
     def _cut(
         self, data: memoryview, offsets: NDArray[np.int64], file: SourceFile, columns: Mapping[str, str]
