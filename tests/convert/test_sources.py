@@ -51,6 +51,40 @@ def test_files_of_one_key_in_a_tar_are_a_sample(tmp_path: Path, samples_of: Any)
     assert samples[14]["npy"].tolist() == [0, 1, 2, 3, 4]
 
 
+def litdata(folder: Path, texts: list[str]) -> Path:
+    """A chunk of LitData, whose items have one text ``txt``."""
+    items = [np.uint32(len(text.encode())).tobytes() + text.encode() for text in texts]
+    ends = np.cumsum([8 + 4 * len(items), *map(len, items)])
+    folder.mkdir()
+    data = np.uint32(len(items)).tobytes() + ends.astype("<u4").tobytes() + b"".join(items)
+    (folder / "chunk-0-0.bin").write_bytes(data)
+    spec = {"type": "builtins.dict", "context": '["txt"]', "children_spec": [{"type": None, "children_spec": []}]}
+    config = {"compression": None, "data_format": ["str"], "data_spec": json.dumps([1, spec])}
+    chunks = [{"chunk_bytes": len(data), "chunk_size": len(items), "filename": "chunk-0-0.bin"}]
+    (folder / "index.json").write_text(json.dumps({"chunks": chunks, "config": config}))
+    return folder
+
+
+def test_a_transform_gets_values_as_samples_have_them(tmp_path: Path, samples_of: Any) -> None:
+    def seen(row: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.tolist() if isinstance(value, np.ndarray) else value for name, value in row.items()}
+
+    def written(source: Path, out: str) -> list[str]:
+        convert(source, tmp_path / out, **PLAIN, transform=lambda row: {"row": repr(sorted(seen(row).items()))})
+        return [sample["row"] for sample in samples_of(tmp_path / out)]
+
+    array = npy(np.arange(2, dtype=np.int16))
+    for name, texts in {"equal": ["naïf", "zwei"], "other": ["naïve", "2"]}.items():
+        members = {f"{k}.{ending}": data for k, text in enumerate(texts) for ending, data in {
+            "txt": text.encode(), "cls": b"7", "bin": b"ab", "json": b'{"a": 1}', "npy": array}.items()}  # fmt: skip
+        tar_of(tmp_path / f"{name}.tar", members)
+        rows = [{"__key__": str(k), "txt": text, "cls": 7, "bin": b"ab", "json": {"a": 1}, "npy": [0, 1]}
+                for k, text in enumerate(texts)]  # fmt: skip
+        assert written(tmp_path / f"{name}.tar", f"{name} tar") == [repr(sorted(row.items())) for row in rows]
+        wanted = [repr([("txt", text)]) for text in texts]
+        assert written(litdata(tmp_path / name, texts), f"{name} litdata") == wanted
+
+
 def test_names_in_a_tar_are_labels_and_write_nowhere(tmp_path: Path, samples_of: Any) -> None:
     tar_of(tmp_path / "in.tar", {"../../escaped.txt": b"x", "/etc/escaped.txt": b"y"})
     convert(tmp_path / "in.tar", tmp_path / "a" / "b" / "out", **PLAIN)

@@ -202,6 +202,17 @@ def test_a_damaged_tar_is_an_error_and_loses_nothing(change: str, tmp_path: Path
         samples(tmp_path / "data")
 
 
+def test_tars_that_were_joined_are_refused_where_they_are_compressed_too(tmp_path: Path) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        add(archive, "0.txt", b"text")
+    path = tmp_path / "a.tar.gz"
+    for data in (gzip.compress(2 * out.getvalue()), 2 * gzip.compress(out.getvalue())):
+        path.write_bytes(data)
+        with pytest.raises(FormatError, match=r"a.tar.gz holds bytes behind the end mark"):
+            convert(path, tmp_path / "out", num_workers=1, progress_bar=False)
+
+
 def test_two_files_of_one_ending_are_refused(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "a.tar", "w") as out:
         for name in ("0.txt", "0.cls", "0.TXT"):
