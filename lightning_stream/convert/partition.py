@@ -91,11 +91,6 @@ class OutputSpec:
     writer: Mapping[str, Any]
     fingerprint: str
 
-    @property
-    def uri(self) -> str:
-        """Where the dataset stays: the remote of a pair."""
-        return str(self.out[-1] if isinstance(self.out, (tuple, list)) else self.out)
-
     @cached_property
     def place(self) -> Transaction:
         """The folders or stores of the files."""

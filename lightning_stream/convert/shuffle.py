@@ -111,10 +111,10 @@ class GatherTask:
 
     def _slices(self, spill: OutputSpec, number: int, bucket: int) -> Iterator[tuple[int, bytes]]:
         """The keys and rows of a bucket in one partition. Buckets are equal ranges of keys."""
-        index = Index.from_bytes(index_bytes([spill.receipt(number)]), spill.uri)
+        index = Index.from_bytes(index_bytes([spill.receipt(number)]), spill.out)
         edges = [-(-(k << 64) // self.num_buckets) for k in (bucket, bucket + 1)]
         for entry in map(index.entry, range(len(index))):
-            run = Shard(entry, Path(spill.uri))
+            run = Shard(entry, Path(spill.out))
             samples = map(run.sample, range(*(_first(run, edge) for edge in edges)))
             yield from ((int(sample["key"]), sample["row"]) for sample in samples)
             run.close()

@@ -27,7 +27,7 @@ from lightning_stream.shared_files import LOCK_FDS, publish_bytes, try_flock
 from lightning_stream.spark.convert import Conversion
 from lightning_stream.spark.plan import quoted
 from lightning_stream.spark.settings import Settings
-from lightning_stream.stores import open_store
+from lightning_stream.stores import absolute, is_remote, open_store
 
 _LABEL = "rows of a Spark DataFrame"  # in `lightning-stream cache list`
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
@@ -50,11 +50,12 @@ class FrameCache:
         self, dataframe: Any, columns: Sequence[str] | None = None, cache: str | os.PathLike[str] | None = None
     ) -> None:
         chosen = dataframe if columns is None else dataframe.select(*map(quoted, columns))
-        compression = "zstd" if cache is not None and "://" in os.fspath(cache) else None
+        place = None if cache is None else absolute(cache)
+        compression = "zstd" if place is not None and is_remote(place) else None
         draft = Conversion.plan(chosen, Settings.read({"out": ".", "compression": compression}))
         key = draft.job.fingerprint
-        private = default_folder(f"spark-frame-{key}") if cache is None else None
-        uri = str(private) if cache is None else f"{os.fspath(cache).rstrip('/')}/{key}"
+        private = default_folder(f"spark-frame-{key}") if place is None else None
+        uri = str(private) if place is None else f"{place}/{key}"
         self._begin(uri, private, replace(draft, job=replace(draft.job, out=uri)))
 
     def _begin(self, uri: str, private: Path | None, conversion: Conversion | None) -> None:

@@ -138,7 +138,7 @@ class SinkJob(SparkJob):
         """
         if self.skip:
             return
-        place = Transaction(self.out, False, self.store_options)
+        place = self.place
         place.done = [name for receipt in receipts for name in receipt.files()]
         try:
             if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
@@ -156,7 +156,7 @@ class SinkJob(SparkJob):
     def abort(self, messages: Sequence[SinkMessage | None]) -> None:
         """Delete what a failed write left. If `commit` had begun, it may have succeeded: then files stay."""
         if any(message is None or not message.receipt.is_good for message in messages):
-            _clean(Transaction(self.out, False, self.store_options).store, self.job)
+            _clean(self.place.store, self.job)
 
     def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
         with suppress(AccessError):  # a store that refuses to list

@@ -120,3 +120,10 @@ def test_files_that_are_not_local_are_those_of_spark_s_listing(
     assert key_of("1\n2\n", 1_700_000_000) == keys[0]
     monkeypatch.setattr(plan, "_listed", lambda *_: [])  # a file system that Spark cannot list
     assert key_of("1\n2\n", 1_700_000_000) != key_of("1\n2\n", 1_700_000_000)
+
+
+def test_a_relative_cache_is_the_drivers(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = FrameCache(spark.range(7), cache="rows")
+    assert Path(rows.uri).parent == tmp_path / "rows"
+    assert len(rows) == 7

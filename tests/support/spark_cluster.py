@@ -130,6 +130,9 @@ def convert(master: str, root: str, name: str, make: Any) -> None:
         "spark.speculation.minTaskRuntime": "500ms",
         "spark.executorEnv.PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "spark.executor.memory": "1g",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.driver.host": "127.0.0.1",
+        "spark.ui.enabled": "false",
         "spark.ui.showConsoleProgress": "false",
     }
     session = local_session(master, conf=conf)
