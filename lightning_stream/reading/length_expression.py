@@ -19,7 +19,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Pow: np.power,
 }
 _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"max": np.maximum, "min": np.minimum}
-_SIGNS = re.compile(r"[+*()]|//| - ")  # a name of lengths has none of them
+_SIGNS = re.compile(r"[+*()]|//|/\d| [-/%] ")  # a name of lengths has none of them
 _MOST_POWER = 8
 _LIMIT = 2**63
 _RULE = (

@@ -169,6 +169,7 @@ def test_a_sample_without_length_is_an_error(folder: Path) -> None:
         ({"lengths": EXPRESSION, "columns": ["mask"], "pad_token": 1}, "columns, pad_token cannot be given"),
         ({"lengths": "tokens + len"}, None),
         ({"lengths": "tokens + open('x')"}, "open"),
+        ({"lengths": "tokens / 2"}, "it has 'tokens / 2'"),
         ({"column": None}, "lengths must be a string, not None"),
         ({"long_documents": "cut"}, "one of split, truncate, drop, error"),
     ],

@@ -82,7 +82,7 @@ def test_numbers_that_are_no_lengths_are_refused(text: str, cause: str) -> None:
 
 def test_a_name_is_no_expression() -> None:
     assert not any(map(is_expression, ["tokens", "input-ids", "a/b.txt", "n tokens"]))
-    assert all(map(is_expression, ["tokens+1", "a - b", "a // 2", "max(a, b)", "a*2"]))
+    assert all(map(is_expression, ["tokens+1", "a - b", "a // 2", "a / 2", "a/2", "a % 2", "max(a, b)", "a*2"]))
 
 
 def test_a_dataset_has_lengths_by_an_expression(tmp_path: Path) -> None:
