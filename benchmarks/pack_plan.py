@@ -11,7 +11,8 @@ replica over the mean one, with 8 replicas a machine and 8 packed rows of 8,192 
 of its documents' squared lengths; "downloads" is copies of the data, of all machines together.
 
 Samples of images and text have 0 to 8 images of 144 to 2,880 tokens; those of more than a row of 8,192 are left out.
-They are packed whole by ``text + images``, and balanced by ``(text + images) ** 2 + 4096 * images`` over 64 replicas.
+They are packed whole by ``text + images``, and balanced by ``(text + images) ** 2 + 4096 * images`` over 64 replicas;
+rows are even, as in every run that begins with a balance.
 
 TRL's packer gets all of these samples, in batches of 1,000 as it is called; "cut" are samples that it divided or
 truncated, "lost" the tokens that are in no row. ``--trl-python`` is that of an environment with TRL and this package.
@@ -150,7 +151,7 @@ def whole_samples(nodes: int, job: Job) -> Result:
     lengths = LengthExpression("text + images")(parts).astype("<u4")
     costs = LengthExpression("(text + images) ** 2 + 4096 * images")(parts)
     packing = RowPacking(8192, RowPacking(8192).usual_window(lengths), "drop")
-    run = run_of(lengths, 256, packing=packing, batch_size=8 * 64, canonical_nodes=nodes)
+    run = run_of(lengths, 256, packing=packing, batch_size=8 * 64, canonical_nodes=nodes, even_rows=True)
     clock = Clock()
     num_rows = run.epoch(0).num_samples
     result = clock.stop(len(lengths))

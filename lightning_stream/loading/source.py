@@ -161,6 +161,7 @@ class SampleSource:
         arguments["sticky"] = None if resumed else True
         if self.packing is not None:
             arguments["packing"] = self.packing.resolved(self.reader, resumed)
+            arguments["even_rows"] = None if resumed else self.balance is not None
         if self.buckets is not None:
             arguments["buckets"] = buckets = self.buckets.resolved(self.reader, size, resumed)
             if buckets.batch_tokens is not None:

@@ -44,6 +44,7 @@ _DEFAULTS = {
     "schedule": None,
     "quick_start": None,
     "sticky": None,
+    "even_rows": None,
 }
 
 
@@ -106,6 +107,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
     switches: tuple[Switch, ...] = ()  # to other versions of the data
     quick_start: bool = False  # whether an epoch begins with the beginnings of its first shards
     sticky: bool = False  # whether canonical nodes move little when nodes come and go, see `Placement`
+    even_rows: bool = False  # whether packed rows come so that every stretch of them costs alike, see `evened`
 
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
@@ -173,7 +175,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             batch_size: B, the samples of one optimizer step over all replicas; None where it is unknown.
             device_batch_size: The first run's samples per device and micro-batch: m of ``device_per_stream``.
             resumed: The settings of the state to resume from, for what is None (nodes, window, m, quick_start,
-                sticky).
+                sticky, even_rows).
             world: The first run's processes; only the orders of mosaicml-streaming depend on them.
             settings: Any of the fields but ``batch_size`` and ``device_block``. An ``algorithm`` of None means
                 ``"window"``, ``canonical_nodes`` the largest divisor of B that is at most 16, ``window``
@@ -205,8 +207,9 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             values["batch_size"] = (resumed and resumed.batch_size) or batch_size
         quick_start = values["shuffle"] and mosaic is None and values["quick_start"] is not False
         sticky = values["shuffle"] and mosaic is None and values["sticky"] is True
+        even_rows = values["shuffle"] and values.get("packing") is not None and values["even_rows"] is True
         values.update(algorithm=algorithm or "window", mosaic=mosaic, schedule=schedule)
-        values.update(quick_start=quick_start, sticky=sticky)
+        values.update(quick_start=quick_start, sticky=sticky, even_rows=even_rows)
         return cls(**values)
 
     @property
@@ -284,7 +287,13 @@ def _unknown_settings(kind: type, values: object) -> list[str]:
     return unknown + [name for key, part in parts for name in _unknown_settings(part, values.get(key))]
 
 
-_KEPT = ("canonical_nodes", "window", "quick_start", "sticky")  # by a run that resumes, where the user does not say
+_KEPT = (
+    "canonical_nodes",
+    "window",
+    "quick_start",
+    "sticky",
+    "even_rows",
+)  # by a run that resumes, where the user does not say
 _SIZES = {"batch_size": "a batch size", "device_block": "the batch size per device"}
 _PARTS: dict[str, type] = {
     "mosaic": MosaicConfig,
@@ -300,6 +309,7 @@ _RULES = {
     "shuffle": one_of(True, False),
     "quick_start": one_of(True, False),
     "sticky": one_of(True, False),
+    "even_rows": one_of(True, False),
     "canonical_nodes": count(1, MOST_NODES),
     "window": count(1, MOST_NODES),
     "sampling_granularity": count(1),

@@ -27,6 +27,7 @@ from .packing import PackedWindow, RowPacking, RowSpans, sampled
 from .permutation import RngStream, permutation, random_u64
 
 _KEPT_WINDOWS = 3
+_FEWEST_EVENED = 8
 _ALTERNATIVES = 16
 _ROWS_AT_ONCE = 1 << 14  # of which the spans are in memory together
 _DOCUMENTS_AT_ONCE = 1 << 20
@@ -150,6 +151,7 @@ class PackedSequence(Regrouped[PackedWindow]):
         packing: How documents are packed.
         key: (seed, epoch, number of the sequence); None keeps the rows of a window in the order of their documents.
         counted: A window from which on rows are counted; None for the first one.
+        is_even: Whether the rows of a window are `evened` by what attention costs in them.
     """
 
     def __init__(
@@ -159,10 +161,12 @@ class PackedSequence(Regrouped[PackedWindow]):
         packing: RowPacking,
         key: tuple[int, ...] | None,
         counted: Counted | None = None,
+        is_even: bool = False,
     ) -> None:
         super().__init__(documents, packing.window, key)
         self._lengths = lengths
         self._packing = packing
+        self._is_even = is_even
         self._rows: dict[int, RowSpans] = {}
         self.counts = WindowCounts(self.num_windows, lambda number: self.window(number).num_rows, counted)
 
@@ -180,8 +184,11 @@ class PackedSequence(Regrouped[PackedWindow]):
         return kept(self._rows, window, self._made_rows, _KEPT_WINDOWS)
 
     def _made_rows(self, window: int) -> RowSpans:
-        planned = self.window(window)
-        return planned.rows().take(self.permuted(RngStream.ROWS, window, planned.num_rows))
+        rows = self.window(window).rows()
+        order = self.permuted(RngStream.ROWS, window, len(rows))
+        return rows.take(
+            evened(order, np.add.reduceat(rows.num_tokens**2, rows.edges[:-1])) if self._is_even else order
+        )
 
     def spans(self, at: Ints) -> RowSpans:
         """The spans of some rows, in this order."""
@@ -209,6 +216,25 @@ class PackedSequence(Regrouped[PackedWindow]):
         return numbers
 
 
+def evened(order: Ints, costs: Ints) -> Ints:
+    """A random order changed so that every stretch of it costs nearly the same, however long global batches are.
+
+    Of the two most expensive things the first goes into the first half of the order and the other into the second, then
+    of the next two; and so on in each half. So canonical nodes, which are balanced each by itself, have nearly equal
+    work in a global batch.
+
+    Args:
+        order: int64[n], numbers of things.
+        costs: int64, of each thing.
+    """
+    if len(order) < _FEWEST_EVENED:
+        return order
+    ranked = np.argsort(-costs[order], kind="stable")
+    is_first = np.zeros(len(order), dtype=np.bool_)
+    is_first[ranked[: len(order) // 2 * 2].reshape(-1, 2).min(axis=1)] = True
+    return np.concatenate([evened(order[is_first], costs), evened(order[~is_first], costs)])
+
+
 class PackedRows(Order):
     """The rows of an epoch: `ids` are fingerprints of rows, and `spans` is what they hold.
 
@@ -225,6 +251,7 @@ class PackedRows(Order):
         lengths, packing: See `PackedSequence`.
         key: (seed, epoch); None where samples are not shuffled.
         counted: The windows that a state has counted, see `Landmark`; of another number of sequences they are ignored.
+        is_even: See `PackedSequence`.
     """
 
     def __init__(
@@ -234,6 +261,7 @@ class PackedRows(Order):
         packing: RowPacking,
         key: tuple[int, int] | None,
         counted: Sequence[Counted] = (),
+        is_even: bool = False,
     ) -> None:
         self._documents = documents
         self._lengths = lengths
@@ -241,7 +269,7 @@ class PackedRows(Order):
         parts = documents.sequences(max(1, documents.size // packing.window))
         starts = counted if len(counted) == len(parts) else [None] * len(parts)
         self._sequences = [
-            PackedSequence(part, lengths, packing, key and (*key, number), start)
+            PackedSequence(part, lengths, packing, key and (*key, number), start, is_even)
             for number, (part, start) in enumerate(zip(parts, starts, strict=True))
         ]
 
@@ -418,6 +446,7 @@ class ByLength(Regrouped[_Sorted], Composed):
         streams_of: Callable[[Ints], Ints],
         key: tuple[int, int] | None,
         counted: Sequence[Counted] = (),
+        is_even: bool = False,
     ) -> None:
         super().__init__(samples, buckets.window, key)
         self.size = samples.size

@@ -152,7 +152,7 @@ class RunOrder:
         order = self.order_of_samples(epoch)
         random_key = (config.seed, epoch) if config.shuffle else None
         if self.lengths is not None and config.packing is not None:
-            order = PackedRows(order, self.lengths, config.packing, random_key, counted)
+            order = PackedRows(order, self.lengths, config.packing, random_key, counted, is_even=config.even_rows)
         if self.lengths is not None and config.buckets is not None:
             order = ByLength(order, self.lengths, config.buckets, self.snapshot.streams_of, random_key, counted)
         has_budget = config.buckets is not None and config.buckets.batch_tokens is not None

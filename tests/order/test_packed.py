@@ -69,9 +69,9 @@ def kept_tokens(lengths, packing):
 
 
 @prop
-@given(lengths_of, packings, st.booleans(), st.sampled_from(["random", "stratified"]))
-def test_every_token_of_an_epoch_is_in_one_row(lengths, packing, shuffle, method):
-    run = run_of(lengths, packing, shuffle=shuffle, streams=2, batching_method=method)
+@given(lengths_of, packings, st.booleans(), st.sampled_from(["random", "stratified"]), st.booleans())
+def test_every_token_of_an_epoch_is_in_one_row(lengths, packing, shuffle, method, even_rows):
+    run = run_of(lengths, packing, shuffle=shuffle, streams=2, batching_method=method, even_rows=even_rows)
     tokens = [(i, first + t) for row in epoch_rows(run) for i, first, count in row for t in range(count)]
     assert sorted(tokens) == kept_tokens(lengths, packing)
 
@@ -104,16 +104,44 @@ def counted(batch):
 @prop
 @given(lengths_of, packings, st.data())
 def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, data):
-    run = run_of(lengths, packing)
+    even_rows = data.draw(st.booleans())
+    run = run_of(lengths, packing, even_rows=even_rows)
     whole = epoch_rows(run, 1)
     at = data.draw(st.integers(0, len(whole)))
     before = Position.start(run, batch_size=8, tail="pad", epoch=1).advanced(run, at)
     state = json.dumps(replace(before, landmark=run.epoch(1).landmark(at)).to_state())
     position = Position.from_state(json.loads(state))
-    order = position.order_in(run_of(lengths, packing))
+    order = position.order_in(run_of(lengths, packing, even_rows=even_rows))
     assert rows_of(order.rows(at, len(whole))) == whole[at:]
     assert order.num_samples == len(whole)
     assert rows_of(order.rows(0, len(whole))) == whole, "and what is before the landmark can be read too"
+
+
+def test_canonical_nodes_have_nearly_equal_work_where_rows_are_even():
+    lengths = np.random.default_rng(0).lognormal(4, 1.2, 40_000).clip(1, 700).astype(int)
+
+    def most(even_rows):
+        """The most work of a canonical node in a global batch of 48 rows of each, over the mean, in the worst batch."""
+        run = run_of(
+            lengths, RowPacking(1024, 4000), shards=64, batch_size=8 * 48, canonical_nodes=8, even_rows=even_rows
+        )
+        spans = run.epoch(0).rows(0, 10 * 8 * 48)
+        work = np.add.reduceat(spans.num_tokens**2, spans.edges[:-1]).reshape(10, 48, 8).sum(axis=1)
+        return (work.max(axis=1) / work.mean(axis=1)).max()
+
+    assert most(True) < 1.1 < 1.17 < most(False)
+
+
+def test_rows_are_even_where_a_new_run_asks_and_older_states_keep_their_order():
+    packing, kept = RowPacking(64, 20), {"batch_size": 8, "shuffle": True}
+    former = OrderConfig.resolve(packing=packing, **kept)
+    assert not former.even_rows
+    assert "even_rows" not in former.to_state()
+    assert not OrderConfig.resolve(packing=packing, resumed=former, **kept).even_rows
+    new = OrderConfig.resolve(packing=packing, even_rows=True, **kept)
+    assert OrderConfig.resolve(packing=packing, resumed=OrderConfig.from_state(new.to_state()), **kept).even_rows
+    assert not OrderConfig.resolve(even_rows=True, **kept).even_rows
+    assert not OrderConfig.resolve(packing=packing, even_rows=True, batch_size=8, shuffle=False).even_rows
 
 
 def test_threads_that_share_an_order_read_the_same_rows():
