@@ -145,8 +145,9 @@ class Space:
         for _ in backoff(wait_s):
             if self._reserve(entry, limit_bytes, former, counts=False) <= 0:
                 break
-            # One at a time: two that evict at once would each make the space that one needs.
-            with FileLock(self.folder.control / "evict", _WAIT_S, self.folder.modes):
+            # One at a time: two that evict at once would each make the space that one needs. The lock's file
+            # stays, since to make and delete it costs a tenth of an eviction.
+            with FileLock(self.folder.control / "evict", _WAIT_S, self.folder.modes, has_value=True):
                 num_shards = 1
                 while num_shards and (excess := self._reserve(entry, limit_bytes, former)) > 0:
                     num_shards, in_use = self._evict(excess, name, next_use)
