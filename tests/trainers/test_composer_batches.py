@@ -121,7 +121,6 @@ def test_a_micro_batch_keeps_the_batchs_structure(tmp_path: Path) -> None:
     assert pairs[1][1] == ["d", "e", "f"]
     assert [piece.tolist() for piece in counter.split(IDS, 5)] == [[0, 1, 2, 3, 4], [5]]
     assert counter.split(IDS, 6)[0] is IDS
-    assert counter.split(IDS, None)[0] is IDS  # an evaluation of batches of a budget of tokens
 
 
 def test_batches_that_a_transform_changed_are_cut_by_what_they_have(tmp_path: Path) -> None:
