@@ -145,6 +145,8 @@ def test_a_process_ends_at_once_though_a_store_does_not_answer(tmp_path_factory:
     with socket.create_server(("127.0.0.1", 0)) as silent, socket.create_server(("127.0.0.1", 0)) as peer:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/x"
         port = str(peer.getsockname()[1])
+        silent.settimeout(60)
+        peer.settimeout(60)
         process = subprocess.Popen([sys.executable, "-c", FETCH, address, str(folder), port], cwd=TESTS)
         connection, _ = peer.accept()
         request, _ = silent.accept()
