@@ -35,6 +35,14 @@ def test_a_benchmark_runs_with_tiny_data(program: str) -> None:
     assert "per CPU-s" in run(program, "--smoke", *SHORTER.get(program, []))
 
 
+@pytest.mark.slow
+def test_a_verdict_is_judged_by_what_its_remedy_does() -> None:
+    pytest.importorskip("torch", reason="loaders need torch: uv sync")
+    printed = run("verdicts", "--only", "^transform sleeps, one worker$")
+    assert re.search(r"transform sleeps, one worker .* was \d", printed), printed
+    assert " of 1: the cause is named" in printed
+
+
 def test_cases_run_in_turn_and_beside_another_checkout(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     arguments = ["--rounds", "2", "--rows", "256", "--only", "token rows: ours, in batches"]

@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from time import perf_counter
+from time import perf_counter, process_time, thread_time
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -107,6 +107,7 @@ class Meter:
         self.waiting_since: float | None = None
         self._is_aside = False  # whether the consumer does something else than training, measured when it ends
         self._training_since: float | None = None
+        self._others_s = 0.0  # processor time of other threads
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
         # The sum of the counters of workers that have ended, and the others: one value, which other threads read.
         self._counted: tuple[NDArray[np.float64], tuple[WorkerMemory, ...]] = np.zeros(len(NAMES)), ()
@@ -141,6 +142,7 @@ class Meter:
         """Note that training stops: a batch is requested, or an epoch or iteration ends."""
         if self._training_since is not None:
             self.total.compute_s += now - self._training_since
+            self.total.beside_s += process_time() - thread_time() - self._others_s
             self.total.pauses["garbage_collection"] += GARBAGE.seconds - self._collected
             self._training_since = None
 
@@ -175,6 +177,7 @@ class Meter:
         total = self.total
         self.waiting_since = None
         self._training_since = got
+        self._others_s = process_time() - thread_time()
         self._collected = GARBAGE.seconds
         total.wait_s += got - asked
         total.longest_wait_s = max(total.longest_wait_s, got - asked)

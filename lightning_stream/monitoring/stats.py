@@ -74,6 +74,7 @@ class LoaderStats:
         waits: The parts of `wait_s`, without those of each iteration's first batch and end, which are in `first_waits`.
         work: Seconds of making batches by stage, over all workers, also of what was made ahead.
         cpu_s, all_cpu_s: Processor time of the threads that made them; of all threads of their processes meanwhile.
+        beside_s: Processor time of the other threads of this process, while training did not wait.
         queued_s: How long these threads waited for a processor core; 0 where the system does not tell (Linux does).
         counters: What `lightning_stream.counters` counts, over all workers.
         settings: Those of the loader.
@@ -98,6 +99,7 @@ class LoaderStats:
     compute_s: float = 0.0
     cpu_s: float = 0.0
     all_cpu_s: float = 0.0
+    beside_s: float = 0.0
     queued_s: float = 0.0
     validation_s: float = 0.0
     pauses: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))

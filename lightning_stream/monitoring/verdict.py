@@ -18,13 +18,14 @@ _ALARMING = 0.1  # the part of the time that matters more than any wait at the s
 _RATHER = 0.5  # the part from which on one of two explanations holds
 _MANY = 0.1  # the part of requests, or of the time of fetching, from which on failures matter
 _AGAIN = 0.2  # the part of the downloads from which on repeated ones matter
-_BUSY = 0.5  # the part of the time that the connections are in use, from which on the store is the limit
+_BUSY = 0.75  # the part of the time that connections or cores are in use, from which on there are too few
 _UNDISTURBED = 0.75  # a thread that computes with less of a core than this is disturbed
 _OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor time: what its other threads use
 _SPARE = 1.1  # proposed workers make batches a little faster than they are needed
 _IDLE = 0.99  # the part of the time spent waiting from which on the loop does not train at all
 _WORTH = 1.1  # times as fast as now: a gain that is worth a sentence
 _LEAST_S = 1e-9  # to divide by
+_TINY_S = 3e-4  # moving a batch takes about as long if it holds nothing
 _PAUSES = {
     "checkpoint": ("Writing checkpoints", "Save less often, or asynchronously"),
     "garbage_collection": ("Python's garbage collection", "Call gc.freeze() once the model and the data are set up"),
@@ -128,7 +129,7 @@ class _Row(NamedTuple):
 def _more(cause: str, fits: bool, finding: str, otherwise: str, now: int, more: int, since: str = "") -> _Row:
     """The row of a cause against which more workers help, where there are cores for them, and another change."""
     if more <= now:
-        return _Row(cause, fits, finding, f"All cores have a worker: {otherwise}.")
+        return _Row(cause, fits, finding, f"No core is free for another worker: {otherwise}.")
     remedy = f"Raise num_workers from {now} to {more}{since}, or {otherwise}."
     return _Row(cause, fits, finding, remedy, "num_workers", more)
 
@@ -175,7 +176,7 @@ def _by_stage(stats: LoaderStats) -> list[_Row]:
         return [*_gil(stats), *cores, *_making(stats, stage)]
     if stage == "fetching":
         return [*_failing(stats), *_late_shards(stats), *_slow_store(stats)]
-    return [*cores, *_sending(stats)]
+    return [*cores, *_gil(stats, is_certain=True), *_sending(stats)]  # nothing moves within a process
 
 
 def _failing(stats: LoaderStats) -> list[_Row]:
@@ -244,7 +245,7 @@ def _late_shards(stats: LoaderStats) -> list[_Row]:
             f"shards are {how} more slowly than they are needed.",
             "convert the dataset to MDS" if converts else "write the dataset without compression",
             settings.num_workers,
-            _workers_needed(stats),
+            0 if unpacking_s >= _BUSY * settings.num_cores * stats.elapsed_s else _workers_needed(stats),
         ),
         _Row(
             "look_ahead",
@@ -295,16 +296,20 @@ def _workers_needed(stats: LoaderStats) -> int:
     return min(stats.settings.num_cores, max(stats.settings.num_workers + 1, needed))
 
 
-def _gil(stats: LoaderStats) -> list[_Row]:
-    """Other Python threads hold up what makes batches."""
+def _gil(stats: LoaderStats, is_certain: bool = False) -> list[_Row]:
+    """Other Python threads hold up what makes batches; certainly, where nothing else can delay them."""
     others_s, num_workers = stats.all_cpu_s - stats.cpu_s, stats.settings.num_workers
     in_threads = stats.settings.workers == "threads" and num_workers > 0
     is_busy = stats.all_cpu_s >= _OTHERS * sum(stats.work.values()) and others_s >= _OTHERS * stats.all_cpu_s
+    is_held = is_busy and _is_disturbed(stats) and not is_certain
+    # Threads that the transform starts would go with it to a worker; while training computes, they wait.
+    goes_on = stats.beside_s * stats.computing_s >= _RATHER * others_s * stats.compute_s
+    unless = ", or pass num_workers=1 if they are not its own" * (num_workers == 0 and stats.wait_share >= _IDLE)
     holds = "other Python threads of the process that makes batches hold Python's lock (the GIL)."
     return [
         _Row(
             "gil",
-            in_threads and _is_disturbed(stats),
+            in_threads and (is_certain or _is_disturbed(stats)),
             "the threads that make batches wait for Python's lock (the GIL), or for a processor core.",
             "Pass workers='processes'.",
             "workers",
@@ -312,13 +317,13 @@ def _gil(stats: LoaderStats) -> list[_Row]:
         ),
         _Row(
             "gil",
-            num_workers == 0 and is_busy and _is_disturbed(stats),
+            num_workers == 0 and (is_certain or (is_held and goes_on)),
             holds,
             "Pass num_workers=1, which makes the batches in a process of its own.",
             "num_workers",
             1,
         ),
-        _Row("gil", is_busy and _is_disturbed(stats), holds, "Let the transform start no threads of its own."),
+        _Row("gil", is_held, holds, f"Let the transform start no threads of its own{unless}."),
     ]
 
 
@@ -376,7 +381,13 @@ def _sending(stats: LoaderStats) -> list[_Row]:
     return [
         _Row(
             "transport",
-            sum(stats.work.values()) < sending_s and stats.settings.num_workers > 0,
+            sending_s < _TINY_S * stats.num_batches,
+            "handing over a batch takes its time, however little the batch holds.",
+            "Use larger batches.",
+        ),
+        _Row(
+            "transport",
+            sum(stats.work.values()) < sending_s,
             finding,
             f"Pass num_workers=0: making the batches takes less time than moving them. Or s{fewer}",
             "num_workers",

@@ -202,7 +202,7 @@ def test_workers_that_start_in_each_epoch_are_named(data: Path, tmp_path: Path) 
 
 
 def paused(data: Path, tmp_path: Path, pauses: str) -> LoaderStats:
-    loader, kept = loader_over(data, tmp_path), [[{} for _ in range(100)] for _ in range(500)]
+    loader, kept = loader_over(data, tmp_path), [[[] for _ in range(1000)] for _ in range(500)]
     for number, _ in enumerate(loader):
         spend(0.01)
         if not pauses or number % 8 != 7:

@@ -220,3 +220,38 @@ def test_threads_get_remedies_that_threads_can_have() -> None:
     waits = verdict_of(measured(Loop(latency=2.0, transfer=0.1, shard_every=1, settings=threads), 0))
     assert (waits.cause, waits.setting, waits.value) == ("store_latency", "workers", "processes")
     assert "Pass workers='processes', of which each fetches 4 shards at a time" in waits.remedy
+
+
+def test_threads_that_hold_the_lock_are_told_from_the_transforms_own() -> None:
+    stats = replace(measured(Loop(transforming=0.9, cpu=0.4, settings=NONE), 0), queued_s=0.0)
+    stats = replace(stats, all_cpu_s=2 * stats.computing_s)
+    theirs = verdict_of(replace(stats, beside_s=stats.compute_s))
+    assert (theirs.cause, theirs.setting, theirs.value) == ("gil", "num_workers", 1)
+    own = verdict_of(replace(stats, beside_s=0.1 * stats.compute_s))
+    assert (own.cause, own.setting) == ("gil", None)
+    assert "Let the transform start no threads of its own." in own.remedy
+    waits = dict.fromkeys(stats.waits, 0.0) | {"transforming": 1e6 * stats.compute_s}
+    unknown = verdict_of(replace(stats, waits=waits, wait_s=1e6 * stats.compute_s))
+    assert "or pass num_workers=1 if they are not its own." in unknown.remedy
+
+
+def test_nothing_moves_from_threads_and_little_from_small_batches() -> None:
+    sending = Loop(reading=0.1, sending=0.5, settings=TWO)
+    moved = verdict_of(measured(sending, 0))
+    assert (moved.cause, moved.setting) == ("transport", "num_workers")
+    held = verdict_of(measured(replace(sending, settings=replace(TWO, workers="threads")), 0))
+    assert (held.cause, held.value) == ("gil", "processes")
+    alone = verdict_of(replace(measured(sending, 0), settings=NONE))
+    assert (alone.cause, alone.setting, alone.value) == ("gil", "num_workers", 1)
+    stats = measured(sending, 0)
+    tiny = verdict_of(replace(stats, num_batches=10_000_000))
+    assert (tiny.cause, tiny.setting, "Use larger batches." in tiny.remedy) == ("transport", None, True)
+
+
+def test_no_worker_is_proposed_where_unpacking_takes_all_cores() -> None:
+    slow = measured(CAUSES["shards that are slow to decompress"][1], 0)
+    free = verdict_of(replace(slow, settings=replace(slow.settings, num_cores=16)))
+    assert (free.cause, free.setting) == ("decompression", "num_workers")
+    full = verdict_of(replace(slow, settings=replace(slow.settings, num_cores=4)))
+    assert (full.cause, full.setting) == ("decompression", None)
+    assert "No core is free for another worker: write the dataset without compression." in full.remedy

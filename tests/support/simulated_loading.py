@@ -100,7 +100,8 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
     for _ in range(loop.epochs):
         clock = _epoch(loop, rng, meter, clock, counters)
     settings = replace(loop.settings, predownload=loop.ahead * loop.settings.batch_size)
-    return replace(meter.total, counters=counters, settings=settings)
+    beside_s = loop.others_cpu * meter.total.compute_s  # they do not wait for batches
+    return replace(meter.total, counters=counters, settings=settings, beside_s=beside_s)
 
 
 def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters: dict[str, float]) -> float:
