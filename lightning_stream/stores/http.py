@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from io import DEFAULT_BUFFER_SIZE
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit, urlunsplit
@@ -302,7 +303,7 @@ def _socket_chunks(raw: Any, sock: socket.socket) -> Iterator[Any]:
     record that has come in part is not among that, and after the last bytes the connection is another request's.
     """
     wanted = 1
-    if first := raw.read1(CHUNK_BYTES, decode_content=False):
+    if first := raw.read1(max(CHUNK_BYTES, DEFAULT_BUFFER_SIZE), decode_content=False):  # all that is buffered
         yield first
     while (left := raw.length_remaining) > 2 * _RECORD_BYTES:
         chunk = bytearray(min(CHUNK_BYTES, left - 2 * _RECORD_BYTES))
