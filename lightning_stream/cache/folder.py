@@ -12,9 +12,11 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from lightning_stream.errors import CacheError, CacheFullError
 from lightning_stream.formats.hashing import check_hashes
@@ -24,16 +26,21 @@ from lightning_stream.shared_files import (
     PRIVATE,
     FileLock,
     Modes,
+    backoff,
     make_folder,
     no_locks,
     open_with_mode,
     publish,
+    run_once_across_processes,
     sweep_drafts,
     try_flock,
 )
 
+T = TypeVar("T")
 CONTROL = ".lightning_stream"
 _FEW_INODES = 16  # the drafts of a write that failed are deleted already
+# A folder is deleted in many steps, of which several can meet one fetch: so its attempts are not counted.
+_LONGEST_DELETION_S = 60.0
 _BLOCK_BYTES = 4096  # a disk with less than a block free is full
 
 
@@ -161,6 +168,22 @@ class CacheFolder:
     def lock(self, name: str, wait_s: float = 60.0) -> FileLock:
         """Return the lock of a shard."""
         return FileLock(self._locks / f"{key_of(name)}.lock", wait_s, self.modes)
+
+    def run_once(self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float) -> T:
+        """Have one process do the work under the lock of a name, see `run_once_across_processes`.
+
+        Again while the folder is being deleted.
+        """
+        for _ in backoff(_LONGEST_DELETION_S):
+            try:
+                self.prepare()
+                lock = self.lock(name)
+                return run_once_across_processes(done, partial(work, lock), lock, wait_s)
+            except FileNotFoundError as error:
+                if not self.has(error):
+                    raise
+                deleted = error
+        raise deleted
 
     def draft(self, name: str, part: str) -> Path:
         """Return the path of a draft for a file of a shard; only for the holder of the shard's lock."""

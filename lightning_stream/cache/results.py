@@ -11,7 +11,7 @@ from typing import TypeVar
 from xxhash import xxh3_64_digest
 
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.shared_files import publish_bytes, run_once_across_processes
+from lightning_stream.shared_files import publish_bytes
 
 T = TypeVar("T")
 _DIGEST_BYTES = 8
@@ -43,7 +43,7 @@ class Results:
         """Have one process of the machine do the work while others wait for it, see `run_once_across_processes`."""
         with self.folder.translated_errors():
             self.folder.prepare()
-        return run_once_across_processes(done, work, self.folder.lock(f"{name}.result"), wait_s)
+        return self.folder.run_once(f"{name}.result", done, lambda _: work(), wait_s)
 
     def _path(self, name: str) -> Path:
         return self.folder.control / f"{name}.result"

@@ -21,7 +21,6 @@ from lightning_stream.shared_files import (
     LOCK_FDS,
     FileLock,
     before_boot,
-    run_once_across_processes,
     same_file,
     try_flock,
 )
@@ -34,7 +33,6 @@ from .lease import Lease
 from .space import CacheEntry, Space
 
 T = TypeVar("T")
-_DELETIONS = 3  # so many times the folder may be deleted while one file is fetched
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +112,8 @@ class ShardCache:
         with self._place.translated_errors():
             if not refresh and (index := here()) is not None:
                 return index
-            return self._once(name, (lambda: None) if refresh else here, partial(self._fetch_index, name))
+            known = (lambda: None) if refresh else here
+            return self._place.run_once(name, known, partial(self._fetch_index, name), self.config.wait_s)
 
     def newest_index(self, name: str = INDEX_NAME) -> Index:
         """Return the index as the store has it now; if the store cannot be reached, the one in the cache."""
@@ -167,7 +166,7 @@ class ShardCache:
             return self.folder / name
 
         with self._place.translated_errors():
-            return here() or self._once(name, here, fetch)
+            return here() or self._place.run_once(name, here, fetch, self.config.wait_s)
 
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""
@@ -202,8 +201,9 @@ class ShardCache:
         if self._source is not None and held is entry and (lease := self._in_place(entry)):
             return lease
         pin, fetch = partial(self._pin, held.raw, entry), partial(self._fetch, entry, connections)
+        longest_s = self.config.wait_s if wait_s is None else wait_s
         with self._place.translated_errors():
-            return pin() or self._once(held.raw.basename, pin, fetch, wait_s)
+            return pin() or self._place.run_once(held.raw.basename, pin, fetch, longest_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -229,7 +229,7 @@ class ShardCache:
                 _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
         with self._place.translated_errors():
             done = lambda: None if lease is None or lease.is_current() else self._pin(raw, entry)  # noqa: E731
-            return self._once(name, done, partial(self._fetch, entry, 1, fresh=True))
+            return self._place.run_once(name, done, partial(self._fetch, entry, 1, fresh=True), self.config.wait_s)
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
         """Set the function from a raw basename to its next use, for evictions.
@@ -344,25 +344,6 @@ class ShardCache:
             self._checked.add(check)
 
     # -- fetching
-
-    def _once(
-        self,
-        name: str,
-        done: Callable[[], T | None],
-        work: Callable[[FileLock], T],
-        wait_s: float | None = None,
-        deletions: int = _DELETIONS,
-    ) -> T:
-        """Have one process do the work, see `run_once_across_processes`; again if the folder was deleted meanwhile."""
-        try:
-            self._place.prepare()
-            lock = self._place.lock(name)
-            longest_s = self.config.wait_s if wait_s is None else wait_s
-            return run_once_across_processes(done, partial(work, lock), lock, longest_s)
-        except FileNotFoundError as error:
-            if not deletions or not self._place.has(error):
-                raise
-        return self._once(name, done, work, wait_s, deletions - 1)
 
     def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""

@@ -25,6 +25,7 @@ from lightning_stream.cache.space import CacheEntry, Space
 from lightning_stream.errors import CacheError, FormatError
 from lightning_stream.shared_files import FileLock, run_once_across_processes
 from lightning_stream.stores import LocalStore
+from lightning_stream.stores.base import ObjectStream
 
 NAME = "shard.00000.mds"
 
@@ -217,6 +218,23 @@ def test_a_cache_folder_that_is_deleted_while_it_is_read_is_filled_again(tmp_pat
         if number % 5 == 1:
             shutil.rmtree(tmp_path / "c", ignore_errors=True)
     assert seen == list(range(100))
+
+
+def test_a_deletion_that_meets_one_fetch_many_times_ends_with_the_shard(tmp_path: Path) -> None:
+    index = make_dataset(tmp_path / "d")
+    deleted: list[str] = []
+
+    class DeletesWhileItReads(LocalStore):
+        def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
+            if len(deleted) < 12:
+                deleted.append(("drafts", "locks")[len(deleted) % 2])
+                shutil.rmtree(tmp_path / "c" / ".lightning_stream" / deleted[-1])
+            return super()._open(name, begin, end)
+
+    cache = ShardCache(DeletesWhileItReads(tmp_path / "d"), tmp_path / "c")
+    cache.ensure(index.entry(0))
+    assert (tmp_path / "c" / NAME).read_bytes() == shard_content(0, 10_000)
+    assert len(deleted) == 12
 
 
 def test_a_shard_deleted_between_lease_and_opening_is_fetched_again(
