@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from lightning_stream.errors import AccessError, LightningStreamError, UnavailableError, summarize
 from lightning_stream.fingerprint import function_text
-from lightning_stream.shared_files import PRIVATE, FileLock, publish_bytes, run_once_across_processes
+from lightning_stream.shared_files import PRIVATE, FileLock, publish_bytes
 
 from .transfer import PerProcess
 
@@ -59,8 +59,8 @@ class SharedFolder(Protocol):
 
     control: Path
 
-    def prepare(self) -> None:
-        """Make the control folder."""
+    def run_once(self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float) -> T:
+        """Have one process do the work under the lock of a name, in a folder that is there."""
 
     def translated_errors(self) -> AbstractContextManager[None]:
         """Name the folder in errors about it."""
@@ -161,7 +161,6 @@ class Credentials:
         if self.folder is None:
             return self._new()
         with self.folder.translated_errors():
-            self.folder.prepare()
             path = self.folder.control / f"keys-{self._labelled()}.json"
 
             def left() -> Keys | None:
@@ -173,7 +172,7 @@ class Credentials:
                 publish_bytes(json.dumps(asdict(keys)).encode(), path, PRIVATE, durable=False)
                 return keys
 
-            return run_once_across_processes(left, ask, FileLock(path.with_suffix(".lock")), _WAIT_S)
+            return self.folder.run_once(path.name, left, lambda _: ask(), _WAIT_S)
 
     def _new(self) -> Keys:
         try:
