@@ -149,8 +149,9 @@ class _Worker:
         jobs.close()
         results.close()
         self._events = select.poll()
-        self._events.register(self._results, select.POLLIN)
+        # The kernel looks in this order: what a worker sent before it ended is seen with its end.
         self._events.register(self._process.sentinel, select.POLLIN)
+        self._events.register(self._results, select.POLLIN)
 
     def _start(self, method: str) -> None:
         try:

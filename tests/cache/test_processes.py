@@ -28,7 +28,7 @@ from lightning_stream.stores import LocalStore, open_store
 
 SPAWN = multiprocessing.get_context("spawn")
 SHARD_BYTES = 50_000
-QUICK = {"first_pause_s": 0.01, "timeout_s": 5.0}
+QUICK = {"first_pause_s": 0.01, "timeout_s": 60.0}
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch._dynamo  # noqa: F401  # optimizers load it at their first use, which is slow
-from support.launches import free_port
+from servers.ports import free_port
 
 from hosts.run import Run
 

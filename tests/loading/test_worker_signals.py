@@ -194,7 +194,7 @@ if __name__ == "__main__":
     print("starts", flush=True)
     for batch in batches:
         seen += batch["x"].tolist()
-        if len(seen) == 4:
+        if len(seen) == 8:  # a batch of each worker: it has been set up
             print("goes on", flush=True)
             sys.stdin.readline()
     assert sorted(seen) == list(range(200)), seen
@@ -236,11 +236,15 @@ def test_the_signals_of_a_job_reach_its_trainer_alone(tmp_path: Path, method: st
 
 POOL = """
 import os, signal, time
+from pathlib import Path
 from lightning_stream.processes import ShardRange, run_partitions
 
 def work(partition):
+    Path({folder!r}, f"works{{partition.number}}").touch()
     print("works", flush=True)
-    time.sleep(1)
+    while not Path({folder!r}, f"works{{partition.number ^ 1}}").exists():
+        time.sleep(0.01)  # for the other process
+    time.sleep(0.5)
     return os.getpid()
 
 if __name__ == "__main__":
@@ -253,7 +257,7 @@ if __name__ == "__main__":
 
 
 def test_a_pool_of_processes_outlives_the_signals_of_its_job(tmp_path: Path) -> None:
-    (tmp_path / "job.py").write_text(POOL)
+    (tmp_path / "job.py").write_text(POOL.format(folder=str(tmp_path)))
     command = [sys.executable, str(tmp_path / "job.py")]
     pipes: dict[str, Any] = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as job:

@@ -113,7 +113,7 @@ def test_a_trainers_run_and_its_states_count_compared_samples_alone(server: Hold
 
 
 def test_a_state_waits_for_a_shard_no_longer_than_its_store(server: HoldingServer, tmp_path: Path) -> None:
-    reach = {"timeout_s": 0.3, "retries": 1, "deadline_s": 3}
+    reach = {"timeout_s": 2.0, "retries": 1, "deadline_s": 3}
     loader = loader_of(server, tmp_path / "cache", reach=reach)
     next(iter(loader))
     with pytest.raises(StoreError, match=r"raw/shard\.00000\.mds"):

@@ -16,17 +16,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from servers.ports import free_port
 
 CEPH = "apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-mgr ceph-common"
 AZURITE = "npm install azurite, and put node_modules/.bin on PATH (or name azurite-blob in AZURITE_BLOB)"
 NGINX = "apt-get install --no-install-recommends nginx"
 SSHD = "apt-get install --no-install-recommends openssh-server, and pip install paramiko"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for_port(port: int, process: subprocess.Popen[bytes], log: Path, limit_s: float = 60.0) -> None:

@@ -13,6 +13,7 @@ import pytest
 from servers import processes
 from servers.fake_databricks import TOKEN, FakeDatabricks
 from servers.fake_gcs import FakeGcs
+from servers.ports import free_port
 from servers.s3 import KEY, SECRET, bucket_at
 from servers.web import HubServer, WebServer
 
@@ -275,7 +276,7 @@ def test_a_missing_client_is_said_with_its_extra(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_unreachable_endpoint_is_unavailable_not_a_riddle() -> None:
-    port = processes.free_port()
+    port = free_port()
     with pytest.raises(UnavailableError, match="s3://b/x: NewConnectionError"):
         s3("s3://b", f"http://127.0.0.1:{port}", **KEYS).read("x")
 

@@ -213,10 +213,12 @@ def test_a_deadline_ends_a_server_that_sends_a_byte_now_and_then() -> None:
         thread = threading.Thread(target=drip)
         thread.start()
         begun = time.monotonic()
-        store: Any = open_store(f"http://127.0.0.1:{listener.getsockname()[1]}", {"deadline_s": 0.5, "timeout_s": 5.0})
+        store: Any = open_store(
+            f"http://127.0.0.1:{listener.getsockname()[1]}", {"deadline_s": 0.5, "timeout_s": 100.0}
+        )
         with pytest.raises(UnavailableError, match=r"not done within the deadline of 0\.5 s"):
             store.read("x")
-        assert time.monotonic() - begun < 5
+        assert time.monotonic() - begun < 60
         ended.set()
         thread.join()
 
@@ -226,12 +228,12 @@ def test_a_connection_is_free_for_a_short_answer_after_a_long_one() -> None:
     long, short = bytes(range(256)) * 4096, b"short"
     with WebServer() as server:
         server.objects.update({"/long": long, "/short": short})
-        store: Any = open_store(server.url, {"timeout_s": 5.0})
+        store: Any = open_store(server.url, {"timeout_s": 60.0})
         for _ in range(3):
             assert store.read("long") == long
             begun = time.monotonic()
             assert store.read("short") == short
-            assert time.monotonic() - begun < 4
+            assert time.monotonic() - begun < 40
 
 
 def _send_in_pieces(listener: socket.socket, content: bytes, then: threading.Event) -> None:
@@ -251,7 +253,7 @@ def test_bytes_that_arrive_in_many_pieces_are_read_in_few_and_to_the_last_one() 
         ended = threading.Event()
         thread = threading.Thread(target=_send_in_pieces, args=(listener, content, ended))
         thread.start()
-        store: Any = open_store(f"http://127.0.0.1:{listener.getsockname()[1]}", {"timeout_s": 5.0, "retries": 0})
+        store: Any = open_store(f"http://127.0.0.1:{listener.getsockname()[1]}", {"timeout_s": 60.0, "retries": 0})
         with store.open("x") as stream:
             chunks = list(stream)
         ended.set()

@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 from servers.fault_proxy import FaultProxy, Plan
-from servers.processes import free_port
+from servers.ports import free_port
 from servers.web import WebServer
 
 from lightning_stream.errors import AlreadyExistsError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, RetryingStore, RetryPolicy, open_store
 from lightning_stream.stores.retry import _Draft
 
-QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 0.3, "retries": 3}
+QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 20.0, "retries": 3}
+PATIENT = {**QUICK, "timeout_s": 0.3, "retries": 40}  # a busy machine may pause for as long, too
 CONTENT = bytes(range(256)) * 4000
 
 
@@ -32,14 +33,14 @@ def web() -> Iterator[WebServer]:
 
 
 @contextlib.contextmanager
-def faulty(web: WebServer, **plan: Any) -> Iterator[tuple[FaultProxy, Any]]:
+def faulty(web: WebServer, options: Any = QUICK, **plan: Any) -> Iterator[tuple[FaultProxy, Any]]:
     with FaultProxy(web.url, Plan(**plan)) as proxy:
-        yield proxy, open_store(proxy.url, QUICK)
+        yield proxy, open_store(proxy.url, options)
 
 
 @pytest.mark.parametrize("fault", ["error", "reset", "truncate", "stall"])
 def test_a_fault_that_passes_is_overcome_and_not_one_byte_is_wrong(web: WebServer, tmp_path: Path, fault: str) -> None:
-    with faulty(web, probability={fault: 1.0}, left=3) as (proxy, store):
+    with faulty(web, PATIENT, probability={fault: 1.0}, left=3) as (proxy, store):
         assert store.get("shard", tmp_path / "x") == len(CONTENT)
         assert proxy.counts[fault] == 3
     assert (tmp_path / "x").read_bytes() == CONTENT
@@ -191,7 +192,7 @@ def test_settings_that_cannot_be_are_reported_together() -> None:
 
 
 def test_an_upload_carries_what_lets_the_server_refuse_damage(moto_place: Any) -> None:
-    store: Any = open_store(moto_place.url, {**QUICK, "timeout_s": 5.0, **moto_place.options})
+    store: Any = open_store(moto_place.url, {**QUICK, **moto_place.options})
     sent: list[str] = []
     send = store.store._send
 

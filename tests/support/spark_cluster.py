@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pyspark
+from servers.ports import free_port
 
 from lightning_stream.spark import dataframe_to_mds, local_session, register
 
@@ -64,7 +65,7 @@ def make_lagging(root: str) -> Any:
 def standalone() -> Iterator[str]:
     """A master and two workers, each with an address of its own: Spark runs no task twice on one host."""
     spark_class = str(Path(pyspark.__file__).parent / "bin" / "spark-class")
-    port = _free_port()
+    port = free_port()
     master = f"spark://127.0.0.1:{port}"
     commands = [
         ["master.Master", "--host", "127.0.0.1", "--port", str(port), "--webui-port", "0"],
@@ -100,12 +101,6 @@ def _wait_for_master(port: int) -> None:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def append(session: Any, out: str, udf: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -16,6 +15,8 @@ pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync --extra lightning")
 pytest.importorskip("hydra", reason="the configs are composed by Hydra: uv sync")
 
+from servers.ports import free_port
+
 from lightning_stream.trainers.checkpoints import read_position
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,12 +24,6 @@ RUN = [
     str(ROOT / "train.py"), "+data=table", "data.synthetic_count=200", "data.num_workers=0", "trainer=composer",
     "hardware=cpu", "+trainer.options.progress_bar=false",
 ]  # fmt: skip
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _launch(folder: Path, launcher: Sequence[str], *overrides: str) -> str:
@@ -55,10 +50,10 @@ def test_a_run_on_one_device_ends_with_its_validation_loss(tmp_path: Path) -> No
 @pytest.mark.distributed
 @pytest.mark.timeout(1800)
 def test_composers_launcher_makes_one_run_and_torchrun_resumes_it(tmp_path: Path) -> None:
-    composer = ["-m", "composer.cli", "-n", "2", "--master_port", str(_free_port())]
+    composer = ["-m", "composer.cli", "-n", "2", "--master_port", str(free_port())]
     printed = _launch(tmp_path, composer, "trainer.max_epochs=1")
     assert printed.count("train / ") == 1
     assert len(list((tmp_path / "runs/shards/table").iterdir())) == 1
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={_free_port()}"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     _launch(tmp_path, torchrun, "trainer.max_epochs=2", "ckpt_path=last")
     assert _position(tmp_path) == (1, 171)

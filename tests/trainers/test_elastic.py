@@ -14,8 +14,9 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+from servers.ports import free_port
 from support.elastic_notes import STEPS, WAITS, read_notes
-from support.launches import ROOT, free_port
+from support.launches import ROOT
 from support.pages import blocks_of
 
 pytest.importorskip("torch")

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from servers.ports import free_port
 from support import documents
 from support.chains import composed
-from support.launches import Launched, free_port, launch, slurm, under, worker
+from support.launches import Launched, launch, slurm, under, worker
 from support.resume_contract import (
     EPOCHS,
     GLOBAL_BATCH,

@@ -254,7 +254,7 @@ def _append_and_kill(url: str, options: Any, num_batches: int, seed: int) -> int
     store, draw = open_store(url, options), random.Random(seed)
     appenders_ = [Appender(url, options, number, num_batches) for number in range(4)]
     running, seen = dict.fromkeys(appenders_), [0]
-    kills: dict[Appender, float] = {appenders_[0]: time.monotonic() + 3.0}  # when each is killed next
+    kills: dict[Appender, float] = {}  # when each is killed next
     try:
         while running:
             with selectors.DefaultSelector() as selector:
@@ -266,6 +266,8 @@ def _append_and_kill(url: str, options: Any, num_batches: int, seed: int) -> int
                     del running[one]
                 elif draw.random() < _KILLED:
                     kills.setdefault(one, time.monotonic() + draw.uniform(0, 0.2))
+                elif one is appenders_[0] and not one.num_kills:  # at least one kill, on any machine
+                    kills.setdefault(one, time.monotonic())
             for one in [one for one, when in kills.items() if one in running and time.monotonic() > when]:
                 del kills[one]
                 one.kill()

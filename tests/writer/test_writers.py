@@ -161,7 +161,7 @@ def test_memory_is_bounded_by_workers(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def slow(*args: Any) -> Any:
         waiting.append(1)
-        assert landing.acquire(timeout=20)
+        assert landing.acquire(timeout=60)
         return land(*args)
 
     monkeypatch.setattr(base, "finalize_shard", slow)
@@ -176,13 +176,15 @@ def test_memory_is_bounded_by_workers(tmp_path: Path, monkeypatch: pytest.Monkey
 
     thread = threading.Thread(target=write)
     thread.start()
-    thread.join(timeout=0.3)
+    while len(waiting) < 2:
+        thread.join(timeout=0.01)
+    thread.join(timeout=0.3)  # it would send more, if it could
     assert thread.is_alive()
     assert len(waiting) == 2
     assert len(sent) < 20
     for _ in range(100):
         landing.release()
-    thread.join(timeout=20)
+    thread.join(timeout=60)
     assert [row["x"] for row in read_all(tmp_path / "out")] == list(range(100))
 
 
