@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from servers.ports import free_port  # noqa: E402
 from support.data import write_ids  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 
@@ -213,9 +213,6 @@ def test_ranks_that_share_a_place_in_the_data_dimension_get_the_same_samples(tmp
     import json
 
     write_ids(str(tmp_path / "shards"), range(100), size_limit=500)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     (tmp_path / "program.py").write_text(PROGRAM)
     root = str(Path(__file__).resolve().parents[2])
     env = {
@@ -223,7 +220,7 @@ def test_ranks_that_share_a_place_in_the_data_dimension_get_the_same_samples(tmp
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
     }
-    command = ["-m", "torch.distributed.run", "--nproc-per-node=4", f"--master-port={port}", "program.py"]
+    command = ["-m", "torch.distributed.run", "--nproc-per-node=4", f"--master-port={free_port()}", "program.py"]
     done = subprocess.run(
         [sys.executable, *command, str(tmp_path / "shards")],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False,

@@ -106,7 +106,7 @@ atexit.register(lambda: vars(sys.modules["lightning_stream.loading.worker_pool"]
 """  # the first to be registered is called last, where the interpreter may clear modules
     body = "loader = StreamingDataLoader(dataset, 4, num_workers=1)\nbatches = iter(loader)\nnext(batches)\n"
     script += START.format(remote=str(remote), local=str(tmp_path / "l")) + body
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=250, check=True)
     assert not run.stderr
 
 
@@ -118,6 +118,6 @@ def test_a_process_of_its_own_ends_as_quietly(remote: Path, tmp_path: Path, name
     script = tmp_path / "script.py"
     text = "import os, sys" + START.format(remote=str(remote), local=str(tmp_path / "l")) + SCRIPTS[name]
     script.write_text(f"if __name__ == '__main__':\n{textwrap.indent(text, '    ')}")  # a forkserver imports it, too
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, check=False)
     assert run.returncode == name.endswith("error")
     check(name, run.stderr)

@@ -536,7 +536,7 @@ def test_workers_outlive_a_signal_to_the_whole_job(shards: Path, asked: signal.S
     os.killpg(process.pid, asked)
     lines.append(process.stdout.readline())
     process.stdin.write("go on\n")
-    rest, _ = process.communicate(timeout=60)
+    rest, _ = process.communicate(timeout=250)
     assert process.returncode == 0
     numbers = [int(word) for line in [*lines, *rest.splitlines()] for word in line.split() if word != "asked"]
     assert "asked" in lines[-1]

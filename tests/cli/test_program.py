@@ -148,7 +148,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(shards: Path) -> None:
     during_read = "import os\nfrom lightning_stream.stores import LocalStore\n"
     during_read += f"LocalStore.get = lambda *a: os.kill(os.getpid(), {int(signal.SIGINT)})"
     for before in (during_import, during_read):
-        done = program("check", str(shards), "--json", before=before, timeout=60)
+        done = program("check", str(shards), "--json", before=before, timeout=250)
         assert (done.returncode, done.stderr) == (130, "error: interrupted\n")
         assert json.loads(done.stdout) == {"error": "interrupted"}
 
