@@ -519,7 +519,7 @@ class StreamingDataLoader(DataLoader[Any]):
         Example: ``print(loader.describe())``.
         """
         epoch = 0 if self.evaluation else self.position.epoch
-        return described(self._source, self.settings(), epoch, count_rows, self.accumulate)
+        return described(self._source, self.settings(), epoch, count_rows)
 
     def stats(self) -> LoaderStats:
         """Where the time of the training loop has gone so far: waiting, by cause, and training.

@@ -226,6 +226,38 @@ def test_an_error_names_the_samples(draws: bool, named: str) -> None:
     assert f"While reading samples {named}" in caught.value.__notes__[0]
 
 
+class Ends(Batched):
+    """The user's code ends an iterator of its own, or returns too few samples."""
+
+    def __getitem__(self, index: int) -> tuple[int, float]:
+        return super().__getitem__(index) if index != 13 else next(iter(()))
+
+
+class Short(Batched):
+    def __getitems__(self, indices: list[int]) -> list[tuple[int, float]]:
+        return [self[index] for index in indices if index != 13]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("transform", [None, lambda sample: sample])
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (Ends(draws=False), "StopIteration"),
+        (Ends(draws=True), "StopIteration"),
+        (Short(draws=False), "found 7 samples for 8 numbers"),
+    ],
+    ids=["ends", "draws and ends", "short"],
+)
+def test_no_sample_is_lost_silently_by_the_datasets_own_code(
+    data: Batched, says: str, transform: Any, num_workers: int
+) -> None:
+    options = {"transform": transform, "num_workers": num_workers, "multiprocessing_context": "fork"}
+    loader = StatefulDataLoader(data, 8, **options if num_workers else {"transform": transform})
+    with pytest.raises((RuntimeError, ValueError), match=says):
+        list(loader)
+
+
 def test_rows_are_packed_of_documents_and_of_whole_samples(caplog: pytest.LogCaptureFixture) -> None:
     documents = [{"tokens": np.arange(1 + k % 7), "id": k} for k in range(60)]
 

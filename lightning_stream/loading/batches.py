@@ -99,17 +99,20 @@ class BatchMaker:
         """Read, transform and collate: columns are gathered at once where nothing asks for single samples."""
         if self._gathers:
             return collate_columns(self._columns(batch, self.memory))
-        samples = self.samples(batch)
-        began = perf_counter()
-        if self.collate is None and self.source.packs_whole and batch.rows is not None:
-            collated = collate_rows(samples, batch.rows)
-        elif self.collate is None:
-            collated = self.source.collate(samples, self.memory)
-        else:
-            with self._preserved(), self._named("collating", batch.sample_ids[:8].tolist()):
-                collated = self.collate(samples, batch.epoch, int(batch.positions[0]))
+        with self._preserved():
+            samples = self._samples(batch)
+            began = perf_counter()
+            collated = self._collated(samples, batch)
         self.source.reader.counters.spent.collate_s += perf_counter() - began
         return collated
+
+    def _collated(self, samples: list[Any], batch: MicroBatch) -> Any:
+        if self.collate is not None:
+            with self._named("collating", batch.sample_ids[:8].tolist()):
+                return self.collate(samples, batch.epoch, int(batch.positions[0]))
+        if self.source.packs_whole and batch.rows is not None:
+            return collate_rows(samples, batch.rows)
+        return self.source.collate(samples, self.memory)
 
     @cached_property
     def _gathers(self) -> bool:
@@ -132,6 +135,10 @@ class BatchMaker:
 
         Where whole samples are, the lists of those of each row.
         """
+        with self._preserved():
+            return self._samples(batch)
+
+    def _samples(self, batch: MicroBatch) -> list[Any]:
         if batch.rows is None:
             return self._single(batch, batch.delivered.tolist(), batch.positions.tolist())
         if self.source.packs_whole:
@@ -141,22 +148,24 @@ class BatchMaker:
 
     def _single(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> list[Any]:
         """Read and transform samples one by one; `positions` are what each draws its random numbers by."""
-        samples: Iterable[Any] = map(partial(self._sample, batch), ids, positions)
+        # No `map`, which a StopIteration of the user's code would end without an error.
+        samples: Iterable[Any] = (self._sample(batch, *place) for place in zip(ids, positions, strict=True))
         reader, read_one = self.source.reader, self.source.read_one
         if isinstance(reader, MapReader) and read_one is not None:
-            with self._preserved():
-                found, draws = read_one.drawn_from(partial(self._unseeded, reader, ids))
-            if found is not None and not draws:
-                if self.source.transform is None:
-                    return found
-                samples = found
-        return self._all_transformed(batch, samples, [[sample_id] for sample_id in ids], positions)
+            samples = read_one.read_unseeded(partial(self._unseeded, reader, ids)) or samples
+        return self._all_transformed(batch, samples, ([sample_id] for sample_id in ids), positions)
 
     def _unseeded(self, reader: MapReader, ids: list[int]) -> list[Any]:
         """Samples of a dataset that may not draw at random."""
         if reader.read_many is not None:
             with self._named("reading", ids):
-                return list(reader.read_many(ids))
+                found = list(reader.read_many(ids))
+                if len(found) != len(ids):
+                    raise ValueError(
+                        f"__getitems__ returns a sample for each number; found {len(found)} samples for {len(ids)} "
+                        "numbers. Return them all, or leave some out of the dataset"
+                    )
+                return found
         samples = list[Any]()
         with self._named("reading", ids, samples):
             for number in ids:
@@ -164,18 +173,13 @@ class BatchMaker:
         return samples
 
     def _all_transformed(
-        self, batch: MicroBatch, samples: Iterable[Any], ids_of: list[list[int]], positions: list[int]
+        self, batch: MicroBatch, samples: Iterable[Any], ids_of: Iterable[list[int]], positions: list[int]
     ) -> list[Any]:
         transform = self.source.transform
-        if transform is None and self.source.read_one is None:
+        if transform is None:
             return list(samples)
-        with self._preserved():
-            if transform is None:
-                return list(samples)
-            places = zip(samples, ids_of, positions, strict=True)
-            return [
-                self._transformed(transform, sample, ids, batch.epoch, position) for sample, ids, position in places
-            ]
+        places = zip(samples, ids_of, positions, strict=True)
+        return [self._transformed(transform, sample, ids, batch.epoch, position) for sample, ids, position in places]
 
     def _sample(self, batch: MicroBatch, sample_id: int, position: int) -> Any:
         """Read a sample: as a subclass of the dataset does, if that has its own way."""
@@ -196,7 +200,10 @@ class BatchMaker:
 
     def _preserved(self) -> AbstractContextManager[None]:
         """Restore the global generators; not in threads, which never change them, nor in workers, which seed them."""
-        return nullcontext() if self.in_threads or self.memory is not None else preserved_generators()
+        functions = self.source.transform, self.source.read_one, self.collate
+        if self.in_threads or self.memory is not None or not any(functions):
+            return nullcontext()
+        return preserved_generators()
 
     @contextmanager
     def _named(self, doing: str, ids: list[int], done: Sequence[Any] | None = None) -> Iterator[None]:

@@ -18,15 +18,11 @@ _LOOKS_BEFORE_WARNING = 3
 _ALONE = -1  # the turn of an iteration that ended before another loader was asked for a batch
 
 
-@dataclass
 class _Turns:
     """Counts how often another loader of this process is asked for a batch than the one before."""
 
-    number: int = 0
-    asked_last: int = 0  # the id of its cursor
-
-
-_TURNS = _Turns()
+    number = 0
+    asked_last = 0  # the id of its cursor
 
 
 @dataclass(eq=False)
@@ -84,7 +80,7 @@ class Walk:
 
     def ended(self) -> Walk:
         """What remains of it after its end."""
-        turn = _ALONE if self.turn == _TURNS.number else self.turn
+        turn = _ALONE if self.turn == _Turns.number else self.turn
         return Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, turn=turn)
 
 
@@ -236,10 +232,10 @@ class Cursor:
 
     def asked(self, walk: Walk) -> None:
         """Note that a batch is requested."""
-        if _TURNS.asked_last != id(self):
-            _TURNS.asked_last = id(self)
-            _TURNS.number += 1
-        walk.turn = _TURNS.number
+        if _Turns.asked_last != id(self):
+            _Turns.asked_last = id(self)
+            _Turns.number += 1
+        walk.turn = _Turns.number
 
     def handed_out(self, walk: Walk) -> None:
         """Note a batch that is about to be handed out: a second one makes its iteration lead where that only looked."""
@@ -260,7 +256,7 @@ class Cursor:
     def _only_looked(self, walk: Walk) -> bool:
         if walk.num_batches != 1 or walk.is_exhausted or self._was_asked:
             return False
-        return walk.last_batch is None or not (walk.last_batch.ends_epoch and walk.turn not in (_TURNS.number, _ALONE))
+        return walk.last_batch is None or not (walk.last_batch.ends_epoch and walk.turn not in (_Turns.number, _ALONE))
 
     def _note_look(self, at: Position) -> None:
         """Warn of a loop that takes each batch from a new iteration, which is the same batch each time."""

@@ -33,14 +33,12 @@ def as_html(shown: Any) -> str:
     return f'<pre style="white-space: pre-wrap">{text}</pre>'
 
 
-def described(
-    source: SampleSource, settings: BatchSettings, epoch: int, count_rows: bool | None, accumulate: int = 1
-) -> Chain:
+def described(source: SampleSource, settings: BatchSettings, epoch: int, count_rows: bool | None) -> Chain:
     """The chain of a run whose batches are known."""
     run = source.order(settings.order)
     stages = _stages(source, run, epoch, count_rows)
     what, world = "samples" if source.packing is None else "rows", settings.world
-    size, divided = settings.global_batch_size, {"replicas": world.num_replicas, "accumulate": accumulate}
+    size, divided = settings.global_batch_size, {"replicas": world.num_replicas, "accumulate": settings.accumulate}
     count, note = None, "num_batches(epoch) of the loader plans the epoch and counts its batches"
     if not source.counts_rows or counts_rows(run, count_rows):
         count, note = settings.plan(source, Start(epoch)).num_batches, f"in epoch {epoch}"

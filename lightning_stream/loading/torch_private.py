@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import forkserver, get_context
-from typing import Any, NoReturn
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
 
 import torch
 from torch._utils import ExceptionWrapper
@@ -68,16 +70,20 @@ def collate_with(samples: list[Any], stack: Callable[[list[torch.Tensor]], torch
     return collate.collate(samples, collate_fn_map=ways)
 
 
-def error_of_worker(error: Exception, index: int) -> Any:
-    """An error with its traceback, as a value that can be sent to the trainer."""
+def pickled_error(error: Exception, index: int) -> bytes:
+    """An error of a worker with its traceback, for the trainer: a RuntimeError where its class cannot be pickled."""
     wrapper: Any = ExceptionWrapper
-    return wrapper((type(error), error, error.__traceback__), where=f"in DataLoader worker process {index}")
+    wrapped = wrapper((type(error), error, error.__traceback__), where=f"in DataLoader worker process {index}")
+    try:
+        return bytes(ForkingPickler.dumps(wrapped))
+    except Exception:  # noqa: BLE001 - a class of the user's may refuse in any way
+        wrapped.exc_type = RuntimeError
+        return bytes(ForkingPickler.dumps(wrapped))
 
 
-def raise_error(error: Any) -> NoReturn:
-    """Raise what `error_of_worker` has made."""
-    error.reraise()
-    raise AssertionError(error)
+def raise_error(error: bytes) -> None:
+    """Raise what `pickled_error` has made."""
+    pickle.loads(error).reraise()  # noqa: S301 - our own
 
 
 def import_nested_tensors() -> None:

@@ -179,7 +179,7 @@ class _Worker:
         if message == _END:
             return None
         if message[:1] == _ERROR:
-            torch_private.raise_error(loads(message[1:]))  # noqa: S301 - our own
+            torch_private.raise_error(message[1:])
         delivery: Delivery = self._arena.open(message[1:])
         self._send(_TAKEN)
         return delivery
@@ -251,7 +251,7 @@ def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes, is_new: bo
                 yield _BATCH + arena.seal(delivery)
                 del delivery
     except Exception as error:  # noqa: BLE001 - the trainer raises it
-        yield _ERROR + bytes(ForkingPickler.dumps(torch_private.error_of_worker(error, index)))
+        yield _ERROR + torch_private.pickled_error(error, index)
 
 
 def _set_up(index: int, task: WorkerTask, arena: Arena) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import queue
 import re
 import sys
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -95,12 +93,8 @@ class Workers:
         self._kept_is_in_use = False
         self._live: weakref.WeakSet[MadeBatches] = weakref.WeakSet()  # those that may have workers
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has workers of its own."""
-        return {"_dataset": self._dataset, "_meter": self._meter}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_dataset"], state["_meter"])  # type: ignore[misc]
+    def __reduce__(self) -> tuple[type[Workers], tuple[Any, Meter]]:
+        return Workers, (self._dataset, self._meter)  # a copy has workers of its own
 
     def batches(self, maker: BatchMaker, settings: BatchSettings, start: Start, loader: Any) -> MadeBatches:
         """Begin one iteration, with the options that a `StreamingDataLoader` has now."""
@@ -126,7 +120,7 @@ class Workers:
             if end_workers is not None:
                 end_workers(failed)
 
-        made = MadeBatches(map(partial(maker.verified, settings), batches), end)
+        made = MadeBatches((maker.verified(settings, batch) for batch in batches), end)
         if loader.num_workers or loader.pin_memory:
             self._live.add(made)
         return made
@@ -198,7 +192,7 @@ def _in_threads(
     """Batches in their order, while threads of this process make those that follow, so many at most."""
     pending: deque[futures.Future[Delivery]] = deque()
     with DaemonPool(num_threads, "make") as pool:
-        for make in replace(maker, memory=None, in_threads=True).to_make(settings, start, threads=(num_threads, ahead)):
+        for make in replace(maker, in_threads=True).to_make(settings, start, threads=(num_threads, ahead)):
             pending.append(pool.submit(make))
             _unfinished.add(pending[-1])
             pending[-1].add_done_callback(_unfinished.discard)
@@ -229,46 +223,22 @@ def _pinned(batches: Iterator[Delivery], loader: Any, ahead: int) -> Generator[D
     extra = {"pin_memory_device": loader.pin_memory_device} if loader.pin_memory_device else {}
     generator = torch.Generator()  # not the training's
     pinning = DataLoader(
-        _Stream(batches), batch_size=None, collate_fn=_as_it_is, pin_memory=True, generator=generator, **extra
+        _Stream(batches), batch_size=None, collate_fn=lambda batch: batch, pin_memory=True, generator=generator, **extra
     )
     if not ahead:
         yield from pinning
         return
-    results: queue.Queue[Any] = queue.Queue(ahead)
-    stopped = threading.Event()
-    thread = threading.Thread(target=_pin, args=(pinning, results, stopped), name="pin", daemon=True)
-    thread.start()
-    try:
-        while (result := wait_briefly(partial(_taken, results), 0)[0]) is not None:
-            if isinstance(result, BaseException):
-                raise result
-            yield result
-            del result
-    finally:
-        stopped.set()
-        while not results.empty():
-            results.get()
-        thread.join(_EXIT_S)
-
-
-def _taken(results: queue.Queue[Any], wait_s: float) -> list[Any]:
-    try:
-        return [results.get(timeout=wait_s)]
-    except queue.Empty:
-        return []
-
-
-def _pin(pinning: DataLoader[Any], results: queue.Queue[Any], stopped: threading.Event) -> None:
-    """A thread's life: put pinned batches into the queue, then None; or an error."""
-    try:
-        for delivery in pinning:
-            if stopped.is_set():
-                return
-            results.put(delivery)
-            del delivery
-        results.put(None)
-    except Exception as error:  # noqa: BLE001 - the thread that trains raises it
-        results.put(error)
+    pinned = iter(pinning)
+    with DaemonPool(1, "pin") as pool:
+        pending = deque(pool.submit(next, pinned, None) for _ in range(ahead))
+        try:
+            while (delivery := _result(pending.popleft(), 0)) is not None:
+                pending.append(pool.submit(next, pinned, None))
+                yield delivery
+                del delivery
+        finally:
+            pool.close()
+            futures.wait([one for one in pending if not one.cancelled()], _EXIT_S)
 
 
 def choose_workers(
@@ -324,7 +294,3 @@ def _unfit_for_threads(source: SampleSource, collate: SeededCall | None) -> list
     called = {"the transform": source.transform, "collate_fn": collate}
     found = [name for name, one in called.items() if one is not None and not one.can_share_process]
     return found + ([] if source.read_one is None else [_OWN_READING])
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

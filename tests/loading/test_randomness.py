@@ -128,6 +128,50 @@ def test_the_global_generators_are_put_back() -> None:
     assert draws_globally(0) == expected
 
 
+def test_whatever_the_training_draws_between_batches_is_as_without_them() -> None:
+    """Also a normal number that numpy holds back, which changes none of the generator's bytes when it is drawn."""
+    saved: list[Any] = []
+    steps: list[Callable[[], object]] = [
+        np.random.randn,
+        np.random.random,
+        random.random,
+        lambda: random.gauss(0, 1),
+        lambda: torch.randn(1).item(),
+        lambda: saved.append((np.random.get_state(), random.getstate(), torch.get_rng_state())),
+        lambda: saved and np.random.set_state(saved[-1][0]),
+        lambda: saved and random.setstate(saved.pop()[1]),
+        lambda: np.random.seed(7),
+    ]
+    weights = [8, 3, 3, 3, 3, 2, 2, 2, 1]
+    choices = random.Random(5).choices(range(len(steps)), weights, k=400)
+
+    def drawn(num_batches: int) -> list[Any]:
+        saved.clear()
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        found = []
+        for choice in choices:
+            for _ in range(num_batches):
+                with preserved_generators():
+                    SeededCall(draws_globally, 5)(0, 1, 2)
+            value = steps[choice]()
+            found.append(value if isinstance(value, float) else None)
+        return found
+
+    expected = drawn(0)
+    assert drawn(1) == expected
+    assert drawn(2) == expected
+
+
+def test_a_global_generator_that_cannot_be_seeded_is_refused() -> None:
+    twister = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        with pytest.raises(ValueError, match="found PCG64"), preserved_generators():
+            pass
+    finally:
+        np.random.set_bit_generator(twister)
+
+
 def test_a_parameter_named_rng_takes_a_generator() -> None:
     class WithRng:
         def __call__(self, sample: Any, *, rng: Any = None) -> Any: ...

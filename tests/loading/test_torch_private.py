@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import pickle
 from multiprocessing import forkserver
 from typing import Any
 
@@ -56,7 +55,7 @@ def test_an_error_of_a_worker_is_raised_with_its_traceback() -> None:
     try:
         fail()
     except KeyError as error:
-        sent = pickle.loads(pickle.dumps(torch_private.error_of_worker(error, 3)))
+        sent = torch_private.pickled_error(error, 3)
     with pytest.raises(KeyError, match=r"(?s)in DataLoader worker process 3.*in fail.*no such column"):
         torch_private.raise_error(sent)
 

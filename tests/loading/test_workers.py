@@ -125,6 +125,22 @@ def test_an_error_comes_after_the_batches_before_it_and_ends_the_workers(data: P
 
 
 @pytest.mark.usefixtures("workers_by_fork")
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+@pytest.mark.parametrize("pin_memory", [False, True])
+def test_an_error_whose_class_cannot_be_pickled_comes_with_its_text(data: Path, pin_memory: bool) -> None:
+    def fails_privately(sample: dict[str, Any]) -> dict[str, Any]:
+        class PrivateError(Exception):
+            pass
+
+        raise PrivateError(f"no label for sample {sample['id']}")
+
+    dataset = StreamingDataset(remote=data, transform=fails_privately)
+    with pytest.raises(RuntimeError, match=r"(?s)worker process 0.*PrivateError: no label for sample 0"):
+        list(StreamingDataLoader(dataset, 8, num_workers=1, pin_memory=pin_memory))
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.usefixtures("workers_by_fork")
 def test_a_batch_that_does_not_come_in_time_is_an_error(data: Path) -> None:
     loader = StreamingDataLoader(StreamingDataset(remote=data, transform=waits), 8, num_workers=2, timeout=1)
     with pytest.raises(RuntimeError, match="no batch came within timeout=1 s"):
@@ -230,4 +246,4 @@ def test_batches_that_are_pinned_in_a_thread_are_the_same_also_where_an_iteratio
         assert firsts(loader) == list(range(0, 64, 8))
     loader.close()
     assert not multiprocessing.active_children()
-    assert not [thread for thread in threading.enumerate() if thread.name == "pin"]
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("pin")]
