@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,6 +100,19 @@ def _log_as_before() -> Iterator[None]:
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _log_of_this_test(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """What threads of earlier tests log, e.g. that a server is gone, is not this test's."""
+    earlier = {*threading.enumerate()} - {threading.main_thread()}
+
+    def is_of_this_test(_: logging.LogRecord) -> bool:
+        return threading.current_thread() not in earlier
+
+    caplog.handler.addFilter(is_of_this_test)
+    yield
+    caplog.handler.removeFilter(is_of_this_test)
 
 
 @pytest.fixture

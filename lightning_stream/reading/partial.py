@@ -74,7 +74,6 @@ class PartialShards:
         self._guard = threading.Lock()
         self._requests = DaemonPool(_THREADS, "range")
         self._readers = DaemonPool(_THREADS, "partial")  # which wait for requests
-        self.pools = [self._requests, self._readers]
 
     def is_cheaper(self, number: int, indices: Int64s) -> bool:
         """Whether ranges for these samples of a shard cost less than the shard, with what was spent on it before.

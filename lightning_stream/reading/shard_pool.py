@@ -321,8 +321,6 @@ class ShardPool:
         self._shards, self._config, self._counters = shards, shards.config, shards.counters
         self._dropped: deque[list[int]] = deque()
         self.queue = FetchQueue(self._config.fetch_threads)
-        # A forked child must not finalize its parent's threads: their locks may never be released there.
-        self.threads: list[object] = [*self.queue.pools, *self.partial.pools]
 
     def want(self, numbers: list[int], *, fetch: bool = True) -> Want:
         """Note that a batch needs these shards, until they are dropped, and begin to fetch them."""

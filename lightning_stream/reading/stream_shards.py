@@ -68,17 +68,19 @@ class StreamShards:
         self.config = config or ReaderConfig()
         self.counters = Counters()
         self.delivered = Deliveries(self)
-        self._pool: ShardPool | None = None
+        self._pools: dict[int, ShardPool] = {}  # by process
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**self.__dict__, "_pool": None}  # another process maps the files itself
+        state = {**self.__dict__, "_pools": {}}  # another process maps the files itself
         state.pop("entry", None)
         return state
 
     @cached_property
     def caches(self) -> tuple[ShardCache, ...]:
         """One cache per stream."""
-        return tuple(cache_of(stream, self.defaults, self.counters) for stream in self.streams)
+        made = tuple(cache_of(stream, self.defaults, self.counters) for stream in self.streams)
+        first: tuple[ShardCache, ...] = vars(self).setdefault("caches", made)  # of the threads that ask
+        return first
 
     @cached_property
     def indexes(self) -> tuple[Index, ...]:
@@ -100,18 +102,17 @@ class StreamShards:
     @property
     def pool(self) -> ShardPool:
         """The shards that this process has open; a forked child starts with none."""
-        pool = self._pool
-        if pool is None or pool.pid != os.getpid():
-            made = ShardPool(self)
-            made.threads += [] if pool is None else pool.threads
-            self._pool = pool = made
+        pid = os.getpid()
+        if (pool := self._pools.get(pid)) is None:
+            pool = self._pools.setdefault(pid, ShardPool(self))  # that of the first thread which asks
+            for parent in self._pools.keys() - {pid}:
+                self._pools.pop(parent, None)
         return pool
 
     def close(self) -> None:
         """Close every mapped shard of this process."""
-        if self._pool is not None and self._pool.pid == os.getpid():
-            self._pool.close()
-        self._pool = None
+        if (pool := self._pools.pop(os.getpid(), None)) is not None:
+            pool.close()
 
     @property
     def is_limited(self) -> bool:
