@@ -1,4 +1,4 @@
-"""Chats as rows of tokens: conversations are packed as texts are, with a mask of what the model learns to say."""
+"""Chats as rows of tokens: conversations are packed as texts are, with a mask of what the loss counts."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from recipes.data.text import TextData, Tokenize, Tokenizer
 class TokenizeChats(Tokenize):
     """A conversation is bos, role, bos, content, for each message, and bos at its end.
 
-    ``loss_mask`` is 1 for what one of `roles` said, and for the bos after it, which ends its turn.
+    ``loss_mask`` is 1 for what one of `roles` said, and for the bos after it.
     """
 
     roles: tuple[str, ...]
-    masks: ClassVar[tuple[str, ...]] = ("loss_mask",)
+    columns: ClassVar[Mapping[str, str]] = {"loss_mask": "ndarray:uint8"}
     example: ClassVar = staticmethod(chat)
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
@@ -34,9 +34,9 @@ class TokenizeChats(Tokenize):
                     f"each row must have messages in {self.text_key!r}; it has {columns}. Set data.text_key."
                 )
             texts = [text for message in messages for text in (message["role"], message["content"])]
-            learned = [is_said and message["role"] in self.roles for message in messages for is_said in (False, True)]
+            counted = [is_said and message["role"] in self.roles for message in messages for is_said in (False, True)]
             parts = [*map(tokenizer.document, texts)]
-            mask = np.repeat(learned, [*map(len, parts)])
+            mask = np.repeat(counted, [*map(len, parts)])
             yield {"tokens": np.concatenate([*parts, end]), "loss_mask": np.append(False, mask).astype("uint8")}
 
 

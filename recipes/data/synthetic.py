@@ -1,4 +1,5 @@
-"""Synthetic samples, so that each recipe runs without a network: flowers with captions, stories, chats and rows.
+"""Synthetic samples, so that each recipe runs without a network: flowers with captions, stories, chats, chats about
+flowers, and rows.
 
 Each function returns the same for the same arguments.
 """
@@ -6,6 +7,7 @@ Each function returns the same for the same arguments.
 import cmath
 import colorsys
 import math
+from collections.abc import Iterable
 from io import BytesIO
 from pathlib import Path
 from random import Random
@@ -111,9 +113,21 @@ def chat(number: int) -> list[dict[str, Any]]:
     """A sample: a conversation of one to five sums."""
     rng = Random(number)
     terms = [(rng.randrange(10), rng.randrange(10)) for _ in range(rng.randint(1, 5))]
-    turns = [(f"{a} + {b}?", str(a + b)) for a, b in terms]
-    said = [said for turn in turns for said in zip(("user", "assistant"), turn, strict=True)]
-    return [{"messages": [{"role": role, "content": content} for role, content in said]}]
+    return [{"messages": _messages((f"{a} + {b}?", str(a + b)) for a, b in terms)}]
+
+
+def flower_chat(number: int) -> list[dict[str, Any]]:
+    """A sample: a conversation about one to three drawn flowers, and their JPEG files."""
+    rng = Random(number)
+    flowers = [captioned_flower(rng.randrange(10_000))[0] for _ in range(rng.randint(1, 3))]
+    answers = ((f"photo {place}?", flower["caption"]) for place, flower in enumerate(flowers, 1))
+    return [{"messages": _messages(answers), "images": [flower["image"] for flower in flowers]}]
+
+
+def _messages(answers: Iterable[tuple[str, str]]) -> list[dict[str, str]]:
+    """A conversation of questions and answers."""
+    said = [said for both in answers for said in zip(("user", "assistant"), both, strict=True)]
+    return [{"role": role, "content": content} for role, content in said]
 
 
 def table_row(number: int) -> list[dict[str, float]]:

@@ -66,7 +66,8 @@ class Tokenize:
     text_key: str
     separator: str | None
     digest: str
-    masks: ClassVar[tuple[str, ...]] = ()  # further columns, with a number for each token
+    columns: ClassVar[Mapping[str, str]] = {}  # further columns, with a number for each token, and their encodings
+    lengths: ClassVar[Mapping[str, Any]] = {"tokens": len}
     example: ClassVar = staticmethod(story)
 
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, NDArray[Any]]]:
@@ -86,7 +87,8 @@ class TextData(ConvertedData):
     def __init__(
         self, *, separator: str | None = None, text_key: str = "text", files: Mapping[str, str] | None = None,
         synthetic_count: int = 1000, tokenizer: str = BYTES, bos_token: str = "<|endoftext|>", seq_len: int = 128,
-        pack_window: int | None = None, long_documents: Any = None, **shared: Any,
+        pack_window: int | None = None, long_documents: Any = None, packing: Mapping[str, Any] | None = None,
+        **shared: Any,
     ) -> None:  # fmt: skip
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
         path = Path(tokenizer).expanduser()
@@ -96,9 +98,8 @@ class TextData(ConvertedData):
         )  # fmt: skip
         self.files, self.synthetic_count = dict(files or {}), synthetic_count
         settings = {**vars(self.tokenize), "files": self.files, "synthetic_count": synthetic_count}
-        pack = Packing(
-            row_length=seq_len, window=pack_window, long_documents=long_documents, columns=self.tokenize.masks
-        )  # fmt: skip
+        packing = packing or {"columns": self.tokenize.columns}
+        pack = Packing(row_length=seq_len, window=pack_window, long_documents=long_documents, **packing)
         super().__init__(settings=settings, dataset={"pack": pack}, **shared)
 
     def rule(self, **of_text: Any) -> Tokenize:
@@ -111,8 +112,9 @@ class TextData(ConvertedData):
 
     def convert_source(self) -> None:
         """Write the documents of both splits; a hash of its text puts a document into one of them."""
-        columns = {"tokens": f"ndarray:{self.tokenizer.dtype}"} | dict.fromkeys(self.tokenize.masks, "ndarray:uint8")
-        written: dict[str, Any] = {"columns": columns, "lengths": {"tokens": len}, "transform_partition": self.tokenize}
+        columns = {"tokens": f"ndarray:{self.tokenizer.dtype}", **self.tokenize.columns}
+        written: dict[str, Any] = {"columns": columns, "lengths": self.tokenize.lengths}
+        written["transform_partition"] = self.tokenize
         if self.source == SYNTHETIC:
             examples = Inputs(range(self.synthetic_count), self.tokenize.example)
             self.convert(examples, partition_bytes=INPUTS_AT_A_TIME, **written)

@@ -1,4 +1,4 @@
-"""A small GPT: it learns to predict the next token of packed documents."""
+"""A small GPT: it predicts the next token of packed documents, which may begin with images."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, flex_attention
+from torch.nn.utils.rnn import pad_sequence
 
 from recipes.models.task import Batch, Task
 
@@ -32,8 +33,9 @@ class GPT(nn.Module):
     """Decoder-only transformer; `flex` attends by FlexAttention, which trains on a GPU, else by a mask of all pairs."""
 
     def __init__(
-        self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int, flex: bool = False
-    ) -> None:
+        self, vocab_size: int, seq_len: int, d_model: int, n_layers: int, n_heads: int, flex: bool = False,
+        patch_size: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.flex = flex
         self.token_embedding = nn.Embedding(vocab_size, d_model)
@@ -42,12 +44,15 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
         self.layers = nn.ModuleList([Block(d_model, n_heads, 4 * d_model) for _ in range(n_layers)])
         self.norm = nn.LayerNorm(d_model)
+        self.patches = nn.Conv2d(3, d_model, patch_size, patch_size) if patch_size else None
 
-    def forward(self, tokens: Tensor, documents: Tensor, positions: Tensor) -> Tensor:
+    def forward(
+        self, tokens: Tensor, documents: Tensor, positions: Tensor, pixels: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         """Predict the token after each one: logits, float[n, t, vocab_size], of int64[n, t].
 
         A token sees those before it in its document; `documents`, int[n, t], has their numbers, and `positions` the
-        places in them.
+        places in them. Where tokens are -1 are the patches of the images, uint8[images, 3, h, w].
         """
 
         def is_seen(row: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -56,10 +61,21 @@ class GPT(nn.Module):
         count, length = tokens.shape
         make: Any = create_block_mask if self.flex else create_mask
         sees = make(is_seen, count, None if self.flex else 1, length, length, device=tokens.device)
-        hidden = self.token_embedding(tokens) + self.position_embedding(positions)
+        hidden = self.token_embedding(tokens.clamp(min=0))
+        if self.patches is not None and pixels is not None:
+            patches = self.patches(pixels / 127.5 - 1).flatten(2).transpose(1, 2)
+            hidden = hidden.masked_scatter((tokens < 0)[..., None], patches.to(hidden.dtype))
+        hidden = hidden + self.position_embedding(positions)
         for layer in self.layers:
             hidden = layer(hidden, sees)
         return functional.linear(self.norm(hidden), self.token_embedding.weight)
+
+
+def as_rows(batch: Batch) -> Batch:
+    """A batch of whole samples, which are packed one after the other, as padded rows [n, t]."""
+    sizes = batch["num_tokens"].tolist()
+    names = ("input_ids", "document_ids", "position_ids", "loss_mask")
+    return {**batch, **{name: pad_sequence(batch[name].split(sizes), batch_first=True) for name in names}}
 
 
 class LanguageModel(Task):
@@ -71,16 +87,16 @@ class LanguageModel(Task):
     Args:
         seq_len: Tokens of a row.
         vocab_size: None: that of the datamodule's `tokenizer`.
-        d_model, n_layers, n_heads, flex: Of the transformer, see `GPT`.
+        d_model, n_layers, n_heads, flex, patch_size: Of the transformer, see `GPT`.
         optimizer: Arguments of `Task`.
     """
 
     def __init__(
         self, seq_len: int = 128, vocab_size: int | None = None, d_model: int = 128, n_layers: int = 4,
-        n_heads: int = 4, flex: bool = False, **optimizer: float,
+        n_heads: int = 4, flex: bool = False, patch_size: int = 0, **optimizer: float,
     ) -> None:  # fmt: skip
         super().__init__(**optimizer)
-        self.vocab_size, self.sizes = vocab_size, (seq_len, d_model, n_layers, n_heads, flex)
+        self.vocab_size, self.sizes = vocab_size, (seq_len, d_model, n_layers, n_heads, flex, patch_size)
         self.network: Any = None
 
     def configure_model(self) -> None:
@@ -90,9 +106,13 @@ class LanguageModel(Task):
             self.network = GPT(self.vocab_size or trainer.datamodule.tokenizer.vocab_size, *self.sizes)
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
+        if "row_splits" in batch:
+            batch = as_rows(batch)
         tokens, documents = batch["input_ids"].long(), batch["document_ids"]
-        logits = self.network(tokens, documents, batch["position_ids"])[:, :-1]
-        losses = functional.cross_entropy(logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none")
+        logits = self.network(tokens, documents, batch["position_ids"], batch.get("pixels"))[:, :-1]
+        losses = functional.cross_entropy(
+            logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none", ignore_index=-1
+        )
         is_real = torch.arange(1, tokens.shape[1], device=tokens.device) < batch["num_tokens"][:, None]
         counts = (documents[:, 1:] == documents[:, :-1]) & is_real
         if "loss_mask" in batch:

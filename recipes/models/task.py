@@ -39,7 +39,7 @@ class Task(LightningModule):
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
         measured = self.measure(batch)
-        size = len(next(iter(batch.values())))
+        size = len(batch.get("num_tokens", next(iter(batch.values()))))
         values = {f"{stage}/{name}": value.detach() for name, value in measured.items()}
         self.log_dict(values, prog_bar=True, batch_size=size, sync_dist=stage != "train")
         return measured["loss"]

@@ -19,11 +19,12 @@ from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, Strea
 from lightning_stream.order import World
 from recipes.data.captions import CaptionData
 from recipes.data.chats import ChatData
+from recipes.data.image_chats import ImageChatData
 from recipes.data.images import ImageData
-from recipes.data.synthetic import captioned_flower, write_flowers
+from recipes.data.synthetic import captioned_flower, flower_chat, write_flowers
 from recipes.data.table import TableData
 from recipes.data.text import TextData, TextMixture
-from recipes.models.gpt import GPT
+from recipes.models.gpt import GPT, as_rows
 
 
 def places(folder: Path, **more: Any) -> dict[str, Any]:
@@ -108,6 +109,42 @@ def test_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
         wrong.prepare_data()
 
 
+def test_chats_with_images_are_packed_whole_and_begin_with_their_images(tmp_path: Path) -> None:
+    options = {"synthetic_count": 40, "text_key": "messages", "seq_len": 192, "long_documents": "error"}
+    data = ImageChatData(source="synthetic", image_size=16, patch_size=8, **options, **places(tmp_path))
+    data.prepare_data()
+    stored = {split: samples(data, split) for split in ("train", "val")}
+    images = [len(sample["images"]) for split in stored.values() for sample in split]
+    assert sorted(images) == sorted(len(flower_chat(number)[0]["images"]) for number in range(40))
+    seen = 0
+    for batch in data.train_dataloader():
+        rows, sizes = as_rows(batch), batch["num_tokens"].tolist()
+        assert rows["input_ids"].shape == rows["loss_mask"].shape == (len(sizes), max(sizes))
+        assert max(sizes) <= 192
+        starts = batch["cu_seqlens"].tolist()
+        for begin, end, images in zip(starts, starts[1:], batch["splits"]["pixels"].diff().tolist(), strict=False):
+            tokens, says = batch["input_ids"][begin:end], batch["loss_mask"][begin:end].bool()
+            assert tokens[: 4 * images].tolist() == [-1] * 4 * images  # (16 / 8) ** 2 patches of each image
+            assert tokens[4 * images] == 256
+            assert "".join("|" if one == 256 else chr(one) for one in tokens[says]).count("a photo of") == images
+            seen += 1
+    assert seen == len(stored["train"])
+
+
+@torch.no_grad()
+def test_a_gpt_sees_the_images_of_its_own_chat_alone() -> None:
+    torch.manual_seed(0)
+    network = GPT(257, 16, 32, 1, 2, patch_size=8)
+    tokens = torch.tensor([[-1, -1, 256, 5, -1, -1, 256, 5]])  # two chats with an image of two patches each
+    documents, positions = torch.arange(8)[None] // 4, torch.arange(8)[None] % 4
+    pixels = torch.randint(0, 256, (2, 3, 8, 16), dtype=torch.uint8)
+    before = network(tokens, documents, positions, pixels)
+    pixels[1] = 255 - pixels[1]
+    after = network(tokens, documents, positions, pixels)
+    assert torch.equal(before[:, :4], after[:, :4])
+    assert not torch.allclose(before[:, 4:], after[:, 4:])
+
+
 @torch.no_grad()
 def test_flex_attention_sees_what_the_mask_shows() -> None:
     network = GPT(257, 64, 32, 2, 2)
@@ -183,7 +220,7 @@ def test_an_evaluation_counts_each_sample_once_on_any_number_of_processes(count:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("data", ["text", "chats"])
+@pytest.mark.parametrize("data", ["text", "chats", "image_chats"])
 def test_a_gpt_learns_from_packed_rows(data: str, run: Callable[..., Any]) -> None:
     small = ("data.synthetic_count=200", "model.d_model=32", "model.n_layers=1", "data.num_workers=0", "hardware=cpu")
     loss = run(data, f"+data={data}", *small, "trainer.max_epochs=3", "trainer.enable_progress_bar=false")

@@ -1,0 +1,62 @@
+"""Chats about images: whole conversations are packed by the places that their tokens and images take in the model."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import tee
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from lightning_stream import DecodeCenterCrop
+from recipes.data.chats import ChatData, TokenizeChats
+from recipes.data.synthetic import flower_chat
+
+
+@dataclass(frozen=True)
+class TokenizeImageChats(TokenizeChats):
+    """A conversation as `TokenizeChats` makes it, with its ``images``: any number of JPEG files."""
+
+    columns: ClassVar[Mapping[str, str]] = {**TokenizeChats.columns, "images": "list[jpeg]"}
+    lengths: ClassVar[Mapping[str, Any]] = {"tokens": len, "images": len}
+    example: ClassVar = staticmethod(flower_chat)
+
+    def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        rows, again = tee(rows)
+        for row, chat in zip(again, super().__call__(rows), strict=True):
+            yield {**chat, "images": row["images"]}
+
+
+class ImagesFirst:
+    """Transform: ``input_ids`` and ``loss_mask``, which begin with -1 and 0 for each patch of the images.
+
+    ``pixels`` has the images, uint8[images, 3, size, size].
+    """
+
+    def __init__(self, size: int, patches: int) -> None:
+        self.crop, self.patches = DecodeCenterCrop(size), patches
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        images = sample["images"]
+        pixels = torch.empty((len(images), 3, *self.crop.size), dtype=torch.uint8)
+        for place, image in zip(pixels, images, strict=True):
+            place[:] = self.crop({"image": image})["image"]
+        before = (self.patches * len(images), 0)
+        return {
+            "input_ids": np.pad(sample["tokens"].astype("int64"), before, constant_values=-1),
+            "loss_mask": np.pad(sample["loss_mask"], before),
+            "pixels": pixels,
+        }
+
+
+class ImageChatData(ChatData):
+    """Streams rows of packed conversations about images; ``configs/data/image_chats.yaml`` describes the settings."""
+
+    def __init__(self, *, image_size: int = 32, patch_size: int = 8, **chats: Any) -> None:
+        patches = (image_size // patch_size) ** 2
+        packing = {"lengths": f"tokens + {patches} * images"}
+        transform = ImagesFirst(image_size, patches)
+        super().__init__(packing=packing, transforms=(transform, transform), **chats)
+
+    def rule(self, **of_text: Any) -> TokenizeImageChats:
+        return TokenizeImageChats(**of_text, roles=self.roles)
