@@ -143,7 +143,10 @@ class Reader(ABC):
         Only headers, footers and indexes are read, of several files at once in the pool. FormatError for a file that
         has not these columns.
         """
-        raise ValueError(f"{files[0].uri}: files of the format {self.kind} cannot be read in place. Convert them.")
+        raise ValueError(
+            f"{files[0].uri}: files of the format {self.kind} cannot be read in place. Convert them: "
+            "`lightning-stream convert SOURCE OUT`."
+        )
 
     def takes_nulls(self, encoding: str) -> bool:
         """Whether a column of this encoding can be read as json, which has nulls."""

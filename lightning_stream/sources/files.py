@@ -32,6 +32,7 @@ Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
 WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
+_RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 _CLOSE_BYTES = 1 << 18
 _POPULATED_BYTES = 1 << 28
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
@@ -360,6 +361,13 @@ def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
         is_own = not names or entry.name == names or is_match(entry.name)
         if is_own and not entry.name.endswith("/"):
             entries.append(entry)
+    if entries and _RANGE.search(names):
+        known = {entry.name for entry in entries}
+        if absent := [name for name in _names_of(names) if not (name in known or WILD.search(name))]:
+            raise NotFoundError(
+                f"all files of a range must be there; {store.url} lacks {len(absent)} of {names}, the first is "
+                f"{absent[0]}. Correct the range, or write the files."
+            )
     log = [entry for entry in entries if entry.name.startswith(DELTA_LOG) and entry.num_bytes]
     rule = _MARKER if hidden or _HIDDEN.search(names) else _HIDDEN
     shown = [entry for entry in entries if not _ASTRAY.search(entry.name) and not rule.search(entry.name)]
@@ -414,17 +422,21 @@ def is_table(store: Store) -> bool:
     return any(True for _ in store.list(DELTA_LOG))
 
 
+def _names_of(pattern: str) -> list[str]:
+    """What the ranges of a pattern stand for, as WebDataset names its shards: ``{08..11}.tar`` is four names."""
+    begin, *parts = _RANGE.split(pattern, maxsplit=1)
+    if not parts:
+        return [pattern]
+    first, last, rest = parts
+    numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
+    return [begin + number + end for number in numbers for end in _names_of(rest)]
+
+
 def _pattern(text: str) -> re.Pattern[str]:
     """A pattern as a regular expression; all names if it is empty."""
     wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
-    found = ""
-    for part in re.split(r"(\*\*/|\*|\?|\{[0-9]+\.\.[0-9]+\})", text):
-        numbers = re.fullmatch(r"\{([0-9]+)\.\.([0-9]+)\}", part)
-        if numbers:  # as WebDataset names its shards
-            count = range(int(numbers[1]), int(numbers[2]) + 1)
-            found += f"({'|'.join(f'{number:0{len(numbers[1])}}' for number in count)})"
-        else:
-            found += wild.get(part) or re.escape(part)
+    names = [re.split(r"(\*\*/|\*|\?)", name) for name in _names_of(text)]
+    found = "|".join("".join(wild.get(part) or re.escape(part) for part in name) for name in names)
     return re.compile(found or ".*", re.DOTALL)  # a name may hold a line end
 
 

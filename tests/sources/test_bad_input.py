@@ -335,6 +335,12 @@ def test_files_are_named_by_paths_and_patterns(tmp_path: Path, monkeypatch: pyte
     assert ids("a{}.tar") == ids("*.tar") == ids(".") == [5]
     with pytest.raises(NotFoundError, match=r"holds no files named {1\.\.2}\.tar"):
         ids("{1..2}.tar")
+    for number in (8, 9, 11):
+        tar(tmp_path / f"b-{number:02}.tar", {f"{number}.id": b"%d" % number})
+    monkeypatch.chdir(tmp_path)
+    assert ids("b-{08..09}.tar") == [8, 9]
+    with pytest.raises(NotFoundError, match=r"lacks 2 of b-{08\.\.12}\.tar, the first is b-10\.tar"):
+        ids("b-{08..12}.tar")
 
 
 def test_any_files_are_samples(tmp_path: Path) -> None:
