@@ -61,7 +61,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
 
     Args:
         remote, local, split, version, format, columns, media_root: See `Stream`.
-        streams: Several streams to mix, instead of `remote`, `local` and `split`.
+        streams: Several streams to mix, or their paths and URLs, instead of `remote`, `local` and `split`.
         download_retry: How often a failed request is tried again; None for the store's default.
         download_timeout: Longest silence on a connection, in seconds; None for the store's default.
         validate_hash: Name of the hash to check fetched files with; None checks the hashes that the index has.
@@ -152,7 +152,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self,
         remote: str | os.PathLike[str] | None = None,
         *,
-        streams: Sequence[Stream] | None = None,
+        streams: Sequence[Stream | str] | None = None,
         local: str | os.PathLike[str] | None = None,
         split: str | None = None,
         download_retry: int | None = None,
@@ -533,22 +533,22 @@ def check_blocks(arguments: Mapping[str, Any], batch_size: int, block: int) -> N
 
 
 def _chosen_streams(
-    streams: Sequence[Stream] | None, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None
+    given_streams: Sequence[Stream | str] | None, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None
 ) -> tuple[Stream, ...]:
     """The streams of a dataset, given themselves or by the arguments of a single one."""
     if name != "stream":
         raise ValueError(
             f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
         )
-    if not streams:
+    if not given_streams:
         return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
     if config or any(given[name] is not None for name in given if name != "split"):
         raise ValueError("pass either streams=, or remote=, local=... of a single one, not both")
+    streams = [stream if isinstance(stream, Stream) else Stream(stream) for stream in given_streams]
     relative = [stream for stream in streams if stream.proportion is not None]
     if relative and len(relative) < len(streams):
-        others = [stream for stream in streams if stream.proportion is None]
         raise ValueError(
             "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
-            f"{relative} and none for {others}. Give every stream a proportion, or none"
+            f"{relative} alone. Give every stream a proportion, or none"
         )
     return tuple(with_split(stream, given["split"] or "") for stream in streams)

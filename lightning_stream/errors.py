@@ -15,6 +15,12 @@ from inspect import signature
 from typing import ParamSpec, TypeVar
 
 _MODULES = {"pillow": "PIL"}  # of packages whose module has another name than their first word
+_OF_LITDATA = {  # its names of arguments
+    "input_dir": "remote",
+    "cache_dir": "local",
+    "seed": "shuffle_seed",
+    "max_cache_size": "cache_limit",
+}
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -129,7 +135,7 @@ def refuse_unknown(called: str, given: Iterable[str], names: Sequence[str]) -> N
     """Raise TypeError for an argument that a function does not have; it names the one that was probably meant."""
     for name in given:
         if name not in names:
-            close = get_close_matches(name, names, 1)
+            close = get_close_matches(_OF_LITDATA.get(name, name), names, 1)
             remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
 

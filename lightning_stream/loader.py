@@ -115,8 +115,8 @@ class StreamingDataLoader(DataLoader[Any]):
         batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
         if not isinstance(dataset, StreamingDataset):
             raise TypeError(
-                f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. "
-                f"Use torch.utils.data.DataLoader for other datasets"
+                f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. Pass "
+                "StreamingDataset(PATH or URL), or load any map-style dataset by StatefulDataLoader"
             )
         refuse_overrides(type(dataset), StreamingDataset, _NEVER_CALLED)
         refuse_overrides(type(self), DataLoader, {"_get_batch_size": "let the dataset count: remove it"})

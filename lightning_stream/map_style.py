@@ -176,7 +176,7 @@ def _streams(
 
 def _is_map_style(given: Any) -> bool:
     can_read = hasattr(given, "__len__") and (hasattr(given, "__getitem__") or hasattr(given, "__getitems__"))
-    return can_read and not isinstance(given, IterableDataset)
+    return can_read and not isinstance(given, IterableDataset | str | bytes)
 
 
 def _check(dataset: Any) -> None:
@@ -184,8 +184,9 @@ def _check(dataset: Any) -> None:
     if not _is_map_style(dataset):
         raise TypeError(
             f"a map-style dataset has __len__ and __getitem__, so that any sample can be read by its number; found "
-            f"{type(dataset).__name__}. Of an iterable dataset nothing can be planned: write its samples once "
-            "(MDSWriter, lightning-stream convert) and read them by StreamingDataset, or give it __getitem__"
+            f"{type(dataset).__name__}. A path or URL is read by StreamingDataset. Of an iterable dataset nothing can "
+            "be planned: write its samples once (MDSWriter, lightning-stream convert) and read them by "
+            "StreamingDataset, or give it __getitem__"
         )
 
 

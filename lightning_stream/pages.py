@@ -199,7 +199,7 @@ def _tiles(run: Run) -> str:
     opened = counted["shards_here"] + counted["shards_fetched"]
     shown = {
         f"of the time spent waiting: {stats.waited}": percent(stats.wait_share),
-        "samples per second": f"{stats.samples_per_s:,.0f}",
+        "samples per second": _amount(stats.samples_per_s),
         "samples trained on": f"{stats.num_samples:,}",
         "tokens": f"{stats.num_tokens:,}" if stats.num_tokens else "",
         "downloaded": readable(counted["fetched_bytes"]) if counted["fetched_bytes"] else "",

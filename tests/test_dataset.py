@@ -276,6 +276,31 @@ def test_settings_that_cannot_work_are_refused_when_made(options: dict[str, Any]
         StreamingDataset(**options)
 
 
+def test_streams_may_be_paths(shards: Path) -> None:
+    mixed = StreamingDataset(streams=[str(shards), Stream(shards, repeat=2)])
+    assert mixed.epoch_size == 3 * NUM_SAMPLES
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("shufle", "shuffle"),
+        ("input_dir", "remote"),
+        ("cache_dir", "local"),
+        ("seed", "shuffle_seed"),
+        ("max_cache_size", "cache_limit"),
+    ],
+)
+def test_an_argument_that_does_not_exist_names_the_one_that_was_meant(wrong: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"'{wrong}'. Did you mean '{meant}'"):
+        StreamingDataset("shards", **{wrong: 1})  # type: ignore[arg-type]
+
+
+def test_a_loader_of_another_dataset_names_the_loader_that_takes_it() -> None:
+    with pytest.raises(TypeError, match=r"found list.*by StatefulDataLoader"):
+        StreamingDataLoader([1, 2], batch_size=1)  # type: ignore[arg-type]
+
+
 def test_a_single_stream_takes_further_arguments_as_a_mapping(shards: Path) -> None:
     config = {"choose": 10, "options": {"retries": 3}}
     dataset = StreamingDataset(remote=shards, stream_config=config, stream_name="stream")

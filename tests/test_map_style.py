@@ -301,6 +301,7 @@ class _Endless(IterableDataset[int]):
     ("dataset", "options", "says"),
     [
         (_Endless(), {}, "an iterable dataset"),
+        ("shards", {}, "A path or URL is read by StreamingDataset"),
         (object(), {}, "has __len__ and __getitem__"),
         (range(3), {"batch_sampler": [[0]]}, "does not take batch_sampler"),
         (range(3), {"in_order": False}, "does not take in_order"),

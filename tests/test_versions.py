@@ -131,7 +131,7 @@ def test_a_state_from_before_versions_were_kept_still_loads(tmp_path: Path) -> N
     del state["checksum"]
     loader(tmp_path / "set").load_state_dict(state)
     write(tmp_path / "set", 60, append=True)
-    with pytest.raises(SnapshotMismatch, match="Point the dataset to the former index"):
+    with pytest.raises(SnapshotMismatch, match="Read the former data"):
         loader(tmp_path / "set").load_state_dict(state)
 
 

@@ -108,7 +108,7 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
         if options.page and reader is not None:
             ids = [number for batch in batches for number in batch["ids"]]
             samples = {number: reader.sample(number) for number in ids}
-            title = f"{name}, epoch {position.epoch}: {len(batches)} global batches"
+            title = f"{name}, epoch {position.epoch}, global batches: {len(batches)}"
             write_page(options.page, title, f"{len(ids):,} samples of {', '.join(streams)}", samples)
             out.line(f"  {len(ids):,} samples in {options.page}")
     data = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}

@@ -65,15 +65,15 @@ def refuse_second_dealing(dataset: Any, world: World, *, has_loader: bool) -> No
     accelerate: Any = sys.modules.get("accelerate.state")
     if accelerate is None or (world.num_replicas == 1 and not has_loader):
         return
-    dealt = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
-    if dataset is dealt or dataset is getattr(dealt, "dataset", None):
+    divided = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
+    if dataset is divided or dataset is getattr(divided, "dataset", None):
         found = (
             "skip_first_batches would replay this dataset from its start"
             if has_loader
-            else f"StreamingDataset and Accelerate would both deal them to {world.num_replicas} data replicas"
+            else f"StreamingDataset and Accelerate would both divide them among {world.num_replicas} data replicas"
         )
         raise ValueError(
-            f"samples are dealt once, and a StreamingDataLoader resumes by its state; but {found}. Pass "
+            f"samples are divided once, and a StreamingDataLoader resumes by its state; but {found}. Pass "
             "StreamingDataLoader(dataset, ...) to accelerator.prepare, and resume with load_state; with a Trainer of "
             "transformers, return it from get_train_dataloader, add StreamingTrainerCallback and set "
             "ignore_data_skip=True"

@@ -107,7 +107,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
     switches: tuple[Switch, ...] = ()  # to other versions of the data
     quick_start: bool = False  # whether an epoch begins with the beginnings of its first shards
     sticky: bool = False  # whether canonical nodes move little when nodes come and go, see `Placement`
-    even_rows: bool = False  # whether packed rows come so that every stretch of them costs alike, see `evened`
+    even_rows: bool = False  # whether packed rows come so that all parts of a window cost alike, see `evened`
 
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:

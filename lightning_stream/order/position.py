@@ -234,7 +234,7 @@ class Position:
         """The versions of the streams to open, to continue exactly."""
         versions, names, digests = self.snapshot.versions, new.stream_names, new.stream_digests
         if not len(versions) == len(names) == len(digests):
-            return "Point the dataset to the former index"
+            return "Read the former data"
         changed = [
             f"version={version[17:] or repr(version[:16])} for {name} (now at {digest[:16]})"
             for version, name, digest in zip(versions, names, digests, strict=True)

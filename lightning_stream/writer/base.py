@@ -361,7 +361,7 @@ class ShardWriter(ABC):
             "writing to %s ended with %s before the index was put, so %s. It left %s.",
             self._place,
             kind.__name__,
-            "there is no dataset" if self._mode == "new" else "the dataset is as before",
+            "no dataset was written" if self._mode == "new" else "the dataset is as before",
             f"{len(left)} files, {left[0]} to {left[-1]}" if left else "no files",
         )
 

@@ -132,7 +132,7 @@ def test_a_context_that_raises_leaves_no_index_and_says_what_it_left(
     ):
         write()
     assert not (tmp_path / "out" / "index.json").exists()
-    assert "before the index was put" in caplog.text
+    assert "before the index was put, so no dataset was written" in caplog.text
     assert "shard.00000.mds" in caplog.text
 
 
