@@ -105,7 +105,7 @@ class Meter:
         self.total = LoaderStats()
         self.noted: Callable[[float, MicroBatch | None], object] | None = None
         self.waiting_since: float | None = None
-        self._is_aside = False  # whether the consumer does something else than training, measured when it ends
+        self._aside: tuple[str, Mark] | None = None  # what the consumer does instead of training, and since when
         self._training_since: float | None = None
         self._others_s = 0.0  # processor time of other threads
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
@@ -158,19 +158,30 @@ class Meter:
             self.total.compute_s += seconds
             self.total.pauses[what] += seconds
 
+    def begin(self, what: str) -> bool:
+        """Note that the consumer begins this instead of training, see `spent`; False if that is a part of another."""
+        begins = self._aside is None
+        if begins:
+            self._aside = what, Mark.of(perf_counter())
+        return begins
+
+    def end(self, what: str) -> None:
+        """Note that the consumer has ended this, if it had begun."""
+        if self._aside is not None and self._aside[0] == what:
+            self.spent(*self._aside, perf_counter())
+            self._aside = None
+
     @contextmanager
     def aside(self, what: str) -> Iterator[None]:
         """Measure a block as a validation or a checkpoint, see `StreamingDataLoader.aside`."""
         if what not in ("validation", "checkpoint"):
             raise ValueError(f'aside() measures a "validation" or a "checkpoint"; found {what!r}')
-        is_inside, since = self._is_aside, Mark.of(perf_counter())
-        self._is_aside = True
+        begins = self.begin(what)
         try:
             yield
         finally:
-            self._is_aside = is_inside
-            if not is_inside:
-                self.spent(what, since, perf_counter())
+            if begins:
+                self.end(what)
 
     def note(self, asked: float, got: float, made: Made, batch: MicroBatch | None, is_first: bool) -> None:
         """Count a batch that is about to be handed out."""

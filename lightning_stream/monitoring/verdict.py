@@ -1,14 +1,15 @@
 """`verdict_of`: why training waits for its data, and which setting to change to which value.
 
 A pure function of what a loader has measured. It names a cause, not a stage: waiting for a shard may be the fault of
-the store, of the cache's limit or of the look-ahead. The causes are tables, of which the first row counts that fits.
+the store, of the cache's limit or of the look-ahead. The first cause that fits counts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import chain
 
 from lightning_stream.monitoring.stats import INPUT_BOUND, LoaderStats, percent
 
@@ -73,8 +74,7 @@ def verdict_of(stats: LoaderStats) -> Verdict:
     Example: ``print(verdict_of(loader.stats()))`` prints "Input-bound 37%: the store takes 810 ms to the first byte of
     an answer. Raise num_workers from 2 to 4, since each fetches 4 shards at a time, or write larger shards."
     """
-    row = next(row for row in (*_at_the_start(stats), *_by_stage(stats)) if row.fits)
-    verdict = Verdict(row.cause, row.finding, row.remedy, row.setting, row.value)
+    verdict = next(chain(_at_the_start(stats), _by_stage(stats)))
     if verdict.is_input_bound:
         verdict = _with_gain(verdict, stats)
     shares = {name: seconds / max(_LEAST_S, stats.elapsed_s) for name, seconds in stats.pauses.items()}
@@ -115,26 +115,15 @@ def _predicted(verdict: Verdict, stats: LoaderStats) -> float | None:
     return wait_s / max(_LEAST_S, wait_s + stats.compute_s)
 
 
-class _Row(NamedTuple):
-    """A cause of waiting: whether it fits, what to say, and the setting to change to which value."""
-
-    cause: str
-    fits: bool
-    finding: str
-    remedy: str = ""
-    setting: str | None = None
-    value: _Value = None
-
-
-def _more(cause: str, fits: bool, finding: str, otherwise: str, now: int, more: int, since: str = "") -> _Row:
-    """The row of a cause against which more workers help, where there are cores for them, and another change."""
+def _more(cause: str, finding: str, otherwise: str, now: int, more: int, since: str = "") -> Verdict:
+    """A cause against which more workers help, where there are cores for them, and another change."""
     if more <= now:
-        return _Row(cause, fits, finding, f"No core is free for another worker: {otherwise}.")
+        return Verdict(cause, finding, f"No core is free for another worker: {otherwise}.")
     remedy = f"Raise num_workers from {now} to {more}{since}, or {otherwise}."
-    return _Row(cause, fits, finding, remedy, "num_workers", more)
+    return Verdict(cause, finding, remedy, "num_workers", more)
 
 
-def _at_the_start(stats: LoaderStats) -> list[_Row]:
+def _at_the_start(stats: LoaderStats) -> Iterator[Verdict]:
     """Training does not wait, or only for the first batch of each iteration."""
     waited, settings, count = percent(stats.wait_share), stats.settings, stats.num_iterations
     steady_s, start_s = stats.wait_s - stats.first_wait_s, stats.first_wait_s / max(1, count)
@@ -144,71 +133,64 @@ def _at_the_start(stats: LoaderStats) -> list[_Row]:
     restarts = count > 1 and late == "starting" and settings.num_workers > 0 and not settings.persistent_workers
     faster = f", which could keep up with {stats.headroom:.1f} times this speed" if stats.headroom > 1 else ""
     of_each = f" of each of {count} iterations" if count > 1 else ""
-    return [
-        _Row(
-            "none",
-            stats.wait_share < INPUT_BOUND,
-            f"Not input-bound: training waited {waited} of the time for data{faster}.",
-        ),
-        _Row(
+    if stats.wait_share < INPUT_BOUND:
+        yield Verdict("none", f"Not input-bound: training waited {waited} of the time for data{faster}.")
+    if is_at_the_start and restarts:
+        yield Verdict(
             "epoch_start",
-            is_at_the_start and restarts,
             f"starting and ending the workers takes {start_s:.1f} s an epoch.",
             "Pass persistent_workers=True, which keeps the workers between epochs.",
             "persistent_workers",
             True,
-        ),
-        _Row(
+        )
+    if is_at_the_start:
+        yield Verdict(
             "cold_start",
-            is_at_the_start,
             f"Training waited {start_s:.1f} s for the first batch{of_each}, mostly {late}: with "
             f"{percent(stats.wait_share - stats.first_wait_share)} for all others, {waited} of the time.",
-        ),
-    ]
+        )
 
 
-def _by_stage(stats: LoaderStats) -> list[_Row]:
-    """The rows of the stage that training waits for."""
-    stage, cores = max(stats.waits, key=stats.waits.__getitem__), _cores(stats)
-    if stage == "starting" and not any(row.fits for row in cores):  # workers were still making other batches
+def _by_stage(stats: LoaderStats) -> Iterator[Verdict]:
+    """The causes of waiting for a stage."""
+    stage, cores = max(stats.waits, key=stats.waits.__getitem__), list(_cores(stats))
+    if stage == "starting" and not cores:  # workers were still making other batches
         stage = max(stats.work, key=stats.work.__getitem__)
     if stage in _TOO_SLOW:
-        return [*_gil(stats), *cores, *_making(stats, stage)]
+        return chain(_gil(stats), cores, _making(stats, stage))
     if stage == "fetching":
-        return [*_failing(stats), *_late_shards(stats), *_slow_store(stats)]
-    return [*cores, *_gil(stats, is_certain=True), *_sending(stats)]  # nothing moves within a process
+        return chain(_failing(stats), _late_shards(stats), _slow_store(stats))
+    return chain(cores, _gil(stats, is_certain=True), _sending(stats))  # nothing moves within a process
 
 
-def _failing(stats: LoaderStats) -> list[_Row]:
+def _failing(stats: LoaderStats) -> Iterator[Verdict]:
     """Requests for shards are sent again."""
     counted = stats.counters
     requests, retries = counted["requests"], counted["retries"]
     failures = max(retries / max(1, requests), counted["retry_s"] / max(stats.fetching_s, _LEAST_S))
-    is_failing = retries > 0 and failures >= _MANY
     refused = f"{retries:,.0f} of {requests:,.0f} requests"
-    return [
-        _Row(
+    if retries == 0 or failures < _MANY:
+        return
+    if counted["corrupt"] >= _RATHER * retries:
+        yield Verdict(
             "corrupt_downloads",
-            is_failing and counted["corrupt"] >= _RATHER * retries,
             f"{counted['corrupt']:,.0f} downloads did not have the bytes that the index promises.",
             "Run `lightning-stream check` on the dataset, and check the network.",
-        ),
-        _Row(
+        )
+    if counted["throttled"] < _RATHER * retries:
+        yield Verdict(
             "store_errors",
-            is_failing and counted["throttled"] < _RATHER * retries,
             f"{refused} to the store failed and were sent again.",
             "Check the network and the store: its log messages name each failure.",
-        ),
-        _Row(
-            "throttled",
-            is_failing,
-            f"the store refused {refused} because there were too many (status 429 or 503).",
-            "Write larger shards (size_limit), so that there are fewer requests.",
-        ),
-    ]
+        )
+    yield Verdict(
+        "throttled",
+        f"the store refused {refused} because there were too many (status 429 or 503).",
+        "Write larger shards (size_limit), so that there are fewer requests.",
+    )
 
 
-def _late_shards(stats: LoaderStats) -> list[_Row]:
+def _late_shards(stats: LoaderStats) -> Iterator[Verdict]:
     """Shards come late for another reason than the store."""
     counted, settings, busy_s = stats.counters, stats.settings, stats.fetching_s
     fetched = max(1, counted["shards_fetched"])
@@ -223,71 +205,64 @@ def _late_shards(stats: LoaderStats) -> list[_Row]:
     # Samples in which a worker needs twice as many new shards as it can fetch at once.
     batches = math.ceil(2 * settings.fetch_threads * stats.num_samples / fetched / settings.batch_size)
     ahead = batches * settings.batch_size
-    return [
-        _Row(
+    if again >= _AGAIN and settings.cache_limit is not None:
+        yield Verdict(
             "small_cache",
-            again >= _AGAIN and settings.cache_limit is not None,
             f"the cache is too small: {counted['evictions']:,.0f} shards were evicted, and about {percent(again)} of "
             "the downloads were of shards that had been here.",
             f"Raise cache_limit to {limit!r}, which holds all shards, if the disk has the space. Or lower window.",
             "cache_limit",
             limit,
-        ),
-        _Row(
+        )
+    if fetches_few and busy_s < _AGAIN * stats.elapsed_s:
+        yield Verdict(
             "other_process",
-            fetches_few and busy_s < _AGAIN * stats.elapsed_s,
             "it waits for shards that another process of this machine fetches.",
             "Look at the verdict of the other ranks, of which one fetches them.",
-        ),
-        _more(
+        )
+    if unpacking_s >= _RATHER * busy_s:
+        is_full = unpacking_s >= _BUSY * settings.num_cores * stats.elapsed_s
+        yield _more(
             "decompression",
-            unpacking_s >= _RATHER * busy_s,
             f"shards are {how} more slowly than they are needed.",
             "convert the dataset to MDS" if converts else "write the dataset without compression",
             settings.num_workers,
-            0 if unpacking_s >= _BUSY * settings.num_cores * stats.elapsed_s else _workers_needed(stats),
-        ),
-        _Row(
+            0 if is_full else _workers_needed(stats),
+        )
+    if busy_s < _BUSY * connections_s and settings.predownload < ahead:
+        yield Verdict(
             "look_ahead",
-            busy_s < _BUSY * connections_s and settings.predownload < ahead,
             "shards are requested too late: the connections are idle most of the time.",
             f"Raise predownload from {settings.predownload:,} to {ahead:,} samples.",
             "predownload",
             ahead,
-        ),
-    ]
+        )
 
 
-def _slow_store(stats: LoaderStats) -> list[_Row]:
+def _slow_store(stats: LoaderStats) -> Iterator[Verdict]:
     """The store answers late or slowly: more connections help."""
     counted, settings, compute_s = stats.counters, stats.settings, max(stats.compute_s, _LEAST_S)
     makers = max(1, settings.num_workers)
     more = makers + max(1, math.ceil(makers * (stats.elapsed_s / compute_s - 1)))
     each = f"fetches {settings.fetch_threads} shards at a time"
 
-    def row(cause: str, fits: bool, finding: str, otherwise: str) -> _Row:
+    def slow(cause: str, finding: str, otherwise: str) -> Verdict:
         if settings.workers == "threads" and settings.num_workers:
             remedy = f"Pass workers='processes', of which each {each}, or {otherwise}."
-            return _Row(cause, fits, finding, remedy, "workers", "processes")
+            return Verdict(cause, finding, remedy, "workers", "processes")
         most = min(more, settings.num_cores)
-        return _more(cause, fits, finding, otherwise, settings.num_workers, most, f", since each {each}")
+        return _more(cause, finding, otherwise, settings.num_workers, most, f", since each {each}")
 
     latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
     rate = f"{counted['fetched_bytes'] / 1e6 / compute_s:,.1f} MB/s" if stats.wait_share < _IDLE else "far more"
-    return [
-        row(
-            "store_latency",
-            counted["first_byte_s"] >= _RATHER * counted["download_s"],
-            f"the store takes {latency_ms:,.0f} ms to the first byte of an answer.",
-            "write larger shards (size_limit)",
-        ),
-        row(
-            "bandwidth",
-            True,
-            f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {rate}.",
-            "write smaller samples (compression='zstd') or train nearer to the data, where the network is the limit",
-        ),
-    ]
+    if counted["first_byte_s"] >= _RATHER * counted["download_s"]:
+        finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
+        yield slow("store_latency", finding, "write larger shards (size_limit)")
+    yield slow(
+        "bandwidth",
+        f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {rate}.",
+        "write smaller samples (compression='zstd') or train nearer to the data, where the network is the limit",
+    )
 
 
 def _workers_needed(stats: LoaderStats) -> int:
@@ -296,7 +271,7 @@ def _workers_needed(stats: LoaderStats) -> int:
     return min(stats.settings.num_cores, max(stats.settings.num_workers + 1, needed))
 
 
-def _gil(stats: LoaderStats, is_certain: bool = False) -> list[_Row]:
+def _gil(stats: LoaderStats, is_certain: bool = False) -> Iterator[Verdict]:
     """Other Python threads hold up what makes batches; certainly, where nothing else can delay them."""
     others_s, num_workers = stats.all_cpu_s - stats.cpu_s, stats.settings.num_workers
     in_threads = stats.settings.workers == "threads" and num_workers > 0
@@ -306,95 +281,67 @@ def _gil(stats: LoaderStats, is_certain: bool = False) -> list[_Row]:
     goes_on = stats.beside_s * stats.computing_s >= _RATHER * others_s * stats.compute_s
     unless = ", or pass num_workers=1 if they are not its own" * (num_workers == 0 and stats.wait_share >= _IDLE)
     holds = "other Python threads of the process that makes batches hold Python's lock (the GIL)."
-    return [
-        _Row(
-            "gil",
-            in_threads and (is_certain or _is_disturbed(stats)),
-            "the threads that make batches wait for Python's lock (the GIL), or for a processor core.",
-            "Pass workers='processes'.",
-            "workers",
-            "processes",
-        ),
-        _Row(
-            "gil",
-            num_workers == 0 and (is_certain or (is_held and goes_on)),
-            holds,
-            "Pass num_workers=1, which makes the batches in a process of its own.",
-            "num_workers",
-            1,
-        ),
-        _Row("gil", is_held, holds, f"Let the transform start no threads of its own{unless}."),
-    ]
+    if in_threads and (is_certain or _is_disturbed(stats)):
+        finding = "the threads that make batches wait for Python's lock (the GIL), or for a processor core."
+        yield Verdict("gil", finding, "Pass workers='processes'.", "workers", "processes")
+    if num_workers == 0 and (is_certain or (is_held and goes_on)):
+        remedy = "Pass num_workers=1, which makes the batches in a process of its own."
+        yield Verdict("gil", holds, remedy, "num_workers", 1)
+    if is_held:
+        yield Verdict("gil", holds, f"Let the transform start no threads of its own{unless}.")
 
 
 def _is_disturbed(stats: LoaderStats) -> bool:
     return stats.cpu_s < _UNDISTURBED * stats.computing_s
 
 
-def _cores(stats: LoaderStats) -> list[_Row]:
+def _cores(stats: LoaderStats) -> Iterator[Verdict]:
     """What makes batches waits for processor cores, and not for what its functions ask."""
     num_cores, num_workers = stats.settings.num_cores, stats.settings.num_workers
-    queues = stats.queued_s >= _RATHER * (stats.computing_s - stats.cpu_s)
-    queued = percent(stats.queued_s / max(stats.computing_s, _LEAST_S))
-    return [
-        _Row(
+    if not _is_disturbed(stats):
+        return
+    if num_workers > num_cores:
+        finding = f"{num_workers} workers share {num_cores} processor cores."
+        yield Verdict("cores", finding, f"Lower num_workers to {num_cores}.", "num_workers", num_cores)
+    if stats.queued_s >= _RATHER * (stats.computing_s - stats.cpu_s):
+        queued = percent(stats.queued_s / max(stats.computing_s, _LEAST_S))
+        yield Verdict(
             "cores",
-            num_workers > num_cores and _is_disturbed(stats),
-            f"{num_workers} workers share {num_cores} processor cores.",
-            f"Lower num_workers to {num_cores}.",
-            "num_workers",
-            num_cores,
-        ),
-        _Row(
-            "cores",
-            queues and _is_disturbed(stats),
             f"the processor cores are busy: what makes batches waited for one {queued} of its time.",
             "Train on more cores, or run fewer programs beside the training.",
-        ),
-    ]
+        )
 
 
 def _ms(stats: LoaderStats, seconds: float) -> str:
     return f"{1000 * seconds / max(1, stats.num_batches):,.1f} ms"
 
 
-def _making(stats: LoaderStats, stage: str) -> list[_Row]:
+def _making(stats: LoaderStats, stage: str) -> Iterator[Verdict]:
     """A stage of making batches is too slow."""
     (cause, what, otherwise), making = _TOO_SLOW[stage], _ms(stats, stats.work[stage])
-    finding = f"{what} takes {making} a batch, and training {_ms(stats, stats.compute_s)}."
-    return [
-        _Row(
+    if stage == "reading" and stats.cpu_s < _RATHER * stats.computing_s:
+        yield Verdict(
             "disk",
-            stage == "reading" and stats.cpu_s < _RATHER * stats.computing_s,
             f"reading takes {making} a batch, and hardly computes meanwhile: it waits, mostly for the disk.",
             "Put the cache (local=) on a faster disk, unless a decoder or __getitem__ of your own waits.",
-        ),
-        _more(cause, True, finding, otherwise, stats.settings.num_workers, _workers_needed(stats)),
-    ]
+        )
+    finding = f"{what} takes {making} a batch, and training {_ms(stats, stats.compute_s)}."
+    yield _more(cause, finding, otherwise, stats.settings.num_workers, _workers_needed(stats))
 
 
-def _sending(stats: LoaderStats) -> list[_Row]:
+def _sending(stats: LoaderStats) -> Iterator[Verdict]:
     """Batches move slowly to the trainer."""
     sending_s = stats.waits["sending"]
     finding = f"moving a batch from its worker to the training process takes {_ms(stats, sending_s)}."
     fewer = "end fewer bytes: keep images as uint8 and convert them on the device; drop columns that are not used."
-    return [
-        _Row(
-            "transport",
-            sending_s < _TINY_S * stats.num_batches,
-            "handing over a batch takes its time, however little the batch holds.",
-            "Use larger batches.",
-        ),
-        _Row(
-            "transport",
-            sum(stats.work.values()) < sending_s,
-            finding,
-            f"Pass num_workers=0: making the batches takes less time than moving them. Or s{fewer}",
-            "num_workers",
-            0,
-        ),
-        _Row("transport", True, finding, f"S{fewer}"),
-    ]
+    if sending_s < _TINY_S * stats.num_batches:
+        yield Verdict(
+            "transport", "handing over a batch takes its time, however little the batch holds.", "Use larger batches."
+        )
+    if sum(stats.work.values()) < sending_s:
+        remedy = f"Pass num_workers=0: making the batches takes less time than moving them. Or s{fewer}"
+        yield Verdict("transport", finding, remedy, "num_workers", 0)
+    yield Verdict("transport", finding, f"S{fewer}")
 
 
 _TOO_SLOW = {  # by stage: the cause, what takes long, and what else than more workers helps

@@ -45,9 +45,9 @@ def read_position(checkpoint: str | os.PathLike[str], *, trusted: bool = False) 
 
 def position_of(content: Any, name: str) -> Mapping[str, Any]:
     """The data's position in what a checkpoint holds; see `read_position`."""
-    of_composer = _inner(content, "state", "dataset_state")
-    state = unpacked(of_composer.get("train")) or _inner(content, "callbacks", STATE_KEY).get("position")
-    clock = _inner(content, "state", "timestamp", "Timestamp")
+    of_composer = inner(content, "state", "dataset_state")
+    state = unpacked(of_composer.get("train")) or inner(content, "callbacks", STATE_KEY).get("position")
+    clock = inner(content, "state", "timestamp", "Timestamp")
     if state and is_mosaic_state(state) and not state["sample_in_epoch"] and not clock.get("batch_in_epoch", 1):
         # At the end of an epoch that library saves the epoch that is over; Composer's clock has the next one.
         state = {**state, "epoch": max(state["epoch"], clock["epoch"])}
@@ -103,7 +103,7 @@ def start_at(state: Mapping[str, Any], data: Any) -> None:
     loader.load_state_dict(state)
 
 
-def _inner(content: Any, *names: str) -> Mapping[str, Any]:
+def inner(content: Any, *names: str) -> Mapping[str, Any]:
     """The mapping below these names; empty if there is none."""
     for name in names:
         content = content.get(name) if isinstance(content, Mapping) else None
@@ -113,7 +113,13 @@ def _inner(content: Any, *names: str) -> Mapping[str, Any]:
 def _read(path: Path, trusted: bool) -> Any:
     """What a file holds, or what a folder holds beside its shards. StateError where torch cannot read it."""
     try:
-        return _read_folder(path, trusted) if path.is_dir() else _read_file(path, trusted)
+        if (path / "meta.pt").is_file():  # Lightning's, beside its shards
+            return _read_file(path / "meta.pt", trusted)
+        if not path.is_dir():
+            return _read_file(path, trusted)
+        from lightning_stream.trainers.sharded import position_in
+
+        return position_in(path, trusted)
     except (OSError, StateError):
         raise
     except Exception as error:  # torch raises anything for a file that is damaged, or not made by it
@@ -131,12 +137,3 @@ def _read_file(path: Path, trusted: bool) -> Any:
         # Mapped, tensors are read only where they are used; files of torch before 1.6 are no zip files.
         is_zip = zipfile.is_zipfile(path)
         return torch.load(path, map_location="cpu", weights_only=not trusted, mmap=is_zip)
-
-
-def _read_folder(path: Path, trusted: bool) -> Any:
-    """Read the file beside the shards (Lightning), or only the one key (Composer)."""
-    if (path / "meta.pt").is_file():
-        return _read_file(path / "meta.pt", trusted)
-    from lightning_stream.trainers.sharded import position_in
-
-    return position_in(path, trusted)

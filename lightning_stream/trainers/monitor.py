@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from lightning_stream.dataset import source_of
 from lightning_stream.loader import StreamingDataLoader
-from lightning_stream.monitoring.meter import Mark
 from lightning_stream.monitoring.stats import INPUT_BOUND, LoaderStats
 from lightning_stream.monitoring.verdict import Verdict, verdict_of
 from lightning_stream.monitoring.watch import Watch
@@ -47,7 +46,7 @@ class DataMonitor:
         is_alone: Whether to measure this process alone: then nothing is collective.
 
     Raises:
-        ValueError: `monitor` is something else, or the time is not positive.
+        ValueError: `monitor` is something else.
     """
 
     def __init__(
@@ -60,8 +59,6 @@ class DataMonitor:
     ) -> None:
         if monitor not in (True, False):
             raise ValueError(f"monitor= is True or False; found {monitor!r}")
-        if watch_after_s is not None and watch_after_s <= 0:
-            raise ValueError(f"watch_after_s= is positive, or None for no watch; found {watch_after_s}")
         self._show, self.is_on, self._watch_after_s, self._is_alone = say, bool(monitor), watch_after_s, is_alone
         self._report: RunReport | None = None
         self._loader: StreamingDataLoader | None = None
@@ -71,10 +68,9 @@ class DataMonitor:
         self._stream_numbers = np.zeros(1, np.int64)  # by stream of the loader, its number in that list
         self._drawn = np.zeros(_MOST_STREAMS)  # samples by stream
         self._others_s = 0.0  # that this rank waited for other ranks
-        self._validating: Mark | None = None  # when the validation in progress began
         # What was measured when the ranks were gathered last: in this process, and by rank in the order of _NAMES.
         self._gathered, self._totals = LoaderStats(), np.zeros((1, len(_NAMES)))
-        self._in_rows = self._logged = self._checked = self._totals  # when each was done last
+        self._before = dict.fromkeys(("row", "log", "check"), self._totals)  # when each was done last
         self._checked_at = self._shown_at = perf_counter()
         self._shown, self._text = LoaderStats(), "0%"
         self._late: int | None = None  # the rank that all others wait for, since this step
@@ -142,26 +138,6 @@ class DataMonitor:
         if self._loader is not None:
             self._loader.meter.stop(perf_counter())
 
-    def begin_validation(self) -> None:
-        """Note that a validation begins."""
-        self._validating = self.mark()
-
-    def end_validation(self) -> None:
-        """Note that training continues after a validation."""
-        since, self._validating = self._validating, None
-        if since is not None:
-            self.spent("validation", since)
-
-    @staticmethod
-    def mark() -> Mark:
-        """This moment, for `spent`."""
-        return Mark.of(perf_counter())
-
-    def spent(self, what: str, since: Mark) -> None:
-        """Note that a ``"checkpoint"`` was written, or a ``"validation"`` was made, since a mark."""
-        if self._loader is not None and self._validating is None:
-            self._loader.meter.spent(what, since, perf_counter())
-
     def _note(self, now: float, batch: MicroBatch | None) -> None:
         """Count a batch that is about to be handed out."""
         if batch is not None and batch.num_samples and self._streams and self._loader is not None:
@@ -173,7 +149,7 @@ class DataMonitor:
 
     def _add_row(self, rest: LoaderStats) -> None:
         """Add to the log what was measured since its last row, and what this rank alone knows."""
-        recent, self._in_rows = self._totals - self._in_rows, self._totals
+        recent = self._since("row")
         drawn = self._added(recent)[len(_NUMBERS) :].tolist()
         if self._report is not None:
             self._report.add(rest + self._over_ranks(recent), dict(zip(self._streams, drawn, strict=False)))
@@ -193,15 +169,16 @@ class DataMonitor:
 
         Samples and what was fetched are added up; the others are those of the rank that waited longest.
         """
-        ranks = self._gather()
-        recent, self._logged = ranks - self._logged, ranks
+        self._gather()
+        recent = self._since("log")
         self._follow_late_rank(recent, step)
         if perf_counter() - self._checked_at >= _CHECKED_S:
-            verdict, waited_s = self._verdict(ranks - self._checked), self._over_ranks(ranks - self._checked).wait_s
-            if verdict.is_input_bound and waited_s >= _WORTH_S and verdict.cause not in self._said:
+            checked, self._checked_at = self._since("check"), perf_counter()
+            verdict = self._verdict(checked)
+            is_worth_it = verdict.is_input_bound and self._over_ranks(checked).wait_s >= _WORTH_S
+            if is_worth_it and verdict.cause not in self._said:
                 self._said.add(verdict.cause)
                 self.say(str(verdict))
-            self._checked, self._checked_at = ranks, perf_counter()
         return self._over_ranks(recent).metrics()
 
     def end(self) -> None:
@@ -226,12 +203,17 @@ class DataMonitor:
         self._others_s += max(0.0, (stats - self._gathered).training_s - float(training.min()))
         self._gathered = replace(stats, pauses={**stats.pauses, "other_ranks": self._others_s})
         self._totals = self._totals + recent
-        row = self._totals - self._in_rows
+        row = self._totals - self._before["row"]
         # A trainer logs between two batches, too, and the first batch comes before any training: neither has a rate.
         has_rate = row[:, _NAMES.index("num_batches")].any() and row[:, _COMPUTED].any()
         if self._report is not None and has_rate and self._report.is_due(perf_counter()):
             self._add_row(LoaderStats())
         return self._totals
+
+    def _since(self, what: str) -> Numbers:
+        """What was measured since this was done last, which is done now."""
+        before, self._before[what] = self._before[what], self._totals
+        return self._totals - before
 
     def _added(self, ranks: Numbers) -> Numbers:
         """The sum over ranks, of which some may get the same samples."""

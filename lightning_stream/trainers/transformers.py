@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from time import perf_counter
 from typing import Any
 
 from transformers import TrainerCallback
@@ -85,12 +86,12 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Note when the step was over: what the trainer does next may be an evaluation or a checkpoint."""
-        self._since = self.monitor.mark()
+        self._since = Mark.of(perf_counter())
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Note that training stops."""
         self.monitor.end_epoch()
-        self._since = self.monitor.mark()
+        self.on_step_end()
 
     def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float] | None = None, **___: Any) -> None:
         """Add the metrics of the data to those of the training."""
@@ -100,7 +101,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
             found = self.monitor.metrics(state.global_step)
             logs.update(found)
             state.log_history[-1].update(found)
-        self._since = self.monitor.mark()
+        self.on_step_end()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Measure training without its evaluations."""
@@ -111,9 +112,9 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
         self._spent("checkpoint")
 
     def _spent(self, what: str) -> None:
-        if self._since is not None:
-            self.monitor.spent(what, self._since)
-            self._since = self.monitor.mark()
+        if self._since is not None and self._loader is not None:
+            self._loader.meter.spent(what, self._since, perf_counter())
+            self.on_step_end()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Tell what to change if training waited for its data."""

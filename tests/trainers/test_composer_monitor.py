@@ -28,7 +28,7 @@ class Clock(composer.Callback):  # type: ignore[misc]  # Composer has no types
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step: float, evaluation: float, saving: float = 0.0) -> None:
         self.now_s, self.step, self.evaluation, self.saving = 0.0, step, evaluation, saving
-        for module in ("loading.iteration", "trainers.monitor"):
+        for module in ("loading.iteration", "monitoring.meter", "trainers.monitor"):
             monkeypatch.setattr(f"lightning_stream.{module}.perf_counter", lambda: self.now_s)
 
     def before_forward(self, state: Any, logger: Any) -> None:

@@ -39,7 +39,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
-        for module in ("loading.iteration", "trainers.monitor"):
+        for module in ("loading.iteration", "monitoring.meter", "trainers.monitor"):
             monkeypatch.setattr(f"lightning_stream.{module}.perf_counter", lambda: self.now_s)
 
 

@@ -128,7 +128,6 @@ def test_a_run_stopped_early_resumes_and_more_epochs_can_be_added(shards: Path, 
     assert [len(run.steps) for run in (first, second, third)] == [5, 6, 22]
 
 
-@pytest.mark.filterwarnings("ignore:Total length of .* across ranks is zero")  # nothing is left
 @pytest.mark.parametrize("epoch_size", [160, 200])
 def test_a_finished_run_whose_mixture_has_ended_ends_at_once(shards: Path, tmp_path: Path, epoch_size: int) -> None:
     other = write_shards(tmp_path / "other", first=1000)

@@ -12,10 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-import torch
 from composer import Callback, Event, Logger, State
 from composer.loggers import ProgressBarLogger
-from composer.utils import dist
 from msgspec import structs
 
 from lightning_stream.dataset import plain_iterations_of, source_of
@@ -23,8 +21,9 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.plain import PlainIterations
-from lightning_stream.monitoring.meter import Mark
+from lightning_stream.trainers.agreement import gathered
 from lightning_stream.trainers.composer import private
+from lightning_stream.trainers.composer.private import state_that_asks
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.options import RunOptions
 from lightning_stream.trainers.run import Run
@@ -50,7 +49,6 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self._epoch_clock = 0
         self._sized: int | None = None  # the length of an epoch that Composer was given last; None: of the first one
         self._num_substituted = 0  # in the batches that this rank has trained on
-        self._saving: Mark | None = None  # when Composer began to write a checkpoint
         self._pretended = False  # to Composer, that it has trained on a batch
         self.run.attach(loader, clock=self)
 
@@ -71,7 +69,7 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
     def follow_length(self, epoch: int) -> None:  # noqa: ARG002 - it is the loader's
         """Let Composer ask for the length again, if it has just loaded a state."""
-        self._follow_length(private.state_that_asks())
+        self._follow_length(state_that_asks())
 
     def owns(self, iterator: LoaderIterator) -> bool:
         """Whether the trainer's own iteration begins; puts the position where that is to start."""
@@ -183,48 +181,44 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
                 bar.metrics = {"at": f"{position.epoch}:{position.position}", **self.run.shown(), **others}
                 bar.pbar.set_postfix(bar.metrics, refresh=False)
 
-    def epoch_end(self, state: State, logger: Logger) -> None:
+    def epoch_end(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Begin the order's next epoch with Composer's, also where it cut this one short."""
         self._sync()
-        self._log_substituted(state, logger)
+        self._log_substituted(logger)
         self.monitor.end_epoch()
         if self.monitor.is_on:
             logger.log_metrics(self.run.metrics())
 
     def eval_before_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training without its evaluations."""
-        self.monitor.begin_validation()
+        self.loader.meter.begin("validation")
 
     def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training again."""
-        self.monitor.end_validation()
+        self.loader.meter.end("validation")
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Measure how long checkpoints are written: until Composer's next event."""
         self.before_dataloader(state, logger)
-        self._saving = self.monitor.mark()
+        self.loader.meter.begin("checkpoint")
 
     epoch_checkpoint = iteration_checkpoint = batch_checkpoint
 
     def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Measure training again."""
-        since, self._saving = self._saving, None
-        if since is not None:
-            self.monitor.spent("checkpoint", since)
+        self.loader.meter.end("checkpoint")
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """A run may end in the middle of an epoch; tell what to change if it waited for its data."""
         self.before_dataloader(state, logger)
-        self._log_substituted(state, logger)
+        self._log_substituted(logger)
         self.run.tell()
         self.run.end_run()
 
-    def _log_substituted(self, state: State, logger: Logger) -> None:
+    def _log_substituted(self, logger: Logger) -> None:
         """Samples delivered so far in place of bad ones, over all ranks, where the dataset substitutes."""
         if self.loader.substitutes:
-            count = state.device.tensor_to_device(torch.tensor([self._num_substituted]))
-            dist.all_reduce(count)
-            logger.log_metrics({"stream/num_substituted": int(count)})
+            logger.log_metrics({"stream/num_substituted": sum(gathered(self._num_substituted))})
 
     def close(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """End the workers of all our loaders, and the monitor; Composer has no event for an error."""
@@ -284,11 +278,6 @@ def _is_less(limit: int, loader: Any) -> bool:
 def continue_epoch(state: State, skip_epoch: Callable[[], None]) -> None:
     """Let a run continue in the epoch of the state that torch's DataLoader has loaded; `skip_epoch` leaves none."""
     state.callbacks.append(_RestOfEpoch(state.train_dataloader, skip_epoch))
-
-
-def state_that_asks() -> State | None:
-    """Composer's state where it asks a dataset for its state, or gives it one; None where another does."""
-    return private.state_that_asks()
 
 
 def loader_of(state: State, plain: PlainIterations) -> StreamingDataLoader | None:

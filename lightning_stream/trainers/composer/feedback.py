@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from composer import Callback, Logger, State
-from composer.utils import dist
 
-from lightning_stream.trainers.run import streaming_loader
+from lightning_stream.trainers.feedback import Feedback
 
 
-class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has no types
+class ComposerMixtureFeedback(Feedback, Callback):  # type: ignore[misc]  # Composer has no types
     """Changes the weights of the streams after each evaluation during training.
 
     States record the changes: a resumed run keeps them, and a run can be repeated from its last state without this
@@ -26,12 +22,9 @@ class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has n
         Trainer(..., callbacks=[ComposerMixtureFeedback(lambda metrics: {"web": 1, "code": metrics["eval/loss"]})])
     """
 
-    def __init__(self, choose: Callable[[dict[str, float]], Mapping[str, float] | None]) -> None:
-        self.choose = choose
-
     def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Refuse data without a schedule, before hours of training."""
-        _ = streaming_loader(state.train_dataloader, "ComposerMixtureFeedback").schedule
+        self.check(state.train_dataloader)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Ask for weights, and change the mixture on all ranks from the next batch on. Collective."""
@@ -40,7 +33,4 @@ class ComposerMixtureFeedback(Callback):  # type: ignore[misc]  # Composer has n
             for label, found in state.eval_metrics.items()
             for name, metric in found.items()
         }  # collective where there are several ranks
-        chosen: list[Any] = [self.choose(metrics) if dist.get_global_rank() == 0 else None]
-        dist.broadcast_object_list(chosen, src=0)
-        if chosen[0] is not None:
-            streaming_loader(state.train_dataloader, "ComposerMixtureFeedback").change_mixture(dict(chosen[0]))
+        self.change(state.train_dataloader, metrics)

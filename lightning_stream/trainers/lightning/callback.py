@@ -72,7 +72,6 @@ class StreamingCallback(Callback):
         self._resumed_epoch = _NEVER  # the epoch that a resume continued inside of
         self._validated_step = _NEVER
         self._enters_at: LoopPosition | None = None
-        self._no_last: StateError | None = None
 
     @property
     def monitor(self) -> DataMonitor:
@@ -132,7 +131,6 @@ class StreamingCallback(Callback):
         """
         if stage != "fit":
             return
-        self._no_last = rules.missing_last(trainer)
         if not self.is_passive:
             self._check(trainer)
         if self.run.is_attached:  # an error ended the fit before this one
@@ -154,8 +152,7 @@ class StreamingCallback(Callback):
     def _check(self, trainer: Any) -> None:
         loops.warn_if_untried(trainer)
         rules.check_callbacks(trainer)
-        if self._no_last is not None:
-            raise self._no_last
+        rules.check_last(trainer)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Report what was lost and repeated, and release the loader."""
@@ -195,7 +192,7 @@ class StreamingCallback(Callback):
         loops.let_ranks_stop_together(trainer)
         self._end_monitor(None)
         self.run.measure(partial(loops.run_folder, trainer))
-        loops.time_checkpoints(trainer, self.monitor, self._changes)
+        loops.time_checkpoints(trainer, self.run, self._changes)
         if self.show_position:
             loops.show_in_bar(trainer, self.run, self._changes)
         at, self._enters_at = self._enters_at, None
@@ -266,14 +263,15 @@ class StreamingCallback(Callback):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Measure training without its validations."""
-        if not trainer.sanity_checking:
-            self.monitor.begin_validation()
+        if self.run.is_attached and not trainer.sanity_checking:
+            self.run.loader.meter.begin("validation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Remember that the validation due at this step has run; comes before ModelCheckpoint's."""
         if not trainer.sanity_checking:
             self._validated_step = trainer.global_step
-            self.monitor.end_validation()
+            if self.run.is_attached:
+                self.run.loader.meter.end("validation")
 
     # Checkpoints
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, Unpack
 
-import torch
-
 from lightning_stream.distributed import detect_world
 from lightning_stream.errors import refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
@@ -32,6 +30,13 @@ _OUT_OF_PLACE = (
 
 class ModuleOptions(WorkerOptions, CallbackOptions, total=False):
     """What a data module passes on: to its loaders, and to its callback."""
+
+
+class _Loaders(weakref.WeakSet[StreamingDataLoader]):
+    """The loaders made so far, in this process: launchers copy the module to each that they start."""
+
+    def __reduce__(self) -> tuple[type[_Loaders], tuple[()]]:
+        return _Loaders, ()
 
 
 class StreamingDataModule(LightningDataModule):
@@ -107,17 +112,10 @@ class StreamingDataModule(LightningDataModule):
         self.options = options
         self.num_workers = options.get("num_workers", 0)
         self.eval_num_workers = self.num_workers if eval_num_workers is None else eval_num_workers
-        self._loaders: weakref.WeakSet[StreamingDataLoader] = weakref.WeakSet()
+        self._loaders = _Loaders()
         self._ignored: list[Any] = []  # the filters that keep Lightning's wrong advice out, while it runs
         self.position_callback = StreamingCallback(**options_of(CallbackOptions, options))
         self.position_callback.make_loader = partial(StreamingDataModule.train_dataloader, self)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the loaders made so far: launchers copy the module to each process that they start."""
-        return {name: value for name, value in vars(self).items() if name != "_loaders"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _loaders=weakref.WeakSet())
 
     def prepare_data(self) -> None:
         """Run `prepare`; Lightning calls this once per node, before any process reads."""
@@ -150,6 +148,8 @@ class StreamingDataModule(LightningDataModule):
             on_mismatch=self.on_mismatch,
         )
         self.position_callback.place(loader)
+        if loader.position.epoch and not len(loader):  # nothing is left of a mixture that has ended
+            self._ignore("Total length of .* across ranks is zero")
         return loader
 
     def teardown(self, stage: str) -> None:
@@ -161,10 +161,13 @@ class StreamingDataModule(LightningDataModule):
 
     def _ignore_advice(self) -> None:
         self.teardown("")
+        self._ignore(*_OUT_OF_PLACE if self.datasets["val"] is None else _OUT_OF_PLACE[:-1])
+
+    def _ignore(self, *advice: str) -> None:
         before = list(warnings.filters)
-        for advice in _OUT_OF_PLACE if self.datasets["val"] is None else _OUT_OF_PLACE[:-1]:
-            warnings.filterwarnings("ignore", advice)
-        self._ignored = [one for one in warnings.filters if one not in before]
+        for text in advice:
+            warnings.filterwarnings("ignore", text)
+        self._ignored += [one for one in warnings.filters if one not in before]
 
     @property
     def val_dataloader(self) -> Callable[[], Any]:
@@ -232,5 +235,4 @@ class StreamingDataModule(LightningDataModule):
 
     def _pins(self) -> bool:
         device = None if self.trainer is None else getattr(self.trainer.strategy, "root_device", None)
-        on_cuda = isinstance(device, torch.device) and device.type == "cuda"
-        return on_cuda if self.pin_memory is None else self.pin_memory
+        return getattr(device, "type", "") == "cuda" if self.pin_memory is None else self.pin_memory

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
+from lightning_stream.trainers.feedback import Feedback
 from lightning_stream.trainers.lightning.package import Callback
-from lightning_stream.trainers.run import streaming_loader
-
-_PREFETCHED = 2  # steps: Lightning holds one batch that it has not trained on
 
 
-class MixtureFeedback(Callback):
+class MixtureFeedback(Feedback, Callback):
     """Changes the weights of the streams after each validation.
 
     States record the changes: a resumed run keeps them, and a run can be repeated from its last state without this
@@ -29,19 +26,14 @@ class MixtureFeedback(Callback):
         trainer = Trainer(callbacks=[MixtureFeedback(by_loss)])
     """
 
-    def __init__(self, choose: Callable[[dict[str, float]], Mapping[str, float] | None]) -> None:
-        self.choose = choose
+    after_steps = 2  # Lightning holds one batch that it has not trained on
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse data without a schedule, before hours of training."""
-        _ = streaming_loader(trainer.train_dataloader, "MixtureFeedback").schedule
+        self.check(trainer.train_dataloader)
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Ask for weights, and change the mixture on all ranks two steps later. Collective."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        weights = trainer.strategy.broadcast(self.choose(metrics) if trainer.is_global_zero else None)
-        if weights is not None:
-            loader = streaming_loader(trainer.train_dataloader, "MixtureFeedback")
-            loader.change_mixture(dict(weights), after_steps=_PREFETCHED)
+        self.change(trainer.train_dataloader, {name: float(value) for name, value in trainer.callback_metrics.items()})

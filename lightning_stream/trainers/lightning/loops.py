@@ -8,7 +8,6 @@ rewritten from the data's position, which is always right.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import signal
 import sys
@@ -18,9 +17,11 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
+from packaging.specifiers import SpecifierSet
 from torch.utils.data import SequentialSampler
 
 from lightning_stream.errors import StateError
@@ -28,10 +29,10 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.order import Position
-from lightning_stream.trainers.monitor import DataMonitor
+from lightning_stream.trainers.checkpoints import inner
 from lightning_stream.trainers.run import Run
 
-TRIED_VERSIONS = ((2, 4), (2, 7))  # from, up to but excluding
+TRIED_VERSIONS = SpecifierSet(">=2.4,<2.7", prereleases=True)
 
 
 def run_folder(trainer: Any) -> Path | None:
@@ -67,26 +68,15 @@ class LoopPosition:
         return self.batch == 0
 
 
-def is_tried(version: str) -> bool:
-    """Whether the layouts in this file were tested with this version of Lightning."""
-    major, minor = version.split(".")[:2]
-    return TRIED_VERSIONS[0] <= (int(major), int(minor)) < TRIED_VERSIONS[1]
-
-
 def warn_if_untried(trainer: Any) -> None:
     """Warn, once per fit, of a version of Lightning that was not tested."""
     version = getattr(sys.modules.get(_package_of(trainer)), "__version__", None)
-    if version is not None and not is_tried(version):
+    if version is not None and version not in TRIED_VERSIONS:
         warnings.warn(
-            f"resuming exactly rests on layouts inside Lightning {_tried()}, and this is {version}: prove a resume "
-            "before you rely on it, or install one of those",
+            f"resuming exactly rests on layouts inside Lightning {TRIED_VERSIONS}, and this is {version}: prove a "
+            "resume before you rely on it, or install one of those",
             stacklevel=2,
         )
-
-
-def _tried() -> str:
-    (major, minor), (end_major, end_minor) = TRIED_VERSIONS
-    return f"from {major}.{minor} up to, but without, {end_major}.{end_minor}"
 
 
 def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
@@ -101,7 +91,7 @@ def rewrite_loops(checkpoint: dict[str, Any], at: LoopPosition) -> None:
         raise StateError(
             "the counters in a Lightning checkpoint must follow the data's position, but this checkpoint, of Lightning "
             f"{checkpoint.get('pytorch-lightning_version')}, has an unknown layout (missing {error}). Resume it with "
-            f"Lightning {_tried()}"
+            f"Lightning {TRIED_VERSIONS}"
         ) from error
 
 
@@ -119,12 +109,12 @@ def _rewrite(fit_loop: dict[str, Any], at: LoopPosition, global_step: int) -> No
     for counts in fit_loop["epoch_progress"].values():
         _set(counts, begun, at.epoch)
 
-    inner = fit_loop["epoch_loop.state_dict"]
+    epoch_loop = fit_loop["epoch_loop.state_dict"]
     automatic = fit_loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
     # With manual optimization a batch may step several optimizers, so the steps are not the batches. Where a
     # validation is due, run or not, the loop passes the end of this batch once more and counts it again.
-    stepped = global_step if automatic else inner["_batches_that_stepped"] + half_saved
-    inner["_batches_that_stepped"] = stepped - at.validation_due
+    stepped = global_step if automatic else epoch_loop["_batches_that_stepped"] + half_saved
+    epoch_loop["_batches_that_stepped"] = stepped - at.validation_due
 
     validation = fit_loop["epoch_loop.val_loop.batch_progress"]
     done = validation["total"]["completed"]
@@ -170,14 +160,13 @@ def end_restart(trainer: Any) -> None:
 
 def epoch_end_is_due(checkpoint: Mapping[str, Any], epoch: int) -> bool:
     """Whether a checkpoint at the end of an epoch was written before Lightning ran that epoch's last hooks."""
-    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {})
-    return int(progress.get("current", {}).get("processed", epoch)) < epoch
+    return int(inner(checkpoint, "loops", "fit_loop", "epoch_progress", "current").get("processed", epoch)) < epoch
 
 
 def stopped_inside(checkpoint: Mapping[str, Any]) -> bool:
     """Whether the run of a checkpoint was stopped inside an epoch, which Lightning may take for a whole one."""
-    batches = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-    return bool(batches.get("current", {}).get("completed")) and not batches["is_last_batch"]
+    batches = inner(checkpoint, "loops", "fit_loop", "epoch_loop.batch_progress")
+    return bool(inner(batches, "current").get("completed")) and not batches["is_last_batch"]
 
 
 class LightningClock(TrainerClock):
@@ -241,15 +230,12 @@ def data_source_of(trainer: Any) -> Any:
 
 def lacks_last(trainer: Any) -> bool:
     """Whether `fit` was called with ``ckpt_path="last"`` and found none; Lightning keeps neither until it loads."""
-    frame, found = inspect.currentframe(), None
-    while frame is not None:
-        if frame.f_locals.get("self") is trainer:
-            if frame.f_code.co_name == "_run":
-                found = frame.f_locals.get("ckpt_path")
-            elif frame.f_code.co_name == "fit":
-                return found is None and frame.f_locals.get("ckpt_path") == "last"
-        frame = frame.f_back
-    return False
+    asked = {
+        frame.f_code.co_name: frame.f_locals.get("ckpt_path")
+        for frame, _ in walk_stack(None)
+        if frame.f_locals.get("self") is trainer
+    }
+    return asked.get("fit") == "last" and asked["_run"] is None
 
 
 def logs_now(trainer: Any) -> bool:
@@ -299,16 +285,13 @@ def show_in_bar(trainer: Any, run: Run, changes: ExitStack) -> None:
     _override(bar, "get_metrics", with_position, changes)
 
 
-def time_checkpoints(trainer: Any, monitor: DataMonitor, changes: ExitStack) -> None:
-    """Let the monitor measure how long the trainer writes checkpoints, until `changes` is closed."""
+def time_checkpoints(trainer: Any, run: Run, changes: ExitStack) -> None:
+    """Measure how long the trainer writes checkpoints, until `changes` is closed."""
     save = trainer.save_checkpoint
 
     def timed(*arguments: Any, **named: Any) -> Any:
-        since = monitor.mark()
-        try:
+        with run.loader.aside("checkpoint"):
             return save(*arguments, **named)
-        finally:
-            monitor.spent("checkpoint", since)
 
     _override(trainer, "save_checkpoint", timed, changes)
 
@@ -413,8 +396,7 @@ def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
 
 def loader_states(checkpoint: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The states that Lightning itself saved of stateful loaders, ours or others'."""
-    fit_loop = checkpoint.get("loops", {}).get("fit_loop", {})
-    states = fit_loop.get("state_dict", {}).get("combined_loader", [])
+    states = inner(checkpoint, "loops", "fit_loop", "state_dict").get("combined_loader", [])
     return [state for state in states if isinstance(state, dict)]
 
 

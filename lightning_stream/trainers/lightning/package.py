@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from contextlib import suppress
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule
 else:
-    _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
-    _FOUND = [module for name, module in _NAMES.items() if find_spec(name) is not None] or ["lightning.pytorch"]
     _PACKAGES = []
-    for _module in _FOUND:
+    for _name in ("lightning.pytorch", "pytorch_lightning"):
         # An old package fails so beside a newer torch or numpy; a script that uses it fails at its own import.
         with suppress(ImportError, AttributeError):
-            _PACKAGES.append(import_module(_module))
-    _PACKAGES = _PACKAGES or [import_module(_FOUND[0])]  # raises what is wrong with it
+            _PACKAGES.append(import_module(_name))
+    _PACKAGES = _PACKAGES or [import_module("lightning.pytorch")]  # raises what is wrong with it
 
     class Callback(*[package.Callback for package in _PACKAGES]):
         """A callback for trainers of both."""

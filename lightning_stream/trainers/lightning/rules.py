@@ -76,13 +76,13 @@ def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
         )
 
 
-def missing_last(trainer: Any) -> StateError | None:
-    """The error if ``ckpt_path="last"`` found nothing although there are checkpoints, else None; called in `setup`.
+def check_last(trainer: Any) -> None:
+    """Refuse ``ckpt_path="last"`` where it found nothing although there are checkpoints.
 
     Lightning would begin from the start, with no more than a warning.
     """
     if not lacks_last(trainer):
-        return None
+        return
     root = Path(trainer.default_root_dir)
     given = [one.dirpath for one in trainer.callbacks if hasattr(one, "dirpath")]
     folders = [Path(folder) for folder in given if folder]
@@ -91,9 +91,9 @@ def missing_last(trainer: Any) -> StateError | None:
         folders += [root / "checkpoints", *(found for folder in logged for found in folder.glob("*/checkpoints"))]
     found = [path for folder in folders for path in folder.glob("*.ckpt")]
     if not found:
-        return None
+        return
     newest = str(max(found, key=lambda path: path.stat().st_mtime))
-    return StateError(
+    raise StateError(
         f'ckpt_path="last" must find the last checkpoint, but none is marked as last for this run among the '
         f"{len(found)} in {Path(newest).parent}: training would start again. Pass ModelCheckpoint(dirpath=..., "
         f"save_last=True) from the first run on, or name the file: ckpt_path={newest!r}"
