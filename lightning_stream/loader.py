@@ -478,7 +478,7 @@ class StreamingDataLoader(DataLoader[Any]):
             The global sample number, counted through all epochs, from which on the change holds.
 
         Raises:
-            ValueError: The dataset has no schedule, or the weights do not suit it.
+            ValueError: The dataset has no schedule, or the weights do not suit it; or all of its streams have ended.
 
         Example::
 
@@ -493,8 +493,7 @@ class StreamingDataLoader(DataLoader[Any]):
         landmark = here.order_in(run).landmark(here.position)  # holds after the change too, and saves counting again
         seen = [here, replace(here, position=here.position + waited)]
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
-        earliest = [run.settled(one.epoch, one.position) for one in seen]
-        at = max(earliest + [change.at for change in schedule.changes])
+        at = run.next_change((one.epoch, one.position) for one in seen)
         order = structs.replace(order, schedule=schedule.changed(at, weights, skip))
         if iteration is not None:
             iteration.reorder(order, landmark)

@@ -18,7 +18,7 @@ from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, 
 from lightning_stream.order.forget import Forgotten
 from lightning_stream.questions import explain, trace
 from lightning_stream.questions.describe import PUBLIC_NAMES, Chain, stage_of_batches, stages_of_order, summarized
-from lightning_stream.questions.tracing import TracedBatch
+from lightning_stream.questions.tracing import TracedBatch, steps_done
 from lightning_stream.reading.data_stages import stages_of_reader
 from lightning_stream.reading.filters import ids_of
 from lightning_stream.reading.reader import SampleReader
@@ -188,7 +188,7 @@ def _lengths_of(order: OrderConfig, reader: SampleReader, expression: str | None
 def _computed(reader: SampleReader, position: Position, order: RunOrder) -> dict[str, Any]:
     """What the data says of a position: what was trained on, what is left, and its state for mosaicml-streaming."""
     explanation, what = explain(order, position), "samples"
-    about: dict[str, Any] = {"global_batches": position.num_steps(order)}
+    about: dict[str, Any] = {"global_batches": steps_done(order, position)}
     if position.order.packing is not None:
         what = "rows"
         about |= _held(order.epoch(position.epoch), 0, position.position)

@@ -309,11 +309,11 @@ def problems_of(plan: BatchPlan, order: Order, *, must_divide: bool = True, owns
 def divide_evenly(plan: BatchPlan, order: Order) -> Division:
     """Batches of B samples, cut anywhere; replicas get samples by canonical node or by cost."""
     refuse(problems_of(plan, order))
-    return Division(order, _even_cuts(plan, order, _ends_anywhere), ByNode(order, plan))
+    return Division(order, _even_cuts(plan, order), ByNode(order, plan))
 
 
 def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
-    """Each batch is a block of one stream; then each stream's remainder is a batch."""
+    """Each batch is a block of one stream; then each stream's remainder is a batch, with any tail that keeps it."""
     length = _interleave(order).block
     problems = [*problems_of(plan, order), *_start_problems(plan, order)]
     if length != plan.batch_size:
@@ -322,7 +322,7 @@ def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
             "Keep it, or choose another batching_method."
         )
     refuse(problems)
-    return Division(order, _even_cuts(plan, order, _ends_of_streams), ByNode(order, plan))
+    return Division(order, _even_cuts(plan, order, length), ByNode(order, plan))
 
 
 def divide_blocks(plan: BatchPlan, order: Order) -> Division:
@@ -337,10 +337,8 @@ def divide_blocks(plan: BatchPlan, order: Order) -> Division:
             f"{per_replica} each."
         )
     refuse(problems)
-    if block == 1:
-        return Division(order, _even_cuts(plan, order, _ends_anywhere), ByNode(order, plan))
-    cuts = _even_cuts(plan, order, _ends_anywhere if plan.tail == "exact" else _ends_of_blocks)
-    return Division(order, cuts, ByBlock(_interleave(order), plan, cuts))
+    cuts = _even_cuts(plan, order, 1 if plan.tail == "exact" else block)
+    return Division(order, cuts, ByNode(order, plan) if block == 1 else ByBlock(_interleave(order), plan, cuts))
 
 
 def divide_by_budget(plan: BatchPlan, order: Order) -> Division:
@@ -364,19 +362,18 @@ def _start_problems(plan: BatchPlan, order: Order) -> Iterator[str]:
         yield f"This order takes {block} samples of one stream at a time, but start={plan.start} lies inside them."
 
 
-_Ends = Callable[[BatchPlan, Order, int], Sequence[int]]
-"""The ends of the batches behind a position, where no full batch is left before ``full_end``. An end at the position or
-before it is that of the last whole one."""
-
-
-def _even_cuts(plan: BatchPlan, order: Order, ends_behind: _Ends) -> Cuts:
+def _even_cuts(plan: BatchPlan, order: Order, block: int = 1) -> Cuts:
+    """Batches of B up to ``full_end``, and behind it batches of as many blocks, the streams' remainders being short."""
     size, start = plan.batch_size, plan.start
     margin = plan.world.num_replicas if plan.tail == "exact" else 0
 
     def listed() -> tuple[int, Sequence[int]]:
         num_whole = max(0, order.full_end - start) // size
         at = start + num_whole * size
-        ends = ends_behind(plan, order, at) if plan.tail != "drop" and at < order.size else []
+        if plan.tail == "drop" or at >= order.size:
+            return num_whole, []
+        # An end at the position or before it is that of the last whole batch.
+        ends = _ends_anywhere(plan, order, at) if block == 1 else _ends_of_blocks(order, at, block, size // block)
         return num_whole - (bool(ends) and ends[0] <= at), ends
 
     return Cuts(start, size, lambda position: order.reaches(position + margin), listed)
@@ -397,15 +394,7 @@ def _ends_anywhere(plan: BatchPlan, order: Order, at: int) -> Sequence[int]:
     return [*ends[:-2], border, ends[-1]]
 
 
-def _ends_of_streams(_plan: BatchPlan, order: Order, at: int) -> Sequence[int]:
-    """Each stream's remainder is a batch; ``"exact"`` moves no border: the batch before is another stream's."""
-    return [end for end in _interleave(order).remainder_ends if end > at]
-
-
-def _ends_of_blocks(plan: BatchPlan, order: Order, at: int) -> Sequence[int]:
-    """As many blocks as a batch has, the streams' remainders being short ones."""
-    block = _interleave(order).block
+def _ends_of_blocks(order: Order, at: int, block: int, per_batch: int) -> Sequence[int]:
     edges = [*range(at + block, order.full_end + 1, block), *_interleave(order).remainder_ends]
     edges = [end for end in edges if end > at]
-    per_batch = plan.batch_size // block
     return [*edges[per_batch - 1 :: per_batch], *edges[len(edges) // per_batch * per_batch :][-1:]]

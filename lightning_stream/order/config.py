@@ -33,19 +33,11 @@ _MOST_SAMPLES = 2**24  # of a batch; like MOST_NODES far above any run's: a dama
 _DEFAULTS = {
     "shuffle": False,
     "seed": 9176,
-    "algorithm": None,
-    "canonical_nodes": None,
-    "window": None,
     "batching_method": "random",
     "sampling_method": "balanced",
     "sampling_granularity": 1,
-    "epoch_size": None,
-    "mosaic": None,
-    "schedule": None,
-    "quick_start": None,
-    "sticky": None,
-    "even_rows": None,
-}
+    "switches": (),
+}  # of settings that are not None where the user leaves them open
 
 
 class MosaicConfig(Struct, frozen=True):
@@ -184,7 +176,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         Raises:
             ValueError: Settings that are wrong or missing; every problem is named.
         """
-        values = {**_DEFAULTS, **settings}
+        values: dict[str, Any] = dict.fromkeys(cls.__struct_fields__) | _DEFAULTS | settings
         algorithm, mosaic, schedule = values["algorithm"], values["mosaic"], values["schedule"]
         if mosaic is not None or algorithm in MOSAIC_ALGORITHMS:
             mosaic = _resolve_mosaic(mosaic, resumed, world or World(), device_batch_size)
@@ -192,25 +184,22 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         if resumed is not None:
             device_batch_size = resumed.device_block or device_batch_size
             schedule = schedule and schedule.resumed(resumed.schedule)
-            former = {name: getattr(resumed, name) for name in _KEPT if values[name] is None}
-            values.update(former)
+            values |= {name: getattr(resumed, name) for name in _KEPT if values[name] is None}
         if values["canonical_nodes"] is None:
             values["canonical_nodes"] = _default_nodes(batch_size, algorithm, mosaic)
         if values["window"] is None:
             values["window"] = -(-_ACTIVE_PARTS // max(values["canonical_nodes"], 1))
         sizes = {"batch_size": batch_size, "device_block": device_batch_size}
         method = METHODS.get(values["batching_method"])
-        values.update(dict.fromkeys(sizes))
         if method is not None and method.fixed is not None:
             values[method.fixed] = sizes[method.fixed]
         if schedule is not None and schedule.unit == "steps":
             values["batch_size"] = (resumed and resumed.batch_size) or batch_size
-        quick_start = values["shuffle"] and mosaic is None and values["quick_start"] is not False
-        sticky = values["shuffle"] and mosaic is None and values["sticky"] is True
-        even_rows = values["shuffle"] and values.get("packing") is not None and values["even_rows"] is True
-        values.update(algorithm=algorithm or "window", mosaic=mosaic, schedule=schedule)
-        values.update(quick_start=quick_start, sticky=sticky, even_rows=even_rows)
-        return cls(**values)
+        is_native = values["shuffle"] and mosaic is None
+        values["quick_start"] = is_native and values["quick_start"] is not False
+        values["sticky"] = is_native and values["sticky"] is True
+        values["even_rows"] = values["shuffle"] and values["packing"] is not None and values["even_rows"] is True
+        return cls(**(values | {"algorithm": algorithm or "window", "mosaic": mosaic, "schedule": schedule}))
 
     @property
     def needs_lengths(self) -> bool:

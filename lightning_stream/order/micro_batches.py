@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 
 import numpy as np
 
-from .arrays import Bools, Ints
+from .arrays import Ints
 from .batches import BatchPlan
 from .ledger import Substitution
 from .orders import ceil_div
-from .packing import RowSpans
-from .shares import ReplicaBatch
+from .shares import ReplicaBatch, Samples
 
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
 
@@ -36,20 +35,16 @@ class Place:
         return f"epoch {self.epoch}, positions {self.begin} to {self.end}"
 
 
-@dataclass(frozen=True)
-class MicroBatch(Place):
+@dataclass(frozen=True, eq=False)
+class MicroBatch(Samples, Place):
     """The samples of a micro-batch, and its place in the epoch."""
 
-    ids: Ints  # int64[n], sample ids
-    positions: Ints  # int64[n], their positions in the epoch
-    filler: Bools  # bool[n], True for padding: a repeat that must not count
     substitutions: tuple[Substitution, ...] = ()  # delivered in place of some `ids` that could not be read
-    rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows; then `ids` are fingerprints
     version: int = 0  # number of the version of the data in which its global batch begins
 
     @property
     def sample_ids(self) -> Ints:
-        """The samples that must be read."""
+        """The samples that must be read: substitutes in place of those that cannot be."""
         return self.delivered if self.rows is None else self.rows.ids
 
     @property
@@ -60,11 +55,6 @@ class MicroBatch(Place):
         instead = {(one.position, one.drawn): one.delivered for one in self.substitutions}
         pairs = zip(self.positions.tolist(), self.ids.tolist(), strict=True)
         return np.array([instead.get(pair, pair[1]) for pair in pairs], np.int64)
-
-    @property
-    def num_samples(self) -> int:
-        """Samples that count: padding excluded."""
-        return int(self.filler.size - np.count_nonzero(self.filler))
 
     @property
     def num_tokens(self) -> int:
@@ -82,9 +72,7 @@ class MicroBatch(Place):
         """The samples that count; one row of padding if there are none, since a batch cannot be empty."""
         if not self.filler.any():
             return self
-        keep = np.flatnonzero(~self.filler) if self.num_samples else np.zeros(1, dtype=np.int64)
-        rows = None if self.rows is None else self.rows.take(keep)
-        return replace(self, ids=self.ids[keep], positions=self.positions[keep], filler=self.filler[keep], rows=rows)
+        return self.take(np.flatnonzero(~self.filler) if self.num_samples else slice(1))
 
 
 class MicroBatches:
@@ -173,5 +161,5 @@ class MicroBatches:
             part = parts[number]
             is_last = number == count - 1
             place = epoch.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1)
-            made = MicroBatch(*place, part.ids, part.positions, part.filler, rows=part.rows, version=version)
+            made = MicroBatch(*place, part.ids, part.positions, part.filler, part.rows, version=version)
             yield made if self._padding else made.without_padding()

@@ -189,8 +189,7 @@ class PackedWindow:
         self._first = ranges(np.zeros_like(pieces), pieces) * packing.row_length
         self._num_tokens = np.minimum(np.repeat(tokens, pieces) - self._first, packing.row_length)
         self._row_length = packing.row_length
-        self._moves = _best_fit(self._num_tokens, packing.row_length)
-        self.num_rows = sum(num_rows for room, num_rows, *_ in self._moves if room == packing.row_length)
+        self._moves, self.num_rows = _best_fit(self._num_tokens, packing.row_length)
 
     def rows(self) -> RowSpans:
         """The rows, in the order of each one's first document."""
@@ -209,8 +208,8 @@ _Move = tuple[int, int, int, int]
 new."""
 
 
-def _best_fit(num_tokens: Ints, row_length: int) -> list[_Move]:
-    """Where all pieces go, from the longest to the shortest.
+def _best_fit(num_tokens: Ints, row_length: int) -> tuple[list[_Move], int]:
+    """Where all pieces go, from the longest to the shortest, and how many rows they fill.
 
     Equal pieces are placed together: the fullest row with room takes as many as fit, and so does each row with equal
     room. With rows of 8,192 tokens, 16,384 log-normal documents take about 4,000 such moves.
@@ -218,6 +217,7 @@ def _best_fit(num_tokens: Ints, row_length: int) -> list[_Move]:
     rooms: list[int] = []  # the different rooms of open rows, ascending
     open_rows: dict[int, int] = {}  # how many rows have each of them
     moves: list[_Move] = []
+    num_opened = 0
     lengths, counts = np.unique(num_tokens, return_counts=True)
     for length, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
         at = bisect_left(rooms, length)
@@ -233,6 +233,8 @@ def _best_fit(num_tokens: Ints, row_length: int) -> list[_Move]:
             elif is_open:
                 num_rows = open_rows.pop(room)
                 del rooms[at]
+            else:
+                num_opened += num_rows
             count -= num_pieces * num_rows
             left = room - num_pieces * length
             moves.append((room, num_rows, num_pieces, left))
@@ -242,7 +244,7 @@ def _best_fit(num_tokens: Ints, row_length: int) -> list[_Move]:
                 open_rows[left] = num_rows
                 insort(rooms, left)
                 at += 1
-    return moves
+    return moves, num_opened
 
 
 def _placed(moves: list[_Move], row_length: int) -> list[int]:

@@ -140,7 +140,10 @@ class Position:
         return run.epoch(self.epoch, self.landmark if is_known else None)
 
     def num_steps(self, run: RunOrder | None) -> int:
-        """Global batches of this epoch that are done, in the run of its state; batches of a budget need the run."""
+        """Global batches of this epoch that are done, in the run of its state; batches of a budget need the run.
+
+        Batches of remainders, which may be smaller than B, count by their samples here; ``questions`` counts them.
+        """
         if run is not None and (counted := self.order_in(run).order.batches_before(self.position)) is not None:
             return counted
         return sum(ceil_div(end - begin, size) for begin, end, size in self.segments(self.position))

@@ -446,7 +446,6 @@ class ByLength(Regrouped[_Sorted], Composed):
         streams_of: Callable[[Ints], Ints],
         key: tuple[int, int] | None,
         counted: Sequence[Counted] = (),
-        is_even: bool = False,
     ) -> None:
         super().__init__(samples, buckets.window, key)
         self.size = samples.size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any, Protocol
 
@@ -220,6 +220,23 @@ class RunOrder:
             epoch, position = epoch + 1, position - order.num_samples
         changed = self.epoch(epoch).order.unchanged_from(position) if position else 0
         return epoch * self.num_samples + changed
+
+    def next_change(self, seen: Iterable[tuple[int, int]]) -> int:
+        """The first sample from which on the mixture can change, where these epochs and positions were reached.
+
+        Raises:
+            ValueError: More samples would come in an epoch, or in a window of one, that is over.
+        """
+        assert self.config.schedule is not None
+        earliest = [self.settled(*place) for place in seen]
+        at = max(earliest + [change.at for change in self.config.schedule.changes])
+        if (end := self.mixture.end) is not None and at >= end:
+            raise ValueError(
+                f"A mixture must be changed before its streams have ended, which is at global sample {end:,} (where "
+                f"samples are packed or sorted by length, before the last window begins); found {at:,}. Begin a new "
+                "run with another schedule."
+            )
+        return at
 
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes: w for each canonical node of each group; O(samples) for Mosaic's."""

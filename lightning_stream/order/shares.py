@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -20,15 +20,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class ReplicaBatch:
-    """One replica's part of one global batch, or of a micro-batch of it."""
+class Samples:
+    """Some samples of an epoch, or rows of them, and padding between them."""
 
-    ids: Ints  # int64[n], sample ids
+    ids: Ints  # int64[n], sample ids; of rows, their fingerprints
     positions: Ints  # int64[n], the position of each in the epoch
     filler: Bools  # bool[n], True for padding: a repeat that no count, metric or ledger includes
-    device_block: int = 1  # samples that must stay together in a micro-batch (1 unless ``device_per_stream``)
-    ends: tuple[int, ...] | None = None  # where the micro-batches end, if the order itself fixes that
-    rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows; then `ids` are fingerprints
+    rows: RowSpans | None = None  # what the rows hold, where samples are packed into rows
 
     def __len__(self) -> int:
         """Samples, padding included."""
@@ -41,8 +39,21 @@ class ReplicaBatch:
 
     @property
     def num_samples(self) -> int:
-        """Samples, padding excluded."""
-        return len(self.ids) - int(self.filler.sum())
+        """Samples that count: padding excluded."""
+        return len(self.ids) - int(np.count_nonzero(self.filler))
+
+    def take(self, at: Ints | slice) -> Self:
+        """Those at some places."""
+        rows = None if self.rows is None else self.rows.take(np.arange(len(self))[at])
+        return replace(self, ids=self.ids[at], positions=self.positions[at], filler=self.filler[at], rows=rows)
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaBatch(Samples):
+    """One replica's part of one global batch, or of a micro-batch of it."""
+
+    device_block: int = 1  # samples that must stay together in a micro-batch (1 unless ``device_per_stream``)
+    ends: tuple[int, ...] | None = None  # where the micro-batches end, if the order itself fixes that
 
     def micro_batches(self, count: int) -> list[ReplicaBatch]:
         """Cut evenly into ``count`` parts, see `BatchPlan.num_micro_batches`; sizes differ by at most one block.
@@ -52,20 +63,15 @@ class ReplicaBatch:
         if count == 1:
             return [self]
         if len(self) < count:
-            at = np.minimum(np.arange(count), len(self) - 1)
-            filler = self.filler[at] | (np.arange(count) >= len(self))
-            rows = None if self.rows is None else self.rows.take(at)
-            return ReplicaBatch(self.ids[at], self.positions[at], filler, rows=rows).micro_batches(count)
+            at = np.arange(count)
+            padded = self.take(np.minimum(at, len(self) - 1))
+            return replace(padded, filler=padded.filler | (at >= len(self))).micro_batches(count)
         block = self.device_block if ceil_div(len(self), self.device_block) >= count else 1
         blocks = ceil_div(len(self), block)
         ends = [min(blocks * number // count * block, len(self)) for number in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:
             ends = [0, *self.ends]
-        return [self._part(slice(*bounds), block) for bounds in pairwise(ends)]
-
-    def _part(self, at: slice, block: int) -> ReplicaBatch:
-        rows = None if self.rows is None else self.rows.take(np.arange(at.start, at.stop))
-        return ReplicaBatch(self.ids[at], self.positions[at], self.filler[at], block, rows=rows)
+        return [self.take(slice(*bounds)) for bounds in pairwise(ends)]
 
 
 def num_micro_batches(num_samples: int, batch_size: int, num_replicas: int) -> int:
@@ -120,7 +126,7 @@ class ByNode:
         places = self.places(k, at)
         rows = self.order.spans(places.positions)
         ids = self.order.ids(at)[places.positions - at[0]] if rows is None else rows.fingerprints()
-        return ReplicaBatch(ids, places.positions, places.filler, places.device_block, places.ends, rows)
+        return replace(places, ids=ids, rows=rows)
 
     def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:
         """How many micro-batches every replica cuts its share into."""
@@ -147,7 +153,7 @@ class ByBlock(ByNode):
         block = self._interleave.block
         blocks, filler = blocks_of(self.groups(at), self._interleave.locate(at)[0], block)
         offsets, filler = dealt(blocks, filler, self.world, is_equal=True)
-        return ReplicaBatch(at[offsets], at[offsets], filler, block)
+        return ReplicaBatch(at[offsets], at[offsets], filler, device_block=block)
 
     def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:
         if k >= self._num_of_blocks:

@@ -172,11 +172,10 @@ def _of_lengths(name: str, settings: Any, public: Mapping[str, str]) -> Stage:
 
 
 def _draw(config: OrderConfig, run: RunOrder | None) -> Stage:
-    names = ("sampling_method", "sampling_granularity", "epoch_size")
-    changed = [name for name in names if getattr(config, name) != getattr(OrderConfig, name)]
+    settings = _shown(config, "sampling_method", "sampling_granularity", "epoch_size")
     if run is None:
-        return Stage("draw", _shown(config, *(changed or names[:1])))
-    return Stage("draw", _shown(config, *changed), {"samples per epoch": run.num_samples}, weights_digest(run.weights))
+        return Stage("draw", settings)
+    return Stage("draw", settings, {"samples per epoch": run.num_samples}, weights_digest(run.weights))
 
 
 def _schedule(schedule: Schedule) -> Stage:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -95,6 +95,12 @@ def explain(run: RunOrder, position: Position, *, world: World | None = None) ->
     left = plan.num_batches - done
     upcoming = trace(run, here, before + done, world=world) if left else None
     return Explanation(here.epoch, here.position, run.epoch(here.epoch).num_samples, left, upcoming)
+
+
+def steps_done(run: RunOrder, position: Position) -> int:
+    """The global batches of the position's epoch before it, those of remainders included."""
+    *_, (plan, before, _) = _segments(run, position, position.epoch, None)
+    return before + bisect_left(range(plan.num_batches), position.position, key=lambda k: plan.bounds(k)[0])
 
 
 def trace(run: RunOrder, position: Position, step: int, *, world: World | None = None) -> TracedBatch:

@@ -8,6 +8,7 @@ from support.orders import run_over
 
 from lightning_stream.order import Position, World
 from lightning_stream.questions import Delivery, explain, trace, where
+from lightning_stream.questions.tracing import steps_done
 
 
 def run_of():
@@ -61,3 +62,15 @@ def test_a_traced_batch_names_shards_and_streams():
     batch = trace(run, Position.start(run, batch_size=8, tail="pad"), 0)
     assert np.array_equal(batch.streams, (batch.ids >= 100).astype(int))
     assert np.array_equal(batch.shards, np.searchsorted([0, 60, 100, 130], batch.ids, side="right") - 1)
+
+
+def test_steps_are_counted_with_the_batches_of_remainders() -> None:
+    run = run_over([[5], [5], [5]], batch_size=4, shuffle=True, batching_method="per_stream")
+    start = Position.start(run, batch_size=4, tail="pad")
+    assert [steps_done(run, start.advanced(run, end)) for end in (8, 12, 13, 14, 15)] == [2, 3, 4, 5, 6]
+
+
+def test_steps_are_counted_up_to_the_border_that_exact_moves() -> None:
+    run = run_over([[10]], batch_size=4, shuffle=True)
+    start = Position.start(run, batch_size=4, tail="exact")  # 4 to 6 and 6 to 10, with 4 replicas
+    assert [steps_done(run, start.advanced(run, end)) for end in (4, 6, 10)] == [1, 2, 3]
