@@ -143,37 +143,28 @@ class RowSpans:
         return rows.take(np.argsort(np.concatenate(places))) if places else rows
 
 
-def pack_window(lengths: NDArray[np.integer], row_length: int, long_documents: LongDocuments = "split") -> RowSpans:
-    """Pack the documents of one window into rows, in the order of each row's first document. O(W log W).
-
-    Args:
-        lengths: Tokens of each document, 1-d; empty documents appear in no row.
-        row_length, long_documents: See `RowPacking`.
-
-    Returns:
-        Rows whose ids count the documents of the window. The spans of a row are in the order of their documents, and
-        no two of them are of one document.
-
-    Raises:
-        ValueError: Lengths below 0, or settings that `RowPacking` refuses.
-
-    Example::
-
-        rows = pack_window(np.array([3, 9, 4, 0, 5]), row_length=6)
-        rows.edges.tolist()  # [0, 2, 3, 4, 5]
-        rows.ids.tolist()    # [0, 1, 1, 2, 4]
-        rows.first.tolist()  # [0, 6, 0, 0, 0]
-    """
-    return PackedWindow(np.arange(len(lengths)), lengths, RowPacking(row_length, long_documents=long_documents)).rows()
-
-
 class PackedWindow:
-    """The documents of one window, of which the rows are counted; they are made when `rows` is called.
+    """The documents of one window, of which the rows are counted; they are made when `rows` is called. O(W log W).
 
     To count them takes less than half of the time.
 
+    Args:
+        ids: The sample id of each document.
+        lengths: Tokens of each document, 1-d; empty documents appear in no row.
+        packing: How they are packed.
+
     Attributes:
         num_rows: How many rows they fill.
+
+    Raises:
+        ValueError: Lengths below 0, or none of whole numbers.
+
+    Example::
+
+        rows = PackedWindow(np.arange(5), np.array([3, 9, 4, 0, 5]), RowPacking(6)).rows()
+        rows.edges.tolist()  # [0, 2, 3, 4, 5]
+        rows.ids.tolist()    # [0, 1, 1, 2, 4]
+        rows.first.tolist()  # [0, 6, 0, 0, 0]
     """
 
     def __init__(self, ids: Ints, lengths: NDArray[np.integer], packing: RowPacking) -> None:
@@ -192,7 +183,7 @@ class PackedWindow:
         self._moves, self.num_rows = _best_fit(self._num_tokens, packing.row_length)
 
     def rows(self) -> RowSpans:
-        """The rows, in the order of each one's first document."""
+        """The rows, in the order of each one's first document; in each, spans are in the order of their documents."""
         row_of = np.empty(len(self._ids), dtype=np.int64)
         row_of[_sorted_by(self._row_length - self._num_tokens)] = _placed(self._moves, self._row_length)
         first_span = np.empty(self.num_rows, dtype=np.int64)

@@ -260,8 +260,8 @@ class PackedRows(Order):
         lengths: NDArray[np.integer],
         packing: RowPacking,
         key: tuple[int, int] | None,
-        counted: Sequence[Counted] = (),
-        is_even: bool = False,
+        counted: Sequence[Counted],
+        is_even: bool,
     ) -> None:
         self._documents = documents
         self._lengths = lengths
@@ -445,7 +445,7 @@ class ByLength(Regrouped[_Sorted], Composed):
         buckets: LengthBuckets,
         streams_of: Callable[[Ints], Ints],
         key: tuple[int, int] | None,
-        counted: Sequence[Counted] = (),
+        counted: Sequence[Counted],
     ) -> None:
         super().__init__(samples, buckets.window, key)
         self.size = samples.size

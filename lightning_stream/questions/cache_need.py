@@ -50,8 +50,8 @@ def need_of_node(
     *,
     device_batch_size: int,
     world: World,
-    packed: float = 0.0,
-    kept: float = 0.0,
+    packed: float,
+    kept: float,
 ) -> CacheNeed:
     """The bytes that a node's cache must hold at once, from those of all shards: int64[shards].
 

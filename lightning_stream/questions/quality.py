@@ -53,12 +53,12 @@ class Quality:
         )
 
 
-def measure(run: RunOrder, *, batch_size: int, epoch: int = 0, shard_bytes: Ints | None = None) -> Quality:
-    """Score an epoch's order by some of its batches, in less than a second for any amount of data.
+def measure(run: RunOrder, *, batch_size: int, shard_bytes: Ints | None = None) -> Quality:
+    """Score the first epoch's order by some of its batches, in less than a second for any amount of data.
 
     ``shard_bytes``, int64[shards], is for the cache; None counts every sample as one byte.
     """
-    order, snapshot = run.epoch(epoch), run.snapshot
+    order, snapshot = run.epoch(0), run.snapshot
     batch_size = order.order.samples_in(batch_size)
     plan = BatchPlan(order.documents, batch_size=batch_size, tail="pad")
     count, edge = plan.num_batches, max(1, plan.num_batches // _END)

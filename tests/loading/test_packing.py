@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from support.orders import pack_window
 from torch.utils.data import DataLoader
 
 from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset
@@ -15,7 +16,7 @@ from lightning_stream.errors import FormatError, StateError
 from lightning_stream.loading.packing import read_rows
 from lightning_stream.order import micro_batches
 from lightning_stream.order import rows as packed
-from lightning_stream.order.packing import PackedWindow, RowPacking, pack_window
+from lightning_stream.order.packing import PackedWindow, RowPacking
 
 LENGTH = 64
 

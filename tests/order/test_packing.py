@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.orders import pack_window
 
-from lightning_stream.order.packing import LONG_DOCUMENTS, RowPacking, pack_window
+from lightning_stream.order.packing import LONG_DOCUMENTS, RowPacking
 from lightning_stream.order.permutation import RngStream, random_u64
 
 prop = settings(max_examples=300, deadline=None, derandomize=True)
