@@ -475,10 +475,11 @@ class StreamingDataLoader(DataLoader[Any]):
                 hold a batch that it has not trained on, which a resumed run has not: with 2, both change alike.
 
         Returns:
-            The global sample number, counted through all epochs, from which on the change holds.
+            The global sample number, counted through all epochs, from which on the change holds. Where all streams have
+            ended before, nothing changes, and a warning says so.
 
         Raises:
-            ValueError: The dataset has no schedule, or the weights do not suit it; or all of its streams have ended.
+            ValueError: The dataset has no schedule, or the weights do not suit it.
 
         Example::
 
@@ -495,6 +496,13 @@ class StreamingDataLoader(DataLoader[Any]):
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
         at = run.next_change((one.epoch, one.position) for one in seen)
         order = structs.replace(order, schedule=schedule.changed(at, weights, skip))
+        if (end := run.mixture.end) is not None and at >= end:  # an epoch, or a window, that is over would get more
+            _log.warning(
+                "The mixture does not change: its streams have ended, at global sample %s (where samples are packed or "
+                "sorted by length, it can change until the last window begins). Begin a new run with another schedule",
+                f"{end:,}",
+            )
+            return end
         if iteration is not None:
             iteration.reorder(order, landmark)
         if driver is not None:

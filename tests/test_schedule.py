@@ -379,15 +379,19 @@ def test_a_change_of_a_dataset_without_a_schedule_is_refused(folder: Path) -> No
         loaders(folder, 1)[0].change_mixture({"web": 1}, after_steps=-1)
 
 
-def test_a_change_behind_the_end_of_all_streams_is_refused(folder: Path) -> None:
+def test_nothing_changes_behind_the_end_of_all_streams(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     schedule = Schedule([(0, {"web": 1, "code": 1})], exhausted="stop")  # math never comes: 140 samples in two epochs
     (loader,) = loaders(folder, 1, schedule=schedule)
     take([loader], 5)
     assert loader.change_mixture({"code": 1}) == 120
     (loader,) = loaders(folder, 1, schedule=schedule)
     assert sum(len(batch["id"]) for _ in range(2) for batch in loader) == 140
-    with pytest.raises(ValueError, match="before its streams have ended, which is at global sample 140"):
-        loader.change_mixture({"math": 1})
+    before = loader.state_dict()
+    assert loader.change_mixture({"math": 1}) == 140
+    assert "its streams have ended, at global sample 140" in caplog.text
+    assert loader.state_dict() == before
+    with pytest.raises(ValueError, match="names 'wiki'"):
+        loader.change_mixture({"wiki": 1})
 
 
 def test_the_record_of_a_changed_run_is_verified(folder: Path, tmp_path: Path) -> None:

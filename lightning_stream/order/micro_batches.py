@@ -35,7 +35,7 @@ class Place:
         return f"epoch {self.epoch}, positions {self.begin} to {self.end}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class MicroBatch(Samples, Place):
     """The samples of a micro-batch, and its place in the epoch."""
 

@@ -222,21 +222,10 @@ class RunOrder:
         return epoch * self.num_samples + changed
 
     def next_change(self, seen: Iterable[tuple[int, int]]) -> int:
-        """The first sample from which on the mixture can change, where these epochs and positions were reached.
-
-        Raises:
-            ValueError: More samples would come in an epoch, or in a window of one, that is over.
-        """
+        """The first sample from which on the mixture may change, where these epochs and positions were reached."""
         assert self.config.schedule is not None
         earliest = [self.settled(*place) for place in seen]
-        at = max(earliest + [change.at for change in self.config.schedule.changes])
-        if (end := self.mixture.end) is not None and at >= end:
-            raise ValueError(
-                f"A mixture must be changed before its streams have ended, which is at global sample {end:,} (where "
-                f"samples are packed or sorted by length, before the last window begins); found {at:,}. Begin a new "
-                "run with another schedule."
-            )
-        return at
+        return max(earliest + [change.at for change in self.config.schedule.changes])
 
     def active_shards(self) -> int:
         """Shards in use at once, over all nodes: w for each canonical node of each group; O(samples) for Mosaic's."""
