@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,9 +40,20 @@ class Noting:
         os.write(file, b"%d\n" % number)
         os.close(file)
         if number == 150 and self.killed and not Path(self.notes + ".killed").exists():
+            while _num_first_parts(Path(self.notes).parent) < 5:  # other processes may be at work on these
+                time.sleep(0.01)
             Path(self.notes + ".killed").touch()
             os.kill(os.getppid() if self.killed == "parent" else os.getpid(), signal.SIGKILL)
         return number % self.divisor != 0
+
+
+def _num_first_parts(folder: Path) -> int:
+    """How many parts of an evaluation are kept, from the first one on without a gap."""
+    names = [path.name.removesuffix(".result").rpartition(".")[2] for path in folder.rglob("*-*.result")]
+    ends, end, count = dict(name.split("-") for name in names), "0", 0
+    while end in ends:
+        end, count = ends[end], count + 1
+    return count
 
 
 def main(remote: str, local: str, notes: str, killed: str) -> None:
