@@ -30,8 +30,10 @@ class DaemonPool:
     def __init__(self, num_threads: int, name: str) -> None:
         self.num_threads, self._name = num_threads, name
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        self._load = _Load()
-        self._guard = threading.Lock()
+        # Ctrl-C may come as the main thread has just taken a lock, which Python 3.14 then never gives back. So it can
+        # take the one for changes again, and the threads of the pool need none.
+        self._unfinished: set[Future[Any]] = set()
+        self._guard = threading.RLock()
         self._started = 0
         self._closed = False
         self._pid = os.getpid()
@@ -42,17 +44,17 @@ class DaemonPool:
         with self._guard:
             if self._closed:
                 raise RuntimeError("this pool is closed")
+            self._unfinished.add(future)
             self._calls.put((future, call, args))
-            self._load.add(1)
             self._grow()
         return future
 
     def _grow(self) -> None:
         """Start threads until each call that has not ended has one, or there are as many as there may be."""
-        while self._started < min(self.num_threads, self._load.num_calls):
+        while self._started < min(self.num_threads, len(self._unfinished)):
             self._started += 1
             name = f"{self._name}-{self._started}"
-            threading.Thread(target=_serve, args=(self._calls, self._load), name=name, daemon=True).start()
+            threading.Thread(target=_serve, args=(self._calls, self._unfinished), name=name, daemon=True).start()
 
     def resize(self, num_threads: int) -> None:
         """Run calls in at most so many threads from now on; threads above that end after the calls given before."""
@@ -130,24 +132,12 @@ def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = Fal
     source.add_done_callback(done)
 
 
-class _Load:
-    """How many calls of a pool have not ended."""
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self._guard = threading.Lock()
-
-    def add(self, num_calls: int) -> None:
-        with self._guard:
-            self.num_calls += num_calls
-
-
-def _serve(calls: SimpleQueue[_Call | None], load: _Load) -> None:
+def _serve(calls: SimpleQueue[_Call | None], unfinished: set[Future[Any]]) -> None:
     """A thread's life. It knows its queue, not its pool, which may so be forgotten without being closed."""
     while (given := calls.get()) is not None:
         _run(*given)
+        unfinished.discard(given[0])
         del given  # not held while waiting: a call may refer to much
-        load.add(-1)
 
 
 def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:

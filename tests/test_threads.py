@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -72,6 +73,30 @@ def test_closing_a_pool_that_shrank_cancels_what_was_given_after_that() -> None:
     gate.set()
     assert [call.result(10) for call in running] == [True, True]
     assert waiting.cancelled()
+
+
+def test_a_pool_that_ctrl_c_interrupts_anywhere_can_be_closed_and_ends_its_threads() -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for number in range(400):
+            pool, met = DaemonPool(2, "interrupted"), threading.Barrier(3)
+            for _ in range(2):
+                pool.submit(met.wait, 60)
+            met.wait(60)  # both threads have begun
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 + number % 10 * 0.0001)
+            with contextlib.suppress(KeyboardInterrupt):
+                while True:
+                    pool.submit(int)
+            pool.close()
+    finally:
+        signal.signal(signal.SIGALRM, former)
+    deadline = time.monotonic() + 60
+    while any(thread.name.startswith("interrupted") for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_an_error_is_the_futures() -> None:
