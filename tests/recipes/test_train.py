@@ -55,6 +55,7 @@ class Net(L.LightningModule):
 """
 
 
+@pytest.mark.timeout(900)
 def test_a_strangers_module_and_data_train_by_two_overrides_and_are_tested(train_py: Run, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(STRANGER)
     own = ("+data._target_=mine.Data", "+model._target_=mine.Net")
