@@ -12,11 +12,13 @@ import re
 import secrets
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
+
+from xxhash import xxh3_64_digest
 
 from lightning_stream.errors import CacheError, CacheFullError
 from lightning_stream.formats.hashing import check_hashes
@@ -31,6 +33,7 @@ from lightning_stream.shared_files import (
     no_locks,
     open_with_mode,
     publish,
+    publish_bytes,
     run_once_across_processes,
     sweep_drafts,
     try_flock,
@@ -41,6 +44,7 @@ CONTROL = ".lightning_stream"
 _FEW_INODES = 16  # the drafts of a write that failed are deleted already
 # A folder is deleted in many steps, of which several can meet one fetch: so its attempts are not counted.
 _LONGEST_DELETION_S = 60.0
+_DIGEST_BYTES = 8  # of a result
 _BLOCK_BYTES = 4096  # a disk with less than a block free is full
 
 
@@ -174,16 +178,41 @@ class CacheFolder:
 
         Again while the folder is being deleted.
         """
-        for _ in backoff(_LONGEST_DELETION_S):
-            try:
-                self.prepare()
-                lock = self.lock(name)
-                return run_once_across_processes(done, partial(work, lock), lock, wait_s)
-            except FileNotFoundError as error:
-                if not self.has(error):
-                    raise
-                deleted = error
-        raise deleted
+        with self.translated_errors():
+            if (value := done()) is not None:  # without a look at the folders
+                return value
+            for _ in backoff(_LONGEST_DELETION_S):
+                try:
+                    self.prepare()
+                    lock = self.lock(name)
+                    return run_once_across_processes(done, partial(work, lock), lock, wait_s)
+                except FileNotFoundError as error:
+                    if not self.has(error):
+                        raise
+                    deleted = error
+            raise deleted
+
+    def result(self, name: str) -> bytes | None:
+        """Return what was computed from the dataset under this name, once per machine; None if nothing whole is here.
+
+        Such small files have a hash of their content at their end.
+        """
+        with self.translated_errors(), contextlib.suppress(FileNotFoundError):
+            kept = self._result(name).read_bytes()
+            content, digest = kept[:-_DIGEST_BYTES], kept[-_DIGEST_BYTES:]
+            return content if xxh3_64_digest(content) == digest else None
+        return None
+
+    def keep_result(self, name: str, content: bytes, parts: Iterable[str] = ()) -> None:
+        """Keep a result under a name; then delete the partial results that it was made of."""
+        with self.translated_errors():
+            self.prepare()
+            publish_bytes(content + xxh3_64_digest(content), self._result(name), self.modes)
+            for part in parts:
+                self._result(part).unlink(missing_ok=True)
+
+    def _result(self, name: str) -> Path:
+        return self.control / f"{name}.result"
 
     def draft(self, name: str, part: str) -> Path:
         """Return the path of a draft for a file of a shard; only for the holder of the shard's lock."""

@@ -109,11 +109,8 @@ class ShardCache:
                     return index  # a former one, of files in another format
                 if not self._index.is_made(name, error):
                     raise
-        with self._place.translated_errors():
-            if not refresh and (index := here()) is not None:
-                return index
-            known = (lambda: None) if refresh else here
-            return self._place.run_once(name, known, partial(self._fetch_index, name), self.config.wait_s)
+        known = (lambda: None) if refresh else here
+        return self._place.run_once(name, known, partial(self._fetch_index, name), self.config.wait_s)
 
     def newest_index(self, name: str = INDEX_NAME) -> Index:
         """Return the index as the store has it now; if the store cannot be reached, the one in the cache."""
@@ -165,8 +162,7 @@ class ShardCache:
                 self._place.publish(draft, name, durable=not file.hashes)
             return self.folder / name
 
-        with self._place.translated_errors():
-            return here() or self._place.run_once(name, here, fetch, self.config.wait_s)
+        return self._place.run_once(name, here, fetch, self.config.wait_s)
 
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""
@@ -202,8 +198,7 @@ class ShardCache:
             return lease
         pin, fetch = partial(self._pin, held.raw, entry), partial(self._fetch, entry, connections)
         longest_s = self.config.wait_s if wait_s is None else wait_s
-        with self._place.translated_errors():
-            return pin() or self._place.run_once(held.raw.basename, pin, fetch, longest_s)
+        return self._place.run_once(held.raw.basename, pin, fetch, longest_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -227,9 +222,8 @@ class ShardCache:
                 return self.lease(entry) if lease is None else None
             except DigestError as error:
                 _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
-        with self._place.translated_errors():
-            done = lambda: None if lease is None or lease.is_current() else self._pin(raw, entry)  # noqa: E731
-            return self._place.run_once(name, done, partial(self._fetch, entry, 1, fresh=True), self.config.wait_s)
+        done = lambda: None if lease is None or lease.is_current() else self._pin(raw, entry)  # noqa: E731
+        return self._place.run_once(name, done, partial(self._fetch, entry, 1, fresh=True), self.config.wait_s)
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
         """Set the function from a raw basename to its next use, for evictions.

@@ -30,7 +30,6 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
 from lightning_stream.reading.mapped import MapReader
-from lightning_stream.reading.switched import SwitchedReader
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 
@@ -124,10 +123,8 @@ class BatchMaker:
 
     def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
         reader, packing = self.source.reader, self.source.packing
-        if isinstance(reader, SwitchedReader):
-            return reader.batch_of(batch.delivered, batch.version, out)
         if batch.rows is None or packing is None:
-            return reader.batch(batch.delivered, out)
+            return reader.batch(batch.delivered, out, batch.version)
         return read_rows(reader, batch.rows, packing)
 
     def samples(self, batch: MicroBatch) -> list[Any]:
@@ -183,13 +180,10 @@ class BatchMaker:
 
     def _sample(self, batch: MicroBatch, sample_id: int, position: int) -> Any:
         """Read a sample: as a subclass of the dataset does, if that has its own way."""
-        reader = self.source.reader
         if self.source.read_one is not None:
             with self._named("reading", [sample_id]):
                 return self.source.read_one(sample_id, batch.epoch, position)
-        if isinstance(reader, SwitchedReader):
-            return reader.sample_of(sample_id, version=batch.version)
-        return reader.sample(sample_id)
+        return self.source.reader.sample(sample_id, batch.version)
 
     def _transformed(self, transform: SeededCall, sample: Any, ids: list[int], epoch: int, position: int) -> Any:
         began = perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError
 from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.ledger import Substitution, replacements
 from lightning_stream.order.micro_batches import MicroBatch
@@ -23,6 +24,7 @@ from lightning_stream.reading.reader import SampleReader
 T = TypeVar("T")
 Policy = Literal["raise", "substitute"]
 OnBad = Policy | Mapping[str, Any]
+_log = logging.getLogger(__name__)
 UNREADABLE = (FormatError, NotFoundError)  # not a store that does not answer, or refuses
 
 
@@ -172,17 +174,25 @@ def readable(
 ) -> tuple[T, MicroBatch, tuple[EarlyRead, ...]]:
     """Read a micro-batch under a policy for bad data: the result, and the micro-batch with its substitutions.
 
-    The third has the samples that were read before their shards were verified.
+    The third has the samples that were read before their shards were verified. Where the user's code fails on some that
+    the verified shards have other bytes of, that was no error of its own: the batch is made again.
 
-    Raises FormatError or NotFoundError where data cannot be read and the policy is to raise.
+    Raises:
+        FormatError, NotFoundError: Data cannot be read and the policy is to raise.
     """
     spent = reader.counters.spent
-    spent.early = early = list[EarlyRead]()
-    try:
-        result, info = _substituted(reader, bad, info, order, read)
-    finally:
-        spent.early = None
-    return result, info, tuple(early)
+    while True:
+        spent.early = early = list[EarlyRead]()
+        try:
+            return *_substituted(reader, bad, info, order, read), tuple(early)
+        except LightningStreamError:
+            raise
+        except Exception as error:
+            if reader.is_right(early, wait=True):
+                raise
+            _log.warning("The batch at %s was read early and wrong (%r): it is made again.", info.label, error)
+        finally:
+            spent.early = None
 
 
 def _substituted(

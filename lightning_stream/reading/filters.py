@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.cache.results import Results
 from lightning_stream.fingerprint import function_text
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.rules import AMOUNT
@@ -178,16 +177,16 @@ class Evaluation:
 
     def mask(self) -> NDArray[np.bool_]:
         """bool[num_samples]: the samples that the function keeps."""
-        if (packed := self._results.read(self.name)) is None:
+        done = partial(self._folder.result, self.name)
+        if (packed := done()) is None:
             refuse_in_worker("the filter")  # which would wait for this process
-            done = partial(self._results.read, self.name)
-            packed = self._results.compute_once(self.name, done, self._compute, _WAIT_S)
+            packed = self._folder.run_once(f"{self.name}.result", done, lambda _: self._compute(), _WAIT_S)
         return _unpacked(packed, self.reader.snapshot.num_samples)
 
     @property
-    def _results(self) -> Results:
+    def _folder(self) -> CacheFolder:
         cache = self.reader.caches[0]
-        return Results(CacheFolder(cache.folder, cache.config.shared))
+        return CacheFolder(cache.folder, cache.config.shared)
 
     @cached_property
     def name(self) -> str:
@@ -200,10 +199,10 @@ class Evaluation:
     def __call__(self, part: ShardRange) -> NDArray[np.bool_]:
         """Evaluate a part, in any process, and keep the answers; a part that has been is read."""
         offsets = self.reader.snapshot.shard_offsets
-        if (packed := self._results.read(self._result_of(part))) is not None:
+        if (packed := self._folder.result(self._result_of(part))) is not None:
             return _unpacked(packed, int(offsets[part.end] - offsets[part.begin]))
         kept = np.concatenate([self._of_shard(shard) for shard in range(part.begin, part.end)])
-        self._results.keep(self._result_of(part), np.packbits(kept).tobytes())
+        self._folder.keep_result(self._result_of(part), np.packbits(kept).tobytes())
         return kept
 
     def _of_shard(self, shard: int) -> NDArray[np.bool_]:
@@ -235,7 +234,7 @@ class Evaluation:
 
     def _compute(self) -> bytes:
         """Evaluate what no process has, in several processes if it is much; keep and return one bit per sample."""
-        results, offsets = self._results, self.reader.snapshot.shard_offsets
+        offsets = self.reader.snapshot.shard_offsets
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
         parts = [ShardRange(number, *pair) for number, pair in enumerate(pairwise(bounds))]
@@ -249,7 +248,7 @@ class Evaluation:
             self, missing, self._num_workers(len(missing)), lambda part: progress(len(part)), _REMEDY
         )
         answers = np.packbits(np.concatenate([kept[part.number] for part in parts])).tobytes()
-        results.keep(self.name, answers, parts=map(self._result_of, parts))
+        self._folder.keep_result(self.name, answers, parts=map(self._result_of, parts))
         return answers
 
     def _num_workers(self, num_parts: int) -> int:

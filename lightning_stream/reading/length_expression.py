@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
 
@@ -60,7 +61,9 @@ class LengthExpression:
             self._tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError) as error:
             raise self._error(f"it cannot be read: {error}") from None
-        self.names = tuple(dict.fromkeys(self._names(self._tree)))
+        used = defaultdict[str, NDArray[np.integer]](lambda: np.empty(0, np.int64))
+        self._value(self._tree, used)  # of no samples: raises what is wrong whatever the lengths are
+        self.names = tuple(used)
         if not self.names:
             raise self._error("it has no name of lengths")
 
@@ -79,36 +82,21 @@ class LengthExpression:
     def _error(self, found: str) -> ValueError:
         return ValueError(f"{_RULE}, and never below 0; found {self.text!r}, but {found}. Correct it")
 
-    def _names(self, node: ast.expr) -> Iterator[str]:
-        """The names in a tree; ValueError for what it must not have."""
-        match node:
-            case ast.Name(id=name):
-                yield name
-            case ast.Constant(value=int() as number) if type(number) is int and number < _LIMIT:
-                return
-            case ast.BinOp(left=left, op=ast.Pow(), right=ast.Constant(value=int() as power)):
-                if not 1 <= power <= _MOST_POWER:
-                    raise self._error(f"it has a power of {power}")
-                yield from self._names(left)
-            case ast.BinOp(left=left, op=ast.Add() | ast.Sub() | ast.Mult() | ast.FloorDiv(), right=right):
-                yield from self._names(left)
-                yield from self._names(right)
-            case ast.Call(func=ast.Name(id="max" | "min"), args=[_, _, *_] as parts, keywords=[]):
-                for part in parts:
-                    yield from self._names(part)
-            case _:
-                raise self._error(f"it has {ast.unparse(node)!r}")
-
     def _value(self, node: ast.expr, lengths: Mapping[str, NDArray[np.integer]]) -> _Term:
+        """The values of a part; ValueError for what it must not have."""
         match node:
             case ast.Name(id=name):
                 values = lengths[name].astype(np.int64)
                 return values, int(values.max(initial=0))
-            case ast.Constant(value=int() as number):
+            case ast.Constant(value=int() as number) if type(number) is int and number < _LIMIT:
                 return np.int64(number), number
-            case ast.BinOp(left=left, op=operator, right=right):
+            case ast.BinOp(op=ast.Pow(), right=ast.Constant(value=int() as power)) if not 1 <= power <= _MOST_POWER:
+                raise self._error(f"it has a power of {power}")
+            case ast.BinOp(op=ast.Pow(), right=right) if not isinstance(right, ast.Constant):
+                pass
+            case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
                 return self._joined(operator, self._value(left, lengths), self._value(right, lengths))
-            case ast.Call(func=ast.Name(id=name), args=parts):
+            case ast.Call(func=ast.Name(id=name), args=[_, _, *_] as parts, keywords=[]) if name in _FUNCTIONS:
                 terms = [self._value(part, lengths) for part in parts]
                 return reduce(_FUNCTIONS[name], [values for values, _ in terms]), max(most for _, most in terms)
         raise self._error(f"it has {ast.unparse(node)!r}")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.formats.index import Index
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
 from lightning_stream.reading.reader import SampleReader
@@ -106,11 +107,16 @@ class MapReader(SampleReader):
         """None: there are no files."""
         return ()
 
-    def sample(self, sample_id: int) -> Any:
+    def sample(self, sample_id: int, version: int | None = None) -> Any:  # noqa: ARG002
         """One sample, as its dataset returns it."""
         return self.read(sample_id)
 
-    def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:  # noqa: ARG002
+    def batch(
+        self,
+        ids: Int64s,
+        out: Buffers | None = None,  # noqa: ARG002
+        version: int | None = None,  # noqa: ARG002
+    ) -> dict[str, Any]:
         """Samples that are mappings, as columns: lists of their values."""
         samples = [self.read(number) for number in ids.tolist()]
         return {name: [np.asarray(sample[name]) for sample in samples] for name in samples[0]}

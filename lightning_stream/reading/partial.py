@@ -84,7 +84,7 @@ class PartialShards:
         cache, entry = self._shards.entry(number)
         if isinstance(cache.store, DownloadHook) or not self._may_be_partial(number):
             return False
-        num_bytes, (begin, end) = _stored(entry).num_bytes, _table_range(entry)
+        num_bytes, (begin, end) = _stored(entry).num_bytes, _frames(entry).table
         table = 0 if number in self._tables else REQUEST_BYTES + end - begin
         num_ranges, range_bytes = _ranges(entry, indices)
         cost = self._spent[number] + table + num_ranges * REQUEST_BYTES + range_bytes
@@ -108,9 +108,9 @@ class PartialShards:
 
     def _may_be_partial(self, number: int) -> bool:
         cache, entry = self._shards.entry(number)
-        has_ranges = entry.format == "mds" and (entry.compressed is None or _frames(entry) is not None)
+        has_frames = entry.format == "mds" and (entry.compressed is None or _is_seekable(entry))
         is_trusted = number not in self._distrusted and cache.config.validate_hash is None
-        return has_ranges and is_trusted and not cache.in_place
+        return has_frames and is_trusted and not cache.in_place
 
     def arriving(self, number: int, indices: Int64s, has_come: Callable[[], bool]) -> PartialShard | None:
         """Samples of a shard that is being fetched, by any process, as soon as they are here.
@@ -129,51 +129,45 @@ class PartialShards:
         Shards whose answers do not fit the index, also when asked again, are left out, and not read by ranges any more.
         Raises StoreError where the store does not send them.
         """
-        reads = {number: self._readers.submit(self.samples, number, indices) for number, indices in wanted.items()}
-        parts = {}
-        for number, read in reads.items():
-            samples = read.result()
-            if samples is None:
-                continue
-            try:
-                parts[number] = self._as_shard(number, wanted[number], samples, is_awaited=number in awaited)
-            except FormatError:
-                self.distrust(number)
-        return parts
+        reads = {
+            number: self._readers.submit(self._by_range, number, indices, number in awaited)
+            for number, indices in wanted.items()
+        }
+        return {number: part for number, read in reads.items() if (part := read.result()) is not None}
 
-    def samples(self, number: int, indices: Int64s) -> dict[int, bytes] | None:
-        """The bytes of samples of a shard by ranges, by their indices; None if these do not fit its index."""
-        cache, entry = self._shards.entry(number)
-        if entry.raw.origin is not None:
-            assert cache.other is not None
-            samples = cache.other.samples(cache.store, entry, indices.tolist())
-            self._note(number, len(indices), sum(map(len, samples)))
-            return dict(zip(indices.tolist(), samples, strict=True))
+    def _by_range(self, number: int, indices: Int64s, is_awaited: bool) -> PartialShard | None:
         for _ in range(_ATTEMPTS):
             with suppress(FormatError):
-                return self._samples(number, entry, indices)
+                return self._as_shard(number, indices, self._samples(number, indices), is_awaited=is_awaited)
             self._drop(number)
-        _log.warning("%s: its ranges do not fit its index; it is read as a whole.", entry.raw.basename)
+        basename = self._shards.entry(number)[1].raw.basename
+        _log.warning("%s: its ranges do not fit its index; it is read as a whole.", basename)
         self.distrust(number)
         return None
 
-    def _samples(self, number: int, entry: ShardEntry, indices: Int64s) -> dict[int, bytes]:
-        frames, known = _frames(entry), self._tables.get(number)
+    def _samples(self, number: int, indices: Int64s) -> dict[int, bytes]:
+        """The bytes of samples of a shard by ranges, by their indices. FormatError if these do not fit its index."""
+        cache, entry = self._shards.entry(number)
+        if entry.raw.origin is not None:
+            assert cache.other is not None
+            rows = cache.other.samples(cache.store, entry, indices.tolist())
+            self._note(number, len(indices), sum(map(len, rows)))
+            return dict(zip(indices.tolist(), rows, strict=True))
+        known, table = self._tables.get(number), _equal_sizes_table(entry)
         coming = None if known is not None else self._requests.submit(self._fetch_table, number, entry)
-        table = _equal_sizes_table(entry) if known is None and frames is None else known
-        if table is None:
-            assert coming is not None
-            table = coming.result()
-        parts = _neighbours(table, indices if frames is None else frames.of(indices))
+        if coming is None or table is None:
+            table = known if coming is None else coming.result()
+        assert table is not None
+        parts = _parts(entry, table, indices)
         requests = [self._requests.submit(self._fetch, number, *_range(table, part)) for part in parts]
-        samples = _cut(table, parts, [request.result() for request in requests])
+        samples = _cut(entry, table, parts, [request.result() for request in requests], indices)
         if coming is not None and not np.array_equal(coming.result(), table):
             raise FormatError(f"{entry.raw.basename}: its samples differ in size.")
-        return samples if frames is None else _unpacked(entry, frames, indices, samples)
+        return samples
 
     def _fetch_table(self, number: int, entry: ShardEntry) -> _Offsets:
-        frames, content = _frames(entry), self._fetch(number, *_table_range(entry))
-        table = offsets_of(content, entry, entry.raw.basename) if frames is None else frames.offsets(content)
+        frames = _frames(entry)
+        table = frames.offsets(self._fetch(number, *frames.table))
         with self._guard:
             self._tables[number] = table
             while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _HELD_BYTES:
@@ -232,9 +226,35 @@ def table_bytes(entry: ShardEntry) -> int:
     return 4 * (entry.num_samples + 2)
 
 
-def _frames(entry: ShardEntry) -> Frames | None:
-    """The frames of a seekable shard; None of another one."""
-    return Frames(entry) if (entry.compression or "").startswith(SEEKABLE) else None
+class _Samples:
+    """The samples of a raw shard, as `Frames` of one sample each."""
+
+    def __init__(self, entry: ShardEntry) -> None:
+        self._entry, self.num_frames, self.table = entry, entry.num_samples, (0, table_bytes(entry))
+
+    def of(self, indices: Int64s) -> Int64s:
+        """The frames that have these samples."""
+        return indices
+
+    def offsets(self, table: bytes) -> _Offsets:
+        """Where the frames begin, and the end of the last, from the bytes of the table."""
+        return offsets_of(table, self._entry, self._entry.raw.basename)
+
+    def arrived(self, file: BinaryIO, num_bytes: int, last: int, edges: list[int]) -> int:
+        """As that of `Frames`: have in `edges` where frames begin, and return how many bytes are needed."""
+        if num_bytes < self.table[1]:
+            return self.table[1]
+        edges[:] = self.offsets(file.read(self.table[1])).tolist()
+        return edges[last + 1]
+
+
+def _is_seekable(entry: ShardEntry) -> bool:
+    return (entry.compression or "").startswith(SEEKABLE)
+
+
+def _frames(entry: ShardEntry) -> Frames | _Samples:
+    """What can be read alone of a shard in its store."""
+    return Frames(entry) if _is_seekable(entry) else _Samples(entry)
 
 
 def _stored(entry: ShardEntry) -> FileEntry:
@@ -250,27 +270,12 @@ def num_ranges(entry: ShardEntry, indices: Int64s) -> int:
 def _ranges(entry: ShardEntry, indices: Int64s) -> tuple[int, int]:
     """How many ranges have these samples, and their bytes."""
     frames = _frames(entry)
-    parts, num_parts = (indices, entry.num_samples) if frames is None else (frames.of(indices), frames.num_frames)
-    mean = _stored(entry).num_bytes / max(1, num_parts)
+    parts = frames.of(indices)
+    mean = _stored(entry).num_bytes / max(1, frames.num_frames)
     gaps = mean * (parts[1:] - parts[:-1] - 1)
     # Other formats ask for each sample by itself.
     near = gaps[gaps <= _GAP_BYTES] if entry.raw.origin is None else gaps[:0]
     return len(parts) - len(near), int(mean * len(parts) + near.sum())
-
-
-def _table_range(entry: ShardEntry) -> tuple[int, int]:
-    """The bytes of the table of samples or frames: their begin and end."""
-    frames = _frames(entry)
-    return (0, table_bytes(entry)) if frames is None else frames.table
-
-
-def _unpacked(entry: ShardEntry, frames: Frames, indices: Int64s, packed: Mapping[int, bytes]) -> dict[int, bytes]:
-    """The samples of these indices, from their frames as they are stored."""
-    samples = dict[int, bytes]()
-    for frame in frames.of(indices).tolist():
-        content = decompress(SEEKABLE, packed[frame], entry.raw.num_bytes, f"{entry.raw.basename}, frame {frame}")
-        samples |= frames.samples(frame, content)
-    return {index: samples[index] for index in indices.tolist()}
 
 
 def offsets_of(content: bytes, entry: ShardEntry, where: str) -> _Offsets:
@@ -290,16 +295,18 @@ def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:
     """The offsets of samples of one size, one after another up to the end; None where they differ in size."""
     stride = sum(size or 0 for size in entry.schema.sizes)
     first = entry.raw.num_bytes - entry.num_samples * stride
-    if None in entry.schema.sizes or first < table_bytes(entry):
+    if entry.compressed is not None or None in entry.schema.sizes or first < table_bytes(entry):
         return None
     return (first + stride * np.arange(entry.num_samples + 1)).astype(np.uint32)
 
 
-def _neighbours(table: _Offsets, indices: Int64s) -> list[_Part]:
-    gaps = table[indices[1:]].astype(np.int64) - table[indices[:-1] + 1]
+def _parts(entry: ShardEntry, table: _Offsets, indices: Int64s) -> list[_Part]:
+    """The groups of neighbours of the frames that have these samples."""
+    frames = _frames(entry).of(indices)
+    gaps = table[frames[1:]].astype(np.int64) - table[frames[:-1] + 1]
     firsts = np.flatnonzero(np.concatenate([[True], gaps > _GAP_BYTES]))
-    lasts = np.append(firsts[1:], len(indices)) - 1
-    return list(zip(indices[firsts].tolist(), indices[lasts].tolist(), strict=True))
+    lasts = np.append(firsts[1:], len(frames)) - 1
+    return list(zip(frames[firsts].tolist(), frames[lasts].tolist(), strict=True))
 
 
 def _range(table: _Offsets, part: _Part) -> tuple[int, int]:
@@ -307,14 +314,23 @@ def _range(table: _Offsets, part: _Part) -> tuple[int, int]:
     return int(table[part[0]]), int(table[part[1] + 1])
 
 
-def _cut(table: _Offsets, parts: list[_Part], contents: list[bytes]) -> dict[int, bytes]:
-    """The samples of parts by their indices, from the bytes of these."""
-    samples = dict[int, bytes]()
+def _cut(
+    entry: ShardEntry, table: _Offsets, parts: list[_Part], contents: list[bytes], indices: Int64s
+) -> dict[int, bytes]:
+    """The samples of these indices from the bytes of parts; of raw shards, also those between them."""
+    stored = dict[int, bytes]()
     for (first, last), content in zip(parts, contents, strict=True):
         edges = (table[first : last + 2] - table[first]).tolist()
         if len(content) != edges[-1]:
             raise FormatError(f"the samples {first} to {last} have {edges[-1]:,} bytes; found {len(content):,}")
-        samples |= {first + k: content[begin:end] for k, (begin, end) in enumerate(pairwise(edges))}
+        stored |= {first + k: content[begin:end] for k, (begin, end) in enumerate(pairwise(edges))}
+    frames = _frames(entry)
+    if isinstance(frames, _Samples):
+        return stored
+    samples = dict[int, bytes]()
+    for frame in frames.of(indices).tolist():
+        content = decompress(SEEKABLE, stored[frame], entry.raw.num_bytes, f"{entry.raw.basename}, frame {frame}")
+        samples |= frames.samples(frame, content)
     return samples
 
 
@@ -324,7 +340,7 @@ def _arriving(
     """Samples of a file that grows, when they are here; None where it is whole before, comes in parts, or stalls."""
     path, pause_s, needed, edges = cache.arriving(entry), _SHORTEST_PAUSE_S, 0, [0]
     frames, size, grew = _frames(entry), 0, time.monotonic()
-    wanted = indices if frames is None else frames.of(indices)
+    last = int(frames.of(indices)[-1])
     while not has_come() and time.monotonic() - grew < _STALL_S:
         with suppress(FileNotFoundError), path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -332,32 +348,15 @@ def _arriving(
                 return None  # it is being verified, or comes in parts
             if num_bytes != size:
                 size, grew = num_bytes, time.monotonic()
-            if num_bytes >= needed:
-                table, needed = _table_so_far(file, num_bytes, entry, int(wanted[-1]), edges)
-                if num_bytes >= needed:
-                    parts = _neighbours(table, wanted)
-                    ranges = [_range(table, part) for part in parts]
-                    samples = _cut(table, parts, [os.pread(file.fileno(), end - begin, begin) for begin, end in ranges])
-                    return samples if frames is None else _unpacked(entry, frames, indices, samples)
+            if num_bytes >= needed and num_bytes >= (needed := frames.arrived(file, num_bytes, last, edges)):
+                table = np.array(edges, np.uint32)
+                parts = _parts(entry, table, indices)
+                ranges = [_range(table, part) for part in parts]
+                contents = [os.pread(file.fileno(), end - begin, begin) for begin, end in ranges]
+                return _cut(entry, table, parts, contents, indices)
         time.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
     return None
-
-
-def _table_so_far(
-    file: BinaryIO, num_bytes: int, entry: ShardEntry, last: int, edges: list[int]
-) -> tuple[_Offsets, int]:
-    """The offsets that are here of a file that grows, and how large it must be for all up to the end of the last one.
-
-    Those of frames are kept in `edges`.
-    """
-    if (frames := _frames(entry)) is not None:
-        needed = frames.arrived(file, num_bytes, last, edges)
-        return np.array(edges, np.uint32), needed
-    if num_bytes < table_bytes(entry):
-        return np.empty(0, np.uint32), table_bytes(entry)
-    table = offsets_of(file.read(table_bytes(entry)), entry, entry.raw.basename)
-    return table, int(table[last + 1])
 
 
 def read_range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:

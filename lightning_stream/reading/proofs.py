@@ -13,12 +13,12 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning_stream.errors import LightningStreamError, StoreError
 from lightning_stream.formats.hashing import digest_parts
@@ -48,12 +48,9 @@ class EarlyRead:
         """Note the samples of these indices, which have these bytes."""
         return cls(number, tuple(indices), digest_parts([_HASH], parts)[_HASH], is_awaited)
 
-    def agrees(self, shard: Shard) -> bool:
-        """Whether the verified shard has the same bytes."""
-        return self.has_bytes([shard.stored(index) for index in self.indices])
-
-    def has_bytes(self, parts: Sequence[_Bytes]) -> bool:
-        """Whether the samples have these bytes."""
+    def agrees(self, shard: Shard, row_of: Callable[[int], Any] = int) -> bool:
+        """Whether a shard has the same bytes; `row_of` gives where in it a sample is."""
+        parts = [shard.stored(row_of(index)) for index in self.indices]
         return digest_parts([_HASH], parts)[_HASH] == self.digest
 
 

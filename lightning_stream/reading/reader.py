@@ -195,8 +195,8 @@ class SampleReader:
         """The shard that holds each sample, and its index in it."""
         return self.shards.snapshot.locate(self.original_ids(ids))
 
-    def sample(self, sample_id: int) -> dict[str, Any]:
-        """Read one sample: column name to value.
+    def sample(self, sample_id: int, version: int | None = None) -> dict[str, Any]:  # noqa: ARG002 - see `switched`
+        """Read one sample: column name to value. `version` counts where a training run switches versions.
 
         Raises:
             FormatError: It cannot be decoded; names the sample, its stream, its shard and the column.
@@ -249,7 +249,12 @@ class SampleReader:
             for number in numbers:
                 self.shards.pool.shard(number)
 
-    def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:
+    def batch(
+        self,
+        ids: Int64s,
+        out: Buffers | None = None,
+        version: int | None = None,  # noqa: ARG002 - see `switched`
+    ) -> dict[str, Any]:
         """Gather samples as columns, in the order of `ids`.
 
         Args:

@@ -24,7 +24,7 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
-from lightning_stream.reading.partial import PartialShard, PartialShards, num_ranges
+from lightning_stream.reading.partial import PartialShards, num_ranges
 from lightning_stream.reading.proofs import EarlyRead, EarlyReads
 from lightning_stream.threads import DaemonPool
 
@@ -402,63 +402,48 @@ class ShardPool:
 
     def of_batch(self, numbers: list[int], wanted: Mapping[int, Int64s]) -> dict[int, tuple[Shard, EarlyRead | None]]:
         """The shards of a batch by number, opened; of those that are not, the `wanted` samples alone may come."""
-        shards: dict[int, tuple[Shard, EarlyRead | None]] = {**self.by_range(wanted)}
-        missing = [number for number in numbers if number not in shards]
-        with self.reading(missing):
-            if len(missing) > 1 or not self._is_alone(missing, wanted):
+        starts = self._config.start_by_range is not False
+        soon = {number for number in wanted if starts and self.partial.comes_soon(number, int(wanted[number][-1]))}
+        ranged, awaited = self._by_range(wanted, soon)
+        missing = [number for number in numbers if number not in ranged]
+        shards: dict[int, tuple[Shard, EarlyRead | None]] = {}
+        with self.reading(numbers):
+            # This thread may as well fetch the only one that is missing, if nobody does yet and it comes whole: that
+            # saves a change of threads, 40 us of a sample in a shard on the disk.
+            if len(missing) > 1 or any(number in self.fetches or number in soon for number in missing):
                 self.fetch_first(missing)
-            for number in missing:
-                part = self._arriving(number, wanted[number]) if number in wanted else None
-                shards[number] = part or (self.shard(number), None)
+            with self._counters.waiting():
+                shards |= self.partial.by_range({number: wanted[number] for number in ranged}, awaited)
+                for number in soon.intersection(missing):
+                    fetch = self.fetches.get(number)
+                    if fetch and (part := self.partial.arriving(number, wanted[number], fetch.has_come)):
+                        shards[number] = part
+            for number in numbers:
+                if number not in shards:
+                    shards[number] = self.shard(number), None
         self.queue.start_later()
         return shards
 
-    def _is_alone(self, missing: list[int], wanted: Mapping[int, Int64s]) -> bool:
-        """Whether this thread may as well fetch the one shard that is missing: nobody does yet, and it comes whole.
+    def _by_range(self, wanted: Mapping[int, Int64s], soon: set[int]) -> tuple[set[int], set[int]]:
+        """Shards that are not here whose wanted samples are cheaper alone; and all that this batch would wait for.
 
-        That saves a change of threads, 40 us of a sample in a shard on the disk.
+        What is fetched anyway is requested beside that only where the batch comes earlier: where it waits for no other
+        shard then, and its samples do not come `soon` by themselves.
         """
-        return not any(
-            number in self.fetches or (number in wanted and self.partial.comes_soon(number, int(wanted[number][-1])))
-            for number in missing
-        )
-
-    def by_range(self, wanted: Mapping[int, Int64s]) -> dict[int, PartialShard]:
-        """The wanted samples of shards that are not here, where they are cheaper alone."""
-        starts, cheaper, awaited, soon = self._config.start_by_range, set(), set(), set()
-        if starts is None and self.partial.num_requests >= self.spare_requests:
-            starts = False
+        starts, spare = self._config.start_by_range, self.spare_requests - self.partial.num_requests
+        cheaper, awaited = set[int](), set[int]()
         for number, indices in wanted.items():
             fetch = self.fetches.get(number)
-            if number in self.open or (fetch is not None and (fetch.has_come() or starts is False)):
+            if number in self.open or (fetch and fetch.has_come()):
                 continue
-            if fetch is not None and not self.is_present(number):  # else it is opened soon
+            if fetch and not self.is_present(number):  # else it is opened soon
                 awaited.add(number)
-                if self.partial.comes_soon(number, int(indices[-1])):
-                    soon.add(number)
             if self.partial.is_cheaper(number, indices):
                 cheaper.add(number)
-        if starts is None:  # the batch comes earlier only if it waits for none of them, not even for their beginnings
-            ranges = (num_ranges(self._shards.entry(number)[1], wanted[number]) for number in awaited & cheaper)
-            num_requests = sum(1 + count for count in ranges)
-            is_within = num_requests <= self.spare_requests - self.partial.num_requests
-            if awaited == soon or awaited - cheaper or not is_within:
-                cheaper -= awaited
-        if not cheaper and not awaited:
-            return {}
-        self.fetch_first(list(awaited - cheaper))
-        with self._counters.waiting():
-            return self.partial.by_range({number: wanted[number] for number in cheaper}, awaited)
-
-    def _arriving(self, number: int, indices: Int64s) -> PartialShard | None:
-        """Samples of a shard that is being fetched, before all of it is here; None where waiting is better."""
-        fetch = self.fetches.get(number)
-        if number in self.open or fetch is None or fetch.has_come() or self._config.start_by_range is False:
-            return None
-        if not self.partial.comes_soon(number, int(indices[-1])):
-            return None
-        with self._counters.waiting():
-            return self.partial.arriving(number, indices, fetch.has_come)
+        if starts is None:
+            ranges = (1 + num_ranges(self._shards.entry(number)[1], wanted[number]) for number in awaited & cheaper)
+            starts = cheaper >= awaited and not soon >= awaited and sum(ranges) <= spare
+        return cheaper if starts else cheaper - awaited, awaited
 
     def shard(self, number: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller is `reading` it."""
@@ -539,18 +524,12 @@ class ShardPool:
             self.fetch_first(sorted(by_shard.keys() - here - alone))
         verdicts: dict[EarlyRead, bool] = {}
         for number in sorted(by_shard if wait else here):
-            verdicts |= self._verdicts(number, by_shard[number], by_range=number in alone)
+            indices = np.unique(np.concatenate([read.indices for read in by_shard[number]]))
+            with self.reading([number]):
+                again = self.partial.by_range({number: indices} if number in alone else {}, ()).get(number)
+                shard, row_of = (again[0], indices.searchsorted) if again else (self.shard(number), int)
+                verdicts |= {read: read.agrees(shard, row_of) for read in by_shard[number]}
         return verdicts
-
-    def _verdicts(self, number: int, reads: Sequence[EarlyRead], *, by_range: bool) -> dict[EarlyRead, bool]:
-        if by_range:
-            indices = np.unique(np.concatenate([read.indices for read in reads]))
-            samples = self.partial.samples(number, indices)
-            if samples is not None:
-                return {read: read.has_bytes([samples[index] for index in read.indices]) for read in reads}
-        with self.reading([number]):
-            shard = self.shard(number)
-            return {read: read.agrees(shard) for read in reads}
 
     def _raise_file_limit(self) -> None:
         """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""

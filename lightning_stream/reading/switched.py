@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.index import Index
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Buffers, Ragged
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.switches import DataVersion
@@ -59,22 +60,17 @@ class SwitchedReader(SampleReader):
         kept = slice(None) if self.members is None else self.members.mask
         return [DataVersion(reader.snapshot, Bitmap.of_mask(mask[kept])) for reader, mask in self._versions]
 
-    def sample(self, sample_id: int) -> dict[str, Any]:
-        """Read one sample, with the columns of the last version that has it."""
-        return self.sample_of(sample_id, None)
-
-    def sample_of(self, sample_id: int, version: int | None) -> dict[str, Any]:
+    def sample(self, sample_id: int, version: int | None = None) -> dict[str, Any]:
         """Read one sample, with the columns that a version has; None for the last one that has the sample."""
         lacking = self._lacking(np.array([sample_id]), version)
         sample = super().sample(sample_id)
         return {name: value for name, value in sample.items() if name not in lacking or not lacking[name][0]}
 
-    def batch(self, ids: NDArray[np.int64], out: Buffers | None = None) -> dict[str, Any]:
-        """Gather samples as columns, each with those of the last version that has it."""
-        return self.batch_of(ids, None, out)
+    def batch(self, ids: Int64s, out: Buffers | None = None, version: int | None = None) -> dict[str, Any]:
+        """Gather samples as columns: those that a version has, and None for samples whose streams lack one there.
 
-    def batch_of(self, ids: NDArray[np.int64], version: int | None, out: Buffers | None = None) -> dict[str, Any]:
-        """Gather samples as columns: those that a version has, and None for samples whose streams lack one there."""
+        None for the last version that has each sample.
+        """
         batch = super().batch(ids, out)
         for name, lacking in self._lacking(ids, version).items():
             if name in batch and version is not None and self._lacks[name][version].all():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -136,6 +137,45 @@ def test_batches_that_were_not_handed_out_yet_are_made_again(
     loader.streaming.reader.shards.delivered.forget()  # as if the first batch had been right
     assert sum(num_wrong(next(batches)) for _ in range(6)) == 0
     batches.close()
+
+
+def refuse_wrong(sample: dict[str, Any]) -> dict[str, Any]:
+    if not 0 <= sample["id"] < NUM_SAMPLES or (sample["x"] != value(sample["id"])).any():
+        raise ValueError("wrong bytes")
+    return sample
+
+
+@all_workers
+def test_a_batch_whose_transform_fails_on_wrong_samples_is_made_again(
+    server: HoldingServer, tmp_path: Path, workers: str
+) -> None:
+    loader = loader_of(server, tmp_path / "cache", workers, transform=refuse_wrong)
+    timer = threading.Timer(1, server.go.set)
+    timer.start()
+    assert sum(map(num_wrong, loader)) == 0
+    assert not any("raw" in name for name in server.wrong)  # all of them were delivered
+    assert loader.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_transform_that_fails_on_verified_samples_too_ends_the_iteration(
+    server: HoldingServer, tmp_path: Path, is_wrong: bool
+) -> None:
+    seen = []
+
+    def failing(sample: dict[str, Any]) -> None:
+        seen.append(num_wrong({"id": torch.tensor([sample["id"]]), "x": torch.tensor(sample["x"])[None]}))
+        raise ZeroDivisionError
+
+    if not is_wrong:
+        server.wrong.clear()
+    loader = loader_of(server, tmp_path / "cache", transform=failing)
+    timer = threading.Timer(1, server.go.set)
+    timer.start()
+    with pytest.raises(ZeroDivisionError):
+        next(iter(loader))
+    assert seen == ([1, 0] if is_wrong else [0])
+    assert loader.state_dict()["position"] == 0
 
 
 def test_damage_outside_of_what_was_delivered_is_healed(

@@ -185,6 +185,32 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
         dataset[8]
 
 
+def refuse_wrong(found: dict[str, Any]) -> dict[str, Any]:
+    assert found == sample(found["id"])
+    return found
+
+
+def test_a_batch_whose_transform_fails_on_wrong_samples_that_came_by_range_is_made_again(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrong, whole_range = set[int](), partial.read_range
+
+    def flipped(cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
+        content, version = whole_range(cache, entry, begin, end)
+        if not begin or begin in wrong:
+            return content, version
+        wrong.add(begin)
+        return content[:-1] + bytes([content[-1] ^ 1]), version
+
+    monkeypatch.setattr(partial, "read_range", flipped)
+    dataset = served.dataset(tmp_path, transform=refuse_wrong).subset([5, 150, 231])
+    loader = StreamingDataLoader(dataset, 3)
+    assert [batch["id"].tolist() for batch in loader] == [[5, 150, 231]]
+    assert len(wrong) == 3
+    assert loader.state_dict()["epoch"] == 1
+    assert all(value is not None for _, value in served.asked())
+
+
 def test_tables_are_kept_up_to_a_bound_and_fetched_again_behind_it(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
