@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from .folder import CacheConfig, default_folder
-from .lease import Lease
-from .shards import ShardCache
+from .shards import Lease, ShardCache
 
 __all__ = ["CacheConfig", "Lease", "ShardCache", "default_folder"]

@@ -6,10 +6,12 @@ import contextlib
 import errno
 import logging
 import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, final
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.counters import Counters
@@ -29,11 +31,51 @@ from lightning_stream.stores.local import LocalStore
 
 from .fetch import check_size, download, is_full, is_here, size_of, verify
 from .index import IndexFile, OtherFormat
-from .lease import Lease
 from .space import CacheEntry, Space
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+@final
+class Lease:
+    """A shard in `folder` that cannot be evicted before `close`, or before this process ends.
+
+    A lease without references is closed, so a dataset that was dropped keeps no shard from being evicted. `fd` is the
+    shard's first file, `name`, under a shared lock; None if nothing is ever evicted. `is_held` until it is closed.
+    """
+
+    # No weakref.finalize: fetching threads would change its registry while the interpreter's exit walks it.
+
+    def __init__(self, folder: Path, fd: int | None, name: str = "") -> None:
+        self.folder = folder
+        self._path, self._fd, self._pid = folder / name, fd, os.getpid()
+        self.is_held = True
+        self._closing = threading.Lock()  # a thread may close the lease while another one uses its descriptor
+
+    def is_current(self) -> bool:
+        """Return whether the shard's first file was neither deleted nor fetched again since; True if it is closed."""
+        with self._closing:
+            return self._fd is None or same_file(self._fd, self._path)
+
+    def close(self) -> None:
+        """Release the shard; a second call does nothing."""
+        if self._pid != os.getpid():
+            return  # the descriptors of leases are closed in a forked child
+        with self._closing:
+            fd, self._fd, self.is_held = self._fd, None, False
+            if fd is not None:
+                LOCK_FDS.close(fd)
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not _ends():  # modules are gone then, and the kernel closes it
+            self.close()
 
 
 class _Part(NamedTuple):
@@ -110,7 +152,7 @@ class ShardCache:
                 if not self._index.is_made(name, error):
                     raise
         known = (lambda: None) if refresh else here
-        return self._place.run_once(name, known, partial(self._fetch_index, name), self.config.wait_s)
+        return self._once(name, known, lambda draft, _: self._index.fetch(name, draft))
 
     def newest_index(self, name: str = INDEX_NAME) -> Index:
         """Return the index as the store has it now; if the store cannot be reached, the one in the cache."""
@@ -122,10 +164,15 @@ class ShardCache:
             _log.warning("%s is read from the cache alone, as it was when last reached: %s", self.store.url, error)
             return self.index(name)
 
-    def _fetch_index(self, name: str, lock: FileLock) -> Index:
-        draft = self._place.draft(name, "raw")
-        with self._cleanup_on_error([draft], lock):
-            return self._index.fetch(name, draft)
+    def _once(self, name: str, done: Callable[[], T | None], get: Callable[[Path, FileLock], T]) -> T:
+        """Have one process get and publish a file, unless it is here; `get` has a draft for it, under its lock."""
+
+        def work(lock: FileLock) -> T:
+            draft = self._place.draft(name, "raw")
+            with self._cleanup_on_error([draft], lock):
+                return get(draft, lock)
+
+        return self._place.run_once(name, done, work, self.config.wait_s)
 
     def side_file(self, file: FileEntry, make: Callable[[Path], object] | None = None) -> Path:
         """Return the verified path of a file that is no shard, e.g. of lengths. Like the index, it is never evicted.
@@ -152,17 +199,15 @@ class ShardCache:
                 return None
             return self.folder / name
 
-        def fetch(lock: FileLock) -> Path:
-            draft = self._place.draft(name, "raw")
-            with self._cleanup_on_error([draft], lock):
-                if make is None:
-                    self._until_right(lambda: self._download(file, draft, hash_name), lock)
-                else:
-                    make(draft)
-                self._place.publish(draft, name, durable=not file.hashes)
+        def get(draft: Path, lock: FileLock) -> Path:
+            if make is None:
+                self._until_right(lambda: self._download(file, draft, hash_name), lock)
+            else:
+                make(draft)
+            self._place.publish(draft, name, durable=not file.hashes)
             return self.folder / name
 
-        return self._place.run_once(name, here, fetch, self.config.wait_s)
+        return self._once(name, here, get)
 
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""

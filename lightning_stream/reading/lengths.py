@@ -24,6 +24,7 @@ from lightning_stream.formats.model import length_file_stem
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.reading.partial import offsets_of, read_range, table_bytes
 from lightning_stream.reading.stream import DownloadHook
+from lightning_stream.sources.in_place import is_made
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.lengths import measure_batch
 
@@ -67,10 +68,10 @@ def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:
         with DaemonPool(_THREADS, "lengths") as pool:
             paths = [pool.submit(cache.side_file, file) for file in files]
             return [_mapped(path.result(), file) for path, file in zip(paths, files, strict=True)]
-    is_free = cache.in_place and not _is_made(index)
+    is_free = cache.in_place and not is_made(index)
     is_free = is_free or all(_fixed_length(schema, name) is not None for schema in index.schemas)
     # Without hashes, other shards may have the same index, so a file in the cache could be that of other data.
-    if is_free or not (_is_made(index) or all(schema.hashes for schema in index.schemas)):
+    if is_free or not (is_made(index) or all(schema.hashes for schema in index.schemas)):
         return [_from_shards(cache, index, name)]
     made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples, {}, index.num_samples)
     return [_mapped(cache.side_file(made, lambda draft: _write(_from_shards(cache, index, name), draft)), made)]
@@ -84,14 +85,9 @@ def _write(lengths: _Lengths, to: Path) -> None:
     to.write_bytes(lengths.astype("<u4").tobytes())
 
 
-def _is_made(index: Index) -> bool:
-    """Whether the data is in another format, whose shards are made when they are fetched."""
-    return index.num_shards > 0 and index.entry(0).raw.origin is not None
-
-
 def _problem(cache: ShardCache, index: Index, name: str) -> str:
     """Return why the lengths of a stream are not known; empty if they are."""
-    if name in index.lengths or (_is_made(index) and name in index.columns):
+    if name in index.lengths or (is_made(index) and name in index.columns):
         return ""
     return next((f"{cache.store.url} {why}" for schema in index.schemas if (why := _why_not(cache, schema, name))), "")
 

@@ -144,8 +144,8 @@ class Fetch(Future["Lease | None"]):
     def __init__(self, cache: ShardCache, entry: ShardEntry) -> None:
         super().__init__()
         self.cache, self.entry = cache, entry
-        self.rank = _LATER + 1  # until it is added to a queue
-        self.is_elsewhere = False
+        self.rank = _LATER
+        self.is_asked = self.is_elsewhere = False  # whether a thread was asked for it, and left it to another process
         self.arrived: Lease | None = None
 
     def has_come(self) -> bool:
@@ -181,23 +181,21 @@ class FetchQueue:
         with self._lock:
             rank = _LATER if self._is_busy() else _NEXT
             self._waiting += fetches
-            self._move_up(fetches, rank)
+            self._ask(fetches, rank)
 
     def first(self, fetches: Sequence[Fetch]) -> None:
         """Fetch these before all others, and all at once: with more threads, if it takes more."""
         with self._lock:
             if (threads := urgent_threads(self._fetchers.num_threads, len(fetches))) > self._fetchers.num_threads:
                 self._fetchers.resize(threads)
-            self._move_up(fetches, _FIRST)
+            self._ask(fetches, _FIRST)
 
     def start_later(self) -> None:
         """Begin to fetch what waits: the first batch has what it needs."""
         if self._highest_rank < _LATER:
             with self._lock:
-                later = [fetch for fetch in self._waiting if fetch.rank > self._highest_rank]
                 self._highest_rank = _LATER
-                for _ in later:
-                    self._fetchers.submit(self._fetch_next)
+                self._ask((), _LATER)
 
     def drop(self, fetch: Fetch) -> None:
         """Do not fetch this one; if that has begun, it ends with a lease that nobody keeps."""
@@ -227,14 +225,15 @@ class FetchQueue:
     def _is_busy(self) -> bool:
         return bool(self._num_running or self._elsewhere or any(map(self._may_begin, self._waiting[:1])))
 
-    def _move_up(self, fetches: Sequence[Fetch], rank: int) -> None:
-        """Give fetches this rank, if theirs is higher; for each that may begin now, a thread is asked."""
+    def _ask(self, fetches: Sequence[Fetch], rank: int) -> None:
+        """Give fetches this rank; for each that may begin now, a thread is asked, once."""
         for fetch in fetches:
-            could_begin = self._may_begin(fetch)
-            fetch.rank = min(rank, fetch.rank)
-            if not could_begin and self._may_begin(fetch):
-                self._fetchers.submit(self._fetch_next)
+            fetch.rank = rank
         self._waiting = sorted(self._waiting, key=lambda fetch: fetch.rank)
+        for fetch in self._waiting:
+            if self._may_begin(fetch) and not fetch.is_asked:
+                fetch.is_asked = True
+                self._fetchers.submit(self._fetch_next)
 
     def _fetch_next(self) -> None:
         with self._lock:
