@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -139,7 +140,7 @@ def test_batches_that_were_not_handed_out_yet_are_made_again(
     batches.close()
 
 
-def refuse_wrong(sample: dict[str, Any]) -> dict[str, Any]:
+def refuse_wrong(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     if not 0 <= sample["id"] < NUM_SAMPLES or (sample["x"] != value(sample["id"])).any():
         raise ValueError("wrong bytes")
     return sample
