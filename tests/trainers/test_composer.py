@@ -165,6 +165,14 @@ def test_fitting_in_parts_equals_fitting_at_once(shards: Path, tmp_path: Path) -
     assert parts.weights == whole.weights
 
 
+def test_a_second_fit_may_take_another_loader_which_begins_at_its_start(shards: Path, tmp_path: Path) -> None:
+    whole = Run(shards, tmp_path, max_duration="1ep").steps
+    other = data_spec(remote=shards, shuffle=True, global_batch_size=16)
+    both = Run(shards, tmp_path, max_duration="5ba", fit=[{}, {"train_dataloader": other, "duration": "1ep"}]).steps
+    assert [both[step] for step in range(5)] == [whole[step] for step in range(5)]
+    assert [both[step] for step in range(5, len(both))] == list(whole.values())
+
+
 def test_a_clock_set_back_leaves_the_data_where_it_is(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path)
     parts = Run(shards, tmp_path, max_duration=None, fit=[{"duration": "4ba"}, {"duration": "9ba", "reset_time": True}])

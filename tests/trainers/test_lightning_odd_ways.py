@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ pytest.importorskip("lightning.pytorch")
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BatchSizeFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, StochasticWeightAveraging
 from lightning.pytorch.utilities import CombinedLoader
 from support.lightning_runs import GLOBAL_BATCH, NUM_SAMPLES, QUIET, Recorder, Run, checkpoints, keep_all, write_shards
 from support.resume_contract import WARNINGS, expect_exact, from_step, merged
@@ -21,6 +22,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning.callback import StreamingCallback
 
 pytestmark = WARNINGS
+VALIDATES_BY_TIME = "timedelta" in str(inspect.signature(pl.Trainer).parameters["val_check_interval"].annotation)
 
 
 def module_over(shards: Path, **options: Any) -> StreamingDataModule:
@@ -111,6 +113,48 @@ def test_a_batch_size_found_by_trial_is_trained_with_from_the_first_sample_on(sh
     assert size > 2
     ids = [number for step in sorted(module.steps) for number in module.steps[step][-size:]]  # without the trials'
     assert sorted(ids) == list(range(NUM_SAMPLES))
+
+
+class Normed(Recorder):
+    """A model with a batch norm, which an averaged model must update."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.net.append(torch.nn.BatchNorm1d(1))
+
+
+@pytest.mark.filterwarnings("ignore:.*(scheduler|lr_schedul).*")
+def test_averaged_weights_update_their_batch_norms_in_a_last_epoch(shards: Path, tmp_path: Path) -> None:
+    def run(folder: Path, ckpt: Path | None = None, **options: Any) -> Run:
+        averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+        return Run(shards, folder, ckpt, recorder=Normed, callbacks=[averaging], **options)
+
+    plain = Run(shards, tmp_path / "plain")
+    whole = run(tmp_path, save_at=(5, 15))
+    assert {step: ids for step, ids in whole.steps.items() if step < 33} == plain.steps
+    assert whole.steps[33] == list(range(NUM_SAMPLES))
+    for step, path in checkpoints(tmp_path):
+        assert run(tmp_path / str(step), path).steps == from_step(whole.steps, step)
+
+
+@pytest.mark.skipif(not VALIDATES_BY_TIME, reason="since Lightning 2.6")
+def test_a_run_that_validates_by_time_resumes(shards: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"val_check_interval": "00:01:00:00", "check_val_every_n_epoch": None}
+    whole = Run(shards, tmp_path, save_at=(5, 11, 15), **options)
+    for step, path in checkpoints(tmp_path):
+        assert Run(shards, tmp_path / str(step), path, **options).steps == from_step(whole.steps, step)
+
+
+@pytest.mark.parametrize("nothing", [{"max_epochs": 0}, {"limit_train_batches": 0}])
+def test_a_run_that_has_trained_on_nothing_begins_at_the_start(shards: Path, tmp_path: Path, nothing: Any) -> None:
+    def fit(ckpt_path: Path | None, **options: Any) -> tuple[pl.Trainer, Recorder]:
+        loader = StreamingDataLoader(StreamingDataset(remote=shards, shuffle=True), GLOBAL_BATCH)
+        trainer, model = pl.Trainer(**{**QUIET, "max_steps": 3, **options}), Recorder()
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
+        return trainer, model
+
+    fit(None, **nothing)[0].save_checkpoint(tmp_path / "nothing.ckpt")
+    assert fit(tmp_path / "nothing.ckpt")[1].steps == fit(None)[1].steps
 
 
 def test_a_run_stopped_early_resumes_and_more_epochs_can_be_added(shards: Path, tmp_path: Path) -> None:

@@ -101,8 +101,9 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self.begin_anew(trainer.state)
         self._trainer, self._num_resumes, self.counts = trainer, run.num_resumes, True
         self._epoch_clock = int(clock.epoch)
+        has_fitted = any(isinstance(one, StreamingPosition) for one in trainer.state.callbacks)  # over another loader
         trainer.state.callbacks.insert(0, self)
-        if int(clock.batch) > 0 and not trainer.first_train_batch_complete and not run.is_resumed:
+        if int(clock.batch) > 0 and not (has_fitted or trainer.first_train_batch_complete or run.is_resumed):
             run.report_missing("the checkpoint was loaded without its data position")
         here = run.position
         if run.is_of_mosaic and here.position == 0 and int(clock.batch_in_epoch) == 0:
@@ -150,7 +151,7 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         """Follow a trainer while it trains on this loader."""
-        if state.train_dataloader is self.loader or event == Event.CLOSE:
+        if state.train_dataloader is self.loader:
             super().run_event(event, state, logger)
 
     def epoch_start(self, state: State, logger: Logger) -> None:

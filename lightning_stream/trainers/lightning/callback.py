@@ -19,6 +19,7 @@ from lightning_stream.loading.plain import STATE_KEY
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.order import Position
 from lightning_stream.order.mosaic.state import is_mosaic_state
+from lightning_stream.trainers.checkpoints import inner
 from lightning_stream.trainers.lightning import loops, rules
 from lightning_stream.trainers.lightning.loops import LoopPosition
 from lightning_stream.trainers.lightning.package import Callback
@@ -315,7 +316,7 @@ class StreamingCallback(Callback):
     @staticmethod
     def _concerns_us(trainer: Any, checkpoint: Mapping[str, Any]) -> bool:
         """Whether a checkpoint is of a run over our data, as far as is known before the data is made."""
-        has_position = bool(checkpoint.get("callbacks", {}).get(STATE_KEY))
+        has_position = bool(inner(checkpoint, "callbacks", STATE_KEY))
         return has_position or isinstance(loops.data_source_of(trainer), StreamingDataLoader)
 
     def _loop_position(
@@ -335,12 +336,12 @@ class StreamingCallback(Callback):
         return replace(here, validation_due=loops.validation_is_due(trainer, here))
 
     def _state_in(self, checkpoint: Mapping[str, Any]) -> dict[str, Any] | None:
-        state = checkpoint.get("callbacks", {}).get(STATE_KEY)
-        if state and "position" in state and (state["position"] is not None or checkpoint["global_step"] == 0):
-            return {"validated_step": _NEVER, **state}
+        state = {"position": None, "validated_step": _NEVER, **inner(checkpoint, "callbacks", STATE_KEY)}
         others = loops.loader_states(checkpoint)
-        if of_mosaic := [one for one in others if is_mosaic_state(one)]:
-            return {"position": of_mosaic[0], "validated_step": _NEVER}
+        if state["position"] is None:
+            state["position"] = next(filter(is_mosaic_state, others), None)
+        if state["position"] is not None or checkpoint["global_step"] == 0:  # nothing was trained on yet
+            return state
         found = f" (it holds loader states with {sorted(map(str, others[0]))})" if others else ""
         self.run.report_missing(
             f"this one holds none of ours{found}: it was written without StreamingDataModule or StreamingCallback"

@@ -179,8 +179,10 @@ class LightningClock(TrainerClock):
 
     @property
     def takes_whole_batches(self) -> bool:
-        """Not with manual optimization."""
-        return bool(self._trainer.lightning_module.automatic_optimization)
+        """Not with manual optimization, nor where weights are averaged: a last epoch then updates batch norms only."""
+        trainer = self._trainer
+        is_training = not trainer.fit_loop._skip_backward  # noqa: SLF001
+        return is_training and bool(trainer.lightning_module.automatic_optimization)
 
     def micro_batch(self) -> int:
         """The number of the batch in training."""
@@ -211,8 +213,9 @@ class LightningClock(TrainerClock):
         combined.limits, loop.max_batches = [num_batches], num_batches
         if fetcher is not None:
             fetcher.length = num_batches
-        if isinstance(trainer.val_check_interval, float):
-            trainer.val_check_batch = max(1, int(num_batches * trainer.val_check_interval))
+        interval = getattr(trainer, "val_check_interval", None)
+        if isinstance(interval, float):
+            trainer.val_check_batch = max(1, int(num_batches * interval))
 
 
 def iterators(trainer: Any) -> list[LoaderIterator]:
@@ -385,8 +388,8 @@ def epoch_length(trainer: Any, loader: StreamingDataLoader, position: Position) 
 
 def validation_is_due(trainer: Any, at: LoopPosition) -> bool:
     """Whether Lightning validates after this batch, by its own rules; time-based intervals never count as due."""
-    interval = trainer.val_check_interval
-    if at.batch == 0 or not trainer.enable_validation or getattr(trainer, "_val_check_time_interval", None) is not None:
+    interval = getattr(trainer, "val_check_interval", None)  # None where it validates by time
+    if interval is None or at.batch == 0 or not trainer.enable_validation:
         return False
     every = interval if isinstance(interval, int) else max(1, int(at.num_batches * interval))
     if trainer.check_val_every_n_epoch is None:
