@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_stream.cache import default_folder
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.cache.lease import Lease
+from lightning_stream.cache.shards import Lease
 from lightning_stream.cache.space import CacheEntry, Space
 from lightning_stream.convert.partition import Receipt, index_bytes, partition_of, receipt_name
 from lightning_stream.convert.publish import MANIFEST, Publication, alone
