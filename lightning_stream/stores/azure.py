@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any
 from urllib.parse import parse_qsl, quote, unquote, urlsplit
-from xml.etree import ElementTree as ET
 
 from lightning_stream.errors import AccessError, needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
 from .credentials import Credentials, Keys, Renewed, lasting
-from .http import BucketStore, Request, content_md5, with_query
+from .http import BucketStore, Request, content_md5, with_query, xml_of
 from .transfer import first_set, read_options, split_url
 
 _VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
@@ -103,14 +102,16 @@ class AzureStore(BucketStore):
         elif token := keys.get("token"):
             request.headers["Authorization"] = f"Bearer {token}"
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
         about = {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
-        super()._upload(method, url, body, num_bytes, {**headers, **about})
+        return super()._upload(method, url, body, num_bytes, {**headers, **about})
 
-    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": self._prefix + prefix}
-        address = with_query(self._place(), {**query, "marker": token})
-        page = self._parsed(self._request("GET", address), ET.fromstring)
+    def _listing(self, prefix: str, token: str | None) -> str:
+        query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": prefix, "marker": token}
+        return with_query(self._place(), query)
+
+    def _page(self, text: bytes) -> ListingPage:
+        page = xml_of(text, "EnumerationResults")
         entries = []
         for blob in page.iterfind("Blobs/Blob"):
             # An account with folders lists these too, as empty blobs with this metadata.

@@ -201,8 +201,10 @@ class Store(ABC):
     def _entries(self, prefix: str) -> Iterator[ObjectEntry]:
         page, token = self.list_page(prefix)
         yield from page
-        while token is not None:
-            page, token = self.list_page(prefix, token)
+        while (former := token) is not None:
+            page, token = self.list_page(prefix, former)
+            if token == former:
+                raise StoreError(f"{self.url}/{prefix}: the server lists the same page again and again. Check the URL.")
             yield from page
 
     def share_keys(self, folder: SharedFolder) -> None:  # noqa: B027 - most stores have none

@@ -31,6 +31,7 @@ ENTRY_POINTS = "lightning_stream.credentials"  # other packages name their funct
 VARIABLE = "LIGHTNING_STREAM_CREDENTIALS"  # URL=NAME: for all stores below that URL
 _MARGIN = 0.1  # of their lifetime: keys are renewed that long before they end
 _MARGIN_S = 300.0  # and no longer
+_USELESS_S = 60.0  # new keys that are refused are not replaced any earlier
 _WAIT_S = 120.0  # for another process that asks for keys
 _FAR_S = 10 * 366 * 86400.0
 _NETWORK = {
@@ -105,7 +106,7 @@ class Credentials:
         self._label = ""
         self.folder: SharedFolder | None = None
         self._keys: Keys | None = None
-        self._useless: Keys | None = None  # new ones that were refused, too
+        self._useless: Keys | None = None  # new ones that were refused, too, with the time until which others would be
         self._renewing = PerProcess(threading.Lock)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -144,13 +145,15 @@ class Credentials:
         try:
             return call()
         except AccessError:
-            self._useless = newer  # the user has no such right: to ask for keys again and again would not help
+            # The user may have no such right: to ask for keys with each request would not help.
+            self._useless = replace(newer, ends=time.time() + _USELESS_S)
             raise
 
     def _replaced(self, refused: Keys) -> Keys | None:
         """Return other keys than those that were refused, of this or another process; None: there is no hope."""
         with self._renewing():
-            if self._useless is not None and self._useless.values == refused.values:
+            useless = self._useless
+            if useless is not None and useless.values == refused.values and time.time() < useless.ends:
                 return None
             if self._keys is None or self._keys.values == refused.values:
                 self._keys = self._renewed(lambda found: found.values != refused.values and time.time() < found.ends)

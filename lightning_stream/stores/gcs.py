@@ -16,7 +16,7 @@ from lightning_stream.errors import needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
 from .http import BucketStore, Request, content_md5, with_query
-from .s3 import S3Options, S3Store
+from .s3 import AS_STORED, S3Options, S3Store
 from .transfer import file_chunks, first_set, read_options, split_url
 
 _HOME = "https://storage.googleapis.com"
@@ -90,7 +90,7 @@ class GcsStore(BucketStore):
         return with_query(url, {**query, "userProject": self._options.project})
 
     def _headers(self) -> dict[str, str]:
-        return {**super()._headers(), "Accept-Encoding": "gzip"}  # else it unpacks what is stored with that encoding
+        return super()._headers() | AS_STORED
 
     def _sign(self, request: Request) -> None:
         if self.credentials is not None:
@@ -110,10 +110,13 @@ class GcsStore(BucketStore):
         headers = {"Content-Type": f"multipart/related; boundary={mark}"}
         self._upload("POST", url, body, len(head) + num_bytes + len(tail), headers)
 
-    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        fields = "items(name,size,generation),nextPageToken"
-        answer = self._request("GET", self._call("", prefix=self._prefix + prefix, pageToken=token, fields=fields))
-        page = self._parsed(answer, json.loads)
+    def _listing(self, prefix: str, token: str | None) -> str:
+        return self._call("", prefix=prefix, pageToken=token, fields="kind,items(name,size,generation),nextPageToken")
+
+    def _page(self, text: bytes) -> ListingPage:
+        page = json.loads(text)
+        if page["kind"] != "storage#objects":
+            raise ValueError("it is no listing")
         entries = [self._entry(item["name"], item["size"], item["generation"]) for item in page.get("items", ())]
         return entries, page.get("nextPageToken")
 

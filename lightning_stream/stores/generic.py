@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, BinaryIO
 
 from lightning_stream.errors import (
@@ -62,9 +63,14 @@ class FsspecStore(BaseStore):
         parent, _, last = path.rpartition("/")
         draft = f"{parent}/.draft-{uuid.uuid4().hex}-{last}" if self._scheme in _IN_PLACE else path
         system.makedirs(parent, exist_ok=True)
-        with system.open(draft, "wb") as copy:
-            for chunk in file_chunks(file, num_bytes, _BLOCK_BYTES):
-                copy.write(chunk)
+        try:
+            with system.open(draft, "wb") as copy:
+                for chunk in file_chunks(file, num_bytes, _BLOCK_BYTES):
+                    copy.write(chunk)
+        except BaseException:  # the file was closed with a part of the bytes
+            with suppress(Exception):
+                system.rm_file(draft)
+            raise
         if draft != path:
             system.mv(draft, path)
 

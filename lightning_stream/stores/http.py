@@ -24,6 +24,7 @@ from io import DEFAULT_BUFFER_SIZE
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit, urlunsplit
+from xml.etree import ElementTree as ET
 
 from lightning_stream.errors import (
     AccessError,
@@ -54,7 +55,6 @@ T = TypeVar("T")
 _CONNECT_S = 20.0
 _CONNECTIONS = 64
 _MOST_REDIRECTS = 10
-_REDIRECTS = (301, 302, 303, 307, 308)
 _COMPRESSED = (".gz", ".br", ".zst", ".zstd", ".bz2", ".snappy", ".lz4", ".tgz")
 _TO_ANY_HOST = ("User-Agent", "Accept-Encoding", "Range")
 _METADATA = {ipaddress.ip_address(address) for address in ("fd00:ec2::254", "100.100.100.200", "168.63.129.16")}
@@ -101,6 +101,7 @@ class HttpDialect(BaseStore):
     Attributes:
         version_header: The header of an answer that holds the object's version.
         listing: What an answer should be that is no object, and what to do else.
+        redirects: The statuses that send a reader elsewhere.
     """
 
     version_header: ClassVar[str] = "ETag"
@@ -109,6 +110,7 @@ class HttpDialect(BaseStore):
         *("TransportError", "ServiceRequestError", "ServiceResponseError"),
         *("HTTPClientError", "ConnectionError", "MetadataRetrievalError"),  # of the libraries for logins
     }
+    redirects: ClassVar[tuple[int, ...]] = (301, 302, 303, 307, 308)
     _options: Any  # has `timeout_s`
 
     @abstractmethod
@@ -129,28 +131,26 @@ class HttpDialect(BaseStore):
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         asked = range_header(begin, end)
         answer = self._request("GET", self._address(name), asked)
-        self._check_answer(answer, name, begin, end)
-        headers = answer.headers
-        length, span = headers.get("Content-Length", ""), _SPAN.fullmatch(headers.get("Content-Range", ""))
-        num_bytes = int(length) if length.isdigit() else None
-        version = headers.get(self.version_header)
-        strong = None if version is None or version.startswith("W/") else version  # no If-Match holds for a weak one
+        num_bytes, total = self._sizes(answer, name, begin, end)
         chunks = response_chunks(answer)
         if asked and answer.status != 206:
             chunks = slice_stream(chunks, begin, end)
             if num_bytes is not None:
-                num_bytes = max(0, min(num_bytes, end or num_bytes) - begin)
-        total = int(span[3]) if span and span[3] != "*" else None
-        tag = version or headers.get("Last-Modified")
+                num_bytes = max(0, (num_bytes if end is None else min(num_bytes, end)) - begin)
+        version = answer.headers.get(self.version_header)
+        strong = None if version is None or version.startswith("W/") else version  # no If-Match holds for a weak one
+        tag = version or answer.headers.get("Last-Modified")
         return ObjectStream(chunks, num_bytes, strong, answer.close, tag=tag, total=total)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         headers = {"If-None-Match": "*"} if if_absent else {} if if_version is None else {"If-Match": if_version}
         self._upload("PUT", self._address(name), file, num_bytes, headers)
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
+        """Send an object, and return what the server says."""
         about = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream", **headers}
-        self._request(method, url, about, body).read()
+        said: bytes = self._request(method, url, about, body).read()
+        return said
 
     def _delete(self, name: str) -> None:
         self._request("DELETE", self._address(name)).read()
@@ -176,7 +176,7 @@ class HttpDialect(BaseStore):
             answer = self._send(request)
             if answer.status < 300:
                 return answer
-            if answer.status not in _REDIRECTS or method not in ("GET", "HEAD") or "Location" not in answer.headers:
+            if answer.status not in self.redirects or method not in ("GET", "HEAD") or "Location" not in answer.headers:
                 raise _refusal(answer)
             answer.close()
             request.url = self._redirected(request.url, answer.headers["Location"])
@@ -212,20 +212,26 @@ class HttpDialect(BaseStore):
             redirect=False, retries=False, preload_content=False, decode_content=False,
         )  # fmt: skip
 
-    def _check_answer(self, answer: Any, name: str, begin: int, end: int | None) -> None:
-        """Raise an error for an answer with other bytes than those that were requested."""
-        sent = _SPAN.fullmatch(answer.headers.get("Content-Range", ""))
-        if answer.status != 206 or sent is None:
-            return
-        first, stop = int(sent[1]), int(sent[2]) + 1
-        total = stop if sent[3] == "*" else int(sent[3])
-        if first != begin or stop != (total if end is None else min(end, total)):
-            answer.close()
-            asked = f"{begin}-{'' if end is None else end - 1}"
-            raise UnavailableError(
-                f"{self.url}/{name}: the server must send the requested range, bytes {asked}; it sent {sent[0]}. "
-                "Check the server, or the proxy in between."
-            )
+    def _sizes(self, answer: Any, name: str, begin: int, end: int | None) -> tuple[int | None, int | None]:
+        """The size of an answer, and that of the whole object where the answer is a range, as far as they are known.
+
+        An answer with other bytes than those that were requested is an error.
+        """
+        length, sent = answer.headers.get("Content-Length", ""), answer.headers.get("Content-Range", "no range")
+        if answer.status == 200:
+            return int(length) if length.isdigit() else None, None
+        if answer.status == 206 and (span := _SPAN.fullmatch(sent)):
+            first, stop = int(span[1]), int(span[2]) + 1
+            total = None if span[3] == "*" else int(span[3])
+            known = stop if total is None else total
+            if first == begin and stop == (known if end is None else min(end, known)):
+                return stop - first, total
+        answer.close()
+        asked = f"{begin}-{'' if end is None else end - 1}"
+        raise UnavailableError(
+            f"{self.url}/{name}: the server must send the object, or the requested range, bytes {asked}; it sent "
+            f"{sent}, status {answer.status}. Check the server, or the proxy in between."
+        )
 
     def _redirected(self, address: str, location: str) -> str:
         """Return the address of a redirect, if it is HTTP, and not in a more private network than the user's URL."""
@@ -257,6 +263,26 @@ class BucketStore(HttpDialect):
         self.url = url.rstrip("/")
         self._login = PerProcess(self._log_in)
 
+    @abstractmethod
+    def _listing(self, prefix: str, token: str | None) -> str:
+        """Return the URL of a page of a listing."""
+
+    @abstractmethod
+    def _page(self, text: bytes) -> ListingPage:
+        """Return what such a page says; ValueError, KeyError or TypeError for any other page."""
+
+    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
+        return self._parsed(self._request("GET", self._listing(self._prefix + prefix, token)), self._page)
+
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
+        said = super()._upload(method, url, body, num_bytes, headers)
+        if said.lstrip()[:1] == b"<":  # all three answer with nothing, or JSON
+            raise UnavailableError(
+                f"{self.url}: the server sent a page, {said[:40]!r}, so nothing was stored. "
+                "Check the URL and the endpoint."
+            )
+        return said
+
     def _entry(self, key: str, num_bytes: int | str, version: object = None) -> ObjectEntry:
         return ObjectEntry(key[len(self._prefix) :], int(num_bytes), str(version or ""))
 
@@ -271,6 +297,14 @@ def with_query(url: str, query: Mapping[str, str | None]) -> str:
     """Return a URL with those parameters that are not None."""
     wanted = {name: value for name, value in query.items() if value is not None}
     return f"{url}?{urlencode(wanted, quote_via=quote)}"
+
+
+def xml_of(text: bytes, name: str) -> ET.Element:
+    """Parse a page of XML; ValueError unless it is one of this name."""
+    page = ET.fromstring(text)
+    if page.tag.rpartition("}")[2] != name:
+        raise ValueError(f"it is no {name}")
+    return page
 
 
 def content_md5(file: BinaryIO) -> str:
@@ -452,7 +486,7 @@ class HttpStore(HttpDialect):
     def _authorities(self) -> str | None:
         return None
 
-    def _check_answer(self, answer: Any, name: str, begin: int, end: int | None) -> None:
+    def _sizes(self, answer: Any, name: str, begin: int, end: int | None) -> tuple[int | None, int | None]:
         """Also refuse a file that is compressed on its way.
 
         Servers also give an encoding for a file with the name of a compressed one, which they send as it is.
@@ -463,7 +497,7 @@ class HttpStore(HttpDialect):
             raise StoreError(
                 f"{self.url}/{name}: the server compresses this file ({encoding}). Turn that off for this address."
             )
-        super()._check_answer(answer, name, begin, end)
+        return super()._sizes(answer, name, begin, end)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         if if_version is None or if_version.startswith('"'):

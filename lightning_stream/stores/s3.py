@@ -14,19 +14,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 from urllib.parse import quote, unquote_plus
-from xml.etree import ElementTree as ET
 
 from lightning_stream.errors import AccessError, StoreError, needs, redact
 
 from .base import AnswerError, BaseStore, ListingPage, PreconditionError, StoreTraits
 from .credentials import Keys, Renewed, lasting
-from .http import BucketStore, Request, content_md5, with_query
+from .http import BucketStore, Request, content_md5, with_query, xml_of
 from .transfer import first_set, read_options, split_url
 
 _log = logging.getLogger("lightning_stream.stores")
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
 _SESSION = "/?session"
 _TOKEN = re.compile(r"(x-amz-(?:security-token|s3session-token):)\S+")
+AS_STORED = {"Accept-Encoding": "gzip"}  # else Google unpacks what is stored with that encoding, and sends no ranges
 _KEY_NAMES = ("access_key_id", "secret_access_key", "session_token")
 
 
@@ -89,6 +89,7 @@ class S3Store(BucketStore):
         "it asks so; for a public bucket pass anonymous=True."
     )
     key_names = frozenset(_KEY_NAMES)
+    redirects = ()  # to another region, where requests are signed for that
 
     def __init__(self, bucket: str, prefix: str, options: S3Options | None = None, scheme: str = "s3") -> None:
         super().__init__(bucket, prefix, f"{scheme}://{bucket}/{prefix}")
@@ -122,7 +123,10 @@ class S3Store(BucketStore):
 
     def _headers(self) -> dict[str, str]:
         payer = {"x-amz-request-payer": "requester"} if self._options.resolved_payer() else {}
-        return super()._headers() | payer
+        return super()._headers() | payer | (AS_STORED if self._is_google() else {})
+
+    def _is_google(self) -> bool:
+        return self.url.startswith("gs:") or "storage.googleapis.com" in (self._options.resolved_endpoint() or "")
 
     def _sign(self, request: Request) -> None:
         login = self._login()
@@ -139,7 +143,8 @@ class S3Store(BucketStore):
 
     def _begin_session(self) -> Keys:
         """Return the keys for a directory bucket, whose requests these sign."""
-        page = self._parsed(self._request("GET", self._login().address + _SESSION), ET.fromstring)
+        answer = self._request("GET", self._login().address + _SESSION)
+        page = self._parsed(answer, lambda text: xml_of(text, "CreateSessionResult"))
         named = zip(_KEY_NAMES, ("AccessKeyId", "SecretAccessKey", "SessionToken"), strict=True)
         keys = {option: page.findtext(f".//{{*}}{name}", "") for option, name in named}
         return lasting(keys, time.time() + _SESSION_S)
@@ -169,10 +174,10 @@ class S3Store(BucketStore):
         is_signed = self._login().credentials is not None and not self._public
         return is_signed and self._options.anonymous is None and not self._options.resolved_payer()
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
         """Send an object with a digest for the server to compare: MD5, or (in directory buckets) the signature's."""
         digest = {} if self._login().is_directory else {"Content-MD5": content_md5(body)}
-        super()._upload(method, url, body, num_bytes, {**headers, **digest})
+        return super()._upload(method, url, body, num_bytes, {**headers, **digest})
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         is_conditional = if_absent or if_version is not None
@@ -198,16 +203,25 @@ class S3Store(BucketStore):
         etag: str = answer.headers["ETag"]
         return etag
 
-    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix, "continuation-token": token}
-        page = self._parsed(self._request("GET", with_query(f"{self._login().address}/", query)), ET.fromstring)
+    def _listing(self, prefix: str, token: str | None) -> str:
+        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix, "continuation-token": token}
+        return with_query(f"{self._login().address}/", query)
+
+    def _page(self, text: bytes) -> ListingPage:
+        page = xml_of(text, "ListBucketResult")
         unquoted = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
         entries = []
         for item in page.iterfind("{*}Contents"):
             key, size, etag = (item.findtext(f"{{*}}{name}", "") for name in ("Key", "Size", "ETag"))
             entries.append(self._entry(unquoted(key), size, etag))
-        is_cut = page.findtext("{*}IsTruncated") == "true"
-        return entries, page.findtext("{*}NextContinuationToken") if is_cut else None
+        if page.findtext("{*}IsTruncated") != "true":
+            return entries, None
+        if not (token := page.findtext("{*}NextContinuationToken")):
+            raise StoreError(
+                f"{self.url}: a page of a listing says how to get the next one; this server's does not. Use a server "
+                "that knows the second version of S3's listing."
+            )
+        return entries, token
 
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         if not isinstance(error, AnswerError):

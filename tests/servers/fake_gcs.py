@@ -58,7 +58,8 @@ class _GcsHandler(Handler):
         after = base64.b64decode(self.query.get("pageToken", "")).decode()
         keys = [key for key in sorted(self.owner.objects) if key.startswith(prefix) and key > after]
         page = keys[: self.owner.page_size]
-        listing: dict[str, Any] = {"items": [self._about(*key.split("/", 1)) for key in page]}
+        items = [self._about(*key.split("/", 1)) for key in page]
+        listing: dict[str, Any] = {"kind": "storage#objects", "items": items}
         if len(keys) > len(page):
             listing["nextPageToken"] = base64.b64encode(page[-1].encode()).decode()
         return self.reply(200, listing)

@@ -86,6 +86,33 @@ def test_a_right_that_is_missing_does_not_ask_again_and_again(server: VendingSer
     assert len(server.issued) == 2
 
 
+def test_keys_without_an_end_are_renewed_after_a_right_was_missing_for_a_while(
+    server: VendingServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that may not be listed refuses what is absent, such as a further version, at each start."""
+    asked = []
+
+    def ask() -> dict[str, Any]:
+        asked.append({name: value for name, value in server.issue().items() if name != "expires_at"})
+        return asked[-1]
+
+    store, begun = opened(server, credentials=ask), time.time()
+    store.read("x")
+    inner: Any = store.store  # type: ignore[attr-defined]
+
+    def refused() -> None:
+        raise AccessError("no such right")
+
+    for _ in range(3):
+        with pytest.raises(AccessError, match="no such right"):
+            inner.credentials.attempt(refused)
+    assert len(asked) == 2
+    monkeypatch.setattr(time, "time", lambda: begun + 300)
+    server.revoke()
+    assert store.read("x") == b"content"
+    assert len(asked) == 3
+
+
 def test_a_trouble_of_the_keys_server_is_no_error_while_the_keys_hold(
     server: VendingServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

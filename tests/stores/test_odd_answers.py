@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,13 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(self.server.content)
 
     do_HEAD = do_GET  # noqa: N815 - the name that the server looks for
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.command = "GET"
+        self.do_GET()
+
+    do_POST = do_PUT  # noqa: N815
 
     def log_message(self, *_: Any) -> None:
         """Nothing."""
@@ -274,6 +282,87 @@ def test_an_answer_with_another_range_than_was_asked_for_is_never_taken(
         store.get_range("x", *span) if span else store.read("x")
 
 
+@pytest.mark.parametrize(
+    ("status", "headers", "num_bytes"),
+    [
+        (206, {}, 10),
+        (206, {"Content-Type": "multipart/byteranges; boundary=x"}, 200),
+        (206, {"Content-Range": "bytes 50-59"}, 10),
+        (206, {"Content-Range": "bytes 50-59/100"}, 5),
+        (206, {"Content-Range": "bytes 50-59/100"}, 15),
+        (202, {"x-amzn-waf-action": "challenge"}, 10),
+        (204, {}, 0),
+    ],
+)
+def test_a_range_is_refused_unless_the_answer_says_which_one_it_is_and_has_its_bytes(
+    odd: Odd, status: int, headers: dict[str, str], num_bytes: int
+) -> None:
+    odd.status, odd.headers, odd.content = status, headers, bytes(num_bytes)
+    with pytest.raises(UnavailableError, match=r"must send the object, or the requested|ended after|sent more"):
+        open_store(odd.url, QUICK).get_range("x", 50, 60)
+
+
+CLOUDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "s3": ("s3://bucket/d", KEYS),
+    "gs": ("gs://bucket/d", {}),
+    "gs-hmac": ("gs://bucket/d", {name: KEYS[name] for name in ("access_key_id", "secret_access_key")}),
+    "azure": ("azure://container/d", {"account": "me", "account_key": "S3CRET=="}),
+}
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize(
+    "content", [b"<html><body>log in</body></html>", b'{"error": "no"}', b"[]", b"null", b"<ListResult/>", b""]
+)
+def test_a_page_that_is_no_listing_is_not_an_empty_one(odd: Odd, cloud: str, content: bytes) -> None:
+    url, options = CLOUDS[cloud]
+    odd.content = content
+    with pytest.raises(UnavailableError, match="not a listing"):
+        list(open_store(url, {**QUICK, **options, "endpoint_url": odd.url}).list())
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_a_page_in_place_of_a_stores_answer_means_that_nothing_was_stored(odd: Odd, cloud: str) -> None:
+    url, options = CLOUDS[cloud]
+    odd.content = b"<html><body>log in</body></html>"
+    with pytest.raises(UnavailableError, match="nothing was stored"):
+        open_store(url, {**QUICK, **options, "endpoint_url": odd.url}).put("x", b"content")
+
+
+FIRST_PAGE = (
+    b"<ListBucketResult><IsTruncated>true</IsTruncated>%s"
+    b"<Contents><Key>d/a</Key><Size>1</Size></Contents></ListBucketResult>"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (b"", "how to get the next one"),
+        (b"<NextMarker>d/a</NextMarker>", "how to get the next one"),
+        (b"<NextContinuationToken>again</NextContinuationToken>", "the same page again and again"),
+    ],
+)
+def test_a_listing_that_cannot_be_continued_is_not_the_end_of_it(odd: Odd, more: bytes, said: str) -> None:
+    odd.content = FIRST_PAGE % more
+    with pytest.raises(StoreError, match=said):
+        list(open_store("s3://bucket/d", {**QUICK, **KEYS, "endpoint_url": odd.url}).list())
+
+
+@pytest.mark.parametrize("cloud", ["gs", "gs-hmac"])
+def test_google_is_asked_for_what_is_stored_since_it_would_unpack_it_and_send_no_ranges(cloud: str) -> None:
+    url, options = CLOUDS[cloud]
+    with WebServer() as server:
+        store = open_store(url, {**QUICK, **options, "endpoint_url": server.url})
+        with pytest.raises(NotFoundError):
+            store.get_range("x", 0, 5)
+        assert server.headers[0]["Accept-Encoding"] == "gzip"
+    google = open_store("s3://b", {**KEYS, "endpoint_url": "https://storage.googleapis.com"})
+    amazon = open_store("s3://b", KEYS)
+    asked = [store.store._headers()["Accept-Encoding"] for store in (google, amazon)]  # type: ignore[attr-defined]
+    assert asked == ["gzip", "identity"]
+
+
 @pytest.mark.parametrize("encoding", ["gzip", "br"])
 def test_a_file_that_the_server_compresses_on_its_way_is_refused_and_a_compressed_file_is_read(
     odd: Odd, encoding: str
@@ -349,3 +438,19 @@ def test_the_claim_of_a_killed_process_is_deleted_by_the_next_one() -> None:
     with pytest.raises(AlreadyExistsError):
         store.put("pointer", b"second", if_absent=True)
     assert store.read("pointer") == b"first"
+
+
+def test_a_put_that_breaks_leaves_nothing_behind() -> None:
+    """A file of fsspec is closed with what was written so far: under the name of a whole object."""
+    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install fsspec")
+    store = FsspecStore("memory://broken/put", {}, 5.0)
+
+    class Failing(BytesIO):
+        def read(self, _: int | None = -1) -> bytes:
+            if self.tell():
+                raise OSError("the disk is gone")
+            return super().read(4 << 20)
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        store._put("x", Failing(bytes(8 << 20)), 8 << 20, False, None)
+    assert list(store.list()) == []

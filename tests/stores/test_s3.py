@@ -25,6 +25,7 @@ class Refusing(WebServer):
 
     status: int | None = None
     home: str | None = None
+    moved, location = 301, ""
 
     def handler(self) -> type[Handler]:
         return _Handler
@@ -34,8 +35,9 @@ class _Handler(Handler):
     def answer(self) -> None:
         owner = self.owner
         if owner.home and f"/{owner.home}/s3/" not in self.headers["Authorization"]:
-            return self.reply(301, b"<Error><Code>PermanentRedirect</Code></Error>", "application/xml",
-                              {"x-amz-bucket-region": owner.home})  # fmt: skip
+            where = {"Location": f"{owner.location}{self.where}"} if owner.location else {}
+            return self.reply(owner.moved, b"<Error><Code>PermanentRedirect</Code></Error>", "application/xml",
+                              {"x-amz-bucket-region": owner.home, **where})  # fmt: skip
         if owner.status is None:
             return super().answer()
         return self.refuse(owner.status, "Slow Down")
@@ -118,6 +120,16 @@ def test_a_bucket_in_another_region_is_read_and_written_there() -> None:
         store.put("y", b"other")
         assert server.objects["/bucket/data/y"] == b"other"
         assert server.statuses[301] == 2
+
+
+def test_a_new_bucket_in_another_region_is_asked_there_with_a_signature_for_it() -> None:
+    """AWS then redirects by 307 and an address, where the signature for the first region would be refused."""
+    with Refusing() as server, WebServer() as there:
+        server.home, server.moved = "eu-south-2", 307
+        server.location = there.url
+        server.objects["/bucket/data/x"] = b"content"
+        assert store_at(server).read("x") == b"content"
+        assert there.asked == []
 
 
 def test_a_server_in_trouble_is_asked_once_and_its_words_are_told() -> None:
