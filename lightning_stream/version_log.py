@@ -10,7 +10,6 @@ overwritten belong to no other one. index.json is published again from time to t
 from __future__ import annotations
 
 import contextlib
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -192,7 +191,7 @@ def older_entries(store: Store) -> list[bytes]:
     return [*map(bytes, chain.from_iterable(change.shards for change in changes)), *map(index.text, range(len(index)))]
 
 
-def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retries: bool = True) -> Version:
+def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer: str, *, retries: bool) -> Version:
     """Put a change after the newest version, and return the version that it makes. It is published by `publish`.
 
     Args:
@@ -200,13 +199,14 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
         base: The version that the writer began with.
         edit: What to change in a version: it gets `base`, and again each newer one that other writers put first. It
             may raise ConflictError.
+        writer: Digits that no other writer has: a commit that is called again makes its change once.
         retries: Whether to continue after another writer's change; else ConflictError.
 
     Raises:
         ConflictError: The dataset was overwritten meanwhile, or `edit` does not fit a newer version.
         AlreadyExistsError: The log has a change of this key.
     """
-    version, writer = base, secrets.token_hex(8)
+    version = base
     while True:
         wanted = edit(version)
         if wanted.key and wanted.key in version.keys:
@@ -235,11 +235,13 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], *, retr
         try:
             store.put(name, data, if_absent=True)
         except AlreadyExistsError:
-            if store.read(name) != data:  # else it is ours: the answer to the first attempt was lost
-                later = _later(store, version)
-                if not retries or later.number == version.number:
-                    raise ConflictError(f"{store.url} has a newer version than this writer began with") from None
-                version = later
+            changes = read_changes(store, version.root, change.number, version)
+            # One of them is ours where the answer to a former attempt was lost.
+            own = [number for number, later in enumerate(changes, 1) if later.writer == writer]
+            if not own and not (retries and changes):
+                raise ConflictError(f"{store.url} has a newer version than this writer began with") from None
+            new = version = _with(version, changes[: own[0]] if own else changes, store.url)
+            if not own:
                 continue
         if not _is_current(store, base):
             store.delete(name)

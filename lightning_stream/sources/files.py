@@ -358,8 +358,7 @@ def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
         if f"/{DELTA_LOG}" in entry.name:
             folder = f"{store.url}/{entry.name.partition(f'/{DELTA_LOG}')[0]}/"
             raise ValueError(f"a Delta table must be opened by its own folder; {redact(folder)} is one. Pass that.")
-        is_own = not names or entry.name == names or is_match(entry.name)
-        if is_own and not entry.name.endswith("/"):
+        if not names or entry.name == names or is_match(entry.name):
             entries.append(entry)
     if entries and _RANGE.search(names):
         known = {entry.name for entry in entries}

@@ -139,7 +139,7 @@ class SinkJob(SparkJob):
         if self.skip:
             return
         place = self.place
-        place.done = [name for receipt in receipts for name in receipt.files()]
+        place.done = {name for receipt in receipts for name in receipt.files()}
         try:
             if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
                 check(receipts, "the DataFrame", _FILL)
@@ -178,7 +178,7 @@ class SinkJob(SparkJob):
             return place.commit(Edit("append", entries, lengths))
         if newest is None:
             text = with_lengths(index_text(entries), lengths)
-            names, place.done = place.done, []  # which are needed if another writer was first
+            names, place.done = place.done, set()  # which are needed if another writer was first
             try:
                 place.swap(INDEX_NAME, with_first_key(text, self.key) if self.key else text)
                 return True

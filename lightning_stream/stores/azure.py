@@ -81,9 +81,8 @@ class AzureStore(BucketStore):
 
     @property
     def identity(self) -> str:
-        fields = self._connection()
-        endpoint = self._options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
-        return f"{self.url}@{redact(_endpoint_of(fields) or endpoint or self._account() or '')}"
+        account = self._account()
+        return f"{self.url}@{redact(account.get('BlobEndpoint') or account.get('AccountName') or '')}"
 
     def _address(self, name: str) -> str:
         return f"{self._place()}/{quote(self._prefix + name, safe='/~')}"
@@ -102,13 +101,14 @@ class AzureStore(BucketStore):
         elif token := keys.get("token"):
             request.headers["Authorization"] = f"Bearer {token}"
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
         about = {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
-        return super()._upload(method, url, body, num_bytes, {**headers, **about})
+        super()._upload(method, url, body, num_bytes, {**headers, **about})
 
-    def _listing(self, prefix: str, token: str | None) -> str:
-        query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": prefix, "marker": token}
-        return with_query(self._place(), query)
+    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
+        query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": self._prefix + prefix}
+        address = with_query(self._place(), {**query, "marker": token})
+        return self._parsed(self._request("GET", address), self._page)
 
     def _page(self, text: bytes) -> ListingPage:
         page = xml_of(text, "EnumerationResults")
@@ -122,41 +122,43 @@ class AzureStore(BucketStore):
                 entries.append(self._entry(key, size, etag))
         return entries, page.findtext("NextMarker") or None
 
-    def _account(self) -> str | None:
-        names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME")
-        return self._options.account or first_set(*names)
-
-    def _connection(self) -> dict[str, str]:
-        """Return the fields of the connection string."""
+    def _account(self) -> dict[str, str | None]:
+        """Return what is known of the account, by the names of a connection string."""
         options = self._options
         text = options.connection_string or first_set("AZURE_STORAGE_CONNECTION_STRING")
         if not text or options.anonymous:
-            return {}
-        fields = dict(part.partition("=")[::2] for part in text.strip().strip(";").split(";"))
-        return {"DefaultEndpointsProtocol": "https", "EndpointSuffix": "core.windows.net", **fields}
+            names = ("AZURE_STORAGE_ACCOUNT", "AZURE_STORAGE_ACCOUNT_NAME", "AZURE_ACCOUNT_NAME")
+            keys = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_ACCOUNT_ACCESS_KEY")
+            return {
+                "AccountName": options.account or first_set(*names),
+                "AccountKey": options.account_key or first_set(*keys),
+                "SharedAccessSignature": options.sas_token or first_set("AZURE_STORAGE_SAS_TOKEN"),
+                "BlobEndpoint": options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT"),
+            }
+        given: dict[str, Any] = dict(part.partition("=")[::2] for part in text.strip().strip(";").split(";"))
+        fields = {"DefaultEndpointsProtocol": "https", "EndpointSuffix": "core.windows.net", **given}
+        if name := fields.get("AccountName"):
+            host = f"{name}.blob.{fields['EndpointSuffix']}"
+            fields.setdefault("BlobEndpoint", f"{fields['DefaultEndpointsProtocol']}://{host}")
+        return fields
 
     def _connect(self) -> _Login:
-        options, fields = self._options, self._connection()
-        key_names = ("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_ACCOUNT_ACCESS_KEY")
-        if fields:
-            account, endpoint = fields.get("AccountName"), _endpoint_of(fields)
-            key, sas = fields.get("AccountKey"), fields.get("SharedAccessSignature")
-            if not endpoint or not (sas or (account and key)):
-                raise AccessError(
-                    f"{self.url}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is incomplete. Copy it whole "
-                    "from the account's access keys: DefaultEndpointsProtocol=...;AccountName=...;AccountKey=..."
-                )
-        else:
-            account, endpoint = self._account(), options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT")
-            key = options.account_key or first_set(*key_names)
-            sas = options.sas_token or first_set("AZURE_STORAGE_SAS_TOKEN")
+        fields = self._account()
+        account, endpoint = fields.get("AccountName"), fields.get("BlobEndpoint")
+        key, sas = fields.get("AccountKey"), fields.get("SharedAccessSignature")
+        if "EndpointSuffix" in fields and not (endpoint and (sas or (account and key))):
+            raise AccessError(
+                f"{self.url}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is incomplete. Copy it whole "
+                "from the account's access keys: DefaultEndpointsProtocol=...;AccountName=...;AccountKey=..."
+            )
         if endpoint is None and account is None:
             raise AccessError(f"{self.url}: no account is set. {self.access_remedy}")
         address = (endpoint or f"https://{account}.blob.core.windows.net").rstrip("/")
         if self.credentials is not None:
             return _Login(address, account or "", self.credentials)
-        if key or sas or options.anonymous:
-            fixed = Keys({} if options.anonymous else {"account_key": key, "sas_token": sas})
+        is_anonymous = self._options.anonymous
+        if key or sas or is_anonymous:
+            fixed = Keys({} if is_anonymous else {"account_key": key, "sas_token": sas})
             return _Login(address, account or "", Renewed(lambda: fixed))
         if not address.startswith("https://"):
             raise AccessError(f"{self.url}: a login is not sent over http://. {self.access_remedy}")
@@ -178,12 +180,6 @@ class _Login:
     address: str
     account: str
     keys: Credentials | Renewed
-
-
-def _endpoint_of(fields: Mapping[str, str]) -> str | None:
-    if "BlobEndpoint" in fields or "AccountName" not in fields:
-        return fields.get("BlobEndpoint")
-    return f"{fields['DefaultEndpointsProtocol']}://{fields['AccountName']}.blob.{fields['EndpointSuffix']}"
 
 
 def _sign_by_query(token: str, request: Request) -> None:

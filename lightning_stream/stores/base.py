@@ -194,18 +194,23 @@ class Store(ABC):
             return b"".join(stream)
 
     def list(self, prefix: str = "") -> Iterator[ObjectEntry]:
-        """List all objects whose names begin with `prefix`, at any depth, sorted by name."""
+        """List all objects whose names begin with `prefix`, at any depth, sorted by name; marks of folders are none."""
         entries = self._entries(prefix)
         return entries if self.traits.sorted_listing else iter(sorted(entries, key=lambda entry: entry.name))
 
     def _entries(self, prefix: str) -> Iterator[ObjectEntry]:
-        page, token = self.list_page(prefix)
-        yield from page
-        while (former := token) is not None:
-            page, token = self.list_page(prefix, former)
-            if token == former:
+        token: str | None = None
+        while True:
+            page, following = self.list_page(prefix, token)
+            for entry in page:
+                is_folder = not entry.name or entry.name.endswith("/")
+                if entry.num_bytes or not is_folder:  # empty objects mark folders that were made in a console
+                    yield entry
+            if following is None:
+                return
+            if following == token:
                 raise StoreError(f"{self.url}/{prefix}: the server lists the same page again and again. Check the URL.")
-            yield from page
+            token = following
 
     def share_keys(self, folder: SharedFolder) -> None:  # noqa: B027 - most stores have none
         """Let the processes that use a cache's folder share the keys that end; without, each process has its own."""

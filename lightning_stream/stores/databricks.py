@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from lightning_stream.errors import needs, redact
 
-from .base import AnswerError, ObjectEntry, StoreTraits
+from .base import ObjectEntry, StoreTraits
 from .http import HttpDialect, Request, with_query
 from .transfer import PerProcess
 
@@ -84,11 +84,7 @@ class DatabricksStore(HttpDialect):
     def _walk(self, folder: str) -> Iterator[dict[str, Any]]:
         address = page_address = self._call(_FOLDERS, folder)
         while True:
-            try:
-                answer = self._request("GET", page_address)
-            except AnswerError as error:
-                if error.code != 404:
-                    raise
+            if (answer := self._if_there("GET", page_address)) is None:
                 return
             page = self._parsed(answer, json.loads)
             for entry in page.get("contents", ()):

@@ -110,8 +110,10 @@ class GcsStore(BucketStore):
         headers = {"Content-Type": f"multipart/related; boundary={mark}"}
         self._upload("POST", url, body, len(head) + num_bytes + len(tail), headers)
 
-    def _listing(self, prefix: str, token: str | None) -> str:
-        return self._call("", prefix=prefix, pageToken=token, fields="kind,items(name,size,generation),nextPageToken")
+    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
+        fields = "kind,items(name,size,generation),nextPageToken"
+        address = self._call("", prefix=self._prefix + prefix, pageToken=token, fields=fields)
+        return self._parsed(self._request("GET", address), self._page)
 
     def _page(self, text: bytes) -> ListingPage:
         page = json.loads(text)

@@ -146,11 +146,14 @@ class HttpDialect(BaseStore):
         headers = {"If-None-Match": "*"} if if_absent else {} if if_version is None else {"If-Match": if_version}
         self._upload("PUT", self._address(name), file, num_bytes, headers)
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
-        """Send an object, and return what the server says."""
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
         about = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream", **headers}
-        said: bytes = self._request(method, url, about, body).read()
-        return said
+        answer = self._request(method, url, about, body)
+        said = answer.read()
+        if answer.status == 200 and said.lstrip()[:1] == b"<":
+            raise UnavailableError(
+                f"{self.url}: the server sent a page, {said[:40]!r}, so nothing was stored. Check the URL."
+            )
 
     def _delete(self, name: str) -> None:
         self._request("DELETE", self._address(name)).read()
@@ -183,6 +186,15 @@ class HttpDialect(BaseStore):
             if _origin(request.url) != home:
                 request.headers = {key: value for key, value in request.headers.items() if key in _TO_ANY_HOST}
         raise StoreError(f"{self.url}: {_MOST_REDIRECTS} redirects in a row, perhaps a loop. Check the URL.")
+
+    def _if_there(self, method: str, url: str) -> Any | None:
+        """Send a request without a body; None where there is no such thing."""
+        try:
+            return self._request(method, url)
+        except AnswerError as error:
+            if error.code != 404:
+                raise
+        return None
 
     def _connect(self) -> Any:
         """Return what is needed to sign requests; it is made once per process."""
@@ -222,9 +234,8 @@ class HttpDialect(BaseStore):
             return int(length) if length.isdigit() else None, None
         if answer.status == 206 and (span := _SPAN.fullmatch(sent)):
             first, stop = int(span[1]), int(span[2]) + 1
-            total = None if span[3] == "*" else int(span[3])
-            known = stop if total is None else total
-            if first == begin and stop == (known if end is None else min(end, known)):
+            total = stop if span[3] == "*" else int(span[3])
+            if first == begin and stop == (total if end is None else min(end, total)):
                 return stop - first, total
         answer.close()
         asked = f"{begin}-{'' if end is None else end - 1}"
@@ -262,26 +273,6 @@ class BucketStore(HttpDialect):
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = url.rstrip("/")
         self._login = PerProcess(self._log_in)
-
-    @abstractmethod
-    def _listing(self, prefix: str, token: str | None) -> str:
-        """Return the URL of a page of a listing."""
-
-    @abstractmethod
-    def _page(self, text: bytes) -> ListingPage:
-        """Return what such a page says; ValueError, KeyError or TypeError for any other page."""
-
-    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
-        return self._parsed(self._request("GET", self._listing(self._prefix + prefix, token)), self._page)
-
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
-        said = super()._upload(method, url, body, num_bytes, headers)
-        if said.lstrip()[:1] == b"<":  # all three answer with nothing, or JSON
-            raise UnavailableError(
-                f"{self.url}: the server sent a page, {said[:40]!r}, so nothing was stored. "
-                "Check the URL and the endpoint."
-            )
-        return said
 
     def _entry(self, key: str, num_bytes: int | str, version: object = None) -> ObjectEntry:
         return ObjectEntry(key[len(self._prefix) :], int(num_bytes), str(version or ""))
@@ -343,8 +334,17 @@ def _socket_chunks(raw: Any, sock: socket.socket) -> Iterator[Any]:
         chunk = bytearray(min(CHUNK_BYTES, left - 2 * _RECORD_BYTES))
         wanted = max(1, min(wanted, _ENOUGH_BYTES, left - len(chunk) - _RECORD_BYTES))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-        begun = time.perf_counter()
-        num_bytes, broken = _fill(sock, chunk)
+        num_bytes, broken = 0, None
+        view, begun = memoryview(chunk), time.perf_counter()
+        while num_bytes < len(chunk) and time.perf_counter() - begun < _SLOW_S:
+            try:
+                count = sock.recv_into(view[num_bytes:])
+            except OSError as error:
+                broken = error
+                break
+            if not count:
+                break
+            num_bytes += count
         wanted = int(_WAIT_S * num_bytes / max(time.perf_counter() - begun, 1e-6))
         raw.length_remaining = raw._fp.length = left - num_bytes  # noqa: SLF001 - as `raw.read1` itself does
         if num_bytes:
@@ -356,20 +356,6 @@ def _socket_chunks(raw: Any, sock: socket.socket) -> Iterator[Any]:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
     while chunk := raw.read1(CHUNK_BYTES, decode_content=False):
         yield chunk
-
-
-def _fill(sock: socket.socket, chunk: bytearray) -> tuple[int, OSError | None]:
-    """Fill a chunk, or read for a second; return the number of bytes, and the error that came after them."""
-    num_bytes, begun = 0, time.perf_counter()
-    try:
-        with memoryview(chunk) as view:
-            while num_bytes < len(view) and time.perf_counter() - begun < _SLOW_S:
-                if not (count := sock.recv_into(view[num_bytes:])):
-                    break
-                num_bytes += count
-    except OSError as error:
-        return num_bytes, error
-    return num_bytes, None
 
 
 @lru_cache
@@ -541,11 +527,7 @@ class HuggingFaceStore(HttpStore):
         address = token or self._tree
         if _origin(address) != _origin(self._tree):
             raise StoreError(f"{self.url}/{prefix}: the listing's next page is at another host; it is not followed.")
-        try:
-            answer = self._request("GET", address)
-        except AnswerError as error:
-            if error.code != 404:
-                raise
+        if (answer := self._if_there("GET", address)) is None:
             return [], None
         more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("Link", ""))
 

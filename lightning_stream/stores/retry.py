@@ -7,7 +7,7 @@ import os
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -30,7 +30,7 @@ _Span = tuple[int, "int | None"]  # first byte, and the byte after the last one
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
 _LEAST_RATE = 16 << 10  # bytes per second: a server that sends less is silent, as far as a download is concerned
-_READS = 3  # of an object that is replaced during each read
+_READS = 3  # of an object that is replaced, or ends early, during each read
 _in_flight: weakref.WeakValueDictionary[int, RetryBudget] = weakref.WeakValueDictionary()  # by id
 
 
@@ -65,12 +65,12 @@ class RetryPolicy:
             raise ValueError("; ".join(problems))
 
 
-class _ReplacedError(StoreError):
-    """The object changed between two requests of a read. It is raised and caught in this file."""
+class _ReadAgainError(StoreError):
+    """Only a read from the beginning helps. It is raised and caught in this file; `reason` is raised if none helps."""
 
-
-class _EndedEarlyError(StoreError):
-    """The object ends before its promised size. It is raised and caught in this file."""
+    def __init__(self, reason: StoreError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class RetryingStore(Store):
@@ -129,26 +129,70 @@ class RetryingStore(Store):
 
     def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
         stream = budget.call(lambda: self.connect(name, begin, end))
-        resuming = ResumingStream(self, (name, begin, end), stream, budget, restarts)
+        chunks = self._chunks((name, begin, end), stream, budget, restarts)
+
+        def close() -> None:
+            chunks.close()  # and a later connection
+            stream.close()
+
         # Only `open` makes a version from the content: a download of a shard needs none.
         digest = stream.version is None and begin == 0 and end is None and not restarts
-        return replace(stream, chunks=iter(resuming), close=resuming.close, digest=digest)
+        return replace(stream, chunks=chunks, close=close, digest=digest)
+
+    def _chunks(
+        self, span: tuple[str, int, int | None], first: ObjectStream, budget: RetryBudget, restarts: bool
+    ) -> Generator[bytes, None, None]:
+        """Yield the chunks of an object or range, over any number of connections.
+
+        A wrong answer to a resumed request (a login page, too few bytes) is tried again, like a broken connection. Only
+        an answer with another tag means that the object was replaced.
+        """
+        name, position, end = span
+        stop = None if first.num_bytes is None else position + first.num_bytes
+        chunks = iter(first)
+        while True:
+            try:
+                chunk = next(chunks, b"")
+                reached = position + len(chunk)
+                if stop is not None and (reached > stop or (not chunk and reached < stop)):
+                    more = "more" if chunk else "less"
+                    raise UnavailableError(f"{first.where}: the server sent {more} than it promised.")
+            except UnavailableError as error:
+                first.close()
+                if position == stop:
+                    return  # it broke after the last byte
+                budget.failed(error)
+                left = None if stop is None else stop - position
+                chunks = self._rest((name, position, end), first, left, restarts)
+                continue
+            if not chunk:
+                return
+            position = reached
+            self.counters.add("fetched_bytes", len(chunk))
+            budget.progressed(len(chunk))
+            handed_over = time.monotonic()
+            yield chunk
+            budget.exclude(time.monotonic() - handed_over)
+
+    def _rest(
+        self, span: tuple[str, int, int | None], first: ObjectStream, left: int | None, restarts: bool
+    ) -> Iterator[bytes]:
+        """Connect again, and yield the chunks of what is left."""
+        with self.connect(*span) as stream:
+            if (error := _changed(first, stream, left)) is not None:
+                raise _ReadAgainError(error) if restarts else error
+            yield from stream
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
         """Read an object; if it is replaced meanwhile, read it again from the beginning."""
-        budget = self._budget(name)
-        num_replaced = num_early = 0
+        budget, num_reads = self._budget(name), 0
         while True:
             try:
                 return read(budget)
-            except _ReplacedError as error:
-                num_replaced += 1
-                if num_replaced == _READS:
-                    raise StoreError(str(error)) from None
-            except _EndedEarlyError as error:
-                num_early += 1
-                if num_early > self.policy.retries:
-                    raise UnavailableError(f"{error} (gave up after {num_early} reads)") from None
+            except _ReadAgainError as error:
+                num_reads += 1
+                if num_reads == _READS:
+                    raise error.reason from None
 
     def _read(self, name: str, begin: int, end: int | None) -> bytes:
         def read(budget: RetryBudget) -> bytes:
@@ -183,7 +227,7 @@ class RetryingStore(Store):
                 futures = [pool.submit(part, span) for span in ranges]
                 parts += [future.result() for future in futures]
         if len({tag for _, tag in parts}) > 1:
-            raise _ReplacedError(_replaced(f"{self.url}/{name}"))
+            raise _ReadAgainError(_replaced(f"{self.url}/{name}"))
         written = sum(written for written, _ in parts)
         draft.resize(written)  # of a part that came short, the size tells
         return written
@@ -310,81 +354,24 @@ def requests_in_flight() -> list[str]:
     return [str(budget) for budget in found if budget.pid == os.getpid()]
 
 
-class ResumingStream:
-    """The chunks of one object or range, over any number of connections.
+def _changed(first: ObjectStream, rest: ObjectStream, left: int | None) -> StoreError | None:
+    """Return the error where an answer to a resumed request shows that only a read from the beginning helps.
 
-    A wrong answer to a resumed request (a login page, too few bytes) is tried again, like a broken connection. Only an
-    answer with another tag means that the object was replaced.
+    UnavailableError for an answer that is not about this object, or not right. `left`: the bytes that are missing.
     """
-
-    def __init__(
-        self,
-        store: RetryingStore,
-        span: tuple[str, int, int | None],
-        stream: ObjectStream,
-        budget: RetryBudget,
-        restarts: bool,
-    ) -> None:
-        self._store, self._stream, self._budget = store, stream, budget
-        self._name, self._position, self._end = span
-        self._stop = None if stream.num_bytes is None else self._position + stream.num_bytes
-        self._chunks: Iterator[bytes] | None = iter(stream)
-        self._tag, self._has_version = stream.tag, stream.version is not None
-        # Raised if only a read from the beginning helps: caught in this file, or raised to the user.
-        self._replaced: type[StoreError] = _ReplacedError if restarts else StoreError
-        self._too_short: type[StoreError] = _EndedEarlyError if restarts else UnavailableError
-
-    def __iter__(self) -> Iterator[bytes]:
-        while True:
-            try:
-                chunk = self._next_chunk()
-            except UnavailableError as error:
-                self._stream.close()
-                self._chunks = None
-                if self._position == self._stop:
-                    return  # it broke after the last byte
-                self._budget.failed(error)
-                continue
-            if not chunk:
-                return
-            self._position += len(chunk)
-            self._store.counters.add("fetched_bytes", len(chunk))
-            self._budget.progressed(len(chunk))
-            handed_over = time.monotonic()
-            yield chunk
-            self._budget.exclude(time.monotonic() - handed_over)
-
-    def close(self) -> None:
-        """Give the connection back."""
-        self._stream.close()
-
-    def _next_chunk(self) -> bytes:
-        if self._chunks is None:
-            self._stream = self._store.connect(self._name, self._position, self._end)
-            self._check(self._stream)
-            self._chunks = iter(self._stream)
-        chunk = next(self._chunks, b"")
-        position = self._position + len(chunk)
-        if self._stop is not None and (position > self._stop or (not chunk and position < self._stop)):
-            more = "more" if chunk else "less"
-            raise UnavailableError(f"{self._stream.where}: the server sent {more} than it promised.")
-        return chunk
-
-    def _check(self, stream: ObjectStream) -> None:
-        """Check that an answer to a resumed request is about the same object."""
-        left = None if self._stop is None else self._stop - self._position
-        if stream.past_end:
-            if left:
-                raise self._too_short(f"{stream.where}: the server says that it ends before {self._position + 1:,}.")
-        elif stream.tag != self._tag:
-            # A date says nothing about a version.
-            is_alike = self._has_version == (stream.version is not None)
-            if is_alike and stream.tag is not None and self._tag is not None:
-                raise self._replaced(_replaced(stream.where))
-            raise UnavailableError(f"{stream.where}: an answer without the object's version, perhaps a proxy's page.")
-        elif self._tag is None and left is not None and stream.num_bytes not in (None, left):
-            raise UnavailableError(f"{stream.where}: the answer does not have the size of the rest of the object.")
+    if rest.past_end:
+        if left:
+            return UnavailableError(f"{rest.where}: the server says that {left:,} bytes of it are not there.")
+    elif rest.tag != first.tag:
+        # A date says nothing about a version.
+        is_alike = (first.version is None) == (rest.version is None)
+        if is_alike and rest.tag is not None and first.tag is not None:
+            return _replaced(rest.where)
+        raise UnavailableError(f"{rest.where}: an answer without the object's version, perhaps a proxy's page.")
+    elif first.tag is None and left is not None and rest.num_bytes not in (None, left):
+        raise UnavailableError(f"{rest.where}: the answer does not have the size of the rest of the object.")
+    return None
 
 
-def _replaced(where: str) -> str:
-    return f"{where}: it was replaced while it was being read. Read it again; write datasets to new names."
+def _replaced(where: str) -> StoreError:
+    return StoreError(f"{where}: it was replaced while it was being read. Read it again; write datasets to new names.")

@@ -95,7 +95,9 @@ class S3Store(BucketStore):
         super().__init__(bucket, prefix, f"{scheme}://{bucket}/{prefix}")
         self._options = options or S3Options()
         # AWS sorts, except its directory buckets. Google knows If-Match only in its own protocol.
-        aws = self._options.resolved_endpoint() is None and not bucket.endswith("--x-s3")
+        endpoint = self._options.resolved_endpoint()
+        aws = endpoint is None and not bucket.endswith("--x-s3")
+        self._is_google = scheme == "gs" or "storage.googleapis.com" in (endpoint or "")
         if aws:
             self.largest_put = 5 << 30
         self.traits = StoreTraits(ranges=True, sorted_listing=aws, conditional_put=scheme == "s3")
@@ -123,10 +125,7 @@ class S3Store(BucketStore):
 
     def _headers(self) -> dict[str, str]:
         payer = {"x-amz-request-payer": "requester"} if self._options.resolved_payer() else {}
-        return super()._headers() | payer | (AS_STORED if self._is_google() else {})
-
-    def _is_google(self) -> bool:
-        return self.url.startswith("gs:") or "storage.googleapis.com" in (self._options.resolved_endpoint() or "")
+        return super()._headers() | payer | (AS_STORED if self._is_google else {})
 
     def _sign(self, request: Request) -> None:
         login = self._login()
@@ -174,10 +173,10 @@ class S3Store(BucketStore):
         is_signed = self._login().credentials is not None and not self._public
         return is_signed and self._options.anonymous is None and not self._options.resolved_payer()
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> bytes:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
         """Send an object with a digest for the server to compare: MD5, or (in directory buckets) the signature's."""
         digest = {} if self._login().is_directory else {"Content-MD5": content_md5(body)}
-        return super()._upload(method, url, body, num_bytes, {**headers, **digest})
+        super()._upload(method, url, body, num_bytes, {**headers, **digest})
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         is_conditional = if_absent or if_version is not None
@@ -193,19 +192,15 @@ class S3Store(BucketStore):
             super()._put(name, file, num_bytes, False, if_version.strip('"'))
 
     def _etag(self, name: str) -> str | None:
-        try:
-            answer = self._request("HEAD", self._address(name))
-        except AnswerError as error:
-            if error.code == 404:
-                return None
-            raise
+        if (answer := self._if_there("HEAD", self._address(name))) is None:
+            return None
         answer.read()
         etag: str = answer.headers["ETag"]
         return etag
 
-    def _listing(self, prefix: str, token: str | None) -> str:
-        query = {"list-type": "2", "encoding-type": "url", "prefix": prefix, "continuation-token": token}
-        return with_query(f"{self._login().address}/", query)
+    def _list_page(self, prefix: str, token: str | None) -> ListingPage:
+        query = {"list-type": "2", "encoding-type": "url", "prefix": self._prefix + prefix, "continuation-token": token}
+        return self._parsed(self._request("GET", with_query(f"{self._login().address}/", query)), self._page)
 
     def _page(self, text: bytes) -> ListingPage:
         page = xml_of(text, "ListBucketResult")

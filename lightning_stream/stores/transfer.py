@@ -43,7 +43,8 @@ class ObjectStream:
             is the digest of the content, known after the whole object was read.
         close, where: Gives the connection back; the object, for messages.
         tag: It must be the same when the stream is resumed: the version, or something weaker (a date); or None.
-        total: The size of the whole object, if the answer proves that the server sends ranges; else None.
+        total: The size of the whole object, or the end of this range, if the answer proves that the server sends
+            ranges; else None.
         past_end, digest: The range begins at or after the object's end; make the version from the content.
     """
 

@@ -224,7 +224,7 @@ class ShardWriter(ABC):
         ends = np.cumsum(batch.sizes + encoder.per_sample_overhead)
         self._check_fits(encoder, int(batch.sizes.max()), int(ends[-1]))
         begin = taken = 0
-        try:
+        with self._pipeline:
             while begin < len(ends):
                 room = self._max_file_bytes - self._buffer.file_bytes
                 end = max(begin, int(np.searchsorted(ends, taken + room, side="right")))
@@ -237,9 +237,6 @@ class ShardWriter(ABC):
                 buffer.sizes += batch.sizes[begin:end].tolist()
                 buffer.file_bytes += int(ends[end - 1]) - taken
                 begin, taken = end, int(ends[end - 1])
-        except BaseException as error:
-            self._pipeline.fail(error)
-            raise
         for name, numbers in lengths.items():
             self._lengths[name].frombytes(numbers.tobytes())
         self.num_samples += len(batch.sizes)
@@ -275,11 +272,8 @@ class ShardWriter(ABC):
 
     def _put_lengths(self) -> dict[str, tuple[FileEntry, ...]]:
         lengths = {name: np.array(numbers, np.uint32) for name, numbers in self._lengths.items()}
-        try:
+        with self._pipeline:  # some files may be put already
             return put_lengths(self._place, lengths, self._config.hashes)
-        except BaseException as error:  # some files may be put already
-            self._pipeline.fail(error)
-            raise
 
     def _open(self, infer: Callable[[], dict[str, str]] | None = None) -> ShardEncoder:
         if self._finished:

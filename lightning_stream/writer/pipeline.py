@@ -19,31 +19,32 @@ class Pipeline(Generic[T]):
     def __init__(self, max_workers: int) -> None:
         if max_workers < 0:
             raise ValueError(f"max_workers must be 0 or more; got {max_workers}.")
-        self._count = max_workers
         self._slots = threading.BoundedSemaphore(max(1, max_workers))
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = ThreadPoolExecutor(max_workers, "shard-writer") if max_workers else None
         self._futures: list[Future[T]] = []
         self.first: Future[T] | None = None  # that of the first job, once it was submitted
         self._failure: BaseException | None = None
 
     def submit(self, job: Callable[[], T]) -> None:
         """Start a job. It raises the failure of an earlier job, or of this one if it runs here."""
-        self._raise_failure()
-        try:
-            if self._count == 0:
+        with self:
+            self._raise_failure()
+            if self._pool is None:
                 future: Future[T] = Future()
                 future.set_result(job())
             else:
                 self._slots.acquire()
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(self._count, thread_name_prefix="shard-writer")
                 future = self._pool.submit(job)
                 future.add_done_callback(self._done)
             self._futures.append(future)
             self.first = self._futures[0]
-        except BaseException as error:
+
+    def __enter__(self) -> None:
+        """Let every later call raise an error of this block."""
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
             self.fail(error)
-            raise
 
     def fail(self, error: BaseException) -> None:
         """Let every later call raise this error, unless there was one before."""
@@ -51,12 +52,9 @@ class Pipeline(Generic[T]):
 
     def finish(self) -> list[T]:
         """Wait for all jobs; return their results in the order of `submit`, or raise the first failure."""
-        try:
+        with self:
             self._raise_failure()
             return [future.result() for future in self._futures]
-        except BaseException as error:
-            self.fail(error)
-            raise
 
     def close(self) -> None:
         """Drop the jobs that have not begun, and wait for those that run."""

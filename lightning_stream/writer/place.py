@@ -57,7 +57,7 @@ class Transaction:
         local, remote: The local folder and the URL of `out`; None where it has none.
         mode: That of `begin`.
         key: Of an append, a name that no other one has, or "".
-        done: The names of the files that were put.
+        done: The names of the files that were put, without those that were there already.
     """
 
     def __init__(self, out: Any, keep_local: bool = False, store_options: Mapping[str, Any] | None = None) -> None:
@@ -75,7 +75,8 @@ class Transaction:
         self._options = store_options
         self.mode: Mode = "new"
         self.key = ""
-        self.done: list[str] = []
+        self._writer = secrets.token_hex(8)  # no other writer has these digits
+        self.done = set[str]()
         self._version: Version | None = None
         self._seen: dict[str, tuple[bytes | None, str | None]] = {}
         self._former: dict[str, set[str]] = {}  # by the URL of a store
@@ -189,7 +190,7 @@ class Transaction:
     @cached_property
     def _name_salt(self) -> bytes:
         if self.mode == "append":
-            return self.key.encode() or secrets.token_bytes(16)
+            return (self.key or self._writer).encode()
         if self._version is not None:
             return f"{self._version.root} {self._version.number}".encode()
         return digest_of(self._seen[INDEX_NAME][0] or b"").encode()
@@ -209,7 +210,8 @@ class Transaction:
             except errors.AlreadyExistsError:
                 if self.mode == "new":
                     raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
-        self.done.append(name)
+            else:
+                self.done.add(name)
 
     def commit(self, edit: Edit | Callable[[Version], Edit]) -> bool:
         """Make a change of the dataset: an append to the index of none, or in the log of the version at `begin`.
@@ -233,7 +235,9 @@ class Transaction:
         with self._or_abort():
             try:
                 retries = self.mode == "append" and len(self.stores) == 1
-                version = commit(self.store, base, lambda version: self._fitting(edit, version), retries=retries)
+                version = commit(
+                    self.store, base, lambda version: self._fitting(edit, version), self._writer, retries=retries
+                )
             except errors.AlreadyExistsError:  # a change of this key is there
                 is_new = False
                 self.abort()
@@ -286,7 +290,7 @@ class Transaction:
     def abort(self) -> None:
         """Delete the files that were put, except those that the dataset now lists."""
         for store in self.stores:
-            for name in set(self.done) - listed_files(newest_text(store)):
+            for name in self.done - listed_files(newest_text(store)):
                 store.delete(name)
 
     def sweep(self, ours: re.Pattern[str], keep: Collection[str]) -> None:

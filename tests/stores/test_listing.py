@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from servers.fake_gcs import FakeGcs
 
+from lightning_stream import MDSWriter
 from lightning_stream.errors import StoreError, UnavailableError
-from lightning_stream.stores import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, StoreTraits
+from lightning_stream.stores import LocalStore, ObjectEntry, RetryingStore, RetryPolicy, StoreTraits, open_store
 
 POLICY = RetryPolicy(retries=3, first_pause_s=0.001, longest_pause_s=0.001)
 NAMES = [f"{folder}/{name}" for folder in ("de", "en", "en-US", "v1", "v1.1") for name in ("a", "b", "index.json")]
@@ -58,6 +60,18 @@ def test_failures_far_apart_do_not_add_up_and_the_listing_continues_with_its_pag
 def test_failures_in_a_row_end_a_listing() -> None:
     with pytest.raises(UnavailableError, match="gave up after 4 failures in a row"):
         list(RetryingStore(Server(NAMES, fails=1), POLICY).list())
+
+
+def test_marks_of_folders_are_no_objects_and_leave_a_place_empty() -> None:
+    """The consoles of S3 and Google make such empty objects for "create folder"."""
+    with FakeGcs() as server:
+        server.objects = {"bucket/data/": b"", "bucket/data/sub/": b"", "bucket/data/odd/": b"content"}
+        options = {"endpoint_url": server.url}
+        assert [entry.name for entry in open_store("gs://bucket/data", options).list()] == ["odd/"]
+        del server.objects["bucket/data/odd/"]
+        with MDSWriter(out="gs://bucket/data", columns={"x": "int"}, store_options=options) as writer:
+            writer.write({"x": 1})
+        assert "bucket/data/index.json" in server.objects
 
 
 def test_a_folder_that_cannot_be_listed_is_one_of_our_errors(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ pytest.importorskip("torch", reason="StreamingDataset needs torch: uv sync")
 from servers.s3 import bucket_at, options_of
 from support import appenders
 
-from lightning_stream import StreamingDataset, version_log
-from lightning_stream.errors import ConflictError, FormatError, NotFoundError
+from lightning_stream import StreamingDataset, version_log, versions
+from lightning_stream.errors import ConflictError, FormatError, NotFoundError, UnavailableError
 from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_changes, read_newest, read_version
@@ -136,6 +136,44 @@ def test_an_append_with_a_key_is_made_once(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("shard.*"))) == 3
     with pytest.raises(ValueError, match="pass append=True"):
         MDSWriter(out=tmp_path, key="batch-3")
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_an_append_that_is_finished_again_after_an_error_is_made_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, others: int
+) -> None:
+    """The network may fail between the put of a change and the answer to what is asked after it."""
+    write(tmp_path, [0])
+    writer = MDSWriter(out=tmp_path, columns={"x": "int"}, append=True)
+    writer.write({"x": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(version_log, "_is_current", raising(UnavailableError("the network is gone")))
+        with pytest.raises(UnavailableError, match="the network is gone"):
+            writer.finish()
+    for number in range(others):
+        write(tmp_path, [2 + number], append=True)
+    writer.finish()
+    assert values(tmp_path) == [0, 1, 2, 3][: 2 + others]
+    assert len(read_changes(LocalStore(tmp_path), read_newest(LocalStore(tmp_path)).root)) == 1 + others
+
+
+def raising(error: Exception) -> Any:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_an_append_that_is_repeated_after_its_rows_were_deleted_keeps_the_versions_that_have_them(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, [0])
+    write(tmp_path, [1], append=True, key="batch-1")
+    versions.delete_rows(tmp_path, [1])
+    versions.compact(tmp_path)
+    write(tmp_path, [1], append=True, key="batch-1")  # of a job that starts again: nothing is added
+    assert values(tmp_path) == [0]
+    assert values(tmp_path, wanted=1) == [0, 1]
 
 
 @pytest.mark.usefixtures("large")
