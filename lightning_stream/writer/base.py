@@ -247,7 +247,8 @@ class ShardWriter(ABC):
         Raises:
             ValueError: No columns were given, and there is no sample to infer them from.
             FileExistsError, ConflictError: Another writer changed the dataset meanwhile; its dataset stays.
-            StoreError: A shard or the index could not be put; then there is no index.
+            StoreError: A shard or the index could not be put; then there is no index. After UnavailableError for an
+                append's change, call it again: the samples are there once, whether or not the change had been put.
         """
         if self._finished:
             return
