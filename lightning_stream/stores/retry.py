@@ -204,11 +204,13 @@ class RetryingStore(Store):
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
         draft = _Draft(to, num_bytes)
         ranges = [] if num_bytes is None else parts_of(num_bytes, connections if self.traits.ranges else 1, self.policy)
-        if len(ranges) > 1 and (written := self._get_parts(name, draft, ranges, budget)) is not None:
+        if len(ranges) > 1 and (written := self._get_parts(name, to, draft, ranges, budget)) is not None:
             return written
         return self._get_range(name, draft, (0, None), budget)[0]
 
-    def _get_parts(self, name: str, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget) -> int | None:
+    def _get_parts(
+        self, name: str, to: Path, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget
+    ) -> int | None:
         """Fetch ranges at once, each with its own budget; None if the server sends the whole object for a range."""
 
         def part(span: _Span) -> tuple[int, str | None]:
@@ -225,7 +227,11 @@ class RetryingStore(Store):
             draft.resize(ranges[-1][1])
             with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
                 futures = [pool.submit(part, span) for span in ranges]
-                parts += [future.result() for future in futures]
+                try:
+                    parts += [future.result() for future in futures]
+                except BaseException:
+                    to.unlink(missing_ok=True)  # threads may still write to it: what is read next gets another file
+                    raise
         if len({tag for _, tag in parts}) > 1:
             raise _ReadAgainError(_replaced(f"{self.url}/{name}"))
         written = sum(written for written, _ in parts)

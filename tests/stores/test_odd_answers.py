@@ -322,6 +322,17 @@ def test_a_page_that_is_no_listing_is_not_an_empty_one(odd: Odd, cloud: str, con
 
 
 @pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize("content", [b"<html><body>log in</body></html>", b""])
+def test_a_page_is_not_taken_for_an_object_of_a_cloud(odd: Odd, cloud: str, content: bytes) -> None:
+    url, options = CLOUDS[cloud]
+    odd.content = content
+    store = open_store(url, {**QUICK, **options, "endpoint_url": odd.url})
+    for read in (lambda: store.read("x"), lambda: store.get_range("x", 5, 9), lambda: store.exists("x")):
+        with pytest.raises(UnavailableError, match="an answer without"):
+            read()
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
 def test_a_page_in_place_of_a_stores_answer_means_that_nothing_was_stored(odd: Odd, cloud: str) -> None:
     url, options = CLOUDS[cloud]
     odd.content = b"<html><body>log in</body></html>"

@@ -177,6 +177,39 @@ def test_nothing_larger_than_promised_is_downloaded(known: bool, parts: dict[str
     assert taken[0] <= 300
 
 
+class Replaced(Script):
+    """Two ranges of an object that is replaced meanwhile; of the old one, the latter comes when all is over."""
+
+    traits = StoreTraits(ranges=True, conditional_put=True)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_over, self.has_come = threading.Event(), threading.Event()
+
+    def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
+        self.begins.append(begin)
+        if begin not in (0, len(CONTENT) // 2) or self.begins.count(begin) > 1:
+            return whole()(begin, end)
+        old = bytes(len(CONTENT))[begin:end]
+        return ObjectStream(cut(old, 1000) if begin == 0 else self._late(old), len(old), "v0")
+
+    def _late(self, old: bytes) -> Iterator[bytes]:
+        self.is_over.wait(5)
+        yield old
+        self.has_come.set()
+
+
+def test_a_range_of_a_read_that_was_given_up_is_not_written_into_the_next_one(tmp_path: Path) -> None:
+    half = len(CONTENT) // 2
+    server = Replaced()
+    policy = RetryPolicy(first_pause_s=0.001, parallel_from_bytes=1, part_bytes=half)
+    store = RetryingStore(server, policy)
+    assert store.get("x", tmp_path / "x", len(CONTENT)) == len(CONTENT)
+    server.is_over.set()
+    assert server.has_come.wait(30)
+    assert (tmp_path / "x").read_bytes() == CONTENT
+
+
 def test_a_local_file_larger_than_promised_is_not_copied(tmp_path: Path) -> None:
     with (tmp_path / "large").open("wb") as file:
         file.truncate(1 << 40)
