@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +24,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 22
 # A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
 _WHOLE, _NUMBER = r"-?(0|[1-9]\d{0,17})", r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
+_LINE = re.compile(rb"[\r\n\xef\xbb\xbf]*[^\r\n\xef\xbb\xbf][^\r\n]*[\r\n]?")
 _PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": "^((?i)true|false)$"}
 
 
@@ -151,13 +153,13 @@ class _Blocks:
 
 
 def _head(file: SourceFile) -> tuple[bytes, int]:
-    """The line of names, the first that is not blank, and the number of bytes up to its end."""
+    """The line of names, the first that is not blank, and the number of bytes up to its end; a CR alone ends one, too."""
     num_bytes = 0
     with file.unpacked("a file of lines") as plain:
         for line in chain([plain.readline()], plain):
+            if head := _LINE.match(line):
+                return head[0], num_bytes + head.end()
             num_bytes += len(line)
-            if line.strip(b"\r\n\xef\xbb\xbf"):
-                return line, num_bytes
     return b"", num_bytes
 
 

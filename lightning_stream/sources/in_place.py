@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
-from lightning_stream.sources.base import Batch, Piece, Reader, Source, marks_of, readable, stamps_of
+from lightning_stream.sources.base import Piece, Reader, Source, marks_of, readable, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import Listing, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule, widened_columns
@@ -28,6 +28,7 @@ from lightning_stream.stores import Store
 from lightning_stream.stores.local import is_other_mark
 
 _log = logging.getLogger(__name__)
+_REMEDY = "Name the columns by columns=."
 _MARKS = re.compile(rb'(?:, "table_version": [0-9]+)?, "marks": "([0-9a-f.]+)"')
 
 
@@ -130,7 +131,7 @@ class InPlace:
         reader, split = self._origin_of(store, entry)
         encoder = MdsEncoder(entry.schema.columns, None, (), None)
         with readable(split.file.uri, has_arguments=False), ShardDraft(encoder, entry.num_samples, to) as draft:
-            where = _settled(entry, reader.read([split], entry.schema.columns), split, draft.add)
+            where = self._add_rows(entry, reader, split, draft.add)
             split.file.check()  # it may have changed while it was read
             if draft.num_samples != entry.num_samples:
                 raise FormatError(
@@ -156,7 +157,7 @@ class InPlace:
             found.extend(map(bytes, encoder.encode_batch(columns, num_rows).rows()))
 
         with readable(split.file.uri, has_arguments=False):
-            where = _settled(entry, reader.read([split._replace(rows=numbers)], entry.schema.columns), split, add)
+            where = self._add_rows(entry, reader, split._replace(rows=numbers), add)
         if len(found) != len(numbers):
             raise FormatError(f"{where}: {len(numbers)} rows were asked for; found {len(found)}. Start again.")
         return found
@@ -179,6 +180,30 @@ class InPlace:
         reader.is_strict = False  # columns that are not read were logged
         reader.media = self.media  # whatever an index says
         return reader, Piece(source, origin.begin, origin.end, entry.raw.num_bytes)
+
+    def _add_rows(
+        self, entry: ShardEntry, reader: Reader, split: Piece, add: Callable[[dict[str, Any], int], None]
+    ) -> str:
+        """Add a piece as columns of values; FormatError for nulls and wrong values. Return where the rows are."""
+        columns, nulls, others, at = entry.schema.columns, dict[str, int](), set[str](), ""
+        try:
+            for batch in reader.read([split], columns):
+                at = f"{batch.where}: "
+                if isinstance(batch.rows, list):
+                    others.update(*batch.rows)
+                values, num_rows = NullRule().settle(batch.rows, columns, nulls)
+                if num_rows:
+                    add(values, num_rows)
+                at = ""  # an error of a reader names the file
+        except (TypeError, ValueError) as error:
+            raise FormatError(f"{at}{error}") from error
+        where = f"{split.file.uri} (part {split.begin} to {split.end})"
+        if nulls:
+            raise _nulls(where, ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items())))
+        if self.columns is None and (others := others - columns.keys()):
+            names = ", ".join(map(repr, sorted(others)))
+            _log.warning("%s has %s, which the rows that were looked at lack: not read. %s", where, names, _REMEDY)
+        return where
 
     def _columns(self, source: Source) -> dict[str, str]:
         wanted = self.columns
@@ -210,11 +235,7 @@ def _warn_of_others(shards: Sequence[Piece], columns: Mapping[str, str]) -> None
     """Log the columns that only later files have."""
     others = {name: piece.file for piece in reversed(shards) for name in piece.others if name not in columns}
     for name, file in others.items():
-        _log.warning(
-            "%s has a column %r, which the first file lacks: it is not read. Name the columns by columns=.",
-            file.uri,
-            name,
-        )
+        _log.warning("%s has a column %r, which the first file lacks: it is not read. %s", file.uri, name, _REMEDY)
 
 
 def changed_files(former: Index, now: Index) -> str:
@@ -250,26 +271,6 @@ def _some(names: Sequence[str]) -> str:
 def is_made(index: Index) -> bool:
     """Return whether an index was made of files in another format."""
     return index.num_shards > 0 and index.entry(0).raw.origin is not None
-
-
-def _settled(
-    entry: ShardEntry, batches: Iterable[Batch], split: Piece, add: Callable[[dict[str, Any], int], None]
-) -> str:
-    """Add all batches as columns of values; FormatError for nulls and wrong values. Return what they are of."""
-    columns, nulls, at = entry.schema.columns, dict[str, int](), ""
-    try:
-        for batch in batches:
-            at = f"{batch.where}: "
-            values, num_rows = NullRule().settle(batch.rows, columns, nulls)
-            if num_rows:
-                add(values, num_rows)
-            at = ""  # an error of a reader names the file
-    except (TypeError, ValueError) as error:
-        raise FormatError(f"{at}{error}") from error
-    where = f"{split.file.uri} (part {split.begin} to {split.end})"
-    if nulls:
-        raise _nulls(where, ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items())))
-    return where
 
 
 def _nulls(where: str, found: str) -> FormatError:

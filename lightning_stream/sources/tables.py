@@ -185,8 +185,17 @@ def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str
     """Return the batch with columns that have one value in all rows, given with its Arrow type."""
     for name, (value, kind) in constants.items():
         column = pa.nulls(batch.num_rows) if value is None else pa.array([value] * batch.num_rows)
-        batch = batch.append_column(name, column.cast(kind))
+        batch = batch.append_column(name, column.cast(_type_of(kind)))
     return batch
+
+
+def _type_of(name: str) -> pa.DataType:
+    """The type of a name: Arrow knows those that have no zone, precision or scale."""
+    if found := re.fullmatch(r"timestamp\[(\w+), tz=(.+)\]", name):
+        return pa.timestamp(found[1], found[2])
+    if found := re.fullmatch(r"decimal128\((\d+), (-?\d+)\)", name):
+        return pa.decimal128(int(found[1]), int(found[2]))
+    return pa.type_for_alias(name)
 
 
 def fitting_rows(num_rows: int, num_bytes: int, most_rows: int = _MAX_ROWS, most_bytes: int = _BATCH_BYTES) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -108,7 +108,8 @@ class TarReader(Reader):
                 raise LookupError("a sample has another file")
             yield Batch({name: part.column(name, encoding) for name, encoding in columns.items()}, part.file.uri)
         except (LookupError, ValueError):
-            yield from batched(_row(sample, columns, part.file) for sample in part.samples())
+            wanted = columns.keys() | (part.files.keys() if self.is_strict else ())
+            yield from batched(_row(sample, columns, part.file) for sample in part.samples(wanted))
 
 
 class _Part(NamedTuple):
@@ -187,13 +188,13 @@ class _Part(NamedTuple):
         numbers = np.fromiter(found.values(), np.int64, len(found))
         return _values(self.data, self.members.headers[numbers] + BLOCK, self.members.sizes[numbers], encoding)
 
-    def samples(self) -> Iterator[dict[str, Any]]:
-        """Yield samples as their files' bytes by ending."""
+    def samples(self, wanted: Collection[str]) -> Iterator[dict[str, Any]]:
+        """Yield samples as the bytes of their files with these endings."""
         begins, sizes = (self.members.headers + BLOCK).tolist(), self.members.sizes.tolist()
         for sample, key in enumerate(self.keys):
             row: dict[str, Any] = {KEY: _text(key)}
             for ending, numbers in self.files.items():
-                if (k := numbers.get(sample)) is not None:
+                if ending in wanted and (k := numbers.get(sample)) is not None:
                     row[ending] = bytes(self.data[begins[k] : begins[k] + sizes[k]])
             yield row
 

@@ -313,6 +313,19 @@ def test_columns_that_only_later_files_have_are_logged(tmp_path: Path, caplog: p
         assert not caplog.text, "the columns were named"
 
 
+def test_keys_of_json_that_only_unsampled_rows_have_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_stream.sources.lines.SAMPLED_ROWS", 2)
+    (tmp_path / "a.jsonl").write_text('{"id": 0}\n{"id": 1}\n{"id": 2, "late": 1}\n')
+    with caplog.at_level(logging.WARNING):
+        assert read(tmp_path / "a.jsonl") == [{"id": k} for k in range(3)]
+        assert "a.jsonl (part 0 to 41) has 'late', which the rows that were looked at lack: not read" in caplog.text
+        caplog.clear()
+        assert len(read(tmp_path / "a.jsonl", columns=["id"])) == 3
+        assert not caplog.text, "the columns were named"
+
+
 def test_arrays_are_cut_into_shards_without_reading_all_of_them_for_each(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", id=np.arange(5000))
     assert [int(row["id"]) for row in read(tmp_path / "a.npz")] == [*range(5000)]

@@ -8,6 +8,8 @@ import struct
 import uuid
 import zlib
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -233,3 +235,15 @@ def test_a_conversion_reads_no_deleted_rows_of_tables_below_its_source(tmp_path:
             convert(source, tmp_path / "out", num_workers=1)
     done = convert(tables[:1], tmp_path / "out", num_workers=1)
     assert [sample["id"] for sample in StreamingDataset(local=done.uri)] == [2]
+
+
+def test_partitions_by_moments_and_decimals_are_read(tmp_path: Path) -> None:
+    moment, price = datetime(2024, 1, 2, 3, 4, 5, 6, tzinfo=UTC), Decimal("1.50")
+    moments = pa.array([moment, None], pa.timestamp("us", tz="UTC"))
+    table = pa.table({"id": [0, 1], "at": moments, "price": pa.array([price, None], pa.decimal128(7, 2))})
+    delta.write_deltalake(tmp_path / "table", table, partition_by=["at", "price"])
+    rows = sorted(StreamingDataset(remote=str(tmp_path / "table")), key=lambda row: row["id"])
+    assert [(row["at"], row["price"]) for row in rows] == [(moment.isoformat(), "1.50"), (None, None)]
+    delta.write_deltalake(tmp_path / "whole", table.slice(0, 1), partition_by=["at", "price"])
+    (row,) = StreamingDataset(remote=str(tmp_path / "whole"))
+    assert (row["at"], row["price"]) == (int(moment.timestamp()) * 10**6 + 6, price)

@@ -90,6 +90,15 @@ def test_a_bad_row_of_a_table_of_texts_can_be_left_out(tmp_path: Path, caplog: p
     assert "it has 1 values, not 2" in caplog.text
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_rows_of_any_line_ends_are_read(tmp_path: Path, end: str) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    (folder / "a.csv").write_text("x,y\n0,a\n")
+    (folder / "b.csv").write_bytes(f"\ufeff{end}x,y{end}1,b{end}{end}2,c{end}".encode())
+    assert values(convert(folder, tmp_path / "out", num_workers=1).uri) == [0, 1, 2]
+
+
 def test_an_unknown_option_of_a_source_is_named_with_those_there_are(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,2\n")
     with pytest.raises(
