@@ -143,8 +143,6 @@ class Conversion:
             }
             begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
             done = frozenset.intersection(*(frozenset() if self.force else each.done for each in begun.values()))
-            if done:
-                _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
             task = self._task(found, columns, specs, by_piece)
             partitions = partitions_of(splits, num_bytes)
             receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)

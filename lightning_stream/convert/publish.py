@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from lightning_stream.writer.place import MANIFEST as MANIFEST
 _FILES = rf"shard\.[0-9]+\.[0-9a-f]{{16}}\.mds(\.seekable)?(\.[a-z0-9]+)?|index\.json|{LENGTHS}"
 _PARTS = re.compile(rf"part-[0-9]{{5,}}/({_FILES})|{CONTROL}/.*")
 _ALL = re.compile(f"{OURS.pattern}|{_PARTS.pattern}")
+_LOG = logging.getLogger(__name__)
 _SPLITS = ("train", "val", "test")
 _WAIT_S = 24 * 3600.0
 
@@ -66,7 +68,10 @@ class Publication:
         kept = sorted(name for name in names if name.startswith(own) and name.endswith(RECEIPT))
         found = [Receipt.from_bytes(store.read(name)) for name in kept]
         whole = (one for one in found if all(names.get(file) == size for file, size in one.files().items()))
-        return cls(spec, place, frozenset(one.partition for one in whole))
+        done = frozenset(one.partition for one in whole)
+        if done:
+            _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
+        return cls(spec, place, done)
 
     def cancel(self) -> None:
         """Remove what was written and will not be published. A dataset that is there stays whole."""

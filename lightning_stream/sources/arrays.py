@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 from lightning_stream.errors import FormatError
 from lightning_stream.lazy import kept
 from lightning_stream.sources import npy
-from lightning_stream.sources.base import Batch, Piece
+from lightning_stream.sources.base import Piece
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import stretches
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
@@ -26,14 +25,15 @@ _HEADS: dict[Any, bytes] = {}
 
 
 def _blocks(
-    file: SourceFile, schema: pa.Schema, num_rows: int, num_bytes: int, rows: int, read: Callable[[int, int, Any], Any]
+    file: SourceFile, schema: pa.Schema, num_rows: int, num_bytes: int, rows: int, read: Callable[[Any, Any], Any]
 ) -> Table:
-    """A table in blocks of ``rows``, which ``read(begin, end, columns)`` gives as record batches."""
+    """A table in blocks of ``rows``, which ``read(numbers of rows, columns)`` gives as record batches."""
     begins = range(0, num_rows, rows)
 
     def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
         for first in begins[place.begin : place.end]:
-            yield from read(first, min(num_rows, first + rows), columns)
+            block = range(first, min(num_rows, first + rows))
+            yield from read(block if place.rows is None else [block[row] for row in place.rows], columns)
 
     def pieces() -> list[Piece]:
         each = num_bytes // max(1, len(begins))
@@ -62,9 +62,6 @@ class NumpyReader(TableReader):
     kind = "numpy"
     column: str = "array"
 
-    def _plain(self, file: SourceFile) -> Any:
-        return nullcontext()
-
     def _table(self, plain: Any, file: SourceFile) -> Table:
         try:
             arrays = self._rows_of(file) or self._loaded(file)
@@ -75,23 +72,15 @@ class NumpyReader(TableReader):
             reason = reason if is_pickled else str(error).rstrip(".")
             raise FormatError(f"{file.uri} cannot be read as a NumPy file: {reason}. Write it again.") from error
 
-        def read(begin: int, end: int, columns: Any) -> list[pa.RecordBatch]:
-            return [_record_batch(arrays.read(range(begin, end)), columns)]
+        def read(rows: Sequence[int], columns: Iterable[str] | None) -> list[pa.RecordBatch]:
+            found = arrays.read(rows)
+            return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
 
         return _blocks(file, schema, arrays.num_rows, arrays.num_bytes, arrays.block_rows, read)
 
     def has_rows(self, file: SourceFile) -> bool:
         """Return whether the file may have its rows one after another."""
         return file.ending == ".npy" and not file.is_packed
-
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
-        if splits[0].rows is None:
-            yield from super().read(splits, columns)
-            return
-        file, first = splits[0].file, splits[0].begin
-        arrays = self._rows_of(file) or self._loaded(file)
-        rows = [first * arrays.block_rows + row for row in splits[0].rows]
-        yield Batch(_record_batch(arrays.read(rows), columns), file.uri)
 
     def _rows_of(self, file: SourceFile) -> _Arrays | None:
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
@@ -139,10 +128,6 @@ class NumpyReader(TableReader):
         return {self.column: array} if names is None else {name: array[name] for name in names}
 
 
-def _record_batch(arrays: Mapping[str, Any], columns: Iterable[str] | None) -> pa.RecordBatch:
-    return pa.RecordBatch.from_pydict({name: _arrow_array(arrays[name]) for name in columns or arrays})
-
-
 def _arrow_array(array: Any) -> pa.Array:
     flat: Any = np.ascontiguousarray(array).reshape(-1)
     if flat.dtype.kind in "iuf" and flat.dtype.isnative:  # `pa.array` imports pandas, which takes a second
@@ -167,14 +152,11 @@ class DatasetReader(TableReader):
         size = max(1, int(self.dataset.dataset_size or self.dataset.data.nbytes))
         return (SourceFile("", str(len(self.dataset)), size, str(vars(self.dataset)["_fingerprint"])),)
 
-    def _plain(self, file: SourceFile) -> Any:
-        return nullcontext()
-
     def _table(self, plain: Any, file: SourceFile) -> Table:
         rows, schema = self.dataset.with_format("arrow"), self.dataset.features.arrow_schema
 
-        def read(begin: int, end: int, _: Any) -> list[pa.RecordBatch]:
-            return rows[begin:end].combine_chunks().to_batches()  # type: ignore[no-any-return]
+        def read(block: range, _: Any) -> list[pa.RecordBatch]:
+            return rows[block.start : block.stop].combine_chunks().to_batches()  # type: ignore[no-any-return]
 
         num_rows = len(self.dataset)
         block_rows = fitting_rows(num_rows, file.num_bytes, _BLOCK_ROWS)

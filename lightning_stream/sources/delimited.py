@@ -153,7 +153,7 @@ class _Blocks:
 
 
 def _head(file: SourceFile) -> tuple[bytes, int]:
-    """The line of names, the first that is not blank, and the number of bytes up to its end; a CR alone ends one, too."""
+    """The line of names, the first that is not blank, and the number of bytes up to its end. CR ends one, too."""
     num_bytes = 0
     with file.unpacked("a file of lines") as plain:
         for line in chain([plain.readline()], plain):

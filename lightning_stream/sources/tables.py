@@ -8,7 +8,7 @@ import os
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -152,8 +152,8 @@ class TableReader(Reader):
             reason = str(error).strip().rstrip(".")
             raise FormatError(f"{file.uri} cannot be read as {self.kind}: {reason}. {remedy}") from error
 
-    @abstractmethod
-    def _plain(self, file: SourceFile) -> Any: ...
+    def _plain(self, file: SourceFile) -> Any:
+        return nullcontext()
 
     def _plain_headers(self, file: SourceFile) -> Any:
         return self._plain(file)

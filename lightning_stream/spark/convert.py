@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,6 @@ from lightning_stream.writer.lengths import check_measurable
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-_LOG = logging.getLogger(__name__)
 _FILE_BATCH_ROWS = 256
 _ARRAY_BATCH_ROWS = 1000  # few enough to stay in a processor's cache: a third less work on blocks of tokens
 _REPLACE = "pass overwrite=True in mds_kwargs"
@@ -79,9 +77,7 @@ def dataframe_to_mds(
         raise ValueError("pass order_by= or shuffle_seed=, not both.")
     rows = ordered(dataframe, order_by, shuffle_seed)
     conversion = Conversion.plan(rows, settings, udf_iterable, dict(udf_kwargs or {}))
-    publication = Publication.begin(conversion.job, settings.overwrite, _REPLACE)
-    receipts = conversion.run(publication)
-    publication.publish(receipts, merge_index, conversion.about())
+    conversion.write(settings.overwrite, merge_index)
     return settings.result()
 
 
@@ -136,30 +132,27 @@ class Conversion:
             batch_rows = _ARRAY_BATCH_ROWS
         return cls(rows, job, batch_rows)
 
-    def run(self, publication: Publication) -> list[Receipt]:
-        """Let Spark write the partitions that are not done, and return the receipts of all, in their order.
+    def write(self, overwrite: bool, merge_index: bool = True) -> list[Receipt]:
+        """Let Spark write the partitions that are not written, publish all, and return their receipts, in their order.
 
         Raises:
             ValueError: Values that cannot be written.
             StoreError: A store failed in an executor. Other failures there are Spark's own errors.
             MissingExtraError: Executors lack a package.
         """
-        if publication.done:
-            _LOG.info("continuing an earlier run: %d partitions are written already", len(publication.done))
-        job, session = replace(self.job, done=publication.done), self.dataframe.sparkSession
-        with small_batches(session, self.batch_rows):
+        publication = Publication.begin(self.job, overwrite, _REPLACE)
+        job = replace(self.job, done=publication.done)
+        with small_batches(self.dataframe.sparkSession, self.batch_rows):
             rows = collected(self.dataframe.mapInArrow(_task(job), RESULT))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
-        return receipts
-
-    def about(self) -> dict[str, Any]:
-        """The DataFrame's part of the manifest."""
-        return {
+        about = {
             "schema": json.loads(self.dataframe.schema.json()),
             "plan": plan_text(self.dataframe).splitlines(),
             "num_source_files": len(self.dataframe.inputFiles()),
         }
+        publication.publish(receipts, merge_index, about)
+        return receipts
 
 
 def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:

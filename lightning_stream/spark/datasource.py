@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -25,7 +25,6 @@ except ImportError as error:
     ) from error
 
 _READ = ("columns", "version", "partition_size")
-_WRITE = ("columns", "compression", "hashes", "size_limit", "lengths")
 _APPEND = ("key", "message", "if_exists")
 _ALWAYS = ("path", "retry")
 _STREAM = ("checkpointlocation",)  # Spark's own
@@ -57,7 +56,8 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
     def writer(self, schema: Any, overwrite: bool) -> Any:
         from lightning_stream.spark.sink import MDSSink, SinkJob
 
-        given = self._given(_WRITE + (() if overwrite else _APPEND), "mode('overwrite')" if overwrite else "writing")
+        purpose = "mode('overwrite')" if overwrite else "writing"
+        given = self._given([*_PARSERS, *(() if overwrite else _APPEND)], purpose)
         if_exists = given.get("if_exists", "append")
         if if_exists not in _IF_EXISTS:
             raise ValueError(f"the option if_exists must be one of {', '.join(_IF_EXISTS)}; found {if_exists!r}.")
@@ -74,7 +74,7 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
 
         if not hasattr(api, "DataSourceStreamArrowWriter"):
             raise MissingExtraError(f"writeStream.format('mds') needs pyspark 4.1; found {version('pyspark')}.")
-        given = self._given((*_WRITE, "message", *_STREAM), "writing a stream")
+        given = self._given((*_PARSERS, "message", *_STREAM), "writing a stream")
         message = given.get("message", "")
         settings = self._settings(given)
         job = SinkJob.plan(schema, settings, overwrite=overwrite, if_exists="append", key="", message=message)
@@ -98,18 +98,8 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
         return {**options, **({"retries": _number("retry", self.options)} if "retry" in self.options else {})}
 
     def _settings(self, given: Mapping[str, str]) -> Settings:
-        kwargs: dict[str, Any] = {"out": given["path"], "store_options": self._store_options() or None}
-        if "columns" in given:
-            kwargs["columns"] = _encodings(given["columns"])
-        if "compression" in given:
-            kwargs["compression"] = None if given["compression"].lower() in ("", "none") else given["compression"]
-        if "hashes" in given:
-            kwargs["hashes"] = _names(given["hashes"])
-        if "lengths" in given:
-            kwargs["lengths"] = dict.fromkeys(_names(given["lengths"]), len)
-        if "size_limit" in given:
-            kwargs["size_limit"] = None if given["size_limit"].lower() == "none" else given["size_limit"]
-        return Settings.read(kwargs)
+        chosen = {name: parse(given[name]) for name, parse in _PARSERS.items() if name in given}
+        return Settings.read({"out": given["path"], "store_options": self._store_options() or None, **chosen})
 
     def _dataset(self) -> Any:
         from lightning_stream.spark.scan import Dataset
@@ -159,6 +149,15 @@ def _encodings(text: str) -> dict[str, str]:
             f"found {text!r:.80}."
         )
     return found
+
+
+_PARSERS: Mapping[str, Callable[[str], Any]] = {
+    "columns": _encodings,
+    "compression": lambda text: None if text.lower() in ("", "none") else text,
+    "hashes": _names,
+    "lengths": lambda text: dict.fromkeys(_names(text), len),
+    "size_limit": lambda text: None if text.lower() == "none" else text,
+}
 
 
 def _number(name: str, options: Mapping[str, str]) -> int:

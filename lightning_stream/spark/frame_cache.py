@@ -17,7 +17,7 @@ from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.shards import Lease
 from lightning_stream.cache.space import CacheEntry, Space
 from lightning_stream.convert.partition import Receipt, index_bytes, partition_of, receipt_name
-from lightning_stream.convert.publish import MANIFEST, Publication, alone
+from lightning_stream.convert.publish import MANIFEST, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import SampleReader
@@ -158,10 +158,7 @@ class FrameCache:
         try:
             with self._alone():
                 if not self._is_taken():
-                    publication = Publication.begin(self._conversion.job, overwrite=True, remedy="")
-                    receipts = self._conversion.run(publication)
-                    publication.publish(receipts, True, self._conversion.about())
-                    self._receipts = receipts
+                    self._receipts = self._conversion.write(overwrite=True)
                     self._is_taken()
         except BaseException as error:  # noqa: BLE001 - raised where a caller waits for the rows
             self._failure = error

@@ -258,3 +258,17 @@ def test_damage_in_a_made_shard_is_found_after_a_restart_and_it_is_made_again(
     assert first_rows() != wanted, "without a restart, files of the cache are trusted"
     monkeypatch.setattr("lightning_stream.cache.shards.before_boot", lambda path: True)
     assert first_rows() == wanted
+
+
+def test_one_row_of_arrays_has_the_columns_in_the_names_of_folders(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "year=2024"
+    folder.mkdir(parents=True)
+    np.save(folder / "a.npy", TOKENS)
+    store, other = LocalStore(tmp_path / "data"), InPlace()
+    entry = Index.from_bytes(other.index(store), "index").entry(1)
+    assert entry.schema.columns == {"array": "ndarray:int32:256", "year": "int64"}
+    other.write(store, entry, tmp_path / "made.mds")
+    row, later = other.samples(store, entry, [5, 7])
+    assert row != later
+    assert row in (tmp_path / "made.mds").read_bytes()
+    assert TOKENS[1024 + 5].tobytes() in row
