@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import SnapshotMismatch
 from lightning_stream.processes import ShardRange, run_partitions
 from lightning_stream.reading.bad_samples import BadData
 from lightning_stream.reading.filters import Evaluation, Keep
@@ -49,8 +50,9 @@ def excluded_ids(
     Returns:
         The ids of the samples that are not kept, int64, ascending: what ``StreamingDataset(exclude_ids=...)`` takes.
     """
-    asking = _Asking(partial(Stream, absolute(remote), **reading), filter)
-    with scratch_folder() as folder, closing(asking.reader(folder)) as reader:
+    stream = partial(Stream, absolute(remote), **reading)
+    with scratch_folder() as folder, closing(_reader(stream, folder)) as reader:
+        asking = _Asking(stream, filter, reader.snapshot.digest)
         parts = [ShardRange(number, *pair) for number, pair in enumerate(reader.indexes[0].cut(_PART_BYTES))]
         answers = run_partitions(asking, parts, spark, lambda _: None)
         kept = np.concatenate([answers[part.number] for part in parts])
@@ -63,11 +65,18 @@ class _Asking:
 
     stream: Callable[..., Stream]
     keep: Keep
-
-    def reader(self, folder: str) -> SampleReader:
-        """A reader that fetches into a folder."""
-        return SampleReader(StreamShards([self.stream(local=folder)]))
+    digest: str  # of the samples
 
     def __call__(self, part: ShardRange) -> NDArray[np.bool_]:
-        with scratch_folder() as folder, closing(self.reader(folder)) as reader:
+        with scratch_folder() as folder, closing(_reader(self.stream, folder)) as reader:
+            if reader.snapshot.digest != self.digest:
+                raise SnapshotMismatch(
+                    f"{reader.indexes[0].where} was changed while its samples were asked about. Pass version= to read "
+                    "one version, or ask again."
+                )
             return Evaluation(reader, self.keep, BadData())(part)
+
+
+def _reader(stream: Callable[..., Stream], folder: str) -> SampleReader:
+    """A reader that fetches into a folder."""
+    return SampleReader(StreamShards([stream(local=folder)]))

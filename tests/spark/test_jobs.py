@@ -15,9 +15,10 @@ import pytest
 from lightning_stream import MDSWriter, StreamingDataset, spark_jobs
 from lightning_stream.cli import main
 from lightning_stream.convert import add_lengths, convert
-from lightning_stream.errors import FormatError
+from lightning_stream.errors import FormatError, SnapshotMismatch
 from lightning_stream.spark import excluded_ids
 from lightning_stream.spark_jobs import run_in_spark
+from lightning_stream.versions import delete_rows
 
 ROWS, LEAST = 120, 1500
 
@@ -124,6 +125,22 @@ def test_ids_that_a_filter_excludes_are_those_of_a_dataset(
     assert read[0] == read[1]
     assert len(read[0]) == ROWS - len(ids)
     assert list(deaths.iterdir())
+
+
+def test_a_dataset_that_changes_while_it_is_asked_about_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = str(tmp_path / "mds")
+    with MDSWriter(out=out, columns={"id": "int"}) as writer:
+        writer.write_batch({"id": np.arange(10)})
+
+    def changed(task: Callable[[Any], Any], pieces: list[Any], *_: Any) -> dict[int, Any]:
+        delete_rows(out, [0])
+        return {piece.number: task(piece) for piece in pieces}
+
+    monkeypatch.setattr("lightning_stream.spark.filter.run_partitions", changed)
+    with pytest.raises(SnapshotMismatch, match="was changed while its samples were asked about"):
+        excluded_ids(out, lambda _: True, spark=None)  # type: ignore[arg-type]
 
 
 def test_more_pieces_than_a_job_come_in_their_order(spark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
