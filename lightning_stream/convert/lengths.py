@@ -87,7 +87,8 @@ def add_lengths(
     for columns in index.column_sets:
         check_measurable(functions, columns)
     held = _held(index, functions, overwrite)
-    partitions = _partitions(index)
+    cuts = enumerate(index.cut(_PARTITION_BYTES))
+    partitions = [_Shards(k, tuple(map(index.entries, range(*shards)))) for k, shards in cuts]
     progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
     task = _Measuring(absolute(out), store_options, functions, allow_unsafe_types).run
     report = lambda measured: progress(len(next(iter(measured.values()), ())))  # noqa: E731
@@ -124,11 +125,6 @@ class _Shards:
 
     def __str__(self) -> str:
         return f"the lengths of {self.entries[0][0].raw.basename} to {self.entries[-1][0].raw.basename}"
-
-
-def _partitions(index: Index) -> list[_Shards]:
-    parts = enumerate(index.cut(_PARTITION_BYTES))
-    return [_Shards(k, tuple(map(index.entries, range(begin, end)))) for k, (begin, end) in parts]
 
 
 def _joined(names: Iterable[str], parts: Sequence[Lengths]) -> Lengths:
