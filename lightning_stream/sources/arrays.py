@@ -6,7 +6,7 @@ import io
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -22,6 +22,8 @@ from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 _BLOCK_ROWS = 1024
 _HEADER_BYTES, _WHOLE_BYTES = 1 << 12, 1 << 28
 _HEADS: dict[Any, bytes] = {}
+# What returns the arrays of some rows by name, the number of rows, the bytes of all, and the rows of a block.
+_Arrays: TypeAlias = "tuple[Callable[[Sequence[int]], Mapping[str, Any]], int, int, int]"
 
 
 def _blocks(
@@ -42,15 +44,6 @@ def _blocks(
     return Table(schema, pieces, batches)
 
 
-class _Arrays(NamedTuple):
-    """The arrays of a file: those of some rows by name, the number of rows, the bytes of all, the rows of a block."""
-
-    read: Callable[[Sequence[int]], Mapping[str, Any]]
-    num_rows: int
-    num_bytes: int
-    block_rows: int
-
-
 @dataclass
 class NumpyReader(TableReader):
     """Rows of ``.npy`` and ``.npz`` files, along the first axis; of an uncompressed ``.npy`` file, only their bytes.
@@ -64,8 +57,8 @@ class NumpyReader(TableReader):
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
         try:
-            arrays = self._rows_of(file) or self._loaded(file)
-            schema = pa.schema({name: _arrow_array(array).type for name, array in arrays.read(range(0)).items()})
+            rows_of, num_rows, num_bytes, block_rows = self._rows_of(file) or self._loaded(file)
+            schema = pa.schema({name: _arrow_array(array).type for name, array in rows_of(range(0)).items()})
         except (ValueError, EOFError, zipfile.BadZipFile, pa.ArrowNotImplementedError) as error:
             is_pickled = "pickle" in str(error)
             reason = "it holds objects, or is none: only unpickling could read it, which would run code"
@@ -73,10 +66,10 @@ class NumpyReader(TableReader):
             raise FormatError(f"{file.uri} cannot be read as a NumPy file: {reason}. Write it again.") from error
 
         def read(rows: Sequence[int], columns: Iterable[str] | None) -> list[pa.RecordBatch]:
-            found = arrays.read(rows)
+            found = rows_of(rows)
             return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
 
-        return _blocks(file, schema, arrays.num_rows, arrays.num_bytes, arrays.block_rows, read)
+        return _blocks(file, schema, num_rows, num_bytes, block_rows, read)
 
     def has_rows(self, file: SourceFile) -> bool:
         """Return whether the file may have its rows one after another."""
@@ -106,7 +99,7 @@ class NumpyReader(TableReader):
             data = found[0] if len(found) == 1 else b"".join(found)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
-        return _Arrays(read, shape[0], shape[0] * width, fitting_rows(shape[0], shape[0] * width, _BLOCK_ROWS))
+        return (read, shape[0], shape[0] * width, fitting_rows(shape[0], shape[0] * width, _BLOCK_ROWS))
 
     def _loaded(self, file: SourceFile) -> _Arrays:
         """The rows of a file that must be read as a whole."""
@@ -119,9 +112,7 @@ class NumpyReader(TableReader):
             raise ValueError(f"its arrays must have one number of rows; found {lengths}")
         num_bytes = sum(array.nbytes for array in arrays.values())
         rows = max(1, int(num_rows * min(1.0, _WHOLE_BYTES / max(1, num_bytes))))  # few blocks: each reads all
-        return _Arrays(
-            lambda some: {name: one[np.array(some, int)] for name, one in arrays.items()}, num_rows, num_bytes, rows
-        )
+        return lambda some: {name: one[np.array(some, int)] for name, one in arrays.items()}, num_rows, num_bytes, rows
 
     def _named(self, array: Any) -> dict[str, Any]:
         names = array.dtype.names

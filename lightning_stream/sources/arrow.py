@@ -222,7 +222,10 @@ def settle_nulls(
         k = batch.schema.get_field_index(name)
         if k >= 0 and batch.column(k).null_count:
             column = batch.column(k)
-            batch = batch.set_column(k, name, column.fill_null(pa.scalar(value, column.type)))
+            filling = pa.scalar(value, column.type)
+            if "int" in str(column.type) and not np.array_equal(filling.as_py(), value):  # Arrow rounds it
+                raise ValueError(f"fill_nulls of column {name!r} must be of its type {column.type}; got {value!r:.60}.")
+            batch = batch.set_column(k, name, column.fill_null(filling))
     counted = [name for name, encoding in columns.items() if encoding != "json"]
     for name in counted if drop else ():
         if batch.column(name).null_count:

@@ -34,7 +34,6 @@ _BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
 WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 _CLOSE_BYTES = 1 << 18
-_POPULATED_BYTES = 1 << 28
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _HIDDEN = re.compile(r"(^|/)[._]")
@@ -83,8 +82,7 @@ class SourceFile:
     @property
     def ending(self) -> str:
         """The lower-case suffix of its kind, without that of its compression."""
-        name = self.name[: -len(Path(self.name).suffix)] if self.is_packed else self.name
-        return os.path.splitext(name)[1].lower()  # noqa: PTH122 - a path object for each costs more
+        return _suffix(self.name[: -len(_suffix(self.name))] if self.is_packed else self.name)
 
     @property
     def is_packed(self) -> bool:
@@ -161,7 +159,7 @@ class SourceFile:
             stop = min(end, self.num_bytes)
             if begin >= stop:
                 return memoryview(b"")
-            flags = mmap.MAP_SHARED | (_POPULATE if is_read and stop - first <= _POPULATED_BYTES else 0)
+            flags = mmap.MAP_SHARED | (_POPULATE if is_read else 0)
             mapped: Any = mmap.mmap(opened.fileno(), stop - first, flags, mmap.PROT_READ, offset=first)
         return memoryview(mapped)[begin - first :]
 

@@ -176,7 +176,7 @@ class InPlace:
         assert origin is not None
         source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, mark=entry.raw.mark, store=store)
         with readable(f"the index of {store.url}", has_arguments=False):
-            reader = reader_class(origin.kind)(**(json.loads(origin.settings) if origin.settings else {}))
+            reader = reader_class(origin.kind)(**json.loads(origin.settings or "{}"))
         reader.is_strict = False  # columns that are not read were logged
         reader.media = self.media  # whatever an index says
         return reader, Piece(source, origin.begin, origin.end, entry.raw.num_bytes)
@@ -260,7 +260,7 @@ def _files_of(entry: ShardEntry) -> list[Any]:
     origin = entry.raw.origin
     if origin is None:
         return []
-    listed = json.loads(origin.settings).get("listed") if origin.settings else None
+    listed = json.loads(origin.settings or "{}").get("listed")
     return [one[:3] for one in listed] if listed else [(origin.name, origin.num_bytes, origin.stamp)]
 
 

@@ -31,9 +31,7 @@ _decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 def line_splits(file: SourceFile, partition_bytes: int) -> list[Piece]:
     """Cut a file of lines into pieces; a compressed one stays whole, since it can only be read from its beginning."""
-    if file.is_packed or file.num_bytes <= partition_bytes:
-        return [Piece(file, 0, None, file.num_bytes)]
-    count = round(file.num_bytes / partition_bytes)
+    count = 1 if file.is_packed else max(1, round(file.num_bytes / partition_bytes))
     cuts = [file.num_bytes * k // count for k in range(count + 1)]
     return [Piece(file, begin, end, end - begin) for begin, end in pairwise(cuts)]
 

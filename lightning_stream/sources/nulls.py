@@ -57,9 +57,9 @@ class NullRule:
         if self.drop:
             rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
         held = {name: [row.get(name) for row in rows] for name in columns}
+        for name in held.keys() & self.fill.keys():
+            held[name] = [self.fill[name] if value is None else value for value in held[name]]
         for name in needed:
-            if name in self.fill:
-                held[name] = [self.fill[name] if value is None else value for value in held[name]]
             count = sum(value is None for value in held[name])  # not list.count: arrays compare by element
             if count:
                 nulls[name] = nulls.get(name, 0) + count

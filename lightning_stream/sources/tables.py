@@ -192,9 +192,9 @@ def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str
 def _type_of(name: str) -> pa.DataType:
     """The type of a name: Arrow knows those that have no zone, precision or scale."""
     if found := re.fullmatch(r"timestamp\[(\w+), tz=(.+)\]", name):
-        return pa.timestamp(found[1], found[2])
+        return pa.timestamp(*found.groups())
     if found := re.fullmatch(r"decimal128\((\d+), (-?\d+)\)", name):
-        return pa.decimal128(int(found[1]), int(found[2]))
+        return pa.decimal128(*map(int, found.groups()))
     return pa.type_for_alias(name)
 
 

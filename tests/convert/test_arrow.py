@@ -91,6 +91,14 @@ def test_nulls_of_arrow_columns_are_counted_filled_or_dropped(tmp_path: Path, sa
     assert [s["k"] for s in samples_of(tmp_path / "dropped")] == [0, 2, 3, 5, 6, 8]
 
 
+@pytest.mark.parametrize(("kind", "value"), [("int64", 1.5), ("list<int64>", [1.5])])
+def test_nulls_of_whole_numbers_are_not_filled_with_others(tmp_path: Path, kind: str, value: Any) -> None:
+    types = {"int64": pa.int64(), "list<int64>": pa.list_(pa.int64())}
+    pq.write_table(pa.table({"k": pa.array([None], types[kind])}), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=r"fill_nulls of column 'k' must be of its type .*; got \[?1\.5"):
+        convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN, fill_nulls={"k": value})
+
+
 def test_arrays_take_another_dtype_only_if_their_values_fit(tmp_path: Path, samples_of: Any) -> None:
     pq.write_table(pa.table({"t": [[1, 2], [300]]}), tmp_path / "in.parquet")
     convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN, columns={"t": "ndarray:uint16"})

@@ -115,6 +115,12 @@ def test_nulls_are_refused_with_counts_or_filled_or_dropped(tmp_path: Path, samp
     assert [s["a"] for s in samples_of(tmp_path / "dropped")] == [k for k in range(20) if k % 5 and k % 4]
 
 
+def test_nulls_of_json_columns_are_filled_too(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "in.jsonl").write_text('{"k": {"a": 1}}\n{"k": null}\n')
+    convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN, fill_nulls={"k": {}})
+    assert [sample["k"] for sample in samples_of(tmp_path / "out")] == [{"a": 1}, {}]
+
+
 def test_a_transform_gives_one_sample_none_or_several(rows_file: Path, tmp_path: Path, samples_of: Any) -> None:
     def halves(row: dict[str, Any]) -> Any:
         if row["k"] % 2:
