@@ -14,6 +14,7 @@ import pytest
 
 from lightning_stream import MDSWriter
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
+from lightning_stream.convert.publish import Publication
 from lightning_stream.spark import frame_cache, plan
 from lightning_stream.spark.frame_cache import FrameCache
 
@@ -32,17 +33,13 @@ class Conversion:
     begun: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, _: Any) -> list[Any]:
+    def write(self, overwrite: bool) -> list[Any]:
+        assert overwrite
         self.begun.set()
         assert self.go.wait(30)
-        return []
-
-    def about(self) -> dict[str, Any]:
-        return {}
-
-    def publish(self, *_: Any) -> None:
         with MDSWriter(out=self.job.out, columns={"id": "int"}) as writer:
             writer.write_batch({"id": list(range(10))})
+        return []
 
 
 def test_a_child_forked_while_its_parent_converts_waits_for_the_rows(
@@ -50,7 +47,6 @@ def test_a_child_forked_while_its_parent_converts_waits_for_the_rows(
 ) -> None:
     conversion = Conversion(Job("key", ""))
     monkeypatch.setattr(frame_cache.Conversion, "plan", lambda *_: conversion)
-    monkeypatch.setattr(frame_cache.Publication, "begin", lambda job, **_: Conversion(job))
     cache = frame_cache.FrameCache(None, cache=tmp_path)
     cache.start()
     assert conversion.begun.wait(30)
@@ -89,7 +85,7 @@ def test_all_partitions_come_while_another_process_converts_them(
     cache = frame_cache.FrameCache(None, cache=tmp_path)
     spec, parts = replace(spec, out=cache.uri), cache.parts()
     with frame_cache.alone(cache.uri):
-        publication = frame_cache.Publication.begin(spec, overwrite=True, remedy="")
+        publication = Publication.begin(spec, overwrite=True, remedy="")
         receipts = [written(spec, 0, range(4))]
         found = ids_of(next(parts))
         receipts += [written(spec, 1, range(0)), written(spec, 2, range(4, 9)), written(spec, 3, range(9, 12))]
