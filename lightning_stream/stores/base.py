@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -355,6 +356,8 @@ class BaseStore(Store):
         return _Translation(self, name)
 
     def _translated(self, error: Exception, where: str) -> Exception | None:
+        if isinstance(error, OSError) and error.errno == errno.EMFILE:
+            return None  # the store is not the reason
         if (found := self._special_error(error, where)) is not None:
             return found
         status = self._status(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter
+from lightning_stream import MDSWriter, StreamingDataset
+from lightning_stream.errors import CacheError
+from lightning_stream.stores import LocalStore, ObjectStream
 
 NUM_SHARDS = 300
 # Both processes are forked from one that has imported torch.
@@ -38,3 +41,19 @@ def test_more_files_are_asked_for_and_where_the_system_grants_none_the_error_say
     assert done.stdout == "granted 1200\n"
     assert "this process may have 256 in all" in done.stderr
     assert "ulimit -n" in done.stderr
+
+
+def test_the_error_is_the_same_where_a_fetch_meets_the_limit_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with MDSWriter(out=tmp_path / "data", columns={"number": "int"}) as writer:
+        writer.write({"number": 0})
+    dataset = StreamingDataset(remote=tmp_path / "data", local=tmp_path / "cache")
+
+    def open_no_shard(store: LocalStore, name: str, begin: int, end: int | None) -> ObjectStream:
+        raise OSError(errno.EMFILE, "Too many open files", str(store.folder / name))
+
+    assert dataset.num_samples == 1
+    monkeypatch.setattr(LocalStore, "_open", open_no_shard)
+    with pytest.raises(CacheError, match=r"this process may have \d+ in all.*ulimit -n"):
+        dataset[0]
