@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from lightning_stream import DecodeCenterCrop
+from lightning_stream.errors import FormatError
 from recipes.data.chats import ChatData, TokenizeChats
 from recipes.data.synthetic import flower_chat
 
@@ -24,6 +25,8 @@ class TokenizeImageChats(TokenizeChats):
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         rows, again = tee(rows)
         for row, chat in zip(again, super().__call__(rows), strict=True):
+            if "images" not in row:
+                raise FormatError(f"each row must have images, a list of JPEG files; it has {', '.join(sorted(row))}.")
             yield {**chat, "images": row["images"]}
 
 

@@ -107,6 +107,10 @@ def test_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
     wrong = ChatData(source=str(tmp_path / "chats.jsonl"), **{**options, "text_key": "turns"})
     with pytest.raises(Exception, match=r"it has messages\. Set data\.text_key"):
         wrong.prepare_data()
+    options |= places(tmp_path / "images")
+    without = ImageChatData(source=str(tmp_path / "chats.jsonl"), val_fraction=0.2, **options)
+    with pytest.raises(Exception, match=r"must have images, a list of JPEG files; it has messages\."):
+        without.prepare_data()
 
 
 def test_chats_with_images_are_packed_whole_and_begin_with_their_images(tmp_path: Path) -> None:
