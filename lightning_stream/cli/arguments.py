@@ -257,10 +257,10 @@ def datasets_at(remote: str, options: Options, how: Reading | None = None) -> li
         ValueError: There are files that cannot be read in place.
     """
     require_answer(remote, options)
-    found = [] if how and "format" in how else _indexed(remote, options)
-    if found and not how:
-        return found
-    return [_as_stream(url, options, how or {}) for url in [dataset.remote for dataset in found] or [remote]]
+    datasets = [] if how and "format" in how else _indexed(remote, options)
+    if datasets and not how:
+        return datasets
+    return [_as_stream(url, options, how or {}) for url in [dataset.remote for dataset in datasets] or [remote]]
 
 
 def datasets_of(options: Namespace) -> list[FoundDataset]:
@@ -276,11 +276,11 @@ def _indexed(remote: str, options: Options) -> list[FoundDataset]:
     splits: Sequence[str] = _SPLITS
     if isinstance(store, LocalStore):
         splits = sorted(path.parent.name for path in store.folder.glob(f"*/{INDEX_NAME}"))
-    found = []
+    datasets = []
     for url in [f"{remote.rstrip('/')}/{split}" for split in splits]:
         with suppress(NotFoundError):
-            found.append(_with_index(url, open_store(url, options), options))
-    return found
+            datasets.append(_with_index(url, open_store(url, options), options))
+    return datasets
 
 
 def _with_index(remote: str, store: Store, options: Options) -> FoundDataset:
@@ -301,18 +301,18 @@ def _as_stream(remote: str, options: Options, how: Reading) -> FoundDataset:
 
 def mds_at(remote: str, options: Options, remedy: str) -> list[FoundDataset]:
     """Find datasets that have an index.json beside them. ValueError with the remedy for any other format."""
-    found = datasets_at(remote, options)
-    if other := found[0].format:
-        raise ValueError(f"{found[0].store.url} holds data of the format {other}, which is read in place. {remedy}")
-    return found
+    datasets = datasets_at(remote, options)
+    if other := datasets[0].format:
+        raise ValueError(f"{datasets[0].store.url} holds data of the format {other}, which is read in place. {remedy}")
+    return datasets
 
 
-def only_dataset(found: Sequence[FoundDataset], rule: str) -> FoundDataset:
+def only_dataset(datasets: Sequence[FoundDataset], rule: str) -> FoundDataset:
     """The one dataset; ValueError, which begins with the rule, for several splits."""
-    if len(found) > 1:
-        splits = " or ".join(dataset.store.url for dataset in found)
+    if len(datasets) > 1:
+        splits = " or ".join(dataset.store.url for dataset in datasets)
         raise ValueError(f"{rule}; this is a folder of splits. Pass {splits}")
-    return found[0]
+    return datasets[0]
 
 
 def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[SampleReader]:
@@ -327,8 +327,8 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
     if "version" in how and len(streams) > 1:
         raise ValueError(f"--version is that of one dataset; found {len(streams)} streams. Omit it, or pass one stream")
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    found = [datasets_at(url, options.store_options, how) for url in urls]
-    mixtures = [[dataset] for dataset in found[0]] if len(found) == 1 else [[only_dataset(one, rule) for one in found]]
+    lists = [datasets_at(url, options.store_options, how) for url in urls]
+    mixtures = [[dataset] for dataset in lists[0]] if len(lists) == 1 else [[only_dataset(one, rule) for one in lists]]
     readers: list[SampleReader] = []
     for datasets in mixtures:
         places = [f"{folder}/{len(readers)}/{number}" for number in range(len(datasets))]

@@ -77,9 +77,9 @@ def _list(caches: list[_Cache], out: Output) -> int:
     rows = []
     for cache in sorted(caches, key=lambda cache: -cache.num_bytes):
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(cache.last_used)) if cache.last_used else "never"
-        about = {"size_bytes": cache.num_bytes, "shards": len(cache.shards), "last_read": when}
+        row = {"size_bytes": cache.num_bytes, "shards": len(cache.shards), "last_read": when}
         if cache.shards or cache.url:  # a path without a dataset leaves an empty folder
-            rows.append({**about, "url": cache.url or "unknown", "folder": str(cache.path)})
+            rows.append({**row, "url": cache.url or "unknown", "folder": str(cache.path)})
     out.table("caches", rows)
     out.data["size_bytes"] = sum(cache.num_bytes for cache in caches)
     out.line(f"{readable(out.data['size_bytes'])} in {len(rows):,} caches below {cache_root()}")

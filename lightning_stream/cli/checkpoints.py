@@ -63,11 +63,11 @@ def _newest(store: LocalStore) -> Path:
     """The file, or the newest checkpoint of a folder."""
     path = store.folder
     # Lightning may keep no link to the last of its checkpoints.
-    found = [path / name for name in _OF_A_RUN if (path / name).exists()]
-    found = found or [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
-    if not found and not path.is_file() and not any((path / name).is_file() for name in _SHARDED):
+    files = [path / name for name in _OF_A_RUN if (path / name).exists()]
+    files = files or [*path.glob("*.ckpt"), *path.glob("checkpoints/*.ckpt")]
+    if not files and not path.is_file() and not any((path / name).is_file() for name in _SHARDED):
         raise _none_at(store)
-    return max(found, key=lambda file: file.stat().st_mtime, default=path)
+    return max(files, key=lambda file: file.stat().st_mtime, default=path)
 
 
 def _none_at(store: Store) -> NotFoundError:
@@ -83,16 +83,16 @@ def _downloaded(store: Store, checkpoint: str, options: Options, folder: Path) -
     parent = None if above.endswith("/") else open_store(above, options)
     # A web server may answer for a folder, too, with a page that lists it.
     is_file = parent is not None and parent.exists(name)
-    found = None if is_file and Path(name).suffix else next(filter(store.exists, (*_OF_A_RUN, *_SHARDED)), None)
-    path = folder / Path(found or name).name
-    if found is None and parent is not None and is_file:
+    file = None if is_file and Path(name).suffix else next(filter(store.exists, (*_OF_A_RUN, *_SHARDED)), None)
+    path = folder / Path(file or name).name
+    if file is None and parent is not None and is_file:
         parent.get(name, path)
         return checkpoint, path
-    if found is None:
+    if file is None:
         raise _none_at(store)
-    store.get(found, path)
-    if found != ".metadata":
-        return f"{store.url}/{found}", path
+    store.get(file, path)
+    if file != ".metadata":
+        return f"{store.url}/{file}", path
     if held := held_position(folder):
         store.get(held.relative_path, folder / held.relative_path)
     return store.url, folder

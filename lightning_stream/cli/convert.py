@@ -82,6 +82,6 @@ def _add_lengths(place: str, lengths: dict[str, Any], settings: dict[str, Any], 
             added = add_lengths(dataset.store.url, lengths, **chosen)
         except TypeError as error:
             raise ValueError(f"{error}. Pass a function of the value: --lengths COLUMN=MODULE:FUNCTION") from error
-        found = {name: summary(numbers) for name, numbers in added.items()}
-        out.add("datasets", {"url": dataset.store.url, "lengths": found})
+        summaries = {name: summary(numbers) for name, numbers in added.items()}
+        out.add("datasets", {"url": dataset.store.url, "lengths": summaries})
     return ExitCode.OK

@@ -59,9 +59,9 @@ class Output:
         for line in text.splitlines():
             self.line(f"  {line}")
 
-    def show(self, about: Mapping[str, Any], indent: str = "  ") -> None:
+    def show(self, facts: Mapping[str, Any], indent: str = "  ") -> None:
         """Print names and values, one pair a line; those of a mapping below its name, as they are."""
-        for name, value in about.items():
+        for name, value in facts.items():
             is_inner = len(indent) > 2  # names of columns and settings, and numbers that may be ids
             label = name.removesuffix("_bytes") if is_inner else _label(name)
             if isinstance(value, Mapping) and not is_inner:
@@ -71,10 +71,10 @@ class Output:
                 text = as_text(name, value) if is_inner else _cell(name, value)
                 self.line(f"{indent + label:<{_WIDTH}} {text}")
 
-    def add(self, group: str, about: Mapping[str, Any]) -> None:
+    def add(self, group: str, facts: Mapping[str, Any]) -> None:
         """Add one of several answers, and print it: its first value as a title, and the others below."""
-        self.data.setdefault(group, []).append(about)
-        (_, title), *others = about.items()
+        self.data.setdefault(group, []).append(facts)
+        (_, title), *others = facts.items()
         self.line(str(title))
         self.show(dict(others))
 

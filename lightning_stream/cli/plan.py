@@ -109,16 +109,16 @@ def run(options: argparse.Namespace, out: Output) -> int:
         raise ValueError("--shards needs the size of each, e.g. --shard-bytes 64mb, and no other dataset has that flag")
     if not (options.batch_size or options.global_batch_size or options.batch_tokens):
         raise ValueError("pass --batch-size N, of a device, or --global-batch-size N, of an optimizer step")
-    found = {}
+    planned = {}
     with scratch_folder() as folder:
         for name, streams in _datasets(options, folder).items():
             dataset = _dataset(streams, options)
-            found[name] = [_plan(dataset, nodes, options) for nodes in options.nodes]
-    for name, plans in found.items():
+            planned[name] = [_plan(dataset, nodes, options) for nodes in options.nodes]
+    for name, plans in planned.items():
         out.line(name)
         _print(plans, options, out)
     out.data = {
-        "datasets": [{"name": name, "plans": [one.to_json() for one in plans]} for name, plans in found.items()]
+        "datasets": [{"name": name, "plans": [one.to_json() for one in plans]} for name, plans in planned.items()]
     }
     return ExitCode.OK
 
@@ -127,13 +127,13 @@ def _datasets(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
     """The streams of each dataset by its name, to be read as if each were in a store: local data, too."""
     if options.shards is not None:
         return _imagined(options, folder)
-    found: dict[str, list[Stream]] = {}
+    datasets: dict[str, list[Stream]] = {}
     for reader in readers_of(options.stream or [options.remote], options, folder):
         name = " + ".join(reader.snapshot.stream_names)
-        found[name] = list(reader.streams)
-        for place, stream in enumerate(found[name]):
-            stream.local = f"{folder}/cache/{len(found)}/{place}"
-    return found
+        datasets[name] = list(reader.streams)
+        for place, stream in enumerate(datasets[name]):
+            stream.local = f"{folder}/cache/{len(datasets)}/{place}"
+    return datasets
 
 
 def _imagined(options: argparse.Namespace, folder: str) -> dict[str, list[Stream]]:
@@ -184,12 +184,12 @@ def _counts(text: str) -> list[int]:
 
 def _link(text: str) -> dict[str, float]:
     """The rates of ``latency=20ms,connection=60mb``; ArgumentTypeError for other text."""
-    found = {}
+    rates = {}
     for name, value in _pairs(text):
         if name not in _LINK:
             raise argparse.ArgumentTypeError(f"takes {', '.join(_LINK)}, each with =VALUE; found {name!r}")
-        found[_LINK[name]] = _measure(value, _TIMES, "20ms") if name == "latency" else _speed(value)
-    return found
+        rates[_LINK[name]] = _measure(value, _TIMES, "20ms") if name == "latency" else _speed(value)
+    return rates
 
 
 def _price(text: str) -> dict[str, float]:

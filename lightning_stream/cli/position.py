@@ -87,20 +87,20 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
     """Print what a checkpoint records of its data; over that data, also which samples come or came."""
     last = stage_of_batches(position.order, position.batch_size, position.tail)
     chain = Chain((summarized(position.snapshot), *stages_of_order(position.order), last))
-    about, problem = {"checkpoint": name, **_recorded(position)}, ""
+    facts, problem = {"checkpoint": name, **_recorded(position)}, ""
     batches: list[dict[str, Any]] = []
     with scratch_folder() as folder:
         if streams:
             reader, position, problem = _matching(position, streams, options, folder)
-            about["matches_stream"] = reader is not None
+            facts["matches_stream"] = reader is not None
         if streams and reader is not None:
             order, lengths = _order_over(reader, position, options)
             stages = stages_of_reader(reader, [lengths] if lengths else [], order)
             stages += stages_of_order(position.order, order, epoch=position.epoch, count_rows=True)
             chain = Chain((*stages, last))
-            about |= _computed(reader, position, order)
+            facts |= _computed(reader, position, order)
             batches = _batches(position, order, options)
-        out.show({key: value for key, value in about.items() if key not in ("global_batch_size", "tail")})
+        out.show({key: value for key, value in facts.items() if key not in ("global_batch_size", "tail")})
         out.lines(str(chain))
         for batch in batches:
             named = {name: value for name, value in batch.items() if name != "global_batch"}
@@ -112,7 +112,7 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
             write_page(options.page, title, f"{len(ids):,} samples of {', '.join(streams)}", samples)
             out.line(f"  {len(ids):,} samples in {options.page}")
     data = {"samples": position.snapshot.num_samples, "shards": position.snapshot.num_shards}
-    out.data = {**about, "batches": batches, "data": data, "order": _settings(position), "chain": chain.to_json()}
+    out.data = {**facts, "batches": batches, "data": data, "order": _settings(position), "chain": chain.to_json()}
     out.lines(problem)
     return ExitCode.NO if problem else ExitCode.OK
 
@@ -120,17 +120,17 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
 def _recorded(position: Position) -> dict[str, Any]:
     """Where a training run is, as its checkpoint records it."""
     what = "samples" if position.order.packing is None else "rows"
-    about: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "epoch": position.epoch,
         f"{what}_trained_on": position.position,
         "global_batch_size": position.batch_size,
         "tail": position.tail,
     }
     if position.batch_changes:
-        about["batch_size_changes"] = [f"{size} from {at}" for at, size in position.batch_changes]
+        facts["batch_size_changes"] = [f"{size} from {at}" for at, size in position.batch_changes]
     if position.order.buckets is None or position.order.buckets.batch_tokens is None:
-        about["global_batches"] = position.num_steps(None)
-    return about
+        facts["global_batches"] = position.num_steps(None)
+    return facts
 
 
 def _settings(position: Position) -> dict[str, Any]:
@@ -188,19 +188,19 @@ def _lengths_of(order: OrderConfig, reader: SampleReader, expression: str | None
 def _computed(reader: SampleReader, position: Position, order: RunOrder) -> dict[str, Any]:
     """What the data says of a position: what was trained on, what is left, and its state for mosaicml-streaming."""
     explanation, what = explain(order, position), "samples"
-    about: dict[str, Any] = {"global_batches": steps_done(order, position)}
+    facts: dict[str, Any] = {"global_batches": steps_done(order, position)}
     if position.order.packing is not None:
         what = "rows"
-        about |= _held(order.epoch(position.epoch), 0, position.position)
-    about |= {f"epoch_{what}": explanation.num_samples, "global_batches_left": explanation.steps_left}
+        facts |= _packed(order.epoch(position.epoch), 0, position.position)
+    facts |= {f"epoch_{what}": explanation.num_samples, "global_batches_left": explanation.steps_left}
     num_written = sum(int(index.shard_sizes.sum()) for index in reader.indexes)
     if position.order.mosaic is not None and reader.snapshot.num_samples == num_written:
         with suppress(StateError):
-            about["mosaicml_streaming_state"] = mosaic_state(position, order)
-    return about
+            facts["mosaicml_streaming_state"] = mosaic_state(position, order)
+    return facts
 
 
-def _held(order: EpochOrder, begin: int, end: int) -> dict[str, int]:
+def _packed(order: EpochOrder, begin: int, end: int) -> dict[str, int]:
     """How many documents begin in the rows at positions [begin, end), and their tokens."""
     documents = tokens = 0
     for first in range(begin, end, _ROWS_AT_ONCE):
@@ -213,21 +213,23 @@ def _held(order: EpochOrder, begin: int, end: int) -> dict[str, int]:
 
 def _batches(position: Position, order: RunOrder, options: Namespace) -> list[dict[str, Any]]:
     """The global batches that the user asks for; the next one if nothing is asked."""
-    found = [] if options.step is None else [trace(order, position, options.step)]
+    traced = [] if options.step is None else [trace(order, position, options.step)]
     explanation = explain(order, position)
-    count = options.next or int(not found)
+    count = options.next or int(not traced)
     if explanation.upcoming is not None:
         here = position.rebased_on(order, batch_size=position.batch_size, tail=position.tail)
         first = explanation.upcoming.step
-        found += [trace(order, here, step) for step in range(first, first + min(count, explanation.steps_left))]
-    return [_described(batch, position, order) for batch in found]
+        traced += [trace(order, here, step) for step in range(first, first + min(count, explanation.steps_left))]
+    return [_described(batch, position, order) for batch in traced]
 
 
 def _described(batch: TracedBatch, position: Position, order: RunOrder) -> dict[str, Any]:
-    about: dict[str, Any] = {"global_batch": batch.step, "epoch": batch.epoch}
-    about |= {name: np.unique(getattr(batch, name)).tolist() for name in ("streams", "shards")}
-    about["ids"] = batch.ids.tolist()
-    return about if position.order.packing is None else about | _held(order.epoch(batch.epoch), batch.begin, batch.end)
+    facts: dict[str, Any] = {"global_batch": batch.step, "epoch": batch.epoch}
+    facts |= {name: np.unique(getattr(batch, name)).tolist() for name in ("streams", "shards")}
+    facts["ids"] = batch.ids.tolist()
+    return (
+        facts if position.order.packing is None else facts | _packed(order.epoch(batch.epoch), batch.begin, batch.end)
+    )
 
 
 def _compare(pair: Sequence[Checkpoint], out: Output) -> int:

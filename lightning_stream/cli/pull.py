@@ -47,6 +47,6 @@ def run(options: Namespace, out: Output) -> int:
         for name in index.lengths:
             reader.lengths(name)
         _ = reader.members  # which samples are deleted is a file, too
-        about = {"url": dataset.store.url, "folder": str(cache.folder), "shards": len(entries), "new_shards": num_new}
-        out.add("datasets", about)
+        facts = {"url": dataset.store.url, "folder": str(cache.folder), "shards": len(entries), "new_shards": num_new}
+        out.add("datasets", facts)
     return ExitCode.OK

@@ -25,9 +25,9 @@ def run(options: argparse.Namespace, out: Output) -> int:
     from lightning_stream.pages import write_run_page
     from lightning_stream.run_log import read_run
 
-    found = read_run(options.run_path)
-    path = write_run_page(found.path, None if options.out is None else Path(options.out))
-    out.data = {**found.summary(), "page": str(path)}
+    log = read_run(options.run_path)
+    path = write_run_page(log.path, None if options.out is None else Path(options.out))
+    out.data = {**log.summary(), "page": str(path)}
     counts = ("lost", "repeated")  # of which 0 is news
     shown = {name: value for name, value in out.data.items() if value or (name in counts and value is not None)}
     out.show(shown)

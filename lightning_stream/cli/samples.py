@@ -54,11 +54,11 @@ def _media_texts(facts: Mapping[str, float]) -> Iterator[str]:
         yield f"{facts['channels']} channel{'s' * (facts['channels'] != 1)}"
 
 
-def write_page(file: str, title: str, about: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
+def write_page(file: str, title: str, subtitle: str, samples: Mapping[int, Mapping[str, Any]]) -> None:
     """Write samples by their ids as a page; a former one is replaced as a whole."""
     from lightning_stream.pages import write_sample_page
 
-    write_sample_page(Path(file), title, about, samples, lambda value: as_text("", plain(value)))
+    write_sample_page(Path(file), title, subtitle, samples, lambda value: as_text("", plain(value)))
 
 
 def class_name(value: Any, names: Sequence[str] | None) -> Any:
@@ -104,16 +104,16 @@ class ColumnStats:
 
     def summary(self, classes: Sequence[str] | None) -> dict[str, Any]:
         """The statistics by their names; values are counted if at most 1,000 differ."""
-        about: dict[str, Any] = {"kinds": dict(self._kinds.most_common())}
+        facts: dict[str, Any] = {"kinds": dict(self._kinds.most_common())}
         for name, (least, greatest, total, num_finite, num_odd) in self._ranges.items():
-            about[name] = {"min": least, "mean": total / max(1, num_finite), "max": greatest}
-            about[name] |= {"not_finite": num_odd} if num_odd else {}
+            facts[name] = {"min": least, "mean": total / max(1, num_finite), "max": greatest}
+            facts[name] |= {"not_finite": num_odd} if num_odd else {}
         if 0 < len(self._values) <= _MOST_DISTINCT:
-            about["distinct"] = len(self._values)
+            facts["distinct"] = len(self._values)
             most = [item for item in self._values.most_common(_MOST_COMMON) if item[1] > 1]
             named = {str(class_name(value, classes))[:40]: count for value, count in most}
-            about |= {"most_common": named} if named else {}
-        return about
+            facts |= {"most_common": named} if named else {}
+        return facts
 
 
 def _facts(value: Any) -> tuple[str, dict[str, Any], Any]:

@@ -40,17 +40,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(options: Namespace, out: Output) -> int:
     """Show every dataset at the path or URL."""
-    found = datasets_of(options)
+    datasets = datasets_of(options)
     if options.page is not None:
-        only_dataset(found, "a page shows one dataset")
-    for dataset in found:
+        only_dataset(datasets, "a page shows one dataset")
+    for dataset in datasets:
         with scratch_folder() as folder, closing(dataset.reader(folder, options.store_options)) as reader:
-            about = _sizes(dataset)
+            facts = _sizes(dataset)
             chosen = _chosen_ids(options, reader.snapshot.num_samples)
             if dataset.index.lengths:
-                about["lengths"] = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
-            out.add("datasets", about)
-            about |= _of_samples(reader, chosen, options, about, out)
+                facts["lengths"] = {name: summary(reader.lengths(name)) for name in dataset.index.lengths}
+            out.add("datasets", facts)
+            facts |= _of_samples(reader, chosen, options, facts, out)
     return ExitCode.OK
 
 
@@ -58,52 +58,52 @@ def _sizes(dataset: FoundDataset) -> dict[str, Any]:
     """A dataset as its index describes it; in another format, the bytes of shards are those of parts of its files."""
     index = dataset.index
     entries = [index.entry(number) for number in range(index.num_shards)]
-    about: dict[str, Any] = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
-    about["shards"] = index.num_shards
+    facts: dict[str, Any] = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
+    facts["shards"] = index.num_shards
     if index.num_deleted:
-        about["deleted_samples"] = index.num_deleted
+        facts["deleted_samples"] = index.num_deleted
     for name, sizes in (("samples_per_shard", index.shard_sizes), ("shard_size_bytes", index.raw_bytes)):
-        about[name] = [int(np.min(sizes)), int(np.max(sizes))] if entries else None
-    about["stored_bytes"] = int(index.stored_bytes.sum())
-    about["format"] = dataset.format
+        facts[name] = [int(np.min(sizes)), int(np.max(sizes))] if entries else None
+    facts["stored_bytes"] = int(index.stored_bytes.sum())
+    facts["format"] = dataset.format
     files = {entry.raw.origin.name: entry.raw.origin.num_bytes for entry in entries if entry.raw.origin is not None}
     if dataset.format == "images":
-        about["files"] = index.num_samples
+        facts["files"] = index.num_samples
     elif files:
-        about["files"] = len(files)
-        about["stored_bytes"] = sum(files.values())
+        facts["files"] = len(files)
+        facts["stored_bytes"] = sum(files.values())
     elif entries:
-        about["raw_bytes"] = int(index.raw_bytes.sum())
-        about["format"] = entries[0].schema.format
-        about["compression"] = entries[0].schema.compression
-        about["hashes"] = sorted(entries[0].raw.hashes)
-    about["digest"] = index.digest
+        facts["raw_bytes"] = int(index.raw_bytes.sum())
+        facts["format"] = entries[0].schema.format
+        facts["compression"] = entries[0].schema.compression
+        facts["hashes"] = sorted(entries[0].raw.hashes)
+    facts["digest"] = index.digest
     if index.source_digest:
-        about["converted_from"] = index.source_digest
-    about["columns"] = dict(index.columns)
+        facts["converted_from"] = index.source_digest
+    facts["columns"] = dict(index.columns)
     with suppress(StoreError, ValueError, KeyError, TypeError):  # `convert` writes it beside the index
-        about["classes"] = dict(json.loads(dataset.store.read("manifest.json"))["classes"])
-    return about
+        facts["classes"] = dict(json.loads(dataset.store.read("manifest.json"))["classes"])
+    return facts
 
 
 def _of_samples(
     reader: SampleReader,
     chosen: Sequence[int] | None,
     options: Namespace,
-    about: dict[str, Any],
+    facts: dict[str, Any],
     out: Output,
 ) -> dict[str, Any]:
     """What the user asks of samples: statistics, a page, or their values."""
-    num_samples, classes = reader.snapshot.num_samples, about.get("classes", {})
+    num_samples, classes = reader.snapshot.num_samples, facts.get("classes", {})
     found: dict[str, Any] = {}
     if options.stats:
         found["stats"] = _stats(reader, range(num_samples) if chosen is None else chosen, classes, out)
     if options.page:
         ids = range(min(_ON_PAGE, num_samples)) if chosen is None else chosen
-        columns = as_text("", [f"{name}: {kind}" for name, kind in about["columns"].items()])
+        columns = as_text("", [f"{name}: {kind}" for name, kind in facts["columns"].items()])
         samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
         text = f"{len(ids):,} of {num_samples:,} samples · columns: {columns}"
-        write_page(options.page, about["url"], text, samples)
+        write_page(options.page, facts["url"], text, samples)
         out.line(f"{len(ids):,} samples in {options.page}")
         found |= {"page": options.page, "ids": list(ids)}
     if not found and chosen is not None:
@@ -138,8 +138,8 @@ def _stats(reader: SampleReader, ids: Sequence[int], classes: dict[str, Any], ou
             columns.setdefault(name, ColumnStats()).add(values)
         out.progress(f"{begin:,} of {len(ids):,} samples")
     out.line(f"  statistics of {len(ids):,} samples")
-    found = {name: column.summary(classes.get(name)) for name, column in columns.items()}
-    for name, facts in found.items():
+    summaries = {name: column.summary(classes.get(name)) for name, column in columns.items()}
+    for name, facts in summaries.items():
         out.line(f"  {name}")
         out.show(facts, "    ")
-    return found
+    return summaries
