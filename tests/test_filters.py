@@ -167,6 +167,11 @@ def test_an_error_of_the_function_names_the_sample(make: Make) -> None:
     assert caught.value.__notes__ == ["While filtering sample 20."]
 
 
+def test_a_function_that_ends_an_iterator_of_its_own_is_an_error_and_drops_no_samples(make: Make) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        len(make(filter=lambda sample: sample["id"] < 20 or next(iter(()))))
+
+
 def test_a_run_is_not_resumed_under_another_filter(make: Make) -> None:
     loader = StreamingDataLoader(make(filter=is_odd), 10)
     next(iter(loader))

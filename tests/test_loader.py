@@ -674,6 +674,30 @@ def test_a_loader_is_shown_in_one_line(shards: Path) -> None:
 
 @pytest.mark.usefixtures("workers_by_fork")
 @pytest.mark.parametrize("num_workers", [0, 1])
+def test_an_epoch_that_an_error_ends_does_not_look_as_if_it_were_over(shards: Path, num_workers: int) -> None:
+    broken = {40}
+
+    def fails(sample: dict[str, Any]) -> Any:
+        if sample["id"] in broken:
+            raise KeyError("no label")
+        return sample["id"]
+
+    loader = StreamingDataLoader(StreamingDataset(remote=shards, transform=fails), 8, num_workers=num_workers)
+    batches, seen = iter(loader), list[int]()
+    with pytest.raises(KeyError, match="no label"):
+        seen.extend(number for batch in batches for number in batch.tolist())
+    for _ in range(2):
+        with pytest.raises(StateError, match=r"(?s)found next\(\) after a KeyError.*load_state_dict"):
+            next(batches)
+    broken.clear()
+    loader.load_state_dict(loader.state_dict())
+    seen += [number for batch in loader for number in batch.tolist()]
+    assert seen == list(range(len(seen)))
+    assert len(seen) == loader.num_samples
+
+
+@pytest.mark.usefixtures("workers_by_fork")
+@pytest.mark.parametrize("num_workers", [0, 1])
 def test_an_error_in_a_transform_names_sample_shard_and_stream(shards: Path, num_workers: int) -> None:
     def fails(sample: dict[str, Any]) -> float:
         return 1 / (sample["id"] - 40)

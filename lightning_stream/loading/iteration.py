@@ -8,7 +8,7 @@ from importlib import import_module
 from time import perf_counter
 from typing import Any, Protocol
 
-from lightning_stream.errors import StoreError
+from lightning_stream.errors import StateError, StoreError
 from lightning_stream.loading.cursor import Cursor, Driver, Walk
 from lightning_stream.loading.workers import MadeBatches
 from lightning_stream.monitoring.meter import Made, Meter
@@ -59,6 +59,7 @@ class LoaderIterator(Walk):
     """
 
     _is_over = True  # of a half-made one
+    _failure: type[BaseException] | None = None  # that of the error which ended it
 
     def __init__(self, loader: Loader, moves: bool = True) -> None:
         super().__init__(moves)
@@ -73,6 +74,12 @@ class LoaderIterator(Walk):
         return len(self._loader)
 
     def __next__(self) -> Any:
+        if self._failure is not None:
+            raise StateError(
+                f"an iteration ends with its first error, and its epoch is not over then; found next() after a "
+                f"{self._failure.__name__}. To go on at the batch that failed, iterate over the loader again, after "
+                "loader.load_state_dict(loader.state_dict())"
+            )
         if self._is_over:
             raise StopIteration
         asked, last = perf_counter(), self.last_batch
@@ -89,11 +96,13 @@ class LoaderIterator(Walk):
                 self._made, self.is_outdated = self._loader.batches_from(self.position), False
             batch, self.last_batch, made = next(self._made)
         except BaseException as error:
-            self.is_exhausted = isinstance(error, StopIteration) and self.num_batches != self.limit
+            is_end = isinstance(error, StopIteration)
+            self._failure = None if is_end else type(error)
+            self.is_exhausted = is_end and self.num_batches != self.limit
             self._end()
-            self._loader.meter.gave_up(perf_counter() if isinstance(error, StopIteration) else None)
-            if isinstance(error, (StopIteration, StoreError)):  # that of a worker does not know the batches
-                self._loader.compare_early(wait=isinstance(error, StopIteration))
+            self._loader.meter.gave_up(perf_counter() if is_end else None)
+            if is_end or isinstance(error, StoreError):  # that of a worker does not know the batches
+                self._loader.compare_early(wait=is_end)
             raise
         self.num_batches += 1
         self._loader.note_batch(self, asked, perf_counter(), made)

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -26,13 +26,13 @@ def start_servers(context: Any) -> None:
     A forkserver imports torch and this package before it forks the first worker, not in each worker. One for which the
     program has chosen modules itself is left alone.
     """
-    chosen = get_context(context) if context is None or isinstance(context, str) else context
-    if chosen.get_start_method() != "fork":
+    method = context.get_start_method()
+    if method != "fork":
         start_resource_tracker()
     server = getattr(forkserver, "_forkserver", None)
-    if chosen.get_start_method() != "forkserver" or getattr(server, "_preload_modules", None) != ["__main__"]:
+    if method != "forkserver" or getattr(server, "_preload_modules", None) != ["__main__"]:
         return
-    chosen.set_forkserver_preload(["__main__", "lightning_stream.loading.in_forkserver", "lightning_stream.loader"])
+    context.set_forkserver_preload(["__main__", "lightning_stream.loading.in_forkserver", "lightning_stream.loader"])
     with job_signals_wait():  # until the module in which it leaves them to its parent
         forkserver.ensure_running()
 

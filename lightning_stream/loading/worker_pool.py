@@ -92,9 +92,9 @@ class WorkerPool:
         # What every forked worker would import with its first batch, which takes some 30 ms in each.
         get_encoding("int")
         torch_private.import_nested_tensors()
-        torch_private.start_servers(context)
         if context is None or isinstance(context, str):
             context = multiprocessing.get_context(context)
+        torch_private.start_servers(context)
         self.arenas = [Arena(task.num_waiting) for _ in range(task.num_workers)]
         self.settings = task.settings
         self._timeout_s = timeout_s

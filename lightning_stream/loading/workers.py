@@ -138,13 +138,11 @@ class Workers:
             self._kept_is_in_use = True
 
         def end(failed: bool) -> None:
-            is_kept = self._kept is pool
-            if is_kept:
+            if self._kept is pool:
                 self._kept_is_in_use = False
-            if is_kept and not failed:
-                pool.stop()
-                return
-            if is_kept:
+                if not failed:
+                    pool.stop()
+                    return
                 self._kept = None
             self._end(pool)
 

@@ -212,7 +212,8 @@ class Evaluation:
             with suppress(*UNREADABLE):  # the samples tell that; the answers are kept, so they need the verified shard
                 for sample_id in ids[:1].tolist():
                     self.reader.open_for(sample_id)
-            return np.array(list(map(self._keeps, ids.tolist())), np.bool_)
+            # No `map`, which a StopIteration of the function would end without an error.
+            return np.fromiter((self._keeps(sample_id) for sample_id in ids.tolist()), np.bool_)
 
     def _keeps(self, sample_id: int) -> bool:
         """Whether a sample is kept; one that cannot be read is, where training would substitute it."""

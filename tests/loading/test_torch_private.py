@@ -65,10 +65,10 @@ def test_a_forkserver_preloads_the_package_unless_the_program_chose_modules(monk
     monkeypatch.setattr(forkserver, "_forkserver", server)
     monkeypatch.setattr(forkserver, "set_forkserver_preload", server.set_forkserver_preload)
     monkeypatch.setattr(forkserver, "ensure_running", lambda: None)
-    torch_private.start_servers("fork")
+    torch_private.start_servers(multiprocessing.get_context("fork"))
     assert server._preload_modules == ["__main__"]
     torch_private.start_servers(multiprocessing.get_context("forkserver"))
     assert server._preload_modules == ["__main__", "lightning_stream.loading.in_forkserver", "lightning_stream.loader"]
     server.set_forkserver_preload(["json"])
-    torch_private.start_servers("forkserver")
+    torch_private.start_servers(multiprocessing.get_context("forkserver"))
     assert server._preload_modules == ["json"]
