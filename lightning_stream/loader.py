@@ -288,6 +288,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def check(self) -> None:
         """Refuse settings that cannot be trained with, and log the shuffle's quality; once for each setting."""
         settings = self.settings()
+        self._source.reader.require_samples()
         if self._checked != settings:
             self._checked = settings
             check_run(self._source.reader, self._run(settings), settings, self.read_ahead(settings))
@@ -362,8 +363,8 @@ class StreamingDataLoader(DataLoader[Any]):
     def normalised(self, position: Position) -> Position:
         """A position as this loader sees it: with its batch, and the next epoch if no batch can come in this one."""
         settings = replace(self.settings(position.order), order=position.order)
-        size, tail = settings.global_batch_size, settings.tail
-        return position.rebased_on(self._run(settings), batch_size=size, tail=tail, world=settings.world)
+        size = settings.global_batch_size
+        return position.rebased_on(self._run(settings), batch_size=size, tail=settings.tail, world=settings.world)
 
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
@@ -570,18 +571,17 @@ class StreamingDataLoader(DataLoader[Any]):
     def _loading_settings(self, settings: BatchSettings) -> LoadingSettings:
         """The settings that decide how fast the loader is."""
         source, size = self._source, settings.device_batch_size
-        reader = source.reader
-        limit_bytes = reader.shards.defaults.config.limit_bytes
+        limit_bytes = source.reader.shards.defaults.config.limit_bytes
         return LoadingSettings(
             batch_size=size,
             num_workers=self.num_workers,
             workers=self.workers,
             num_cores=max(1, num_cores() // settings.world.ranks_per_node),
-            fetch_threads=reader.shards.config.fetch_threads,
+            fetch_threads=source.reader.shards.config.fetch_threads,
             persistent_workers=self.persistent_workers or self.workers == "threads",
             predownload=size * furthest_ahead(source.predownload, size, is_limited=limit_bytes is not None),
             cache_limit=limit_bytes,
-            dataset_bytes=sum(int(index.raw_bytes.sum()) for index in reader.indexes),
+            dataset_bytes=sum(int(index.raw_bytes.sum()) for index in source.reader.indexes),
         )
 
     def explain(self, position: Position | None = None) -> Explanation:

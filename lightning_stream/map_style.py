@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from inspect import signature
 from types import MappingProxyType
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
 import torch
 from torch.utils.data import IterableDataset
@@ -139,6 +139,13 @@ class MapDataset(StreamingDataset):
     def __len__(self) -> int:
         """Samples of the dataset, over all replicas."""
         return self._streaming_source.snapshot.num_samples
+
+    def subset(self, ids: Any) -> NoReturn:  # noqa: ARG002 - the words of a StreamingDataset
+        """Refused: a part of the user's own dataset is a dataset, too."""
+        raise TypeError(
+            f"a part of a map-style dataset is made before it is loaded; found subset() of a {type(self).__name__}. "
+            "Pass torch.utils.data.Subset(dataset, ids) to the loader"
+        )
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or "dataset" not in vars(self):

@@ -25,7 +25,7 @@ from torch.utils.data import (  # noqa: E402
     default_collate,
 )
 
-from lightning_stream import Packing, StatefulDataLoader  # noqa: E402
+from lightning_stream import MapDataset, Packing, StatefulDataLoader  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
 
 NUM_SAMPLES, GLOBAL_BATCH = 53, 8
@@ -224,6 +224,24 @@ def test_an_error_names_the_samples(draws: bool, named: str) -> None:
     with pytest.raises(KeyError, match="thirteen") as caught:
         list(loader)
     assert f"While reading samples {named}" in caught.value.__notes__[0]
+
+
+def test_a_dataset_that_grew_or_shrank_is_no_longer_what_was_planned() -> None:
+    data = [*range(16)]
+    for one, options in ((data, {}), ({"one": data, "other": range(4)}, {"proportion": {"one": 0.5, "other": 0.5}})):
+        loader = StatefulDataLoader(one, 4, **options)
+        assert len([*loader])
+        data.append(16)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"found \[16.*\] samples then and \[17.*\] now. Make a new loader"):
+                list(loader)
+        data.pop()
+        assert len([*loader])
+
+
+def test_a_part_of_a_dataset_is_refused_with_how_to_make_one() -> None:
+    with pytest.raises(TypeError, match="Subset"):
+        MapDataset(range(8)).subset([1, 2])
 
 
 class Ends(Batched):

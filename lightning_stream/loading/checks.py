@@ -60,7 +60,6 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         ValueError: An epoch has no batch; or the cache limit is below what a node needs at once, so that it would fetch
             the same shards again and again.
     """
-    reader.require_samples()
     size, tail = settings.global_batch_size, settings.tail
     if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).has(0):
         raise ValueError(f"an epoch must have a batch, but {_cause_of_none(run, tail, size)}")

@@ -91,7 +91,7 @@ class MapReader(SampleReader):
         calls = [_getter(one.dataset) for one in streams]
         many = getattr(streams[0].dataset, "__getitems__", None)
         self.read_many: Callable[[list[int]], Sequence[Any]] | None = None if is_mixed else many
-        self.read = Samples(calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
+        self.read = partial(_read, calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
 
     def __getstate__(self) -> dict[str, Any]:
         given = cast("MapStream", self.streams[0]).lengths.by_name
@@ -106,6 +106,16 @@ class MapReader(SampleReader):
     def caches(self) -> tuple[ShardCache, ...]:
         """None: there are no files."""
         return ()
+
+    def require_samples(self) -> None:
+        """Raise ValueError where there are none, or where a dataset has others than it had: they are planned once."""
+        super().require_samples()
+        sizes = [len(cast("MapStream", stream).dataset) for stream in self.streams]
+        if sizes != (planned := self.snapshot.sizes.tolist()):
+            raise ValueError(
+                f"a loader plans the samples that its dataset has when it is made; found {planned} samples then and "
+                f"{sizes} now. Make a new loader when samples are added or removed"
+            )
 
     def sample(self, sample_id: int, version: int | None = None) -> Any:  # noqa: ARG002
         """One sample, as its dataset returns it."""
@@ -134,16 +144,10 @@ class MapReader(SampleReader):
         return lengths
 
 
-class Samples:
-    """The samples of several datasets, one dataset after another, by number."""
-
-    def __init__(self, calls: Sequence[Callable[[int], Any]], begins: Sequence[int]) -> None:
-        self._calls, self._begins = calls, begins
-
-    def __call__(self, number: int) -> Any:
-        """One sample, as its dataset returns it."""
-        which = bisect_right(self._begins, number) - 1
-        return self._calls[which](number - self._begins[which])
+def _read(calls: Sequence[Callable[[int], Any]], begins: Sequence[int], number: int) -> Any:
+    """A sample of several datasets, one dataset after another, by its number, as its dataset returns it."""
+    which = bisect_right(begins, number) - 1
+    return calls[which](number - begins[which])
 
 
 def _getter(dataset: Any) -> Callable[[int], Any]:
