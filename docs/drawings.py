@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
-from lightning_stream.order.packing import pack_window
+from lightning_stream.order.packing import PackedWindow, RowPacking
 from lightning_stream.questions.quality import measure
 
 COLORS = {"a": "#5b6ee1", "b": "#e0793b", "c": "#2f9e77", "d": "#b8478f"}  # one for each rank or canonical node
@@ -181,7 +181,7 @@ def draw_packing() -> Drawing:
     """Documents of a window in their order, and the rows that they are packed into."""
     lengths = (np.random.default_rng(4).lognormal(3.1, 0.8, 22)).astype(np.int64).clip(4, 90)
     row_length, unit = 64, 6
-    rows = pack_window(lengths, row_length)
+    rows = PackedWindow(np.arange(len(lengths)), lengths, RowPacking(row_length)).rows()
     drawing = Drawing(760, 74 + 20 * len(rows) + 26)
     drawing.text(10, 18, "22 documents, in the order of the epoch; their widths are their tokens", anchor="start")
     scale, at = 720 / lengths.sum(), 10.0
