@@ -269,8 +269,11 @@ class CacheFolder:
             ) from error
 
     def has(self, error: OSError) -> bool:
-        """Return whether an error is about a file in the folder."""
-        return error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(self.path)
+        """Return whether an error is about a file in the folder, or about one that the folder is in."""
+        if error.filename is None:
+            return False
+        path = Path(os.fsdecode(error.filename))
+        return path.is_relative_to(self.path) or self.path.is_relative_to(path)
 
     def disk_full(self, need_bytes: int) -> CacheFullError:
         """Return the error for a full disk. All files that were there are unchanged."""

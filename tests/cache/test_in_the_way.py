@@ -64,6 +64,14 @@ def test_what_is_in_the_way_is_named_with_the_remedy(tmp_path: Path, put: Callab
     assert after == before
 
 
+def test_a_file_above_the_cache_is_named_with_the_remedy(tmp_path: Path) -> None:
+    make_dataset(tmp_path / "d", num_shards=1)
+    (tmp_path / "file").write_text("precious")
+    folder = tmp_path / "file" / "jobs" / "cache"
+    with pytest.raises(CacheError, match=rf"the cache {folder} cannot be used \(File exists: {tmp_path}/file\)"):
+        read(tmp_path / "d", folder)
+
+
 def test_an_index_that_cannot_be_read_and_is_not_of_this_cache_stays(tmp_path: Path) -> None:
     make_dataset(tmp_path / "d", num_shards=1)
     (tmp_path / "cache").mkdir()
