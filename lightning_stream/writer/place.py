@@ -190,7 +190,7 @@ class Transaction:
     @cached_property
     def _name_salt(self) -> bytes:
         if self.mode == "append":
-            return (self.key or self._writer).encode()
+            return self.key.encode() or secrets.token_bytes(16)
         if self._version is not None:
             return f"{self._version.root} {self._version.number}".encode()
         return digest_of(self._seen[INDEX_NAME][0] or b"").encode()

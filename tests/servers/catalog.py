@@ -95,6 +95,9 @@ class _CatalogHandler(VendingHandler, WorkspaceHandler):
         self.where = re.sub(r"/download/storage/v1/b/([^/]+)/o/", r"/\1/", self.where)
         return Handler.answer(self)
 
+    def media(self, content: bytes, headers: dict[str, str] | None = None) -> None:
+        super().media(content, {"x-goog-generation": str(abs(hash(content))), **(headers or {})})
+
     def say(self, status: int, code: str, message: str) -> None:
         self.reply(status, {"error_code": code, "message": message, "details": []})
 

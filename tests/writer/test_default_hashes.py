@@ -78,7 +78,9 @@ def test_a_flipped_byte_is_found_as_a_shard_is_fetched_with_no_argument_anywhere
 
 def test_the_default_hash_asks_for_no_more_threads_and_memory_than_none(tmp_path: Path) -> None:
     def threads(hashes: list[str] | None) -> int:
-        return MDSWriter(out=tmp_path, hashes=hashes)._pipeline._count
+        pool = MDSWriter(out=tmp_path, hashes=hashes)._pipeline._pool
+        assert pool is not None
+        return pool._max_workers
 
     assert threads(None) == threads([]) == 1
     assert threads(["sha1"]) >= 1
