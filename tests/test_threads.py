@@ -80,9 +80,10 @@ def test_a_pool_that_ctrl_c_interrupts_anywhere_can_be_closed_and_ends_its_threa
 
     def interrupt(*_: object) -> None:
         interrupts.append(number)
-        raise KeyboardInterrupt  # which is lost where it comes in a callback of the garbage collector
+        raise KeyboardInterrupt
 
     former = signal.signal(signal.SIGVTALRM, interrupt)
+    gc.disable()  # in whose callbacks an interrupt would be lost
     try:
         for number in range(400):
             pool, met = DaemonPool(2, "interrupted"), threading.Barrier(3)
@@ -95,6 +96,7 @@ def test_a_pool_that_ctrl_c_interrupts_anywhere_can_be_closed_and_ends_its_threa
                     pool.submit(int)
             pool.close()
     finally:
+        gc.enable()
         signal.signal(signal.SIGVTALRM, former)
     deadline = time.monotonic() + 60
     while any(thread.name.startswith("interrupted") for thread in threading.enumerate()):
