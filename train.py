@@ -189,7 +189,8 @@ def summarize(config: DictConfig, trainer: Any, data: Any) -> None:
     print("", *(f"{name:<14} {value:.4g}" for name, value in sorted(metrics.items())), sep="\n")
     if isinstance(data, StreamingDataModule) and (stats := data.stats()).elapsed_s:
         samples = stats.num_samples * trainer.world_size
-        speed = f"{samples:,} samples, {samples / stats.elapsed_s:,.0f} a second"
+        unit = "rows" if stats.num_tokens else "samples"  # of packed samples, the rows are counted
+        speed = f"{samples:,} {unit}, {samples / stats.elapsed_s:,.0f} a second"
         print(f"{'trained':<14} {speed}; waited {stats.wait_s / stats.elapsed_s:.1%} of the time for data")
     print(f"{'run':<14} {config.paths.output}")
 
