@@ -7,6 +7,7 @@ import os
 import random
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ _Span = tuple[int, "int | None"]  # first byte, and the byte after the last one
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
 _LEAST_RATE = 16 << 10  # bytes per second: a server that sends less is silent, as far as a download is concerned
-_READS = 3  # of an object that is replaced, or ends early, during each read
+_READS = 3  # of an object that is replaced during each read
 _in_flight: weakref.WeakValueDictionary[int, RetryBudget] = weakref.WeakValueDictionary()  # by id
 
 
@@ -184,15 +185,17 @@ class RetryingStore(Store):
             yield from stream
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
-        """Read an object; if it is replaced meanwhile, read it again from the beginning."""
-        budget, num_reads = self._budget(name), 0
+        """Read an object; if it is replaced meanwhile, or ends early, read it again from the beginning."""
+        budget, num_reads = self._budget(name), Counter[type[StoreError]]()
         while True:
             try:
                 return read(budget)
             except _ReadAgainError as error:
-                num_reads += 1
-                if num_reads == _READS:
-                    raise error.reason from None
+                reason = error.reason
+            num_reads[type(reason)] += 1
+            most = self.policy.retries + 1 if isinstance(reason, UnavailableError) else _READS
+            if num_reads[type(reason)] == most:
+                raise reason
 
     def _read(self, name: str, begin: int, end: int | None) -> bytes:
         def read(budget: RetryBudget) -> bytes:

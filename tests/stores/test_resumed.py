@@ -97,6 +97,10 @@ def dated(begin: int, end: int | None) -> ObjectStream:
     return ObjectStream(iter([CONTENT[begin:end]]), len(CONTENT[begin:end]), tag="Wed, 21 Oct 2026 07:28:00 GMT")
 
 
+def ended(begin: int, end: int | None) -> ObjectStream:
+    raise AnswerError(416, "past its end")
+
+
 BROKEN = whole(sent=1000)
 
 
@@ -107,6 +111,8 @@ BROKEN = whole(sent=1000)
         [BROKEN, page, empty, half],
         [BROKEN, dated, BROKEN, dated, BROKEN, dated],
         [BROKEN, half, half, half, half, half, half],
+        [BROKEN, ended, BROKEN, ended, BROKEN, ended],
+        [whole(CONTENT[::-1], "v0", sent=1000), BROKEN, BROKEN, ended, BROKEN, ended],
         [whole(sent=len(CONTENT))],
         [whole(sent=len(CONTENT), known=False)],
         [whole(sent=1000, known=False), whole(known=False)],
@@ -121,6 +127,8 @@ BROKEN = whole(sent=1000)
             "page, empty, short",
             "without its version",
             "always short",
+            "ends early",
+            "replaced once, ends early twice",
             "reset after the last byte",
             "the same, unknown length",
         ),
@@ -144,6 +152,13 @@ def test_odd_answers_without_end_are_unavailable() -> None:
         UnavailableError, match=r"an answer without the object's version.*gave up after 4 failures in a row"
     ):
         RetryingStore(Script(BROKEN, *[page] * 9), POLICY).read("x")
+
+
+def test_an_object_that_ends_early_each_time_is_unavailable() -> None:
+    store = Script(*[BROKEN, ended] * 9)
+    with pytest.raises(UnavailableError, match=r"the server says that 9,240 bytes of it are not there"):
+        RetryingStore(store, POLICY).read("x")
+    assert len(store.begins) == 8
 
 
 def test_an_object_replaced_each_time_is_an_error_of_a_known_kind() -> None:
