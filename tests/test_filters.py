@@ -333,3 +333,14 @@ def test_parts_that_take_a_moment_are_evaluated_in_this_process(
     monkeypatch.setattr(filters, "run_partitions", lambda _, missing, *__: dict.fromkeys(missing))
     assert kept(make(filter=Noting(str(tmp_path / "notes")))) == WANTED
     assert "filtering: 4 of 4 partitions, 167 rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied", "/mine"), OSError(28, "No space left")])
+def test_an_error_of_the_function_is_not_taken_for_one_of_the_cache(tmp_path: Path, error: OSError) -> None:
+    def refuse(sample: dict[str, Any]) -> bool:
+        raise error
+
+    write(tmp_path / "d")
+    with pytest.raises(type(error), match=str(error.strerror)) as caught:
+        len(StreamingDataset(remote=str(tmp_path / "d"), local=str(tmp_path / "c"), filter=refuse, batch_size=4))
+    assert caught.value is error

@@ -176,21 +176,20 @@ class CacheFolder:
     def run_once(self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float) -> T:
         """Have one process do the work under the lock of a name, see `run_once_across_processes`.
 
-        Again while the folder is being deleted.
+        Again while the folder is being deleted. Errors are raised as they are: the work may be a function of the user.
         """
-        with self.translated_errors():
-            if (value := done()) is not None:  # without a look at the folders
-                return value
-            for _ in backoff(_LONGEST_DELETION_S):
-                try:
-                    self.prepare()
-                    lock = self.lock(name)
-                    return run_once_across_processes(done, partial(work, lock), lock, wait_s)
-                except FileNotFoundError as error:
-                    if not self.has(error):
-                        raise
-                    deleted = error
-            raise deleted
+        if (value := done()) is not None:  # without a look at the folders
+            return value
+        for _ in backoff(_LONGEST_DELETION_S):
+            try:
+                self.prepare()
+                lock = self.lock(name)
+                return run_once_across_processes(done, partial(work, lock), lock, wait_s)
+            except FileNotFoundError as error:
+                if not self.has(error):
+                    raise
+                deleted = error
+        raise deleted
 
     def result(self, name: str) -> bytes | None:
         """Return what was computed from the dataset under this name, once per machine; None if nothing whole is here.

@@ -172,7 +172,13 @@ class ShardCache:
             with self._cleanup_on_error([draft], lock):
                 return get(draft, lock)
 
-        return self._place.run_once(name, done, work, self.config.wait_s)
+        return self._run_once(name, done, work)
+
+    def _run_once(
+        self, name: str, done: Callable[[], T | None], work: Callable[[FileLock], T], wait_s: float | None = None
+    ) -> T:
+        with self._place.translated_errors():
+            return self._place.run_once(name, done, work, self.config.wait_s if wait_s is None else wait_s)
 
     def side_file(self, file: FileEntry, make: Callable[[Path], object] | None = None) -> Path:
         """Return the verified path of a file that is no shard, e.g. of lengths. Like the index, it is never evicted.
@@ -242,8 +248,7 @@ class ShardCache:
         if self._source is not None and held is entry and (lease := self._in_place(entry)):
             return lease
         pin, fetch = partial(self._pin, held.raw, entry), partial(self._fetch, entry, connections)
-        longest_s = self.config.wait_s if wait_s is None else wait_s
-        return self._place.run_once(held.raw.basename, pin, fetch, longest_s)
+        return self._run_once(held.raw.basename, pin, fetch, wait_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -268,7 +273,7 @@ class ShardCache:
             except DigestError as error:
                 _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
         done = lambda: None if lease is None or lease.is_current() else self._pin(raw, entry)  # noqa: E731
-        return self._place.run_once(name, done, partial(self._fetch, entry, 1, fresh=True), self.config.wait_s)
+        return self._run_once(name, done, partial(self._fetch, entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
         """Set the function from a raw basename to its next use, for evictions.

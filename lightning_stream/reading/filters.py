@@ -180,6 +180,8 @@ class Evaluation:
         done = partial(self._folder.result, self.name)
         if (packed := done()) is None:
             refuse_in_worker("the filter")  # which would wait for this process
+            with self._folder.translated_errors():
+                self._folder.prepare()
             packed = self._folder.run_once(f"{self.name}.result", done, lambda _: self._compute(), _WAIT_S)
         return _unpacked(packed, self.reader.snapshot.num_samples)
 
