@@ -132,8 +132,8 @@ class Conversion:
             batch_rows = _ARRAY_BATCH_ROWS
         return cls(rows, job, batch_rows)
 
-    def write(self, overwrite: bool, merge_index: bool = True) -> list[Receipt]:
-        """Let Spark write the partitions that are not written, publish all, and return their receipts, in their order.
+    def write(self, overwrite: bool, merge_index: bool = True) -> None:
+        """Let Spark write the partitions that are not written, and publish all.
 
         Raises:
             ValueError: Values that cannot be written.
@@ -152,7 +152,6 @@ class Conversion:
             "num_source_files": len(self.dataframe.inputFiles()),
         }
         publication.publish(receipts, merge_index, about)
-        return receipts
 
 
 def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+import msgspec
+
 from lightning_stream.errors import MissingExtraError
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.spark.settings import Settings
@@ -140,15 +142,12 @@ def _names(text: str) -> list[str]:
 
 def _encodings(text: str) -> dict[str, str]:
     try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not all(isinstance(encoding, str) for encoding in found.values()):
+        return msgspec.json.decode(text, type=dict[str, str])
+    except ValueError as error:
         raise ValueError(
             'the option columns must be encodings by name as JSON, such as \'{"id": "int64", "text": "str"}\'; '
             f"found {text!r:.80}."
-        )
-    return found
+        ) from error
 
 
 _PARSERS: Mapping[str, Callable[[str], Any]] = {

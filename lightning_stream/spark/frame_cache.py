@@ -7,8 +7,9 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from lightning_stream.cache import default_folder
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.shards import Lease
 from lightning_stream.cache.space import CacheEntry, Space
-from lightning_stream.convert.partition import Receipt, index_bytes, partition_of, receipt_name
+from lightning_stream.convert.partition import partition_of
 from lightning_stream.convert.publish import MANIFEST, alone
 from lightning_stream.errors import CacheError, NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
@@ -63,7 +64,6 @@ class FrameCache:
         self._private = None if private is None else CacheFolder(private)
         self.lease: Lease | None = None  # of a private cache: it cannot be pruned until this is closed
         self._conversion = conversion
-        self._receipts: list[Receipt] | None = None
         self._thread: threading.Thread | None = None
         self._over = threading.Event()
         self._failure: BaseException | None = None
@@ -128,37 +128,29 @@ class FrameCache:
             yield self.reader
             return
         self.start()
-        number = 0
-        while (receipt := self._next_receipt(number)) is not None:
-            number += 1
-            if receipt.num_samples:
-                yield self._read([receipt])
-        self._raise_failure()
-
-    def _next_receipt(self, number: int) -> Receipt | None:
-        """A partition's receipt, waited for; None behind the last."""
-        assert self._conversion is not None
-        store, name = open_store(self.uri), receipt_name(self._conversion.job.fingerprint, number)
+        num_read = 0
         while not self._over.is_set():
-            with suppress(NotFoundError):
-                return Receipt.from_bytes(store.read(name))
-            self._over.wait(_LOOK_S)
-        if self._receipts is None and self._failure is None:  # complete before, or by another process meanwhile
-            parts: dict[int, list[Any]] = {}
-            for shard in json.loads(store.read(INDEX_NAME))["shards"]:
-                parts.setdefault(partition_of(shard["raw_data"]["basename"]), []).append(shard)
-            held = [parts.get(k, []) for k in range(max(parts, default=-1) + 1)]
-            rows = [sum(shard["samples"] for shard in shards) for shards in held]
-            self._receipts = [Receipt(k, "", rows[k], tuple(shards)) for k, shards in enumerate(held)]
-        found = self._receipts or []
-        return found[number] if number < len(found) else None
+            try:
+                shards = self._conversion.job.receipt(num_read).shards
+            except NotFoundError:
+                self._over.wait(_LOOK_S)
+                continue
+            num_read += 1
+            if shards:
+                yield self._read(shards)
+        self._raise_failure()
+        index = json.loads(open_store(self.uri).read(INDEX_NAME))
+        # Receipts are gone by now; none were written where it was complete before.
+        for number, part in groupby(index["shards"], lambda shard: partition_of(shard["raw_data"]["basename"])):
+            if number >= num_read:
+                yield self._read(list(part))
 
     def _fill(self) -> None:
         assert self._conversion is not None
         try:
             with self._alone():
                 if not self._is_taken():
-                    self._receipts = self._conversion.write(overwrite=True)
+                    self._conversion.write(overwrite=True)
                     self._is_taken()
         except BaseException as error:  # noqa: BLE001 - raised where a caller waits for the rows
             self._failure = error
@@ -202,11 +194,12 @@ class FrameCache:
         if self._failure is not None:
             raise self._failure
 
-    def _read(self, receipts: Sequence[Receipt] | None) -> SampleReader:
-        """A reader of these partitions; of all if None."""
+    def _read(self, shards: Sequence[Mapping[str, Any]] | None) -> SampleReader:
+        """A reader of the shards that have these entries in the index; of all if None."""
         reader = SampleReader(StreamShards([Stream(remote=self.uri)]))
-        if receipts is not None:
-            reader.shards.indexes = (Index.from_bytes(index_bytes(receipts), self.uri),)
+        if shards is not None:
+            index = json.dumps({"version": 2, "shards": shards}).encode()
+            reader.shards.indexes = (Index.from_bytes(index, self.uri),)
         return reader
 
 

@@ -131,22 +131,20 @@ class StreamToTorchDataset(Dataset[Any]):
     def __getitem__(self, index: Any) -> Any:
         """``(features, label)`` of one row, or of many rows for a slice or a sequence of numbers."""
         if isinstance(index, (int, np.integer)):
-            row = self._rows_at([_checked(int(index), len(self))])
-            return row[0] if self.label_col is None else tuple(column[0] for column in row)
+            return _sample([column[0] for column in self._rows_at([_checked(int(index), len(self))])])
         if isinstance(index, (str, float)):
             raise TypeError(f"rows are taken by number, slice or a sequence of numbers; found {index!r}.")
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
-        return self._rows_at([_checked(int(each), len(self)) for each in index])
+        return _sample(self._rows_at([_checked(int(each), len(self)) for each in index]))
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Many samples at once, as a DataLoader asks for them."""
         if type(self).__getitem__ is not StreamToTorchDataset.__getitem__:
             return [self[index] for index in indices]
-        columns = self._rows_at(indices)
-        return list(zip(*columns, strict=True)) if self.label_col is not None else list(columns)
+        return list(map(_sample, zip(*self._rows_at(indices), strict=True)))
 
-    def _rows_at(self, indices: Sequence[int]) -> Any:
+    def _rows_at(self, indices: Sequence[int]) -> list[Tensor]:
         return self._tensors(self.spark_df.cache.reader.batch(np.asarray(indices, np.int64)))
 
     def batches(
@@ -160,31 +158,31 @@ class StreamToTorchDataset(Dataset[Any]):
             seed: Of the shuffle.
             drop_last: Drop a smaller last batch.
         """
-        kept: dict[str, Any] = {}
+        kept: list[Tensor] = []
         for number, reader in enumerate(self.spark_df.cache.parts()):
             ids = np.arange(reader.snapshot.num_samples)
             if shuffle:
                 np.random.default_rng([seed, number]).shuffle(ids)
-            begin = 0
-            while begin < len(ids):
-                end = begin + batch_size - _num_rows(kept)
-                kept = _joined(kept, reader.batch(ids[begin:end]))
-                begin = end
-                if _num_rows(kept) == batch_size:
-                    yield self._tensors(kept)
-                    kept = {}
+            while len(ids):
+                missing = batch_size - (len(kept[0]) if kept else 0)
+                columns = self._tensors(reader.batch(ids[:missing]))
+                ids = ids[missing:]
+                kept = list(map(torch.cat, zip(kept, columns, strict=True))) if kept else columns
+                if len(kept[0]) == batch_size:
+                    yield _sample(kept)
+                    kept = []
             reader.close()
         if kept and not drop_last:
-            yield self._tensors(kept)
+            yield _sample(kept)
 
-    def _tensors(self, columns: Mapping[str, Any]) -> Any:
+    def _tensors(self, columns: Mapping[str, Any]) -> list[Tensor]:
         """A batch's columns as features (n, width) and, if there is a label, labels (n, ...), on the device."""
         parts = [_numbers(columns[name], name) for name in self.feature_cols]
         features = np.concatenate([part.reshape(len(part), -1) for part in parts], axis=1)
-        if self.label_col is None:
-            return self._moved(torch.from_numpy(features).to(self.dtype))
-        labels = torch.from_numpy(_numbers(columns[self.label_col], self.label_col)).to(self.label_dtype)
-        return self._moved(torch.from_numpy(features).to(self.dtype)), self._moved(labels)
+        tensors = [torch.from_numpy(features).to(self.dtype)]
+        if self.label_col is not None:
+            tensors.append(torch.from_numpy(_numbers(columns[self.label_col], self.label_col)).to(self.label_dtype))
+        return list(map(self._moved, tensors))
 
     def _moved(self, tensor: Tensor) -> Tensor:
         """Move a tensor to the device: from pinned memory, without waiting."""
@@ -220,6 +218,11 @@ def dataset_from_spark(
     return dataset
 
 
+def _sample(columns: Sequence[Tensor]) -> Any:
+    """Features and label; features alone where there is no label."""
+    return tuple(columns) if len(columns) > 1 else columns[0]
+
+
 def _checked(index: int, count: int) -> int:
     if not -count <= index < count:
         raise IndexError(f"row {index} of a DataFrame with {count} rows")
@@ -240,16 +243,3 @@ def _numbers(values: Any, name: str) -> NDArray[Any]:
     if array.dtype.kind == "u" and array.dtype.itemsize > 1:
         array = array.astype(np.int64)
     return array if array.flags.writeable else array.copy()
-
-
-def _num_rows(columns: Mapping[str, Any]) -> int:
-    return len(next(iter(columns.values()))) if columns else 0
-
-
-def _joined(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    if not first:
-        return second
-    return {
-        name: np.concatenate([first[name], values]) if isinstance(values, np.ndarray) else [*first[name], *values]
-        for name, values in second.items()
-    }
