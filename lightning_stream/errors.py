@@ -45,6 +45,10 @@ class NotFoundError(StoreError, FileNotFoundError):
     """No such object, bucket or folder in the store."""
 
 
+class NoBucketError(NotFoundError):
+    """No such bucket or container."""
+
+
 class AlreadyExistsError(StoreError, FileExistsError):
     """`put(if_absent=True)` found an object of that name."""
 

@@ -453,8 +453,9 @@ def test_changed_data_or_settings_are_refused_with_what_differs(dataset: Streami
         StreamingDataLoader(other, 16).load_state_dict(state)
     unshuffled = StreamingDataset(remote=dataset.streams[0].remote, local=tmp_path / "cache", shuffle=False)
     loader = StreamingDataLoader(unshuffled, 16)
-    with pytest.raises(SettingsMismatch, match="shuffle was True and is False now"):
+    with pytest.raises(SettingsMismatch, match="shuffle was True and is False now") as found:
         loader.load_state_dict(state)
+    assert str(found.value).count(" was ") == 1  # not what follows from shuffle
     assert loader.state_dict()["position"] == 0
     with pytest.warns(UserWarning, match="shuffle was True"):
         StreamingDataLoader(unshuffled, 16, on_mismatch="warn").load_state_dict(state)

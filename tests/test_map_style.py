@@ -179,7 +179,7 @@ def test_a_sampler_is_taken_in_its_order_and_continues_in_any_world(sampler: Any
         reader.load_state_dict(state)
         shares.append([ids for _ in range(2) for ids in numbers(reader)][: len(whole) - 1])
     assert [sorted(chain(*share)) for share in zip(*shares, strict=True)] == [*map(sorted, whole[1:])]
-    with pytest.raises(StateError, match="algorithm was 'sampler'"):
+    with pytest.raises(StateError, match="shuffle_algo was 'sampler'"):
         StatefulDataLoader(range(NUM_SAMPLES), 4).load_state_dict(state)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from lightning_stream.cache.folder import CacheFolder
-from lightning_stream.errors import CacheError, FormatError, NotFoundError, StoreError, UnavailableError
+from lightning_stream.errors import CacheError, FormatError, NoBucketError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.formats.hashing import digest
 from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry, version_name
 from lightning_stream.shared_files import publish_bytes
@@ -88,13 +88,13 @@ class IndexFile:
             store.get(name, draft)
             return Index.from_bytes(draft.read_bytes(), f"{store.url}/{name}")
         except NotFoundError as error:
-            if name != INDEX_NAME or has_names:
+            if name != INDEX_NAME or has_names or isinstance(error, NoBucketError):
                 raise
             raise NotFoundError(f"{error} A dataset is a folder with {name}, which its writer puts last.") from error
 
     def is_made(self, name: str, error: Exception) -> bool:
         """Return whether an index that cannot be read is to be made, since the dataset is in another format."""
-        if self._other is None or name != INDEX_NAME:
+        if self._other is None or name != INDEX_NAME or isinstance(error, NoBucketError):
             return False
         return isinstance(error, NotFoundError) or self._other.recognises(self._store.read(name))
 

@@ -27,6 +27,17 @@ ORDER_VERSION = 1
 MOSAIC_ALGORITHMS = SHUFFLES
 UNIFORM, SAMPLER = "uniform", "sampler"
 
+PUBLIC_NAMES = {
+    "seed": "shuffle_seed",
+    "algorithm": "shuffle_algo",
+    "canonical_nodes": "num_canonical_nodes",
+    "partition": "partition_algo",
+}
+"""The names that a user gives settings by, where they differ."""
+
+NATIVE_NAMES = ("quick_start", "sticky")
+"""Settings that only a native order has, and only with shuffle."""
+
 _ACTIVE_PARTS = 128
 MOST_NODES = 2**16
 _MOST_SAMPLES = 2**24  # of a batch; like MOST_NODES far above any run's: a damaged state must not fill the memory
@@ -107,12 +118,12 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
 
     def _problems(self) -> Iterator[str]:
         """One sentence for everything that is wrong."""
-        wrong = violations(structs.asdict(self), _RULES)
+        wrong = violations(structs.asdict(self), _RULES, PUBLIC_NAMES)
         method = METHODS.get(self.batching_method) if isinstance(self.batching_method, str) else None
         if method is not None and method.fixed is not None and getattr(self, method.fixed) is None:
             wrong.append(f"{self.batching_method} needs {_SIZES[method.fixed]} from the start.")
         if self.mosaic is not None:
-            wrong += violations(structs.asdict(self.mosaic), _MOSAIC_RULES)
+            wrong += violations(structs.asdict(self.mosaic), _MOSAIC_RULES, PUBLIC_NAMES)
         yield from wrong
         if self.mosaic is not None and self.forgotten is not None:
             yield f"Samples are forgotten in the native order only, not with {self.algorithm!r}: omit forget."
@@ -133,7 +144,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
     def _schedule_problems(self, schedule: Schedule) -> Iterator[str]:
         length, counts_steps = self.batching.block_of(self), schedule.unit == "steps"
         if self.mosaic is not None:
-            yield f"A schedule needs the native order, but algorithm is {self.algorithm!r}: omit it."
+            yield f"A schedule needs the native order, but shuffle_algo is {self.algorithm!r}: omit it."
         if counts_steps and self.batch_size is None:
             yield "A schedule in steps needs a batch size from the start."
         if counts_steps and self.buckets is not None and self.buckets.batch_tokens is not None:
@@ -279,8 +290,7 @@ def _unknown_settings(kind: type, values: object) -> list[str]:
 _KEPT = (
     "canonical_nodes",
     "window",
-    "quick_start",
-    "sticky",
+    *NATIVE_NAMES,
     "even_rows",
 )  # by a run that resumes, where the user does not say
 _SIZES = {"batch_size": "a batch size", "device_block": "the batch size per device"}

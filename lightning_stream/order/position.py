@@ -17,7 +17,7 @@ from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateErr
 
 from . import ledger as ledgers
 from .batches import TAILS, BatchPlan, EpochOrder, Tail
-from .config import ORDER_VERSION, OrderConfig
+from .config import NATIVE_NAMES, ORDER_VERSION, PUBLIC_NAMES, OrderConfig
 from .draw import weights_digest
 from .forget import first_seen
 from .orders import Counted, ceil_div
@@ -258,8 +258,11 @@ class Position:
         if former is not None and schedule is not None and former != schedule:
             begun = run.settled(self.epoch, self.position)
             names = [name for name in names if name != "schedule" or not schedule.extends(former, begun)]
+        if self.order.shuffle != run.config.shuffle:  # they follow
+            names = [name for name in names if name not in (*NATIVE_NAMES, "even_rows")]
         pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
-        found = [f"{name} was {old!r} and is {new!r} now." for name, old, new in pairs if old != new]
+        differences = [(PUBLIC_NAMES.get(name, name), old, new) for name, old, new in pairs if old != new]
+        found = [f"{name} was {old!r} and is {new!r} now." for name, old, new in differences]
         if (new_weights := weights_digest(run.weights)) != self.weights:
             found.append(f"The streams' weights had digest {self.weights} and have {new_weights} now.")
         if not found:

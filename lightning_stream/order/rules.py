@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -69,13 +70,15 @@ AMOUNT = Rule(
 )
 
 
-def violations(values: Mapping[str, object], rules: Mapping[str, Rule]) -> list[str]:
-    """One sentence for every value that breaks its rule; a missing value counts as None.
+def violations(
+    values: Mapping[str, object], rules: Mapping[str, Rule], names: Mapping[str, str] = MappingProxyType({})
+) -> list[str]:
+    """One sentence for every value that breaks its rule; a missing value counts as None, and `names` has other names.
 
     Example: ``violations({"seed": 0}, {"seed": count(1, 9)})`` is ``['seed must be an integer from 1 to 9, not 0.']``.
     """
     wrong = [(name, rule) for name, rule in rules.items() if not rule.accepts(values.get(name))]
-    return [f"{name} must be {rule.text}, not {short(values.get(name))}." for name, rule in wrong]
+    return [f"{names.get(name, name)} must be {rule.text}, not {short(values.get(name))}." for name, rule in wrong]
 
 
 def short(value: object) -> str:

@@ -13,6 +13,7 @@ from itertools import zip_longest
 from typing import Any
 
 from lightning_stream.order.batches import Tail
+from lightning_stream.order.config import PUBLIC_NAMES as PUBLIC_NAMES
 from lightning_stream.order.config import OrderConfig, Switch
 from lightning_stream.order.draw import StreamWeights, weights_digest
 from lightning_stream.order.packing import RowPacking
@@ -21,8 +22,6 @@ from lightning_stream.order.rows import PackedRows
 from lightning_stream.order.run import RunOrder
 from lightning_stream.order.schedule import Schedule
 
-PUBLIC_NAMES = {"seed": "shuffle_seed", "algorithm": "shuffle_algo", "canonical_nodes": "num_canonical_nodes"}
-_MOSAIC_NAMES = {"partition": "partition_algo"}
 _BUCKET_NAMES = {"window": "bucket_window", "batch_size": "batch_multiple"}
 _WORTH_COUNTING = 2**20  # documents whose rows are counted without being asked for: a third of a second
 _COLUMNS, _NAME, _DIGITS, _PARTS = 98, 9, 12, 8
@@ -160,7 +159,7 @@ def weights_in(weights: StreamWeights) -> dict[str, Any]:
 
 def _shown(settings: Any, *names: str) -> dict[str, Any]:
     """Settings by the names that users have for them, without those that are None."""
-    values = {PUBLIC_NAMES.get(name, _MOSAIC_NAMES.get(name, name)): getattr(settings, name) for name in names}
+    values = {PUBLIC_NAMES.get(name, name): getattr(settings, name) for name in names}
     return {name: value for name, value in values.items() if value is not None}
 
 

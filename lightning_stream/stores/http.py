@@ -30,7 +30,7 @@ from lightning_stream.errors import (
     AccessError,
     LightningStreamError,
     MissingExtraError,
-    NotFoundError,
+    NoBucketError,
     StoreError,
     UnavailableError,
     needs,
@@ -283,7 +283,7 @@ class BucketStore(HttpDialect):
     def _special_error(self, error: Exception, where: str) -> Exception | None:
         if isinstance(error, AnswerError) and (error.name in _NO_BUCKET or "bucket does not exist" in str(error)):
             lacks = "there is no container" if error.name == "ContainerNotFound" else "there is no bucket"
-            return NotFoundError(f"{where}: {lacks} {self._bucket!r}. Check the URL, endpoint and region.")
+            return NoBucketError(f"{where}: {lacks} {self._bucket!r}. Check the URL, endpoint and region.")
         return super()._special_error(error, where)
 
 

@@ -117,8 +117,8 @@ def test_every_changed_setting_is_named_with_its_old_and_new_value():
     with pytest.raises(SettingsMismatch) as found:
         position.check(other)
     for words in (
-        "seed was 9176 and is 1",
-        "canonical_nodes was 8 and is 4",
+        "shuffle_seed was 9176 and is 1",
+        "num_canonical_nodes was 8 and is 4",
         "'random' and is 'stratified'",
         "weights",
     ):
@@ -262,7 +262,7 @@ def test_a_hostile_state_is_refused_as_a_state_error(data):
 
 
 def test_settings_that_are_wrong_are_named_together():
-    with pytest.raises(ValueError, match=r"algorithm.*'py9'.*batching_method.*'any'.*window.*0.*seed.*-1"):
+    with pytest.raises(ValueError, match=r"shuffle_algo.*'py9'.*batching_method.*'any'.*window.*0.*shuffle_seed.*-1"):
         OrderConfig.resolve(batch_size=8, algorithm="py9", batching_method="any", window=0, seed=-1)
 
 
