@@ -105,13 +105,18 @@ def test_the_limit_that_the_error_names_holds_the_shards_of_windows_of_documents
 
 def test_a_byte_less_is_refused_with_settings_that_fit(server: WebServer, tmp_path: Path) -> None:
     limit = needed(server, tmp_path / "small", "raw", 2)
-    for asked, says in (({}, "window"), ({"predownload": 200}, "predownload")):
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "window"),
+        ({"predownload": 200}, "predownload"),
+        ({"forget": [3, 14]}, "window"),
+    ]
+    for asked, says in cases:
         with pytest.raises(ValueError, match=rf"cache_limit is .*[ ,]{says}=\d+") as caught:
             next(iter(loader(server, tmp_path / "less", "raw", 2, cache_limit=limit - 1, **asked)))
         found = re.search(rf"{says}=(\d+)", str(caught.value))
         assert found is not None
         fitting = {says: int(found[1])}
-        next(iter(loader(server, tmp_path / "less", "raw", 2, cache_limit=limit - 1, **fitting)))
+        next(iter(loader(server, tmp_path / "less", "raw", 2, cache_limit=limit - 1, **asked | fitting)))
 
 
 @pytest.mark.parametrize("algorithm", [None, "py1e", "py1br"])

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from msgspec import structs
 
 from lightning_stream.order import BatchPlan, RunOrder, Tail
 from lightning_stream.questions.cache_need import CacheNeed, ReadAhead, need_of_node
@@ -35,7 +34,7 @@ def cache_need(
 ) -> CacheNeed:
     """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
-        run = RunOrder(run.snapshot, run.weights, structs.replace(run.config, window=window, switches=()), run.lengths)
+        run = run.altered(window=window, switches=())
     sizes, packed = np.concatenate([index.raw_bytes for index in reader.indexes]), _packed_ratio(reader)
     kept = packed if reader.shards.defaults.config.keep_zip else 0.0
     size, world = settings.device_batch_size, settings.world

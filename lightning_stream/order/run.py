@@ -7,6 +7,7 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
@@ -98,6 +99,11 @@ class RunOrder:
         """Pickle the settings, and the lengths if there are any."""
         make = partial(RunOrder, forgotten=self.forgotten, lists=self.lists)
         return make, (self.snapshot, self.weights, self.config, self.lengths)
+
+    def altered(self, **settings: Any) -> RunOrder:
+        """The order of the same data, of the same samples, with some other settings."""
+        config = structs.replace(self.config, **settings)
+        return RunOrder(self.snapshot, self.weights, config, self.lengths, forgotten=self.forgotten, lists=self.lists)
 
     @property
     def origin(self) -> Snapshot:
