@@ -8,10 +8,12 @@ their shards were verified, compared before they are handed out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import chain
+from operator import length_hint
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import Any
@@ -21,10 +23,10 @@ import numpy as np
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns
 from lightning_stream.loading.packing import by_row, collate_rows, places_in_rows, read_rows, split_rows
-from lightning_stream.loading.randomness import SeededCall, preserved_generators
+from lightning_stream.loading.randomness import PreservedGenerators, SeededCall
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
-from lightning_stream.monitoring.meter import Made
+from lightning_stream.monitoring.meter import Made, SampledClocks
 from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
@@ -33,7 +35,6 @@ from lightning_stream.reading.mapped import MapReader
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 
-_SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches that take less time
 _log = logging.getLogger(__name__)
 
 
@@ -70,18 +71,18 @@ class BatchMaker:
         batches = settings.micro_batches(source, start)
         look_ahead = source.predownload, size, count, 1 + in_progress
         ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), *look_ahead)
-        order, clock, began = batches.plan.order, _Processor(), perf_counter()
+        order, clock, began = batches.plan.order, _processor(), perf_counter()
         for planned in ahead:
             if in_progress:
-                clock = _Processor(num_threads)
+                clock = _processor(num_threads)
             yield partial(self.make, planned, order, perf_counter() - began, clock)
             began = perf_counter()
 
     def make(
-        self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: _Processor | None = None
+        self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: SampledClocks | None = None
     ) -> Delivery:
         """Make one batch, whose planning took so long."""
-        spent, processor = self.source.reader.counters.spent, processor or _Processor()
+        spent, processor = self.source.reader.counters.spent, processor or _processor()
         spent.waited_s = spent.transform_s = spent.collate_s = 0.0
         processor.begin()
         began = perf_counter()
@@ -90,7 +91,7 @@ class BatchMaker:
         making_s = ended - began - spent.waited_s
         read_s = making_s - spent.transform_s - spent.collate_s
         stages = (planning_s, spent.waited_s, read_s, spent.transform_s, spent.collate_s)
-        thread_s, process_s, queued_s = processor.used(making_s)
+        thread_s, process_s, queued_s = processor.passed(making_s)
         made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s, early)
         return batch, info, made
 
@@ -109,9 +110,25 @@ class BatchMaker:
         if self.collate is not None:
             with self._named("collating", batch.sample_ids[:8].tolist()):
                 return self.collate(samples, batch.epoch, int(batch.positions[0]))
-        if self.source.packs_whole and batch.rows is not None:
-            return collate_rows(samples, batch.rows)
-        return self.source.collate(samples, self.memory)
+        try:
+            if self.source.packs_whole and batch.rows is not None:
+                return collate_rows(samples, batch.rows)
+            return self.source.collate(samples, self.memory)
+        except (TypeError, AttributeError):
+            self._refuse_none(samples)
+            raise
+
+    def _refuse_none(self, samples: list[Any]) -> None:
+        """Raise TypeError where the transform returned no sample."""
+        transform = self.source.transform
+        found = chain.from_iterable(samples) if self.source.packs_whole else samples
+        if transform is None or all(sample is not None for sample in found):
+            return
+        name = getattr(transform.function, "__qualname__", type(transform.function).__name__)
+        raise TypeError(
+            f"a transform returns the sample that is trained on; found None from {name}. End it by return; samples are "
+            "left out by filter=, before the epoch is planned"
+        ) from None
 
     @cached_property
     def _gathers(self) -> bool:
@@ -163,11 +180,9 @@ class BatchMaker:
                         "numbers. Return them all, or leave some out of the dataset"
                     )
                 return found
-        samples = list[Any]()
-        with self._named("reading", ids, samples):
-            for number in ids:
-                samples.append(reader.read(number))
-        return samples
+        read, left = reader.read, iter(ids)
+        with self._named("reading", ids, left):
+            return [read(number) for number in left]
 
     def _all_transformed(
         self, batch: MicroBatch, samples: Iterable[Any], ids_of: Iterable[list[int]], positions: list[int]
@@ -197,23 +212,10 @@ class BatchMaker:
         functions = self.source.transform, self.source.read_one, self.collate
         if self.in_threads or self.memory is not None or not any(functions):
             return nullcontext()
-        return preserved_generators()
+        return PreservedGenerators()
 
-    @contextmanager
-    def _named(self, doing: str, ids: list[int], done: Sequence[Any] | None = None) -> Iterator[None]:
-        """Add to an error of the user's code which samples it came from: the first that is not done yet, or all."""
-        try:
-            yield
-        except Exception as error:
-            ids = ids if done is None else [ids[len(done)]]
-            snapshot = self.source.snapshot
-            shards = snapshot.shards_of(np.array(ids))
-            stream = snapshot.stream_names[int(snapshot.streams_of(np.array(ids[:1]))[0])]
-            files = sorted({self.source.reader.entry(int(shard))[1].raw.basename for shard in shards})
-            note = f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}."
-            # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
-            error.add_note(note)
-            raise
+    def _named(self, doing: str, ids: list[int], left: Iterator[int] | None = None) -> _Named:
+        return _Named(self.source, doing, ids, left)
 
     def verified(self, settings: BatchSettings, delivery: Delivery) -> Delivery:
         """A batch that is about to be handed out; made again if its shards have come since and have other bytes.
@@ -229,32 +231,32 @@ class BatchMaker:
         return delivery
 
 
-class _Processor:
+class _Named:
+    """Adds to an error of the user's code which samples it came from: the one before those left of them, or all."""
+
+    def __init__(self, source: SampleSource, doing: str, ids: list[int], left: Iterator[int] | None) -> None:
+        self._source, self._doing, self._ids, self._left = source, doing, ids, left
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if not isinstance(error, Exception):
+            return
+        ids = self._ids if self._left is None else [self._ids[-1 - length_hint(self._left)]]
+        snapshot, reader = self._source.snapshot, self._source.reader
+        shards = snapshot.shards_of(np.array(ids))
+        stream = snapshot.stream_names[int(snapshot.streams_of(np.array(ids[:1]))[0])]
+        files = sorted({reader.entry(int(shard))[1].raw.basename for shard in shards})
+        # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
+        error.add_note(f"While {self._doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}.")
+
+
+def _processor(num_threads: int = 1) -> SampledClocks:
     """The processor time of the thread that makes batches, and of its whole process; the time it waited for a core.
 
-    Reading them takes 20 us, a tenth of a batch of 256 token rows: of short batches, one in 16 is measured.
+    Reading them takes 20 us, a tenth of a batch of 256 token rows.
     """
-
-    def __init__(self, num_threads: int = 1) -> None:
-        self._num_unmeasured, self._shares, self._num_threads = 0, (0.0, 0.0, 0.0), num_threads
-
-    def begin(self) -> None:
-        """Note that a batch is begun."""
-        if not self._num_unmeasured:
-            self._thread_s, self._process_s, self._queued_s = thread_time(), process_time(), _queued_s()
-
-    def used(self, computing_s: float) -> tuple[float, float, float]:
-        """These times of the batch that was begun, whose making took so long without waiting for shards."""
-        if self._num_unmeasured:
-            self._num_unmeasured -= 1
-            thread, process, queued = self._shares
-            return thread * computing_s, process * computing_s, queued * computing_s
-        thread_s, process_s = thread_time() - self._thread_s, (process_time() - self._process_s) / self._num_threads
-        queued_s = _queued_s() - self._queued_s
-        if computing_s < _SHORT_S:
-            self._shares = thread_s / computing_s, process_s / computing_s, queued_s / computing_s
-            self._num_unmeasured = _UNMEASURED
-        return thread_s, process_s, queued_s
+    return SampledClocks(thread_time, lambda: process_time() / num_threads, _queued_s)
 
 
 def _queued_s() -> float:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import ctypes
 import inspect
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache, partial
+from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -51,46 +50,89 @@ def seed_globals(mixed: int) -> None:
     torch.default_generator.manual_seed(mixed)
 
 
-def _numpy_state() -> Any:
-    """What `np.random.set_state` takes, and is to be given, since this draws; `np.random.get_state` takes 25 us."""
-    before = _numpy_bytes()
-    normal = np.random.standard_normal()  # one that numpy holds back is beside these bytes, and leaves them as they are
-    return "MT19937", *_numbers(before), int(_numpy_bytes() == before), normal
+class _PythonWords:
+    """The state of `random`'s generator: its bytes in memory where CPython has them as expected; `getstate` is slow."""
+
+    def __init__(self) -> None:
+        self._generator: Any = random.random.__self__  # type: ignore[attr-defined]  # of a method
+        self._address = id(self._generator) + object.__basicsize__
+        self._is_readable = self._has_words()
+
+    def _has_words(self) -> bool:
+        """Whether its place and 624 words lie there."""
+        base: Any = type(self._generator).__base__
+        if base.__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
+            return False
+        _, (*words, place), _ = self._generator.getstate()
+        return memoryview(ctypes.string_at(self._address, _MT19937_BYTES)).cast("I").tolist() == [place, *words]
+
+    def state(self) -> Any:
+        """The state, for `restore`; two are equal where nothing was drawn between them."""
+        if not self._is_readable:
+            return self._generator.getstate()
+        return ctypes.string_at(self._address, _MT19937_BYTES), self._generator.gauss_next
+
+    def restore(self, state: Any) -> None:
+        if not self._is_readable:
+            self._generator.setstate(state)
+            return
+        words, self._generator.gauss_next = state
+        ctypes.memmove(self._address, words, _MT19937_BYTES)
 
 
-def _numpy_bytes() -> bytes:
+_PYTHON = _PythonWords()
+
+
+def _numpy_address() -> int:
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
     if type(generator) is not np.random.MT19937:
         raise ValueError(
             "a sample's random numbers come from global generators that are seeded, as numpy's MT19937 can be; found "
             f"{type(generator).__name__}. Give numpy its own one back (np.random.set_bit_generator)"
         )
-    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    address: int = generator.ctypes.state_address
+    return address
 
 
-@lru_cache(maxsize=1)  # they stay the same while the training draws nothing from numpy
-def _numbers(memory: bytes) -> tuple[list[int], int]:
-    *words, place = memoryview(memory).cast("I").tolist()
-    return words, place
+def _numpy_state() -> tuple[bytes, float | None]:
+    """The words of numpy's generator, and the normal number that it holds back: beside them, and only drawn to know it.
+
+    The generator is to be given this back; `np.random.get_state` takes 25 us.
+    """
+    address = _numpy_address()
+    before = ctypes.string_at(address, _MT19937_BYTES)
+    normal = np.random.standard_normal()
+    return before, normal if ctypes.string_at(address, _MT19937_BYTES) == before else None
 
 
-@contextmanager
-def preserved_generators() -> Iterator[None]:
-    """Restore the global CPU generators; takes about 15 us, so once for a batch."""
-    numpy, python, torch_cpu = _numpy_state(), random.getstate(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_cpu)
+def _restore_numpy(words: bytes, normal: float | None) -> None:
+    np.random.seed(0)  # it holds no number back then
+    ctypes.memmove(_numpy_address(), words, _MT19937_BYTES)
+    if normal is not None:
+        *numbers, place = memoryview(words).cast("I").tolist()
+        state: Any = "MT19937", numbers, place, 1, normal
+        np.random.set_state(state)
+
+
+class PreservedGenerators:
+    """Restores the global CPU generators at the end of a block; takes about 5 us, so once for a batch."""
+
+    def __enter__(self) -> None:
+        self._numpy = _numpy_state()
+        self._python = _PYTHON.state()
+        self._torch = torch.default_generator.get_state()
+
+    def __exit__(self, *_: object) -> None:
+        _PYTHON.restore(self._python)
+        _restore_numpy(*self._numpy)
+        torch.default_generator.set_state(self._torch)
 
 
 class SeededCall:
     """A user's function that is called with random numbers of its position in the run.
 
     A function with a parameter `rng` gets a `numpy.random.Generator` (15 us a call). For any other the global ones
-    are seeded (12 us); call it within `preserved_generators`. Objects with generators of their own that offer
+    are seeded (12 us); call it within `PreservedGenerators()`. Objects with generators of their own that offer
     `set_random_seed` (albumentations) or `set_random_state` (MONAI) are seeded too, where the function is one, holds
     one, or refers to one by name.
 
@@ -129,9 +171,9 @@ class SeededCall:
         """
         if self.takes_rng or self._own or self._draws:
             return None
-        seed_globals(_COLLATE)
+        _seed_as_before()
         found = read()
-        self._draws = _next_numbers() != _UNTOUCHED
+        self._draws = not _is_untouched()
         return None if self._draws else found
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
@@ -145,14 +187,26 @@ class SeededCall:
         return self.function(value)
 
 
-def _next_numbers() -> tuple[float, ...]:
-    """The next number of each global generator."""
-    return random.random(), np.random.random_sample(), float(torch.rand((), generator=torch.default_generator))
+def _words() -> tuple[Any, bytes]:
+    """The states of the global generators of `random` and numpy."""
+    return _PYTHON.state(), ctypes.string_at(_numpy_address(), _MT19937_BYTES)
 
 
-with preserved_generators():
+with PreservedGenerators():
     seed_globals(_COLLATE)
-    _UNTOUCHED = _next_numbers()
+    _SEEDED, _SEEDED_TORCH = _words(), torch.default_generator.get_state()
+
+
+def _seed_as_before() -> None:
+    """As `seed_globals(_COLLATE)`, in a third of its time."""
+    _PYTHON.restore(_SEEDED[0])
+    np.random.seed(_COLLATE & 0xFFFFFFFF)
+    torch.default_generator.set_state(_SEEDED_TORCH)
+
+
+def _is_untouched() -> bool:
+    """Whether nothing was drawn since then."""
+    return _words() == _SEEDED and torch.equal(torch.default_generator.get_state(), _SEEDED_TORCH)
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:

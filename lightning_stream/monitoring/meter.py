@@ -21,6 +21,7 @@ from lightning_stream.monitoring.stats import PARTS, STAGES, LoaderStats
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.proofs import EarlyRead
 
+_SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches or steps that take less time
 _NOTHING = (0.0,) * (len(PARTS) - 1)
 
 
@@ -85,6 +86,34 @@ def divided(asked: float, got: float, made: Made) -> tuple[float, ...]:
     return (began - asked, *stages, got - asked - (began - asked) - sum(stages))
 
 
+class SampledClocks:
+    """What passes on clocks that take longer to read than a short batch or step: of these one in 16 is measured.
+
+    The others are taken to be like it.
+    """
+
+    def __init__(self, *clocks: Callable[[], float]) -> None:
+        self._clocks = clocks
+        self._num_unmeasured = 0
+        self._begins = self._shares = [0.0] * len(clocks)
+
+    def begin(self) -> None:
+        """Note that a batch or step begins."""
+        if not self._num_unmeasured:
+            self._begins = [clock() for clock in self._clocks]
+
+    def passed(self, seconds: float) -> list[float]:
+        """What has passed on each clock since then, of a batch or step that took so long."""
+        if self._num_unmeasured:
+            self._num_unmeasured = self._num_unmeasured - 1 if seconds < _SHORT_S else 0
+            return [share * seconds for share in self._shares]
+        passed = [clock() - begin for clock, begin in zip(self._clocks, self._begins, strict=True)]
+        if 0 < seconds < _SHORT_S:
+            self._shares = [each / seconds for each in passed]
+            self._num_unmeasured = _UNMEASURED
+        return passed
+
+
 class WorkerMemory(Protocol):
     """What a worker writes and its trainer reads while it lives."""
 
@@ -107,7 +136,7 @@ class Meter:
         self.waiting_since: float | None = None
         self._aside: tuple[str, Mark] | None = None  # what the consumer does instead of training, and since when
         self._training_since: float | None = None
-        self._others_s = 0.0  # processor time of other threads
+        self._others = SampledClocks(lambda: process_time() - thread_time())  # of other threads
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
         # The sum of the counters of workers that have ended, and the others: one value, which other threads read.
         self._counted: tuple[NDArray[np.float64], tuple[WorkerMemory, ...]] = np.zeros(len(NAMES)), ()
@@ -142,7 +171,7 @@ class Meter:
         """Note that training stops: a batch is requested, or an epoch or iteration ends."""
         if self._training_since is not None:
             self.total.compute_s += now - self._training_since
-            self.total.beside_s += process_time() - thread_time() - self._others_s
+            self.total.beside_s += self._others.passed(now - self._training_since)[0]
             self.total.pauses["garbage_collection"] += GARBAGE.seconds - self._collected
             self._training_since = None
 
@@ -188,7 +217,7 @@ class Meter:
         total = self.total
         self.waiting_since = None
         self._training_since = got
-        self._others_s = process_time() - thread_time()
+        self._others.begin()
         self._collected = GARBAGE.seconds
         total.wait_s += got - asked
         total.longest_wait_s = max(total.longest_wait_s, got - asked)

@@ -88,6 +88,7 @@ class MapReader(SampleReader):
         super().__init__(StreamShards(streams))
         is_mixed = len(streams) > 1
         self.shards.indexes = tuple(_index(str(one.local), len(one.dataset), is_mixed) for one in streams)
+        self.shards.num_files = 0  # so there is nothing to look ahead for
         calls = [_getter(one.dataset) for one in streams]
         many = getattr(streams[0].dataset, "__getitems__", None)
         self.read_many: Callable[[list[int]], Sequence[Any]] | None = None if is_mixed else many

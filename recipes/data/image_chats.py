@@ -18,6 +18,7 @@ from recipes.data.synthetic import flower_chat
 class TokenizeImageChats(TokenizeChats):
     """A conversation as `TokenizeChats` makes it, with its ``images``: any number of JPEG files."""
 
+    images_key: str
     columns: ClassVar[Mapping[str, str]] = {**TokenizeChats.columns, "images": "list[jpeg]"}
     lengths: ClassVar[Mapping[str, Any]] = {"tokens": len, "images": len}
     example: ClassVar = staticmethod(flower_chat)
@@ -25,9 +26,13 @@ class TokenizeImageChats(TokenizeChats):
     def __call__(self, rows: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         rows, again = tee(rows)
         for row, chat in zip(again, super().__call__(rows), strict=True):
-            if "images" not in row:
-                raise FormatError(f"each row must have images, a list of JPEG files; it has {', '.join(sorted(row))}.")
-            yield {**chat, "images": row["images"]}
+            if self.images_key not in row:
+                columns = ", ".join(sorted(row))
+                raise FormatError(
+                    f"each row must have a list of JPEG files in {self.images_key!r}; it has {columns}. "
+                    "Set data.images_key."
+                )
+            yield {**chat, "images": row[self.images_key]}
 
 
 class ImagesFirst:
@@ -55,11 +60,14 @@ class ImagesFirst:
 class ImageChatData(ChatData):
     """Streams rows of packed conversations about images; ``configs/data/image_chats.yaml`` describes the settings."""
 
-    def __init__(self, *, image_size: int = 32, patch_size: int = 8, **chats: Any) -> None:
+    def __init__(
+        self, *, image_size: int = 32, patch_size: int = 8, images_key: str = "images", **chats: Any
+    ) -> None:  # fmt: skip
+        self.images_key = images_key
         patches = (image_size // patch_size) ** 2
         packing = {"lengths": f"tokens + {patches} * images"}
         transform = ImagesFirst(image_size, patches)
         super().__init__(packing=packing, transforms=(transform, transform), **chats)
 
     def rule(self, **of_text: Any) -> TokenizeImageChats:
-        return TokenizeImageChats(**of_text, roles=self.roles)
+        return TokenizeImageChats(**of_text, roles=self.roles, images_key=self.images_key)

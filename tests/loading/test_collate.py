@@ -147,3 +147,12 @@ def test_samples_are_stacked_in_given_memory_as_they_are_elsewhere(values: list[
             assert one.requires_grad == expected.requires_grad
     for memory in given:
         assert bytes(memory) == expected.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_transform_that_returns_nothing_is_named(shards: Path) -> None:
+    def forgetful(sample: dict[str, Any]) -> None:
+        sample.clear()
+
+    loader = StreamingDataLoader(StreamingDataset(local=shards, transform=forgetful), 8)
+    with pytest.raises(TypeError, match=r"found None from .*forgetful"):
+        next(iter(loader))

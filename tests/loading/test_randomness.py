@@ -14,8 +14,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream.loading.randomness import (  # noqa: E402
+    PreservedGenerators,
     SeededCall,
-    preserved_generators,
     sample_seed,
     takes_rng,
 )
@@ -123,13 +123,17 @@ def test_the_global_generators_are_put_back() -> None:
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     expected = draws_globally(0)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
-    with pytest.raises(ZeroDivisionError), preserved_generators():
+    with pytest.raises(ZeroDivisionError), PreservedGenerators():
         SeededCall(lambda value: 1 // value, 5)(0, 1, 2)
     assert draws_globally(0) == expected
 
 
-def test_whatever_the_training_draws_between_batches_is_as_without_them() -> None:
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_whatever_the_training_draws_between_batches_is_as_without_them(
+    in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also a normal number that numpy holds back, which changes none of the generator's bytes when it is drawn."""
+    monkeypatch.setattr("lightning_stream.loading.randomness._PYTHON._is_readable", in_memory)
     saved: list[Any] = []
     steps: list[Callable[[], object]] = [
         np.random.randn,
@@ -151,7 +155,7 @@ def test_whatever_the_training_draws_between_batches_is_as_without_them() -> Non
         found = []
         for choice in choices:
             for _ in range(num_batches):
-                with preserved_generators():
+                with PreservedGenerators():
                     SeededCall(draws_globally, 5)(0, 1, 2)
             value = steps[choice]()
             found.append(value if isinstance(value, float) else None)
@@ -166,7 +170,7 @@ def test_a_global_generator_that_cannot_be_seeded_is_refused() -> None:
     twister = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
     try:
-        with pytest.raises(ValueError, match="found PCG64"), preserved_generators():
+        with pytest.raises(ValueError, match="found PCG64"), PreservedGenerators():
             pass
     finally:
         np.random.set_bit_generator(twister)

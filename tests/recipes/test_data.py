@@ -107,9 +107,9 @@ def test_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
     wrong = ChatData(source=str(tmp_path / "chats.jsonl"), **{**options, "text_key": "turns"})
     with pytest.raises(Exception, match=r"it has messages\. Set data\.text_key"):
         wrong.prepare_data()
-    options |= places(tmp_path / "images")
+    # of the same source, into the same place
     without = ImageChatData(source=str(tmp_path / "chats.jsonl"), val_fraction=0.2, **options)
-    with pytest.raises(Exception, match=r"must have images, a list of JPEG files; it has messages\."):
+    with pytest.raises(Exception, match=r"a list of JPEG files in 'images'; it has messages\. Set data\.images_key"):
         without.prepare_data()
 
 
