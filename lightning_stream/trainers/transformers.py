@@ -4,45 +4,110 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Unpack
 
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
 from lightning_stream.errors import StateError
 from lightning_stream.loader import StreamingDataLoader
+from lightning_stream.loading.cursor import TrainerClock
+from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.monitoring.meter import Mark
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.trainers.monitor import DataMonitor
+from lightning_stream.trainers.options import PositionOptions
+from lightning_stream.trainers.run import Run
 
 _log = logging.getLogger(__name__)
 
 
-class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # transformers may be absent
+class _Run(Run):
+    """Takes up micro-batches as they are fetched: the trainer fetches those of a step, and then trains on them."""
+
+    def note_batch(self, iterator: LoaderIterator) -> None:
+        """Take up a batch of the trainer's that is about to be handed out."""
+        super().note_batch(iterator)
+        if iterator is self.iteration:
+            self.take()
+
+
+class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock):  # type: ignore[misc]  # may be absent
     """Keeps the position of a `StreamingDataLoader` in ``trainer_state.json``, and continues from there.
 
     Args:
         monitor, watch_after_s: See `StreamingCallback`; what to change is logged at INFO.
+        report: The folder for the log of the run's data and its page, see `RunReport`; True takes the trainer's
+            `output_dir`.
+        options: `seed_steps`, `on_missing_state`, `check_delivery` and `record_delivery`, see `PositionTracker`. Where
+            gradients are accumulated, the seed of a step's last micro-batch is that of the step.
 
     Example: ``callbacks=[StreamingTrainerCallback()]``, and a `get_train_dataloader` that returns the loader.
     """
 
-    def __init__(self, monitor: bool = True, watch_after_s: float | None = 120.0) -> None:
-        self._arguments: dict[str, Any] = {"monitor": monitor, "watch_after_s": watch_after_s}
-        self.monitor = DataMonitor(_log.info, **self._arguments)  # of the latest training
-        self._loader: StreamingDataLoader | None = None
+    def __init__(
+        self,
+        monitor: bool = True,
+        watch_after_s: float | None = 120.0,
+        *,
+        report: bool | str | os.PathLike[str] = False,
+        **options: Unpack[PositionOptions],
+    ) -> None:
+        arguments: dict[str, Any] = {"monitor": monitor, "watch_after_s": watch_after_s, "report": report, **options}
+        self.run = _Run(**arguments)
+        self.run.output = _log.info
+        self._arguments = {  # as JSON takes them
+            name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in arguments.items()
+        }
+        self._state: Any = None  # the trainer's
+        self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
+        self._first = 0  # the number of the first micro-batch of the trainer's iteration
         self._since: Mark | None = None  # when the trainer's latest event was over
+
+    @property
+    def monitor(self) -> DataMonitor:
+        """Of the latest training."""
+        return self.run.monitor
 
     def stats(self) -> LoaderStats:
         """Where the time of the latest training has gone so far, see `StreamingDataLoader.stats`."""
         return self.monitor.stats()
 
+    # What the run asks
+
+    @property
+    def takes_whole_batches(self) -> bool:
+        """The trainer may accumulate batches of a loader that does not know of it."""
+        return False
+
+    def micro_batch(self) -> int:
+        """The number of the batch that was fetched last."""
+        iteration = self.run.iteration
+        return self._first + (0 if iteration is None else iteration.num_batches - 1)
+
+    def step(self) -> int:
+        """How many steps there were."""
+        return 0 if self._state is None else int(self._state.global_step)
+
+    def owns(self, iterator: LoaderIterator) -> bool:  # noqa: ARG002 - that which begins last before the first step
+        """Begin the rest of an epoch, if the trainer is about to fetch its first batch."""
+        run = self.run
+        if self._begins_epoch:
+            run.move_to(run.loader.normalised(run.position))
+            self._first = run.loader.batches_before(run.position)
+            run.begin_epoch(self._first)
+        return self._begins_epoch
+
+    # The trainer's events
+
     def on_init_end(self, args: Any, *_: Any, **__: Any) -> None:
         """Keep the trainer from reading the batches again that a checkpoint is past."""
         args.ignore_data_skip = True
 
-    def on_train_begin(self, _: Any, state: Any, *__: Any, train_dataloader: Any = None, **___: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         """Continue from the checkpoint's position.
 
         Raises:
@@ -54,24 +119,23 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
                 "StreamingTrainerCallback keeps the position of a StreamingDataLoader; found "
                 f"{type(train_dataloader).__name__}. Return one from the trainer's get_train_dataloader"
             )
-        self._loader = train_dataloader
-        self.monitor.detach()
-        is_first = train_dataloader.detect_world().rank == 0
-        self.monitor = DataMonitor(_log.info if is_first else _log.debug, **self._arguments)
-        self.monitor.attach(train_dataloader)
+        self._state, run = state, self.run
+        self.monitor.stop("before its end")
+        run.attach(train_dataloader, clock=self)
         self._come_first()
-        position = state.stateful_callbacks.get(type(self).__name__, {}).get("attributes", {}).get("position")
-        if position is not None:
-            train_dataloader.load_state_dict(position)
+        # The trainer fails to save the state of a callback that the checkpoint lacked.
+        saved = state.stateful_callbacks.setdefault(type(self).__name__, {})
+        position = saved.get("attributes", {}).get("position")
+        if state.global_step and position is not None:  # a training from the start has that of the one before
+            run.load(position)
         elif state.global_step:
-            raise StateError(
-                f"a run continues from the data's position, but the checkpoint of step {state.global_step} holds none: "
-                "it was written without StreamingTrainerCallback. Start a new run, or take a checkpoint that has it"
-            )
+            run.report_missing(f"that of step {state.global_step} was written without StreamingTrainerCallback")
+        run.begin_run()
+        run.measure(lambda: Path(args.output_dir))
 
     def state(self) -> dict[str, Any]:
         """The position, as the trainer saves it."""
-        position = None if self._loader is None else self._loader.state_dict()
+        position = self.run.state() if self.run.has_run else None
         return {"args": self._arguments, "attributes": {"position": position}}
 
     def _come_first(self) -> None:
@@ -84,24 +148,48 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
                 return
             frame = frame.f_back
 
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        """Begin the next epoch, if the trainer has cut the one before short."""
+        if self.run.epoch_in_training == self.run.position.epoch:
+            self.run.epoch_over()
+        self._begins_epoch = True
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Note that the trainer has its batches: an iteration that begins later is another's."""
+        self._begins_epoch = False
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Note when the step was over: what the trainer does next may be an evaluation or a checkpoint."""
+        """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint.
+
+        Raises:
+            StateError: The trainer's batches did not come from the loader.
+        """
+        num_steps = self.run.num_steps
+        self.run.sync()
+        if self.run.num_steps == num_steps:
+            raise StateError(
+                "every batch that the trainer trains on must come from its StreamingDataLoader, so that it can be "
+                "counted; those of this step did not. Take no batches in get_batch_samples but from its iterator"
+            )
+        self._note_event()
+
+    def _note_event(self) -> None:
         self._since = Mark.of(perf_counter())
 
     def on_epoch_end(self, *_: Any, **__: Any) -> None:
         """Note that training stops."""
         self.monitor.end_epoch()
-        self.on_step_end()
+        self._note_event()
 
-    def on_log(self, _: Any, state: Any, __: Any, logs: dict[str, float] | None = None, **___: Any) -> None:
+    def on_log(self, *_: Any, logs: dict[str, float] | None = None, **__: Any) -> None:
         """Add the metrics of the data to those of the training."""
         if logs is None or "loss" not in logs:  # an evaluation's, before `on_evaluate`
             return
         if self.monitor.is_on:
-            found = self.monitor.metrics(state.global_step)
-            logs.update(found)
-            state.log_history[-1].update(found)
-        self.on_step_end()
+            metrics = self.run.metrics()
+            logs.update(metrics)
+            self._state.log_history[-1].update(metrics)
+        self._note_event()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Measure training without its evaluations."""
@@ -112,13 +200,15 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState):  # type: ignor
         self._spent("checkpoint")
 
     def _spent(self, what: str) -> None:
-        if self._since is not None and self._loader is not None:
-            self._loader.meter.spent(what, self._since, perf_counter())
-            self.on_step_end()
+        if self._since is not None and self.run.is_attached:
+            self.run.loader.meter.spent(what, self._since, perf_counter())
+            self._note_event()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Tell what to change if training waited for its data."""
-        if self.monitor.is_on and self._loader is not None:
-            self.monitor.end()
-        self.monitor.detach()
+        """Tell what to change if training waited for its data, and report what a resumed run lost and repeated."""
+        if self.run.is_attached:
+            self.run.tell()
+            self.monitor.stop(None)
+            self.run.end_run()
+            self.run.detach()
         self._since = None

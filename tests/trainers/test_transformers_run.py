@@ -1,0 +1,174 @@
+"""Under Transformers' Trainer a run is checked, recorded, seeded and logged as under every other trainer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", reason="pip install 'lightning-stream[transformers]'")
+
+import numpy as np  # noqa: E402
+
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, verify_delivery  # noqa: E402
+from lightning_stream.errors import LedgerError, StateError  # noqa: E402
+from lightning_stream.run_log import read_run  # noqa: E402
+from lightning_stream.trainers.transformers import StreamingTrainerCallback  # noqa: E402
+
+NUM_SAMPLES, GLOBAL_BATCH, EPOCHS = 64, 8, 2
+NUM_STEPS = EPOCHS * NUM_SAMPLES // GLOBAL_BATCH
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+class Model(torch.nn.Module):
+    """Notes the samples of each micro-batch, and draws as dropout does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(1, 1)
+        self.ids: list[list[int]] = []
+        self.drawn: list[float] = []
+
+    def forward(self, id: Any) -> dict[str, Any]:  # noqa: A002 - the column's name
+        self.ids.append(id.tolist())
+        self.drawn.append(float(torch.rand(())))
+        return {"loss": self.net(id.float()[:, None]).square().mean()}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("transformers_run") / "data"
+    with MDSWriter(out=str(folder), columns={"id": "int64"}) as writer:
+        for number in range(NUM_SAMPLES):
+            writer.write({"id": np.int64(number)})
+    return folder
+
+
+def train(
+    data: Path, folder: Path, callback: StreamingTrainerCallback, *, accumulate: int = 1, knows: bool = True,
+    max_steps: int = -1, resume: bool = False, others: Sequence[Any] = (),
+) -> Model:  # fmt: skip
+    """Train; `knows`: whether the loader knows of the accumulation."""
+
+    class Host(transformers.Trainer):  # type: ignore[misc]  # it may be absent
+        def get_train_dataloader(self) -> Any:
+            dataset = StreamingDataset(local=data, shuffle=True)
+            size = {"global_batch_size": GLOBAL_BATCH, "accumulate": accumulate} if knows else {}
+            return StreamingDataLoader(dataset, **(size or {"batch_size": GLOBAL_BATCH // accumulate}))
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=GLOBAL_BATCH // accumulate,
+        gradient_accumulation_steps=accumulate, max_steps=max_steps, save_steps=3, use_cpu=True, report_to=[],
+        disable_tqdm=True, remove_unused_columns=False,
+    )  # fmt: skip
+    model = Model()
+    Host(model, arguments, callbacks=[callback, *others]).train(resume_from_checkpoint=resume)
+    return model
+
+
+def stopped_at(data: Path, folder: Path, num_steps: int, **options: Any) -> Model:
+    """Train for some steps: what is saved last is the end of the last step."""
+    callback = StreamingTrainerCallback(seed_steps=options.pop("seed_steps", None), record_delivery=folder / "record")
+    return train(data, folder, callback, max_steps=num_steps, **options)
+
+
+@pytest.mark.parametrize(("accumulate", "knows"), [(1, True), (2, True), (2, False)])
+def test_a_record_over_a_stop_says_that_all_steps_were_delivered(
+    data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, accumulate: int, knows: bool
+) -> None:
+    caplog.set_level(logging.INFO, "lightning_stream")
+    first = stopped_at(data, tmp_path, 5, accumulate=accumulate, knows=knows)
+    callback = StreamingTrainerCallback(record_delivery=str(tmp_path / "record"))
+    second = train(data, tmp_path, callback, accumulate=accumulate, knows=knows, resume=True)
+    assert "0 lost, 0 repeated" in caplog.text
+    found = verify_delivery(tmp_path / "record", StreamingDataset(local=data, shuffle=True))
+    recorded = NUM_STEPS if knows else NUM_STEPS * accumulate
+    assert (found.num_steps, found.first_difference) == (recorded, None)
+    seen = [number for ids in first.ids + second.ids for number in ids]
+    assert sorted(seen) == sorted([*range(NUM_SAMPLES)] * EPOCHS)
+    assert sorted(seen[:NUM_SAMPLES]) == [*range(NUM_SAMPLES)]
+
+
+class Looks(transformers.TrainerCallback):  # type: ignore[misc]  # it may be absent
+    """Looks at batches of the training's loader."""
+
+    def on_epoch_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+        next(iter(train_dataloader))
+
+    on_step_end = on_substep_end = on_epoch_end = on_epoch_begin
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_looks_at_batches_change_nothing(data: Path, tmp_path: Path, accumulate: int) -> None:
+    options: dict[str, Any] = {"accumulate": accumulate, "others": [Looks()]}
+    whole = train(data, tmp_path / "whole", StreamingTrainerCallback(), accumulate=accumulate)
+    first = stopped_at(data, tmp_path, 5, **options)
+    second = train(data, tmp_path, StreamingTrainerCallback(), resume=True, **options)
+    assert first.ids + second.ids == whole.ids
+
+
+def test_batches_from_elsewhere_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def elsewhere(self: Any, iterator: Any, num_batches: int, *_: Any) -> Any:
+        return [{"id": torch.zeros(GLOBAL_BATCH)}], None
+
+    monkeypatch.setattr(transformers.Trainer, "get_batch_samples", elsewhere)
+    with pytest.raises(StateError, match="must come from its StreamingDataLoader"):
+        train(data, tmp_path, StreamingTrainerCallback())
+
+
+def test_a_second_training_begins_where_the_first_did(data: Path, tmp_path: Path) -> None:
+    callback = StreamingTrainerCallback()
+    assert train(data, tmp_path / "1", callback).ids == train(data, tmp_path / "2", callback).ids
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_seeded_steps_draw_the_same_after_a_resume(data: Path, tmp_path: Path, accumulate: int) -> None:
+    whole = train(data, tmp_path / "whole", StreamingTrainerCallback(seed_steps=7), accumulate=accumulate)
+    first = stopped_at(data, tmp_path, 5, accumulate=accumulate, seed_steps=7)
+    callback = StreamingTrainerCallback(seed_steps=7)
+    second = train(data, tmp_path, callback, accumulate=accumulate, resume=True)
+    assert first.drawn + second.drawn == whole.drawn
+    assert len(set(whole.drawn)) == len(whole.drawn)
+
+
+def test_a_batch_that_is_not_the_planned_one_is_an_error(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = StreamingDataLoader.note_batch
+
+    def noted(self: StreamingDataLoader, iterator: Any, *times: Any) -> None:
+        if iterator.num_batches == 4:
+            iterator.last_batch = replace(iterator.last_batch, ids=iterator.last_batch.ids[::-1])
+        note(self, iterator, *times)
+
+    monkeypatch.setattr(StreamingDataLoader, "note_batch", noted)
+    with pytest.raises(LedgerError, match="micro-batch 3"):
+        train(data, tmp_path, StreamingTrainerCallback())
+    train(data, tmp_path, StreamingTrainerCallback(check_delivery=False))
+
+
+def test_a_checkpoint_without_a_position_is_refused_or_begins_the_data(data: Path, tmp_path: Path) -> None:
+    class Other(StreamingTrainerCallback):
+        """Its state has another name."""
+
+    train(data, tmp_path, Other(), max_steps=3)
+    with pytest.raises(StateError, match="step 3 was written without StreamingTrainerCallback"):
+        train(data, tmp_path, StreamingTrainerCallback(), resume=True)
+    model = train(data, tmp_path, StreamingTrainerCallback(on_missing_state="restart"), resume=True)
+    first_epoch = model.ids[: NUM_SAMPLES // GLOBAL_BATCH]
+    assert sorted(number for ids in first_epoch for number in ids) == [*range(NUM_SAMPLES)]
+
+
+def test_the_log_of_the_run_is_written_where_it_was_asked_for(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "out", StreamingTrainerCallback(report=True), max_steps=3)
+    train(data, tmp_path / "out", StreamingTrainerCallback(report=True), resume=True)
+    run = read_run(tmp_path / "out")
+    assert [launch.how for launch in run.launches] == ["finished", "finished"]
+    assert (run.stats.num_samples, run.lost, run.repeated) == (EPOCHS * NUM_SAMPLES, 0, 0)
+    train(data, tmp_path / "without", StreamingTrainerCallback())
+    assert not list((tmp_path / "without").glob("data_*"))
