@@ -5,9 +5,10 @@ A worker's counters are in memory that its trainer maps too, so that they can be
 
 from __future__ import annotations
 
+import sysconfig
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 from typing import Any
 
@@ -34,7 +35,9 @@ NAMES = (
     "evictions",  # shards that were deleted to make space
     "bad_samples",  # found since the process began
 )
-_adding = lock_over_forks()
+# Ctrl-C may come as the main thread has just taken a lock, which Python 3.14 then never gives back, and all that fetch
+# would wait for it. With a GIL none is needed: nothing else runs in the one call of numpy that adds one number.
+_adding = lock_over_forks() if sysconfig.get_config_var("Py_GIL_DISABLED") else nullcontext()
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 
 
@@ -71,8 +74,10 @@ class Counters:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""
+        number = _NUMBERS[name]
+        value = self.values[number : number + 1]
         with _adding:
-            self.values[_NUMBERS[name]] += amount
+            np.add(value, float(amount), value)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
     Workers: TypeAlias = int | SparkSession  # the most processes of this machine, or a cluster
 
 # What terminals, schedulers and `timeout` send to all processes of a job: they are for the one that the user started.
-JOB_SIGNALS = tuple(
-    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
-)
+JOB_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _PARENT = "LIGHTNING_STREAM_PARENT"
 _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition

@@ -267,11 +267,11 @@ def file_system(path: Path) -> str:
         mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
     except OSError:
         return kind
-    real = os.path.realpath(path)
+    real = path.resolve()
     for line in mounts:
-        point, name = [*line.split(" "), "", "", ""][1:3]
+        _, point, name, *_ = line.split(" ")
         point = point.replace("\\040", " ")
-        if len(point) >= len(best) and (real + "/").startswith(point.rstrip("/") + "/"):
+        if len(point) >= len(best) and real.is_relative_to(point):
             best, kind = point, name
     return kind
 
@@ -338,7 +338,7 @@ class FileLock:
         return f"process {pid} on {host}"
 
     def _open(self) -> int:
-        for _ in backoff(_SETTLING_S if self.modes != PRIVATE else 0):
+        for _ in backoff(_SETTLING_S):
             try:
                 return LOCK_FDS.open(self.path, os.O_RDWR | os.O_CREAT, self.modes.file)
             except FileNotFoundError:

@@ -241,6 +241,31 @@ def test_no_count_is_lost_where_threads_count_at_the_same_time() -> None:
     assert counters.values.sum() == 20_000
 
 
+def test_ctrl_c_anywhere_in_a_count_keeps_no_other_thread_from_counting() -> None:
+    interrupts: list[int] = []
+
+    def interrupt(*_: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    former = signal.signal(signal.SIGVTALRM, interrupt)
+    gc.disable()  # in whose callbacks an interrupt would be lost
+    counters = Counters()
+    try:
+        for number in range(400):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005 + number % 10 * 0.0001)
+            with contextlib.suppress(KeyboardInterrupt):
+                while number not in interrupts:
+                    counters.add("requests")
+            other = threading.Thread(target=counters.add, args=("retries",), daemon=True)
+            other.start()
+            other.join(60)
+            assert not other.is_alive()
+    finally:
+        gc.enable()
+        signal.signal(signal.SIGVTALRM, former)
+
+
 def test_a_wait_is_made_of_short_ones_until_something_comes_or_the_time_is_over() -> None:
     answers, waits = iter([0, 0, 7]), []
 

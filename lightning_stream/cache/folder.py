@@ -24,7 +24,6 @@ from lightning_stream.errors import CacheError, CacheFullError
 from lightning_stream.formats.hashing import check_hashes
 from lightning_stream.shared_files import (
     FULL,
-    LOCK_FDS,
     PRIVATE,
     FileLock,
     Modes,
@@ -36,7 +35,6 @@ from lightning_stream.shared_files import (
     publish_bytes,
     run_once_across_processes,
     sweep_drafts,
-    try_flock,
 )
 
 T = TypeVar("T")
@@ -217,6 +215,11 @@ class CacheFolder:
         """Return the path of a draft for a file of a shard; only for the holder of the shard's lock."""
         return self._drafts / f"{key_of(name)}.{part}"
 
+    def delete_drafts(self, name: str) -> None:
+        """Delete all drafts of a shard; only for the holder of its lock."""
+        for draft in self._drafts.glob(f"{key_of(name)}.*"):
+            draft.unlink(missing_ok=True)
+
     def publish(self, draft: Path, name: str, *, durable: bool = True) -> None:
         """Give a finished draft its final name, as `shared_files.publish` does."""
         draft.chmod(self.modes.file)
@@ -230,13 +233,9 @@ class CacheFolder:
 
     def write(self, path: Path, content: bytes) -> None:
         """Write a small file of the control folder, never through a link; readers may see a part of it."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        fd = open_with_mode(path, flags, self.modes.file)
-        try:
-            if os.write(fd, content) < len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        finally:
-            os.close(fd)
+        mode = self.modes.file
+        with open(path, "wb", opener=lambda path, flags: open_with_mode(Path(path), flags, mode)) as file:
+            file.write(content)
 
     def free_bytes(self) -> int:
         """Return the bytes that this user may still write to the folder's disk."""
@@ -297,15 +296,13 @@ class CacheFolder:
 
     def _probe_locks(self) -> None:
         path = self._locks / f".probe-{secrets.token_hex(8)}"
-        first = LOCK_FDS.open(path, os.O_RDWR | os.O_CREAT)
-        second = LOCK_FDS.open(path, os.O_RDWR)
+        first, second = (FileLock(path, modes=self.modes) for _ in range(2))
         try:
-            if not try_flock(first, path) or try_flock(second, path):
+            if not first.try_acquire() or second.try_acquire():
                 raise no_locks(path)
         finally:
-            LOCK_FDS.close(first)
-            LOCK_FDS.close(second)
-            path.unlink(missing_ok=True)
+            first.release()
+            second.release()
 
     def _sweep(self) -> None:
         """Delete the drafts of dead processes: those whose lock is free."""

@@ -124,8 +124,6 @@ class IndexFile:
             publish_bytes(self._label.encode(), self._folder.control / "source", self._folder.modes)
             draft.write_bytes(index.data)
             self._folder.publish(draft, name)
-        else:
-            draft.unlink(missing_ok=True)
         published.keep(index)
         return index
 

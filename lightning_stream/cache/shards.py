@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, TypeVar, final
 
 from lightning_stream.cache.folder import CacheConfig, CacheFolder, default_folder
 from lightning_stream.counters import Counters
@@ -53,6 +53,17 @@ class Lease:
         self.is_held = True
         self._closing = threading.Lock()  # a thread may close the lease while another one uses its descriptor
 
+    @classmethod
+    def take(cls, folder: Path, name: str, draft: Path | None = None) -> Lease | None:
+        """Lease a file that is here, or the draft of it; None if it is not, or is being evicted."""
+        path = draft or folder / name
+        try:
+            fd = LOCK_FDS.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        lease = cls(folder, fd, name)
+        return lease if try_flock(fd, path, shared=True) and same_file(fd, path) else None
+
     def is_current(self) -> bool:
         """Return whether the shard's first file was neither deleted nor fetched again since; True if it is closed."""
         with self._closing:
@@ -76,15 +87,6 @@ class Lease:
     def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:
         if not _ends():  # modules are gone then, and the kernel closes it
             self.close()
-
-
-class _Part(NamedTuple):
-    """A file of a shard that is fetched, and its drafts."""
-
-    raw: FileEntry
-    packed: FileEntry | None
-    draft: Path
-    packed_draft: Path
 
 
 class ShardCache:
@@ -168,9 +170,8 @@ class ShardCache:
         """Have one process get and publish a file, unless it is here; `get` has a draft for it, under its lock."""
 
         def work(lock: FileLock) -> T:
-            draft = self._place.draft(name, "raw")
-            with self._cleanup_on_error([draft], lock):
-                return get(draft, lock)
+            with self._drafts_of(name, lock):
+                return get(self._place.draft(name, "raw"), lock)
 
         return self._run_once(name, done, work)
 
@@ -342,21 +343,14 @@ class ShardCache:
         home = self._find(raw)
         if home is None:
             return None
-        path = home / raw.basename
-        try:
-            fd = LOCK_FDS.open(path, os.O_RDONLY)
-        except FileNotFoundError:
+        lease = Lease.take(home, raw.basename)
+        if lease is None or not self._trusted(home, raw, entry):
             return None
-        with contextlib.ExitStack() as unless_leased:
-            unless_leased.callback(LOCK_FDS.close, fd)
-            if not (try_flock(fd, path, shared=True) and same_file(fd, path) and self._trusted(home, raw, entry)):
-                return None
-            # It was deleted, or is another user's; its time matters only for evictions.
-            with contextlib.suppress(OSError):
-                os.utime(path)
-            unless_leased.pop_all()
+        # It was deleted, or is another user's; its time matters only for evictions.
+        with contextlib.suppress(OSError):
+            os.utime(home / raw.basename)
         self.counters.add("shards_here")
-        return Lease(home, fd, raw.basename)
+        return lease
 
     def _trusted(self, home: Path, raw: FileEntry, entry: ShardEntry) -> bool:
         """Return whether the file may be read.
@@ -392,34 +386,31 @@ class ShardCache:
     def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
         raw, place = self._held(entry).raw, self._place
-        name, is_mds = raw.basename, entry.format == "mds"
-        parts = [
-            _Part(*files, place.draft(name, f"{i}.raw"), place.draft(name, f"{i}.zip"))
-            for i, files in enumerate(entry.files)
-        ]
-        made = parts[0].draft if is_mds else place.draft(name, "mds")
-        others = [draft for part in parts for draft in part[2:] if draft != made]
-        reserved = _reserved(raw, entry)
-        with self._cleanup_on_error([made, *others], lock, reserved):
+        name, reserved = raw.basename, _reserved(raw, entry)
+        with self._drafts_of(name, lock, reserved):
             if not fresh:
                 # What has this name is not the shard. Left here, it would be taken for it if this process is killed.
                 place.unlink(name)
             self._make_space(reserved)
-            paths = [self._get(part, entry, connections, lock, fresh) for part in parts]
-            if not is_mds:
-                self._make_of_rows(entry, paths, made)
+            drafts = [(place.draft(name, f"{i}.raw"), place.draft(name, f"{i}.zip")) for i in range(len(entry.files))]
+            get = partial(self._get, entry, connections, lock, fresh)
+            paths = list(map(get, entry.files, drafts))
+            made = paths[0] if entry.format == "mds" else self._make_of_rows(entry, paths, place.draft(name, "mds"))
             files = [(made, name)]
-            if self.config.keep_zip:
-                kept = [part for part in parts if part.packed_draft.exists()]
-                files += [(part.packed_draft, part.packed.basename) for part in kept if part.packed is not None]
-            fetched = CacheEntry(tuple(name for _, name in files), sum(path.stat().st_size for path, _ in files))
+            for (_, packed), (_, draft) in zip(entry.files, drafts, strict=True):
+                if self.config.keep_zip and packed is not None and draft.exists():
+                    files.append((draft, packed.basename))
+            fetched = CacheEntry(tuple(final for _, final in files), sum(path.stat().st_size for path, _ in files))
             if fetched != reserved:  # no compressed files, or now the size is known
                 self._make_space(fetched, reserved)
-            if not lock.is_current():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(made))
-            lease = self._publish_all(raw, files)
-            for draft in others:
-                draft.unlink(missing_ok=True)
+            lease = Lease.take(self.folder, name, files[0][0])
+            if lease is None or not lock.is_current():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(files[0][0]))
+            # Waiting for the disk (5 ms and more per file) would cost more than fetching. It is not needed if a hash
+            # can find the damage of a power cut after the restart.
+            durable = not (raw.hashes or raw.origin is not None)
+            for draft, final in reversed(files):  # the one that is leased last
+                place.publish(draft, final, durable=durable)
         self.counters.add("shards_fetched")
         self.counters.add("shards_fetched_again", name in self._fetched)
         self._fetched.add(name)
@@ -430,12 +421,20 @@ class ShardCache:
         evicted = self._space.make_space(entry, config.limit_bytes, config.room_wait_s, self._next_use, former)
         self.counters.add("evictions", evicted)
 
-    def _get(self, part: _Part, entry: ShardEntry, connections: int, lock: FileLock, fresh: bool) -> Path:
-        """Return where the verified bytes of a file are: in its draft or, of rows, in a file that is here.
+    def _get(
+        self,
+        entry: ShardEntry,
+        connections: int,
+        lock: FileLock,
+        fresh: bool,
+        files: tuple[FileEntry, FileEntry | None],
+        drafts: tuple[Path, Path],
+    ) -> Path:
+        """Return where the verified bytes of a file of a shard are: in its draft or, of rows, in a file that is here.
 
         A compressed file that was fetched stays in a draft of its own.
         """
-        raw, packed, draft, packed_draft = part
+        (raw, packed), (draft, packed_draft) = files, drafts
         compression, hash_name, counters = entry.compression, self.config.validate_hash, self.counters
         if raw.origin is not None and self.other is not None:
             with counters.timed("convert_s"):
@@ -484,7 +483,7 @@ class ShardCache:
                 self.counters.add("retries")
                 self.counters.add("corrupt")
 
-    def _make_of_rows(self, entry: ShardEntry, files: list[Path], to: Path) -> None:
+    def _make_of_rows(self, entry: ShardEntry, files: list[Path], to: Path) -> Path:
         name = entry.raw.basename
         if name in self._refused:  # each of its samples would try again
             raise self._refused[name]
@@ -494,36 +493,20 @@ class ShardCache:
         except FormatError as error:
             self._refused[name] = error
             raise
-
-    def _publish_all(self, raw: FileEntry, files: list[tuple[Path, str]]) -> Lease:
-        """Give the drafts their final names, the leased first file of the shard last.
-
-        Waiting for the disk (5 ms and more per file) would cost more than fetching. It is not needed if a hash can find
-        the damage of a power cut after the restart.
-        """
-        durable = not (raw.hashes or raw.origin is not None)
-        fd = LOCK_FDS.open(files[0][0], os.O_RDONLY)
-        with contextlib.ExitStack() as unless_leased:
-            unless_leased.callback(LOCK_FDS.close, fd)
-            try_flock(fd, files[0][0], shared=True)
-            for draft, name in reversed(files):
-                self._place.publish(draft, name, durable=durable)
-            unless_leased.pop_all()
-        return Lease(self.folder, fd, raw.basename)
+        return to
 
     @contextlib.contextmanager
-    def _cleanup_on_error(
-        self, drafts: list[Path], lock: FileLock, reserved: CacheEntry | None = None
-    ) -> Iterator[None]:
-        """After an error, delete the drafts, and the shard's marker unless older files of it stay."""
+    def _drafts_of(self, name: str, lock: FileLock, reserved: CacheEntry | None = None) -> Iterator[None]:
+        """Delete the drafts of a file at the end; after an error, the shard's marker too, unless older files stay."""
         try:
-            yield
+            try:
+                yield
+            finally:
+                if is_ours := lock.is_current():  # else they are another process's
+                    self._place.delete_drafts(name)
         except BaseException as error:
-            if lock.is_current():  # else they are another process's
-                for draft in drafts:
-                    draft.unlink(missing_ok=True)
-                if reserved is not None and not any((self.folder / name).exists() for name in reserved.names):
-                    self._space.forget(reserved.names[0])
+            if is_ours and reserved is not None and not any((self.folder / name).exists() for name in reserved.names):
+                self._space.forget(name)
             if is_full(error):
                 raise self._place.disk_full(0 if reserved is None else reserved.num_bytes) from error
             raise

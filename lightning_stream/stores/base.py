@@ -298,7 +298,8 @@ class BaseStore(Store):
         stream.where = where
         if not self.traits.conditional_put:
             stream.version = None  # the digest of the content takes its place: `claimed` compares it
-        stream.chunks = self._guarded(name, stream.chunks)
+        chunks = stream.chunks
+        stream.chunks = iter(lambda: self.translated(name, next, chunks, b""), b"")
         return stream
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
@@ -344,16 +345,28 @@ class BaseStore(Store):
 
     def _attempt(self, name: str, call: Callable[[], T]) -> T:
         """Call, with errors translated; once more with new keys where those of `credentials` are refused."""
+        if self.credentials is None:
+            return self.translated(name, call)
+        return self.credentials.attempt(lambda: self.translated(name, call))
 
-        def translated() -> T:
-            with self.translate_errors(name):
-                return call()
+    def translated(self, name: str, call: Callable[..., T], *args: Any) -> T:
+        """Call; a client's error becomes one of ours, without a link to it.
 
-        return translated() if self.credentials is None else self.credentials.attempt(translated)
-
-    def translate_errors(self, name: str) -> _Translation:
-        """Translate the client library's errors, in a ``with`` statement."""
-        return _Translation(self, name)
+        It may hold a signed URL or a token, which tracebacks would print, and connections, which it would keep open.
+        """
+        try:
+            return call(*args)
+        except (LightningStreamError, MissingExtraError):
+            raise
+        except Exception as error:
+            found = self._translated(error, f"{self.url}/{name}")
+            if found is None:
+                raise
+        try:
+            raise found
+        finally:
+            found.__context__ = None  # what the caller was handling
+            del found
 
     def _translated(self, error: Exception, where: str) -> Exception | None:
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
@@ -387,37 +400,6 @@ class BaseStore(Store):
         if status >= 300 or kinds & self.client_errors:
             return StoreError(f"{where}: {reason}. Check the URL and the options.")
         return None
-
-    def _guarded(self, name: str, chunks: Iterator[bytes]) -> Iterator[bytes]:
-        with self.translate_errors(name):
-            yield from chunks
-
-
-@dataclass
-class _Translation:
-    """Replaces a client's error by one of ours, without a link to it.
-
-    It may hold a signed URL or a token, which tracebacks would print, and connections, which it would keep open.
-    """
-
-    store: BaseStore
-    name: str
-
-    def __enter__(self) -> None:
-        """Nothing to prepare."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ours = (LightningStreamError, MissingExtraError)
-        if not isinstance(error, Exception) or isinstance(error, ours):
-            return
-        found = self.store._translated(error, f"{self.store.url}/{self.name}")  # noqa: SLF001 - one class in two
-        del error, trace  # or this frame, part of the new traceback, would keep them
-        if found is not None:
-            try:
-                raise found from None
-            finally:
-                found.__context__ = None
-                del found
 
 
 def already_exists(where: str | Path) -> AlreadyExistsError:

@@ -7,7 +7,6 @@ import os
 import random
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -27,11 +26,11 @@ from .transfer import ObjectStream, source_file
 _jitter = random.SystemRandom()
 
 T = TypeVar("T")
-_Span = tuple[int, "int | None"]  # first byte, and the byte after the last one
+_Span = tuple[int, "int | None"]  # first byte, and the byte after the last one; None: to the end
 _log = logging.getLogger("lightning_stream.stores")
 _LEAST_PART_BYTES = 4 << 20  # for smaller parts, a request costs too much
 _LEAST_RATE = 16 << 10  # bytes per second: a server that sends less is silent, as far as a download is concerned
-_READS = 3  # of an object that is replaced during each read
+_MOST_REPEATS = 2  # of reads of an object that is replaced during each of them
 _in_flight: weakref.WeakValueDictionary[int, RetryBudget] = weakref.WeakValueDictionary()  # by id
 
 
@@ -128,8 +127,17 @@ class RetryingStore(Store):
         with self.counters.timed("first_byte_s"):
             return self.store.open(name, begin, end)
 
+    def _first(self, name: str, begin: int, end: int | None) -> ObjectStream:
+        """Connect; where an object seems to end before the range, ask for the whole object whether that is so."""
+        stream = self.connect(name, begin, end)
+        if stream.past_end:
+            with self.connect(name, 0, None) as whole:
+                if whole.past_end or (whole.num_bytes or 0) > begin:
+                    raise UnavailableError(f"{stream.where}: the server says that byte {begin:,} is not there; it is.")
+        return stream
+
     def _open(self, name: str, begin: int, end: int | None, budget: RetryBudget, restarts: bool = True) -> ObjectStream:
-        stream = budget.call(lambda: self.connect(name, begin, end))
+        stream = budget.call(lambda: self._first(name, begin, end))
         chunks = self._chunks((name, begin, end), stream, budget, restarts)
 
         def close() -> None:
@@ -186,16 +194,15 @@ class RetryingStore(Store):
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
         """Read an object; if it is replaced meanwhile, or ends early, read it again from the beginning."""
-        budget, num_reads = self._budget(name), Counter[type[StoreError]]()
+        budget, num_repeats = self._budget(name), 0
         while True:
             try:
                 return read(budget)
             except _ReadAgainError as error:
                 reason = error.reason
-            num_reads[type(reason)] += 1
-            most = self.policy.retries + 1 if isinstance(reason, UnavailableError) else _READS
-            if num_reads[type(reason)] == most:
+            if num_repeats == (self.policy.retries if isinstance(reason, UnavailableError) else _MOST_REPEATS):
                 raise reason
+            num_repeats += 1
 
     def _read(self, name: str, begin: int, end: int | None) -> bytes:
         def read(budget: RetryBudget) -> bytes:
@@ -205,44 +212,39 @@ class RetryingStore(Store):
         return self._whole(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
-        draft = _Draft(to, num_bytes)
-        ranges = [] if num_bytes is None else parts_of(num_bytes, connections if self.traits.ranges else 1, self.policy)
-        if len(ranges) > 1 and (written := self._get_parts(name, to, draft, ranges, budget)) is not None:
-            return written
-        return self._get_range(name, draft, (0, None), budget)[0]
+        draft = _Draft(os.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666), num_bytes)
+        ranges = [] if num_bytes is None else parts_of(num_bytes, connections, self.policy)
+        first = []
+        if len(ranges) > 1 and not self.traits.ranges:
+            with self._open(name, *ranges[0], budget) as stream:
+                ranges = [] if stream.total is None else ranges[1:]  # it may send the whole object for a range
+                first = [draft.receive(stream, 0)] if ranges else []
+        if len(ranges) > 1 or first:
+            return self._get_parts(name, to, draft, ranges, first)
+        return self._receive(name, draft, (0, None), budget)[0]
 
     def _get_parts(
-        self, name: str, to: Path, draft: _Draft, ranges: list[tuple[int, int]], budget: RetryBudget
-    ) -> int | None:
-        """Fetch ranges at once, each with its own budget; None if the server sends the whole object for a range."""
-
-        def part(span: _Span) -> tuple[int, str | None]:
-            return self._get_range(name, draft, span, self._budget(name))  # which begins with it, not in the queue
-
-        parts = []
-        if not self.traits.ranges:
-            with self._open(name, *ranges[0], budget) as stream:
-                if stream.total is None:
-                    return None
-                parts = [draft.receive(stream, 0)]
-            ranges = ranges[1:]
-        if ranges:
-            draft.resize(ranges[-1][1])
-            with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
-                futures = [pool.submit(part, span) for span in ranges]
-                try:
-                    parts += [future.result() for future in futures]
-                except BaseException:
-                    to.unlink(missing_ok=True)  # threads may still write to it: what is read next gets another file
-                    raise
+        self, name: str, to: Path, draft: _Draft, ranges: list[tuple[int, int]], parts: list[tuple[int, str | None]]
+    ) -> int:
+        """Fetch ranges at once, each with its own budget, which begins with it, not in the queue; `parts` are here."""
+        draft.resize(ranges[-1][1])
+        with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
+            futures = [pool.submit(self._receive, name, draft, span) for span in ranges]
+            try:
+                parts += [future.result() for future in futures]
+            except BaseException:
+                to.unlink(missing_ok=True)  # threads may still write to it: what is read next gets another file
+                raise
         if len({tag for _, tag in parts}) > 1:
             raise _ReadAgainError(_replaced(f"{self.url}/{name}"))
         written = sum(written for written, _ in parts)
         draft.resize(written)  # of a part that came short, the size tells
         return written
 
-    def _get_range(self, name: str, draft: _Draft, span: _Span, budget: RetryBudget) -> tuple[int, str | None]:
-        with self._open(name, *span, budget) as stream:
+    def _receive(
+        self, name: str, draft: _Draft, span: _Span, budget: RetryBudget | None = None
+    ) -> tuple[int, str | None]:
+        with self._open(name, *span, budget or self._budget(name)) as stream:
             return draft.receive(stream, span[0])
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
@@ -261,37 +263,34 @@ def parts_of(num_bytes: int, connections: int, policy: RetryPolicy) -> list[tupl
     return [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, max(1, part_bytes))]
 
 
+@dataclass(eq=False)
 class _Draft:
     """A file that ranges are written to. It is open as long as a thread may still write a range."""
 
-    _fd = -1  # until it is open
-
-    def __init__(self, path: Path, promised_bytes: int | None = None) -> None:
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        self._promised_bytes = promised_bytes
+    fd: int
+    promised_bytes: int | None
 
     def resize(self, num_bytes: int) -> None:
         """Give the file a size: its final one from the start where it comes in parts, so that nobody reads it early."""
-        os.ftruncate(self._fd, num_bytes)
+        os.ftruncate(self.fd, num_bytes)
 
     def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
         """Write a range of an object at its position; return its size and the object's tag."""
         begin, whole = position, stream.total
         if whole is None and stream.num_bytes is not None:
             whole = begin + stream.num_bytes
-        refuse_larger(whole, self._promised_bytes, stream.where)
+        refuse_larger(whole, self.promised_bytes, stream.where)
         for chunk in stream:
-            refuse_larger(position + len(chunk), self._promised_bytes, stream.where)
+            refuse_larger(position + len(chunk), self.promised_bytes, stream.where)
             view = memoryview(chunk)
             while view:
-                written = os.pwrite(self._fd, view, position)
+                written = os.pwrite(self.fd, view, position)
                 position += written
                 view = view[written:]
         return position - begin, stream.tag
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
-        if self._fd >= 0:
-            _close(self._fd)
+        _close(self.fd)
 
 
 class RetryBudget:

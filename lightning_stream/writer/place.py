@@ -203,8 +203,7 @@ class Transaction:
         for store in self.stores:
             try:
                 if isinstance(store, LocalStore):
-                    with store.translate_errors(name):
-                        write_file(store.folder / name, parts)
+                    store.translated(name, write_file, store.folder / name, parts)
                 else:
                     store.put(name, b"".join(parts), if_absent=True)
             except errors.AlreadyExistsError:

@@ -18,7 +18,6 @@ from servers.web import WebServer
 
 from lightning_stream.errors import AlreadyExistsError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, RetryingStore, RetryPolicy, open_store
-from lightning_stream.stores.retry import _Draft
 
 QUICK = {"first_pause_s": 0.001, "longest_pause_s": 0.01, "timeout_s": 20.0, "retries": 3}
 PATIENT = {**QUICK, "timeout_s": 0.3, "retries": 40}  # a busy machine may pause for as long, too
@@ -219,9 +218,11 @@ def test_a_listing_continues_from_page_to_page(moto_place: Any) -> None:
     assert [entry.num_bytes for entry in store.list("page/")] == list(range(7))
 
 
-def test_a_draft_that_cannot_be_opened_raises_and_prints_nothing(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_opened_raises_and_prints_nothing(moto_place: Any, tmp_path: Path) -> None:
+    store = open_store(moto_place.url, moto_place.options)
+    store.put("x", b"content")
     with pytest.raises(FileNotFoundError):
-        _Draft(tmp_path / "none" / "x")
+        store.get("x", tmp_path / "none" / "x")
     gc.collect(0)  # pytest fails a test whose objects raise as they are freed; these are young
 
 
