@@ -7,6 +7,7 @@ import gzip
 import io
 import logging
 import lzma
+import math
 import mmap
 import os
 import re
@@ -33,6 +34,7 @@ DELTA_LOG = "_delta_log/"
 _BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
 WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
+_PARTS = re.compile(rf"(\*\*/|\*|\?|{_RANGE.pattern})")
 _CLOSE_BYTES = 1 << 18
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
@@ -358,12 +360,13 @@ def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
             raise ValueError(f"a Delta table must be opened by its own folder; {redact(folder)} is one. Pass that.")
         if not names or entry.name == names or is_match(entry.name):
             entries.append(entry)
-    if entries and _RANGE.search(names):
+    if entries and _RANGE.search(names) and not WILD.search(_RANGE.sub("", names)):
         known = {entry.name for entry in entries}
-        if absent := [name for name in _names_of(names) if not (name in known or WILD.search(name))]:
+        if absent := next((name for name in _names_of(names) if name not in known), None):
+            count = math.prod(int(last) - int(first) + 1 for first, last in _RANGE.findall(names))
             raise NotFoundError(
-                f"all files of a range must be there; {store.url} lacks {len(absent)} of {names}, the first is "
-                f"{absent[0]}. Correct the range, or write the files."
+                f"all files of a range must be there; {store.url} lacks {count - len(known):,} of {names}, the first "
+                f"is {absent}. Correct the range, or write the files."
             )
     log = [entry for entry in entries if entry.name.startswith(DELTA_LOG) and entry.num_bytes]
     rule = _MARKER if hidden or _HIDDEN.search(names) else _HIDDEN
@@ -419,22 +422,37 @@ def is_table(store: Store) -> bool:
     return any(True for _ in store.list(DELTA_LOG))
 
 
-def _names_of(pattern: str) -> list[str]:
+def _names_of(pattern: str) -> Iterator[str]:
     """What the ranges of a pattern stand for, as WebDataset names its shards: ``{08..11}.tar`` is four names."""
     begin, *parts = _RANGE.split(pattern, maxsplit=1)
     if not parts:
-        return [pattern]
+        yield pattern
+        return
     first, last, rest = parts
-    numbers = (f"{number:0{len(first)}}" for number in range(int(first), int(last) + 1))
-    return [begin + number + end for number in numbers for end in _names_of(rest)]
+    for number in range(int(first), int(last) + 1):
+        yield from (f"{begin}{number:0{len(first)}}{end}" for end in _names_of(rest))
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """A pattern as a regular expression; all names if it is empty."""
+    """A pattern as a regular expression, short for a range of any size; all names if it is empty."""
     wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
-    names = [re.split(r"(\*\*/|\*|\?)", name) for name in _names_of(text)]
-    found = "|".join("".join(wild.get(part) or re.escape(part) for part in name) for name in names)
+    begin, *rest = _PARTS.split(text)
+    found = re.escape(begin)
+    for part, first, last, after in zip(*(rest[k::4] for k in range(4)), strict=True):
+        found += (wild.get(part) or _numbers(first, last)) + re.escape(after)
     return re.compile(found or ".*", re.DOTALL)  # a name may hold a line end
+
+
+def _numbers(first: str, last: str) -> str:
+    """An expression for the numbers of a range, in blocks whose last digits may be any."""
+    blocks, number = [], int(first)
+    while number <= int(last):
+        text, size = f"{number:0{len(first)}}", 0
+        while size < len(text) and number % 10 ** (size + 1) == 0 and number + 10 ** (size + 1) <= int(last) + 1:
+            size += 1
+        blocks.append(f"{text[: len(text) - size]}[0-9]{{{size}}}")
+        number += 10**size
+    return f"(?:{'|'.join(blocks) or '(?!)'})"
 
 
 def check_unchanged(files: Sequence[SourceFile]) -> None:
