@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from typing import Any
@@ -137,19 +138,17 @@ class JsonlReader(Reader):
         yield Batch(rows[:limit], split.file.uri)
 
     def _parsed(self, lines: Sequence[bytes], where: str) -> list[Row]:
-        try:
+        with suppress(ValueError):  # NaN, infinite numbers, lone surrogates; or a line is wrong
             return list(map(_decode_object, lines))  # all that it decodes, it decodes as Python's json
-        except ValueError:  # NaN, infinite numbers, lone surrogates; or it finds the wrong line
-            return list(self._parsed_one_by_one(lines, where))
-
-    def _parsed_one_by_one(self, lines: Sequence[bytes], where: str) -> Iterator[Row]:
+        rows = []
         for number, line in enumerate(lines, 1):
             try:
-                yield _parsed_line(line, number, where)
+                rows.append(_parsed_line(line, number, where))
             except FormatError as error:
                 if self.on_bad != "skip":
                     raise
                 _log.warning("a line is skipped: %s", error)
+        return rows
 
 
 def _is_array(file: SourceFile) -> bool:

@@ -110,26 +110,22 @@ class LitDataReader(Reader):
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
-            file = split.file
-            if split.rows is not None:
-                yield Batch(self._cut(*self._some(split, split.rows), file, columns), file.uri)
-                continue
-            data = file.view()
-            table = _arrow_rows(file, data)
-            if table is None:
-                yield Batch(self._cut(*self._items(file, data), file, columns), file.uri)
+            file, data = split.file, split.file.view() if split.rows is None else None
+            if data is None or (table := _arrow_rows(file, data)) is None:
+                items = self._some(split) if data is None else self._items(file, data)
+                yield Batch(self._cut(*items, file, columns), file.uri)
             else:
                 yield from _table_batches(table, columns, file)
 
     def has_rows(self, file: SourceFile) -> bool:
         return self.compression is None and not self.is_table
 
-    def _some(self, split: Piece, rows: Sequence[int]) -> tuple[memoryview, NDArray[np.int64]]:
+    def _some(self, split: Piece) -> tuple[memoryview, NDArray[np.int64]]:
         """Some items of a chunk, and where each begins, and the last one ends."""
         file = split.file
         head = file.view(0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
         offsets = self._offsets(file, head, file.num_bytes)
-        spans = [(int(offsets[row]), int(offsets[row + 1])) for row in rows]
+        spans = [(int(offsets[row]), int(offsets[row + 1])) for row in split.rows or ()]
         items = stretches(file, spans)
         return memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
 
@@ -148,13 +144,10 @@ class LitDataReader(Reader):
             sizes = heads
         begins = offsets[1:, None] - np.cumsum(sizes[:, ::-1], axis=1)[:, ::-1]
         found = {
-            name: _values(name, form, data, begins[:, k], sizes[:, k], file)
+            name: _values(name, form, data, begins[:, k], sizes[:, k], file, columns[name])
             for k, (name, form) in enumerate(zip(self.names, self.formats, strict=True))
             if name in columns
         }
-        for name, form in zip(self.names, self.formats, strict=True):
-            if form == "json" and columns.get(name, "").startswith("ndarray:"):
-                found[name] = [np.array(value, columns[name].split(":")[1]) for value in found[name]]
         return {name: found.get(name, [None] * (len(offsets) - 1)) for name in columns}
 
     def _items(self, file: SourceFile, data: memoryview) -> tuple[memoryview, NDArray[np.int64]]:
@@ -281,7 +274,13 @@ def _encoding(name: str, form: str, where: str) -> str:
 
 
 def _values(
-    name: str, form: str, data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64], file: SourceFile
+    name: str,
+    form: str,
+    data: memoryview,
+    begins: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    file: SourceFile,
+    wanted: str,
 ) -> Any:
     """The values of one column, as its encoding takes them; views of the chunk where that is possible."""
     kind, _, _ = form.partition(":")
@@ -299,7 +298,8 @@ def _values(
     if encoding.startswith("ndarray:"):
         return [np.frombuffer(view, encoding.split(":")[1]) for view in views]
     if encoding == "json":
-        return [_json(bytes(view), where) for view in views]
+        values = [_json(bytes(view), where) for view in views]
+        return [np.array(value, wanted.split(":")[1]) for value in values] if ":" in wanted else values
     found = BinaryColumn(views)
     found.encoding = encoding if encoding in ("str", "pil") else "bytes"
     return found

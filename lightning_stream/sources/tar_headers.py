@@ -62,13 +62,13 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
     start = at = 0  # of the first header of a file, and of the next one
     while at + BLOCK <= end:
         field, kind, prefix = _HEADER.unpack_from(data, at)
-        size = None if prefix else _plain_size(field)
-        if size is not None and kind == _PLAIN:
+        size, width = (-1, 0) if prefix else _plain_size(field)
+        if width and kind == _PLAIN:
             found += start, at, size
-            start = at = at + BLOCK + -(-size // BLOCK) * BLOCK
-        elif size is not None and kind == _PAX and _is_harmless(data, at + BLOCK, size):
+            start = at = at + width
+        elif width and kind == _PAX and _is_harmless(data, at + BLOCK, size):
             extensions.append(at)
-            at += BLOCK + -(-size // BLOCK) * BLOCK
+            at += width
         else:
             is_zero = not kind and not any(data[at : at + BLOCK])
             one = None if is_zero else _by_tarfile(data, start, where, is_whole)
@@ -90,9 +90,11 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
 
 
 @lru_cache(1 << 12)
-def _plain_size(field: bytes) -> int | None:
+def _plain_size(field: bytes) -> tuple[int, int]:
+    """The size in a header, and the bytes up to the next one; 0 of these if it is not plain."""
     found = _OCTAL.fullmatch(field)
-    return int(found[1], 8) if found else None
+    size = int(found[1], 8) if found else -1
+    return size, BLOCK + -(-size // BLOCK) * BLOCK if found else 0
 
 
 def _is_harmless(data: memoryview, begin: int, size: int) -> bool:

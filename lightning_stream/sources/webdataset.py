@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -108,8 +108,7 @@ class TarReader(Reader):
                 raise LookupError("a sample has another file")
             yield Batch({name: part.column(name, encoding) for name, encoding in columns.items()}, part.file.uri)
         except (LookupError, ValueError):
-            wanted = columns.keys() | (part.files.keys() if self.is_strict else ())
-            yield from batched(_row(sample, columns, part.file) for sample in part.samples(wanted))
+            yield from batched(part.rows({**dict.fromkeys(part.files if self.is_strict else (), "bytes"), **columns}))
 
 
 class _Part(NamedTuple):
@@ -158,12 +157,14 @@ class _Part(NamedTuple):
             numbers[sample] = number
         return cls(file, at, data, members, keys, firsts, files, keys[:1] == [before])
 
-    def without_last(self) -> _Part:
-        """The part without its last sample, which may go on behind it."""
-        last = len(self.keys) - 1
-        files = {ending: {k: one for k, one in found.items() if k != last} for ending, found in self.files.items()}
-        files = {ending: found for ending, found in files.items() if found}
-        return self._replace(keys=self.keys[:-1], firsts=self.firsts[:-1], files=files)
+    def drop_last(self) -> int:
+        """Drop the last sample, which may go on behind the part; return where it begins in the part."""
+        self.keys.pop()
+        for ending, found in list(self.files.items()):
+            found.pop(len(self.keys), None)
+            if not found:
+                del self.files[ending]
+        return int(self.members.starts[self.firsts.pop()])
 
     def encoding(self, ending: str, number: int, read: Read) -> str:
         """The encoding of the files with an ending: by that, and by the head of one of them if they are arrays."""
@@ -188,15 +189,21 @@ class _Part(NamedTuple):
         numbers = np.fromiter(found.values(), np.int64, len(found))
         return _values(self.data, self.members.headers[numbers] + BLOCK, self.members.sizes[numbers], encoding)
 
-    def samples(self, wanted: Collection[str]) -> Iterator[dict[str, Any]]:
-        """Yield samples as the bytes of their files with these endings."""
+    def rows(self, columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
+        """Yield the files of each sample that it has of these, as values, and where it is; FormatError for wrong ones."""
         begins, sizes = (self.members.headers + BLOCK).tolist(), self.members.sizes.tolist()
         for sample, key in enumerate(self.keys):
             row: dict[str, Any] = {KEY: _text(key)}
-            for ending, numbers in self.files.items():
-                if ending in wanted and (k := numbers.get(sample)) is not None:
-                    row[ending] = bytes(self.data[begins[k] : begins[k] + sizes[k]])
-            yield row
+            where = f"{self.file.uri}: sample {row[KEY]!r}"
+            held = [(ending, k) for ending, found in self.files.items() if (k := found.get(sample)) is not None]
+            try:
+                for ending, k in held:
+                    if ending in columns:
+                        row[ending] = _value(bytes(self.data[begins[k] : begins[k] + sizes[k]]), columns[ending])
+            except (ValueError, EOFError) as error:
+                remedy = "Write it again, or pass columns= without it or as 'bytes'."
+                raise FormatError(f"{where}: {error}. {remedy}") from error
+            yield row, where
 
 
 @contextmanager
@@ -243,7 +250,7 @@ def _parts(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
                 "it again, or write it again."
             )
         if part.keys and not is_scan and not is_end:
-            part, step = part.without_last(), int(found.members.starts[part.firsts[-1]])
+            step = part.drop_last()
         if not step and not is_end:
             room *= 4
             continue
@@ -308,18 +315,8 @@ def _texts(values: Sequence[bytes | memoryview]) -> BinaryColumn:
     return found
 
 
-def _row(sample: Row, columns: Mapping[str, str], file: SourceFile) -> tuple[Row, str]:
-    where = f"{file.uri}: sample {sample[KEY]!r}"
-    try:
-        return {name: _value(data, columns.get(name, "bytes")) for name, data in sample.items()}, where
-    except (ValueError, EOFError) as error:
-        raise FormatError(f"{where}: {error}. Write it again, or pass columns= without it or as 'bytes'.") from error
-
-
-def _value(data: Any, encoding: str) -> Any:
+def _value(data: bytes, encoding: str) -> Any:
     """A file as a value: the bytes themselves wherever the encoding stores files."""
-    if isinstance(data, str):
-        return data
     if encoding.startswith(("int", "uint", "float")):
         return (float if encoding.startswith("float") else int)(data)
     if encoding.startswith("ndarray"):
