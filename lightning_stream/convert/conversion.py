@@ -22,7 +22,7 @@ from lightning_stream.processes import Progress, run_partitions
 from lightning_stream.sources.base import Found, Partition, Piece, Source, partitions_of, read_splits
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
-from lightning_stream.sources.nulls import NullRule, widened_columns
+from lightning_stream.sources.nulls import NullRule, settled_columns, widened_columns
 from lightning_stream.stores import Store
 from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.infer import infer_columns
@@ -227,20 +227,16 @@ class Conversion:
         """The columns as where the source is read in place: they hold the values of all files, and known nulls."""
         if self.columns is not None or self.transform.function is not None:
             return found
-        found = replace(found, columns=widened_columns(found.columns, splits))
-        if self.nulls != NullRule():
-            return found
-        known = {name for split in splits for name in split.nulls}
-        takes_nulls = self.source.reader.takes_nulls
-        names = [name for name, encoding in found.columns.items() if name in known and takes_nulls(encoding)]
-        if not names:
-            return found
-        _LOG.warning(
-            "%s has nulls in %s, which become json, as where StreamingDataset reads it in place. Pass fill_nulls=, "
-            "drop_nulls=True or columns= for other encodings.",
-            self.source.name, ", ".join(names),
-        )  # fmt: skip
-        return replace(found, columns={**found.columns, **dict.fromkeys(names, "json")})
+        wider = widened_columns(found.columns, splits)
+        columns = wider if self.nulls != NullRule() else settled_columns(self.source.reader, wider, splits)
+        names = [name for name in columns if columns[name] != wider[name]]
+        if names:
+            _LOG.warning(
+                "%s has nulls in %s, which become json, as where StreamingDataset reads it in place. Pass fill_nulls=, "
+                "drop_nulls=True or columns= for other encodings.",
+                self.source.name, ", ".join(names),
+            )  # fmt: skip
+        return replace(found, columns=columns)
 
     def _source_digest(self, splits: Sequence[Piece], receipts: Sequence[Receipt]) -> str:
         """The digest of the source where it is read in place; empty if its files have names that no index may have."""

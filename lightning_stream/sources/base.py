@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -128,7 +128,7 @@ class Reader(ABC):
 
     def has_pieces(self, files: Sequence[SourceFile]) -> bool:
         """Whether `scan` finds pieces of these files."""
-        return type(self).scan is not Reader.scan
+        return (type(self).scan, type(self).pieces_of) != (Reader.scan, Reader.pieces_of)
 
     @abstractmethod
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
@@ -143,8 +143,13 @@ class Reader(ABC):
         Only headers, footers and indexes are read, of several files at once in the pool. FormatError for a file that
         has not these columns.
         """
+        for found in [pool.submit(self.pieces_of, file, columns) for file in files]:
+            yield from found.result()
+
+    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> Iterable[Piece]:  # noqa: ARG002
+        """Return the pieces of one file."""
         raise ValueError(
-            f"{files[0].uri}: files of the format {self.kind} cannot be read in place. Convert them: "
+            f"{file.uri}: files of the format {self.kind} cannot be read in place. Convert them: "
             "`lightning-stream convert SOURCE OUT`."
         )
 
@@ -291,17 +296,6 @@ def read_splits(reader: Reader, splits: Sequence[Piece], columns: Mapping[str, s
         # Errors of a function of the user's are the user's.
         with readable(part[0].file.uri) if part and reader.kind != "inputs" else nullcontext():
             yield from (reader if is_alike else reader.of_piece(part[0])).read(part, columns)
-
-
-def in_order(
-    pool: DaemonPool,
-    find: Callable[[SourceFile, Mapping[str, str]], Iterable[Piece]],
-    files: Iterable[SourceFile],
-    columns: Mapping[str, str],
-) -> Iterator[Piece]:
-    """Yield the pieces that a function finds in each file, in order; several files are looked at at once."""
-    for found in [pool.submit(find, file, columns) for file in files]:
-        yield from found.result()
 
 
 def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:

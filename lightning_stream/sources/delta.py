@@ -94,7 +94,7 @@ class DeltaReader(ParquetReader):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         return Found(arrow_columns(self._schema, asked))
 
-    def _pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         action = self._actions[file.name]
         names = [key.removeprefix("partition.") for key in action if key.startswith("partition.")]
         types = {name: str(self._schema.field(name).type).replace("_view", "") for name in names}

@@ -23,7 +23,7 @@ from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry
 from lightning_stream.sources.base import Piece, Reader, Source, marks_of, readable, stamps_of
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import Listing, SourceFile, files_of
-from lightning_stream.sources.nulls import NullRule, widened_columns
+from lightning_stream.sources.nulls import NullRule, settled_columns
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import is_other_mark
 
@@ -89,10 +89,7 @@ class InPlace:
         if self.columns is None:
             _warn_of_others(shards, columns)
         if not isinstance(self.columns, Mapping):
-            columns = widened_columns(columns, shards)
-            for name in {name for piece in shards for name in piece.nulls if name in columns}:
-                if reader.takes_nulls(columns[name]):  # MDS has no null but in json
-                    columns[name] = "json"
+            columns = settled_columns(reader, columns, shards)
         _refuse_nulls(shards, columns)
         version = reader.settings.get("version")
         about = b"" if version is None else b', "table_version": %d' % version

@@ -8,11 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.sources.base import Piece, Row
+from lightning_stream.sources.base import Piece, Reader, Row
 from lightning_stream.writer.batch import batch_columns
 
 _NUMBERS = ("int", "uint", "float")
 LARGEST_FLOAT = 1 << 53  # up to it, every whole number is a float64
+
+
+def settled_columns(reader: Reader, columns: Mapping[str, str], pieces: Sequence[Piece]) -> dict[str, str]:
+    """Return the columns with encodings that hold the values of all files exactly; ValueError if there are none.
+
+    MDS has no null but in json, so columns that are known to have some become json where the reader can do that.
+    """
+    wider = widened_columns(columns, pieces)
+    nulls = {name for piece in pieces for name in piece.nulls if name in wider and reader.takes_nulls(wider[name])}
+    return {**wider, **dict.fromkeys(nulls, "json")}
 
 
 def widened_columns(columns: Mapping[str, str], pieces: Iterable[Piece]) -> dict[str, str]:

@@ -18,7 +18,7 @@ from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.lazy import kept
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, in_order, present
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
 from lightning_stream.sources.files import RangedFile, SourceFile, read_below
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.stores import Store
@@ -97,10 +97,7 @@ class TableReader(Reader):
                         yield Batch(rows, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
 
-    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
-        return in_order(pool, self._pieces, files, columns)
-
-    def _pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         with self._opened(file, headers=True) as table:
             try:
                 stored, _ = self._stored(table.schema.names, columns, file)
@@ -143,7 +140,7 @@ class TableReader(Reader):
     def _opened(self, file: SourceFile, headers: bool = False) -> Iterator[Table]:
         """A file, or only what its headers hold."""
         try:
-            with self._plain_headers(file) if headers and file.path is None else self._plain(file) as plain:
+            with self._plain(file, headers and file.path is None) as plain:
                 yield self._table(plain, file)
         except LightningStreamError:
             raise
@@ -152,11 +149,9 @@ class TableReader(Reader):
             reason = str(error).strip().rstrip(".")
             raise FormatError(f"{file.uri} cannot be read as {self.kind}: {reason}. {remedy}") from error
 
-    def _plain(self, file: SourceFile) -> Any:
+    def _plain(self, file: SourceFile, tail: bool) -> Any:
+        """The file, or what its end alone gives."""
         return nullcontext()
-
-    def _plain_headers(self, file: SourceFile) -> Any:
-        return self._plain(file)
 
     @abstractmethod
     def _table(self, plain: Any, file: SourceFile) -> Table: ...
@@ -209,17 +204,16 @@ class ParquetReader(TableReader):
 
     kind = "parquet"
 
-    def _plain_headers(self, file: SourceFile) -> Any:
-        """The footer as a file, in one request, or two if it is long."""
+    def _plain(self, file: SourceFile, tail: bool) -> Any:
+        """The file, or its footer as one, in one request, or two if it is long."""
+        if not tail:
+            return RangedFile(file, 0) if file.path is None else pa.BufferReader(file.view(is_read=False))
         size = min(file.num_bytes, max(_MIN_FOOTER_BYTES, min(_FOOTER_BYTES, file.num_bytes >> 8)))
-        tail = file.read(file.num_bytes - size, file.num_bytes)
-        needed = int.from_bytes(tail[-8:-4], "little") + 8
-        if len(tail) < needed <= file.num_bytes and tail.endswith(b"PAR1"):
-            tail = file.read(file.num_bytes - needed, file.num_bytes - size) + tail
-        return pa.BufferReader(tail)
-
-    def _plain(self, file: SourceFile) -> Any:
-        return RangedFile(file, 0) if file.path is None else pa.BufferReader(file.view(is_read=False))
+        data = file.read(file.num_bytes - size, file.num_bytes)
+        needed = int.from_bytes(data[-8:-4], "little") + 8
+        if len(data) < needed <= file.num_bytes and data.endswith(b"PAR1"):
+            data = file.read(file.num_bytes - needed, file.num_bytes - size) + data
+        return pa.BufferReader(data)
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
         import pyarrow.parquet as pq  # slow to import
@@ -230,11 +224,10 @@ class ParquetReader(TableReader):
         names = set(opened.schema_arrow.names)
 
         def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
-            numbers = range(footer.num_row_groups)[begin:end]
-            groups = zip(numbers, map(footer.row_group, numbers), strict=True)
+            groups = {k: footer.row_group(k) for k in range(footer.num_row_groups)[begin:end]}
             return [
                 Piece(file, k, k + 1, group.total_byte_size, group.num_rows, nulls=_nulls(group, names))
-                for k, group in groups
+                for k, group in groups.items()
             ]
 
         def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
@@ -277,24 +270,17 @@ class ArrowReader(TableReader):
 
     kind = "arrow"
 
-    def _plain(self, file: SourceFile) -> Any:
+    def _plain(self, file: SourceFile, tail: bool) -> Any:
         return file.open(_WINDOW_BYTES)
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
         head, schema = kept(_SCHEMAS, file.content, lambda _: _read_schema(plain, file), 256)
 
         def pieces() -> list[Piece]:
-            records = (each for each in messages(plain, file.uri, file.num_bytes) if each.num_rows is not None)
             return [
-                Piece(
-                    file,
-                    each.begin,
-                    each.end,
-                    each.end - each.begin,
-                    each.num_rows or 0,
-                    nulls=_known(schema, each.nulls),
-                )
-                for each in records
+                Piece(file, begin, end, end - begin, rows, nulls=_known(schema, nulls))
+                for begin, end, rows, _, nulls in messages(plain, file.uri, file.num_bytes)
+                if rows is not None
             ]
 
         def batches(place: Piece, _: list[str] | None) -> Iterator[pa.RecordBatch]:

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources import npy
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched, in_order
+from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.stretches import rows_at
 from lightning_stream.sources.tar_headers import BLOCK, Members, walk
-from lightning_stream.threads import DaemonPool
 
 Read: TypeAlias = "Callable[[int, int], memoryview]"
 KEY = "__key__"
@@ -72,10 +71,7 @@ class TarReader(Reader):
     def takes_nulls(self, encoding: str) -> bool:
         return False  # only some files are their own JSON
 
-    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
-        return in_order(pool, self._pieces, files, columns)
-
-    def _pieces(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
         if _is_packed(file):
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
