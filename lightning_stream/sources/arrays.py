@@ -16,7 +16,6 @@ from lightning_stream.lazy import kept
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Piece
 from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import stretches
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 
 _BLOCK_ROWS = 1024
@@ -95,7 +94,7 @@ class NumpyReader(TableReader):
             spans = [(first + row * width, first + (row + 1) * width) for row in rows]
             if isinstance(rows, range) and spans:
                 spans = [(spans[0][0], spans[-1][1])]
-            found = stretches(file, spans)
+            found = file.views(spans)
             data = found[0] if len(found) == 1 else b"".join(found)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 

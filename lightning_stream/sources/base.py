@@ -146,7 +146,7 @@ class Reader(ABC):
         for found in [pool.submit(self.pieces_of, file, columns) for file in files]:
             yield from found.result()
 
-    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> Iterable[Piece]:  # noqa: ARG002
+    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> Iterable[Piece]:
         """Return the pieces of one file."""
         raise ValueError(
             f"{file.uri}: files of the format {self.kind} cannot be read in place. Convert them: "

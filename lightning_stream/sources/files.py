@@ -13,6 +13,7 @@ import os
 import re
 import tarfile
 import zlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,10 +24,12 @@ from urllib.parse import unquote
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.stores.local import change_mark, is_other_mark
+from lightning_stream.threads import DaemonPool
 
 _log = logging.getLogger(__name__)
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -35,7 +38,8 @@ _BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
 WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 _PARTS = re.compile(rf"(\*\*/|\*|\?|{_RANGE.pattern})")
-_CLOSE_BYTES = 1 << 18
+_CLOSE_BYTES = 1 << 18  # what is so near comes in one range, with the bytes between
+_CONNECTIONS = 8
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)  # mapping all pages at once costs less than one by one
 _HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 _HIDDEN = re.compile(r"(^|/)[._]")
@@ -152,6 +156,26 @@ class SourceFile:
         if len(data) != max(0, stop - begin):
             raise self.changed()
         return data
+
+    def views(self, spans: Sequence[tuple[int, int]]) -> list[memoryview]:
+        """Several parts; of an object in a store, neighbours come in one range, and several ranges at once."""
+        if self.path is not None:
+            data = self.view(is_read=False)
+            return [data[begin:end] for begin, end in spans]
+        ranges: list[tuple[int, int]] = []
+        for begin, end in sorted(spans):
+            if ranges and begin - ranges[-1][1] <= _CLOSE_BYTES:
+                ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
+            else:
+                ranges.append((begin, end))
+        with DaemonPool(_CONNECTIONS, "ranges") as pool:
+            fetched = [fetch.result() for fetch in [pool.submit(self.view, *one) for one in ranges]]
+        numbers = [bisect_right(ranges, (begin, self.num_bytes)) - 1 for begin, _ in spans]
+        firsts = [ranges[k][0] for k in numbers]
+        return [
+            fetched[k][begin - first : end - first]
+            for k, first, (begin, end) in zip(numbers, firsts, spans, strict=True)
+        ]
 
     def _mapped(self, begin: int, end: int, is_read: bool) -> memoryview:
         with self.open() as opened:
@@ -296,6 +320,20 @@ class RangedFile(io.RawIOBase):
             self._begin, self._held = self._at, self._file.view(self._at, end)
         first = self._at - self._begin
         return self._held[first : first + most]
+
+
+def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """Return ``width`` bytes from each of these positions: uint8[n, width]; a view where their distances are equal."""
+    flat = np.frombuffer(data, np.uint8)
+    steps = np.diff(begins)
+    if len(begins) and width and (steps == steps[:1]).all() and (not len(steps) or steps[0] > 0):
+        step = int(steps[0]) if len(steps) else width
+        return np.lib.stride_tricks.as_strided(flat[int(begins[0]) :], (len(begins), width), (step, 1), writeable=False)
+    if not width or not len(begins):
+        return np.empty((len(begins), width), np.uint8)
+    cells: Any = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping, one at every position
+    found: NDArray[np.uint8] = cells[begins].view(np.uint8).reshape(len(begins), width)
+    return found
 
 
 class Listing(NamedTuple):

@@ -24,8 +24,7 @@ from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
-from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import rows_at, stretches
+from lightning_stream.sources.files import SourceFile, rows_at
 from lightning_stream.threads import DaemonPool
 
 # The dtypes by the numbers that LitData stores.
@@ -126,7 +125,7 @@ class LitDataReader(Reader):
         head = file.view(0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
         offsets = self._offsets(file, head, file.num_bytes)
         spans = [(int(offsets[row]), int(offsets[row + 1])) for row in split.rows or ()]
-        items = stretches(file, spans)
+        items = file.views(spans)
         return memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
 
     def _cut(

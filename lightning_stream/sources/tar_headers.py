@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.stretches import rows_at
+from lightning_stream.sources.files import rows_at
 
 BLOCK = 512
 _HEADER = struct.Struct("124x12s20xB188xB")  # the size, the type, and the first byte of a prefix of the name

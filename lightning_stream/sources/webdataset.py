@@ -18,8 +18,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched
-from lightning_stream.sources.files import SourceFile
-from lightning_stream.sources.stretches import rows_at
+from lightning_stream.sources.files import SourceFile, rows_at
 from lightning_stream.sources.tar_headers import BLOCK, Members, walk
 
 Read: TypeAlias = "Callable[[int, int], memoryview]"
@@ -186,7 +185,7 @@ class _Part(NamedTuple):
         return _values(self.data, self.members.headers[numbers] + BLOCK, self.members.sizes[numbers], encoding)
 
     def rows(self, columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
-        """Yield the files of each sample that it has of these, as values, and where it is; FormatError for wrong ones."""
+        """Yield each sample with those of these files that it has, and where it is; FormatError for wrong values."""
         begins, sizes = (self.members.headers + BLOCK).tolist(), self.members.sizes.tolist()
         for sample, key in enumerate(self.keys):
             row: dict[str, Any] = {KEY: _text(key)}
