@@ -171,9 +171,14 @@ def make_folder(folder: Path, modes: Modes = PRIVATE) -> None:
         folder.chmod(modes.folder)
     except FileExistsError as error:
         if not os.path.lexists(folder):  # made and deleted again by others
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder)) from error
+            raise deleted(folder) from error
         if not folder.is_dir():
             raise
+
+
+def deleted(path: Path) -> FileNotFoundError:
+    """The system's error for a file or folder that is there no more."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def backoff(wait_s: float) -> Iterator[None]:
@@ -419,7 +424,7 @@ def _run_as_owner(
             return work()
         except Exception as error:
             if not lock.is_current():  # another process may have made a new one, and do the same work
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(lock.path)) from error
+                raise deleted(lock.path) from error
             if isinstance(error, LightningStreamError) or not isinstance(error, FileNotFoundError):
                 _write_failure(reason, error, lock.modes)
             raise

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from pathlib import Path
 
 from lightning_stream.counters import Counters
@@ -12,7 +10,7 @@ from lightning_stream.formats.hashing import FASTEST_FIRST, digest_file
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.formats.mds.encode import is_intact, is_made_from
 from lightning_stream.formats.rows import ROWS
-from lightning_stream.shared_files import FULL
+from lightning_stream.shared_files import FULL, deleted
 from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.base import REMEDY
 
@@ -28,7 +26,7 @@ def download(store: Store, file: FileEntry, to: Path, counters: Counters, connec
     if not isinstance(store, RetryingStore):  # which counts bytes as they arrive
         counters.add("fetched_bytes", size_of(to) or 0)
     elif size_of(to) is None:  # with its folder
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(to))
+        raise deleted(to)
 
 
 def check_size(path: Path, file: FileEntry, where: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,22 +51,17 @@ class OtherFormat(Protocol):
         """Return the bytes of some samples of a shard that is not made."""
 
 
+@dataclass
 class IndexFile:
     """Fetches the index into its folder, which holds one dataset: the shards of another one have the same names.
 
     If a new index has other bytes for shards that the cache has fetched, `drop` deletes these.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        folder: CacheFolder,
-        drop: Callable[[Sequence[ShardEntry]], object],
-        other: OtherFormat | None = None,
-    ) -> None:
-        self._store, self._other = store, other
-        self._folder = folder
-        self._drop = drop
+    _store: Store
+    _folder: CacheFolder
+    _drop: Callable[[Sequence[ShardEntry]], object]
+    _other: OtherFormat | None = None
 
     def here(self, name: str) -> Index | None:
         """Return the index in the folder; None if there is none, or another dataset's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import sys
@@ -23,6 +22,7 @@ from lightning_stream.shared_files import (
     LOCK_FDS,
     FileLock,
     before_boot,
+    deleted,
     same_file,
     try_flock,
 )
@@ -403,9 +403,9 @@ class ShardCache:
             fetched = CacheEntry(tuple(final for _, final in files), sum(path.stat().st_size for path, _ in files))
             if fetched != reserved:  # no compressed files, or now the size is known
                 self._make_space(fetched, reserved)
-            lease = Lease.take(self.folder, name, files[0][0])
+            lease = Lease.take(self.folder, name, made)
             if lease is None or not lock.is_current():
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(files[0][0]))
+                raise deleted(made)
             # Waiting for the disk (5 ms and more per file) would cost more than fetching. It is not needed if a hash
             # can find the damage of a power cut after the restart.
             durable = not (raw.hashes or raw.origin is not None)

@@ -62,10 +62,7 @@ class AzureStore(BucketStore):
     missing = "no such blob. Check the URL and the account."
     key_names = frozenset({"account_key", "sas_token", "token"})
     largest_put = 5000 << 20
-
-    def __init__(self, container: str, prefix: str, options: AzureOptions | None, url: str) -> None:
-        super().__init__(container, prefix, url)
-        self._options = options or AzureOptions()
+    options = AzureOptions
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
@@ -85,10 +82,7 @@ class AzureStore(BucketStore):
         return f"{self.url}@{redact(account.get('BlobEndpoint') or account.get('AccountName') or '')}"
 
     def _address(self, name: str) -> str:
-        return f"{self._place()}/{quote(self._prefix + name, safe='/~')}"
-
-    def _place(self) -> str:
-        return f"{self._login().address}/{self._bucket}"
+        return f"{self._login().address}/{self._bucket}/{quote(self._prefix + name, safe='/~')}"
 
     def _sign(self, request: Request) -> None:
         request.headers |= {"x-ms-version": _VERSION, "x-ms-date": formatdate(usegmt=True)}
@@ -107,7 +101,7 @@ class AzureStore(BucketStore):
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": self._prefix + prefix}
-        address = with_query(self._place(), {**query, "marker": token})
+        address = with_query(f"{self._login().address}/{self._bucket}", {**query, "marker": token})
         return self._parsed(self._request("GET", address), self._page)
 
     def _page(self, text: bytes) -> ListingPage:

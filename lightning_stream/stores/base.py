@@ -33,17 +33,16 @@ REMEDY = "Compare it with the dataset's source; if it is damaged there, upload t
 
 
 # The status that an error should have by its name: not all servers send it with that one.
-_STATUS = {
-    **dict.fromkeys(("NoSuchKey", "NotFound"), 404),
-    **dict.fromkeys(("AccessDenied", "AllAccessDisabled", "AuthorizationHeaderMalformed", "ExpiredToken"), 403),
-    "TokenRefreshRequired": 403,
-    **dict.fromkeys(("Forbidden", "InvalidAccessKeyId", "InvalidSecurity", "InvalidToken"), 403),
-    **dict.fromkeys(("RequestTimeTooSkewed", "SignatureDoesNotMatch"), 403),
-    **dict.fromkeys(("BadDigest", "Md5Mismatch", "RequestTimeout", "SlowDown", "Throttling"), 503),
-    **dict.fromkeys(("ThrottlingException", "TooManyRequests", "InternalError", "ConditionalRequestConflict"), 503),
-    **dict.fromkeys(("PreconditionFailed", "BlobAlreadyExists", "ALREADY_EXISTS"), 412),
-    "InvalidRange": 416,
+_NAMES = {
+    404: "NoSuchKey NotFound",
+    403: "AccessDenied AllAccessDisabled AuthorizationHeaderMalformed ExpiredToken TokenRefreshRequired Forbidden "
+    "InvalidAccessKeyId InvalidSecurity InvalidToken RequestTimeTooSkewed SignatureDoesNotMatch",
+    503: "BadDigest Md5Mismatch RequestTimeout SlowDown Throttling ThrottlingException TooManyRequests InternalError "
+    "ConditionalRequestConflict",
+    412: "PreconditionFailed BlobAlreadyExists ALREADY_EXISTS",
+    416: "InvalidRange",
 }
+_STATUS = {name: status for status, names in _NAMES.items() for name in names.split()}
 
 
 class PastTheEndError(StoreError):

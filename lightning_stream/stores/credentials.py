@@ -229,25 +229,22 @@ class Named:
 
     def function(self) -> Callable[[], Mapping[str, Any]]:
         """The function; ValueError for a name that has none."""
+        points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+        module, is_path, name = self.name.partition(":")
         try:
-            return self._function()
+            if not is_path and module not in points:
+                raise LookupError("no such entry point")
+            found = getattr(import_module(module), name) if is_path else points[module].load()
+            if not callable(found):
+                raise TypeError(f"it is a {type(found).__name__}")
+            return found  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001 - whatever a module of the user raises when it is imported
-            known = ", ".join(sorted(point.name for point in entry_points(group=ENTRY_POINTS))) or "none is installed"
+            known = ", ".join(sorted(points)) or "none is installed"
             raise ValueError(
                 f"credentials= names a function, package.module:function, or an entry point of the group "
                 f"{ENTRY_POINTS} ({known}); got {self.name!r} ({summarize(error)}). Correct the name; its module must "
                 "be found on every node: install it there, or add its folder to PYTHONPATH."
             ) from None
-
-    def _function(self) -> Callable[[], Mapping[str, Any]]:
-        module, is_path, name = self.name.partition(":")
-        points = [*entry_points(group=ENTRY_POINTS, name=self.name)]
-        if not is_path and not points:
-            raise LookupError("no such entry point")
-        found = getattr(import_module(module), name) if is_path else points[0].load()
-        if not callable(found):
-            raise TypeError(f"it is a {type(found).__name__}")
-        return found  # type: ignore[no-any-return]
 
 
 def asked(given: Any, url: str) -> Callable[[], Mapping[str, Any]] | None:

@@ -56,14 +56,12 @@ class GcsStore(BucketStore):
     )
     version_header = "x-goog-generation"
     key_names = frozenset({"token"})
-
-    def __init__(self, bucket: str, prefix: str, options: GcsOptions | None = None) -> None:
-        super().__init__(bucket, prefix, f"gs://{bucket}/{prefix}")
-        self._options = options or GcsOptions()
+    options = GcsOptions
+    encoding = AS_STORED
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
-        bucket, prefix = split_url(url)
+        url = f"gs://{url.partition('://')[2]}"
         given = read_options(GcsOptions, options, "gs://")
         key = given.access_key_id or os.environ.get("GCS_KEY")
         secret = given.secret_access_key or os.environ.get("GCS_SECRET")
@@ -72,8 +70,8 @@ class GcsStore(BucketStore):
         if key and secret:
             endpoint = given.endpoint_url or _HOME
             interop = S3Options(endpoint, "auto", None, key, secret, anonymous=False, timeout_s=given.timeout_s)
-            return S3Store(bucket, prefix, interop, scheme="gs")
-        return cls(bucket, prefix, given)
+            return S3Store(*split_url(url), interop, url)
+        return super().from_url(url, options)
 
     @property
     def identity(self) -> str:
@@ -88,9 +86,6 @@ class GcsStore(BucketStore):
         path = "" if key is None else f"/{quote(key, safe='')}"
         url = f"{self._endpoint()}{kind}/storage/v1/b/{self._bucket}/o{path}"
         return with_query(url, {**query, "userProject": self._options.project})
-
-    def _headers(self) -> dict[str, str]:
-        return super()._headers() | AS_STORED
 
     def _sign(self, request: Request) -> None:
         if self.credentials is not None:

@@ -49,6 +49,7 @@ from .transfer import (
     read_options,
     refuse_query,
     slice_stream,
+    split_url,
 )
 
 T = TypeVar("T")
@@ -63,10 +64,7 @@ _REASON_BYTES = 2000
 _SAID = re.compile(r'[<"](Code|Message|Region|error_code|message)(?:>|"\s*:\s*")([^<"]*)')  # XML or JSON
 _NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
 # All that a proxy depends on: to look through the whole environment takes 0.05 ms.
-_PROXIES = (
-    *("http_proxy", "https_proxy", "all_proxy", "no_proxy"),
-    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"),
-)
+_PROXIES = ["http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"]
 _SLOW_S = 1.0
 _WAIT_S = 0.02
 _RECORD_BYTES = 1 << 15  # more than a record of TLS
@@ -102,6 +100,7 @@ class HttpDialect(BaseStore):
         version_header: The header of an answer that holds the object's version.
         listing: What an answer should be that is no object, and what to do else.
         redirects: The statuses that send a reader elsewhere.
+        encoding: That in which the server may send an object.
     """
 
     version_header: ClassVar[str] = "ETag"
@@ -111,6 +110,7 @@ class HttpDialect(BaseStore):
         *("HTTPClientError", "ConnectionError", "MetadataRetrievalError"),  # of the libraries for logins
     }
     redirects: ClassVar[tuple[int, ...]] = (301, 302, 303, 307, 308)
+    encoding = "identity"
     _options: Any  # has `timeout_s`
 
     @abstractmethod
@@ -119,10 +119,6 @@ class HttpDialect(BaseStore):
 
     def _sign(self, request: Request) -> None:
         """Add what authorises a request."""
-
-    def _headers(self) -> dict[str, str]:
-        """Return the headers of all requests."""
-        return {"User-Agent": "lightning_stream", "Accept-Encoding": "identity"}
 
     def _authorities(self) -> str | None:
         """Return the file with the certificates to trust; None for those of the system."""
@@ -173,7 +169,8 @@ class HttpDialect(BaseStore):
         self, method: str, url: str, headers: Mapping[str, str] | None = None, body: Any = None, signed: bool = True
     ) -> Any:
         """Send a request, follow its redirects, and return the answer before its body is read."""
-        request = Request(method, url, {**self._headers(), **(headers or {})}, body)
+        usual = {"User-Agent": "lightning_stream", "Accept-Encoding": self.encoding}
+        request = Request(method, url, {**usual, **(headers or {})}, body)
         home = _origin(url)
         for _ in range(_MOST_REDIRECTS):
             if signed and _origin(request.url) == home:
@@ -269,13 +266,24 @@ class HttpDialect(BaseStore):
 
 
 class BucketStore(HttpDialect):
-    """Objects of one bucket (or container) below a prefix, which may be empty."""
+    """Objects of one bucket (or container) below a prefix, which may be empty.
 
-    def __init__(self, bucket: str, prefix: str, url: str) -> None:
-        self._bucket = bucket
+    Attributes:
+        options: The class of the store's options.
+    """
+
+    options: ClassVar[type[Any]]
+
+    def __init__(self, bucket: str, prefix: str, options: Any, url: str) -> None:
+        self._bucket, self._options = bucket, options
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = url.rstrip("/")
         self._login = PerProcess(self._log_in)
+
+    @classmethod
+    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+        bucket, prefix = split_url(url)
+        return cls(bucket, prefix, read_options(cls.options, options, f"{url.partition('://')[0]}://"), url)
 
     def _entry(self, key: str, num_bytes: int | str, version: object = None) -> ObjectEntry:
         return ObjectEntry(key[len(self._prefix) :], int(num_bytes), str(version or ""))

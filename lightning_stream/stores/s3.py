@@ -17,16 +17,16 @@ from urllib.parse import quote, unquote_plus
 
 from lightning_stream.errors import AccessError, StoreError, needs, redact
 
-from .base import AnswerError, BaseStore, ListingPage, PreconditionError, StoreTraits
+from .base import AnswerError, ListingPage, PreconditionError, StoreTraits
 from .credentials import Keys, Renewed, lasting
 from .http import BucketStore, Request, content_md5, with_query, xml_of
-from .transfer import first_set, read_options, split_url
+from .transfer import first_set
 
 _log = logging.getLogger("lightning_stream.stores")
 _SESSION_S = 240  # a session of a directory bucket is valid for five minutes
 _SESSION = "/?session"
 _TOKEN = re.compile(r"(x-amz-(?:security-token|s3session-token):)\S+")
-AS_STORED = {"Accept-Encoding": "gzip"}  # else Google unpacks what is stored with that encoding, and sends no ranges
+AS_STORED = "gzip"  # else Google unpacks what is stored with that encoding, and sends no ranges
 _KEY_NAMES = ("access_key_id", "secret_access_key", "session_token")
 
 
@@ -91,21 +91,20 @@ class S3Store(BucketStore):
     key_names = frozenset(_KEY_NAMES)
     redirects = ()  # to another region, where requests are signed for that
 
-    def __init__(self, bucket: str, prefix: str, options: S3Options | None = None, scheme: str = "s3") -> None:
-        super().__init__(bucket, prefix, f"{scheme}://{bucket}/{prefix}")
-        self._options = options or S3Options()
+    options = S3Options
+
+    def __init__(self, bucket: str, prefix: str, options: S3Options, url: str = "") -> None:
+        is_gs = url.startswith("gs://")
+        super().__init__(bucket, prefix, options, url if is_gs else f"s3://{bucket}/{prefix}")
         # AWS sorts, except its directory buckets. Google knows If-Match only in its own protocol.
-        endpoint = self._options.resolved_endpoint()
+        endpoint = options.resolved_endpoint()
         aws = endpoint is None and not bucket.endswith("--x-s3")
-        self._is_google = scheme == "gs" or "storage.googleapis.com" in (endpoint or "")
+        if is_gs or "storage.googleapis.com" in (endpoint or ""):
+            self.encoding = AS_STORED
         if aws:
             self.largest_put = 5 << 30
-        self.traits = StoreTraits(ranges=True, sorted_listing=aws, conditional_put=scheme == "s3")
+        self.traits = StoreTraits(ranges=True, sorted_listing=aws, conditional_put=not is_gs)
         self._public = False
-
-    @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
-        return cls(*split_url(url), read_options(S3Options, options, "s3://"))
 
     @property
     def identity(self) -> str:
@@ -123,12 +122,10 @@ class S3Store(BucketStore):
     def _authorities(self) -> str | None:
         return self._login().authorities or super()._authorities()
 
-    def _headers(self) -> dict[str, str]:
-        payer = {"x-amz-request-payer": "requester"} if self._options.resolved_payer() else {}
-        return super()._headers() | payer | (AS_STORED if self._is_google else {})
-
     def _sign(self, request: Request) -> None:
         login = self._login()
+        if self._options.resolved_payer():
+            request.headers["x-amz-request-payer"] = "requester"
         if self._public or (login.credentials is None and self.credentials is None):
             return
         if login.is_directory and not request.url.endswith(_SESSION):

@@ -370,7 +370,7 @@ def test_google_is_asked_for_what_is_stored_since_it_would_unpack_it_and_send_no
         assert server.headers[0]["Accept-Encoding"] == "gzip"
     google = open_store("s3://b", {**KEYS, "endpoint_url": "https://storage.googleapis.com"})
     amazon = open_store("s3://b", KEYS)
-    asked = [store.store._headers()["Accept-Encoding"] for store in (google, amazon)]  # type: ignore[attr-defined]
+    asked = [store.store.encoding for store in (google, amazon)]  # type: ignore[attr-defined]
     assert asked == ["gzip", "identity"]
 
 
