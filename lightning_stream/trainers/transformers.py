@@ -18,53 +18,49 @@ from lightning_stream.loading.cursor import TrainerClock
 from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.monitoring.meter import Mark
 from lightning_stream.monitoring.stats import LoaderStats
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.monitor import DataMonitor
-from lightning_stream.trainers.options import PositionOptions
+from lightning_stream.trainers.options import RunOptions
 from lightning_stream.trainers.run import Run
 
 _log = logging.getLogger(__name__)
 
 
 class _Run(Run):
-    """Takes up micro-batches as they are fetched: the trainer fetches those of a step, and then trains on them."""
+    """A run whose trainer fetches all batches of a step before it trains on the first of them."""
+
+    def __init__(self, **options: Unpack[RunOptions]) -> None:
+        super().__init__(**options)
+        self.fetched: list[MicroBatch | None] = []  # of the trainer's, not yet taken
 
     def note_batch(self, iterator: LoaderIterator) -> None:
-        """Take up a batch of the trainer's that is about to be handed out."""
+        """Note a batch of the trainer's that is about to be handed out."""
         super().note_batch(iterator)
         if iterator is self.iteration:
-            self.take()
+            self.fetched.append(iterator.last_batch)
 
 
 class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock):  # type: ignore[misc]  # may be absent
     """Keeps the position of a `StreamingDataLoader` in ``trainer_state.json``, and continues from there.
 
     Args:
-        monitor, watch_after_s: See `StreamingCallback`; what to change is logged at INFO.
-        report: The folder for the log of the run's data and its page, see `RunReport`; True takes the trainer's
-            `output_dir`.
-        options: `seed_steps`, `on_missing_state`, `check_delivery` and `record_delivery`, see `PositionTracker`. Where
-            gradients are accumulated, the seed of a step's last micro-batch is that of the step.
+        options: `seed_steps`, `on_missing_state`, `check_delivery` and `record_delivery`, see `PositionTracker`;
+            `monitor`, `watch_after_s` and `report`, see `RunOptions`. Messages are logged at INFO; a report is written
+            in the trainer's `output_dir`. Where gradients are accumulated, the seed of a step's last micro-batch is
+            that of the step.
 
     Example: ``callbacks=[StreamingTrainerCallback()]``, and a `get_train_dataloader` that returns the loader.
     """
 
-    def __init__(
-        self,
-        monitor: bool = True,
-        watch_after_s: float | None = 120.0,
-        *,
-        report: bool | str | os.PathLike[str] = False,
-        **options: Unpack[PositionOptions],
-    ) -> None:
-        arguments: dict[str, Any] = {"monitor": monitor, "watch_after_s": watch_after_s, "report": report, **options}
-        self.run = _Run(**arguments)
+    def __init__(self, **options: Unpack[RunOptions]) -> None:
+        self.run = _Run(**options)
         self.run.output = _log.info
-        self._arguments = {  # as JSON takes them
-            name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in arguments.items()
+        self._options = {  # as JSON takes them
+            name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in options.items()
         }
         self._state: Any = None  # the trainer's
         self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
-        self._first = 0  # the number of the first micro-batch of the trainer's iteration
+        self._number = 0  # of the micro-batch that is taken next
         self._since: Mark | None = None  # when the trainer's latest event was over
 
     @property
@@ -84,9 +80,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         return False
 
     def micro_batch(self) -> int:
-        """The number of the batch that was fetched last."""
-        iteration = self.run.iteration
-        return self._first + (0 if iteration is None else iteration.num_batches - 1)
+        """The number of the batch that is taken next."""
+        return self._number
 
     def step(self) -> int:
         """How many steps there were."""
@@ -97,8 +92,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         run = self.run
         if self._begins_epoch:
             run.move_to(run.loader.normalised(run.position))
-            self._first = run.loader.batches_before(run.position)
-            run.begin_epoch(self._first)
+            run.fetched, self._number = [], run.loader.batches_before(run.position)
+            run.begin_epoch(self._number)
         return self._begins_epoch
 
     # The trainer's events
@@ -136,7 +131,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
     def state(self) -> dict[str, Any]:
         """The position, as the trainer saves it."""
         position = self.run.state() if self.run.has_run else None
-        return {"args": self._arguments, "attributes": {"position": position}}
+        return {"args": self._options, "attributes": {"position": position}}
 
     def _come_first(self) -> None:
         """Let the trainer call this before the callbacks that write logs: they get the metrics too."""
@@ -155,22 +150,25 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         self._begins_epoch = True
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Note that the trainer has its batches: an iteration that begins later is another's."""
-        self._begins_epoch = False
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint.
+        """Take up the batches of this step; an iteration that begins later is another's.
 
         Raises:
-            StateError: The trainer's batches did not come from the loader.
+            StateError: They did not come from the loader.
         """
-        num_steps = self.run.num_steps
-        self.run.sync()
-        if self.run.num_steps == num_steps:
+        self._begins_epoch = False
+        fetched, self.run.fetched = self.run.fetched, []
+        if not fetched:
             raise StateError(
                 "every batch that the trainer trains on must come from its StreamingDataLoader, so that it can be "
                 "counted; those of this step did not. Take no batches in get_batch_samples but from its iterator"
             )
+        for self.run.current in fetched:
+            self.run.take()
+            self._number += 1
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint."""
+        self.run.sync()
         self._note_event()
 
     def _note_event(self) -> None:

@@ -108,8 +108,11 @@ def test_looks_at_batches_change_nothing(data: Path, tmp_path: Path, accumulate:
     options: dict[str, Any] = {"accumulate": accumulate, "others": [Looks()]}
     whole = train(data, tmp_path / "whole", StreamingTrainerCallback(), accumulate=accumulate)
     first = stopped_at(data, tmp_path, 5, **options)
-    second = train(data, tmp_path, StreamingTrainerCallback(), resume=True, **options)
+    callback = StreamingTrainerCallback(record_delivery=tmp_path / "record")
+    second = train(data, tmp_path, callback, resume=True, **options)
     assert first.ids + second.ids == whole.ids
+    found = verify_delivery(tmp_path / "record", StreamingDataset(local=data, shuffle=True))
+    assert (found.num_steps, found.first_difference) == (NUM_STEPS, None)
 
 
 def test_batches_from_elsewhere_are_an_error(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,11 +167,11 @@ def test_a_checkpoint_without_a_position_is_refused_or_begins_the_data(data: Pat
     assert sorted(number for ids in first_epoch for number in ids) == [*range(NUM_SAMPLES)]
 
 
-def test_the_log_of_the_run_is_written_where_it_was_asked_for(data: Path, tmp_path: Path) -> None:
-    train(data, tmp_path / "out", StreamingTrainerCallback(report=True), max_steps=3)
-    train(data, tmp_path / "out", StreamingTrainerCallback(report=True), resume=True)
+def test_the_log_of_the_run_is_written_beside_its_checkpoints(data: Path, tmp_path: Path) -> None:
+    train(data, tmp_path / "out", StreamingTrainerCallback(), max_steps=3)
+    train(data, tmp_path / "out", StreamingTrainerCallback(), resume=True)
     run = read_run(tmp_path / "out")
     assert [launch.how for launch in run.launches] == ["finished", "finished"]
     assert (run.stats.num_samples, run.lost, run.repeated) == (EPOCHS * NUM_SAMPLES, 0, 0)
-    train(data, tmp_path / "without", StreamingTrainerCallback())
+    train(data, tmp_path / "without", StreamingTrainerCallback(report=False))
     assert not list((tmp_path / "without").glob("data_*"))
