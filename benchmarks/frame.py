@@ -41,7 +41,7 @@ from unittest.mock import patch
 import paced_store
 
 # What a case's name begins with, and the module that it needs.
-PEERS = {"mosaic": "streaming", "litdata": "litdata", "torchdata": "torchdata", "trl": "trl"}
+PEERS = {"mosaic": "streaming", "litdata": "litdata", "torchdata": "torchdata", "trl": "trl", "axolotl": "axolotl"}
 CHECKOUT = Path(__file__).resolve().parent.parent
 MEASURED = ("samples", "cpu_s", "wall_s", "peak_mib", "per_cpu_s", "per_s")
 Result = dict[str, Any]

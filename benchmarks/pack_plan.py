@@ -15,7 +15,9 @@ They are packed whole by ``text + images``, and balanced by ``(text + images) **
 rows are even, as in every run that begins with a balance.
 
 TRL's packer gets all of these samples, in batches of 1,000 as it is called; "cut" are samples that it divided or
-truncated, "lost" the tokens that are in no row. ``--trl-python`` is that of an environment with TRL and this package.
+truncated, "lost" the tokens that are in no row. Axolotl's packer gets the lengths of those that fit into a row, as it
+drops the others before, in groups of 100,000 and at most 200 of them a row. ``--trl-python`` and ``--axolotl-python``
+are those of an environment with this package: ``pip install trl`` and ``pip install --no-deps axolotl numba llvmlite``.
 
 First batches are those of a loader with two workers, over one million and over ``--many`` documents of 1 to 32 tokens:
 from the dataset's constructor until the batch has come. All shards are links to one file, beside one file of lengths.
@@ -210,6 +212,21 @@ def trl_samples(strategy: str, job: Job) -> Result:
     return {**result, "fill %": fill, "cut": int(cut.sum()), "lost tokens": int(lost)}
 
 
+def axolotl_samples(job: Job) -> Result:
+    from axolotl.utils.samplers.multipack import pack_parallel
+
+    lengths = sums_of(job)
+    kept = lengths[lengths <= 8192].astype(np.int64)
+    options = {"bin_capacity": 8192, "group_size": 100_000, "bin_size": 200, "num_processes": 1}
+    pack_parallel(kept[:100], **options)  # it is compiled at the first call
+    clock = Clock()
+    rows = pack_parallel(kept, **options)
+    result = clock.stop(len(lengths))
+    assert sorted(number for row in rows for number in row) == list(range(len(kept)))
+    notes = {"cut": 0, "lost tokens": int(lengths.sum() - kept.sum())}
+    return {**result, "fill %": 100 - _padding(kept, len(rows) * 8192), **notes}
+
+
 def write_documents(folder: Path, count: int) -> None:
     """At least so many documents, in shards that are links to one file."""
     lengths = np.random.default_rng(0).integers(1, 33, ROWS_PER_SHARD).astype("<u4")
@@ -264,7 +281,8 @@ if __name__ == "__main__":
     groups.append(Group("samples of images and text", whole))
     fewer = {f"ours, {rule}": partial(fewer_samples, rule) for rule in ("drop", "split")}
     fewer |= {f"trl, {strategy}": partial(trl_samples, strategy) for strategy in ("bfd", "bfd_split", "wrapped")}
-    groups.append(Group("samples beside TRL", fewer))
+    fewer["axolotl"] = axolotl_samples
+    groups.append(Group("samples beside TRL and Axolotl", fewer))
     for kind in ARRANGED:
         cases = {"ours, 1,000,000": partial(first_batch, FEW, kind), "ours, many": partial(first_batch, None, kind)}
         groups.append(Group(f"first batch, {kind}", cases, prepare_documents))
