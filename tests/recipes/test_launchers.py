@@ -33,3 +33,19 @@ def test_every_launcher_trains_on_the_planned_samples(launcher: str, tmp_path: P
     (shards,) = (tmp_path / "runs/shards/table").iterdir()
     dataset = StreamingDataset(remote=str(shards / "train"), local=str(tmp_path / "cache"))
     assert "exactly the planned samples" in verify_delivery(tmp_path / "record", dataset).sentence
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("data", ["chats", "image_chats"])
+def test_packed_chats_that_stop_on_two_devices_continue_on_one(data: str, tmp_path: Path) -> None:
+    command = [
+        f"+data={data}", "data.synthetic_count=60", "data.record_delivery=record", "hardware=cpu", "trainer=torch",
+        "trainer.max_epochs=2", "model.d_model=32", "model.n_layers=1",
+    ]  # fmt: skip
+    stopped = launch(tmp_path, torchrun(2, *command, "hardware.devices=2", "trainer.max_steps=3"))
+    assert stopped.code == 0, stopped.stdout[-2000:] + stopped.stderr[-4000:]
+    done = launch(tmp_path, train(*command, "ckpt_path=last"))
+    assert done.code == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Trained up to epoch 2, sample 0: 0 lost, 0 repeated" in done.stdout + done.stderr
