@@ -45,9 +45,11 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
     if hasattr(source, "with_format") and hasattr(source, "features"):
-        reader = _reader_class("arrays.DatasetReader")(dataset=source, **options)
-        name, files, left_out = "a datasets.Dataset", reader.files, 0
-        splits: Mapping[str, tuple[SourceFile, ...]] = {}
+        from lightning_stream.sources.arrays import DatasetReader
+
+        dataset = DatasetReader(dataset=source, **options)
+        reader, files = dataset, dataset.files
+        name, left_out, splits = "a datasets.Dataset", 0, dict[str, tuple[SourceFile, ...]]()
     else:
         found = find_files(source, store_options, hidden=hidden)
         files, reader = reader_of(found, kind, options)
@@ -108,14 +110,10 @@ def reader_class(kind: str) -> type[Reader]:
     """Return the reader of a kind."""
     if kind not in _KINDS:
         raise ValueError(f"a format must be one of {', '.join(sorted(_KINDS))}; got {kind!r}.")
-    found: type[Reader] = _reader_class(_KINDS[kind][1])
-    return found
-
-
-def _reader_class(name: str) -> Any:
-    module, _, reader = name.partition(".")
+    module, _, name = _KINDS[kind][1].partition(".")
     with needs("pyarrow", "parquet", "reading Parquet, Arrow, CSV and NumPy files"):
-        return getattr(import_module(f"lightning_stream.sources.{module}"), reader)
+        found: type[Reader] = getattr(import_module(f"lightning_stream.sources.{module}"), name)
+    return found
 
 
 def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:

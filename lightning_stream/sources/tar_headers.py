@@ -27,6 +27,8 @@ _CHANGES = re.compile(rb"path=|size=|sparse|hdrcharset")  # pax records that cha
 _OCTAL = re.compile(rb" *([0-7]{1,12})[ \0]*")
 _FEW_BYTES, _MOST_BYTES = 1 << 14, 1 << 20  # of the headers of one file
 _CHECKED = 1024  # headers at once: 512 KiB
+_ALIKE = 16  # files of one size: more of them may follow, as of token rows
+_PLAIN_FIELDS = [*range(124, 136), 156, 345]  # what `_HEADER` has
 
 
 class Members(NamedTuple):
@@ -59,13 +61,20 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
         FormatError: A header is damaged or cut off, or describes what has no bytes of its own.
     """
     found, odd, extensions, end = list[int](), dict[int, str](), list[int](), len(data)
-    start = at = 0  # of the first header of a file, and of the next one
+    start = at = alike = last = 0  # of the first header of a file, and of the next one
     while at + BLOCK <= end:
         field, kind, prefix = _HEADER.unpack_from(data, at)
         size, width = (-1, 0) if prefix else _plain_size(field)
         if width and kind == _PLAIN:
             found += start, at, size
             start = at = at + width
+            alike, last = alike + 1 if size == last else 0, size
+            if alike == _ALIKE:
+                alike = 0
+                count = _num_alike(data, at - width, width)
+                for begin in range(at, at + width * count, width):
+                    found += begin, begin, size
+                start = at = at + width * count
         elif width and kind == _PAX and _is_harmless(data, at + BLOCK, size):
             extensions.append(at)
             at += width
@@ -95,6 +104,14 @@ def _plain_size(field: bytes) -> tuple[int, int]:
     found = _OCTAL.fullmatch(field)
     size = int(found[1], 8) if found else -1
     return size, BLOCK + -(-size // BLOCK) * BLOCK if found else 0
+
+
+def _num_alike(data: memoryview, at: int, width: int) -> int:
+    """The number of headers behind one, at equal distances, that are as plain and have its size; a thousand at most."""
+    most = min((len(data) - at - BLOCK) // width, _CHECKED)
+    fields = rows_at(data, at + width * np.arange(most + 1), BLOCK)[:, _PLAIN_FIELDS]
+    is_other = (fields != fields[0]).any(axis=1)
+    return int(is_other.argmax()) - 1 if is_other.any() else most
 
 
 def _is_harmless(data: memoryview, begin: int, size: int) -> bool:
