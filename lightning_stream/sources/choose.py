@@ -47,8 +47,8 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
     if hasattr(source, "with_format") and hasattr(source, "features"):
         from lightning_stream.sources.arrays import DatasetReader
 
-        dataset = DatasetReader(dataset=source, **options)
-        reader, files = dataset, dataset.files
+        reader: Any = DatasetReader(dataset=source, **options)
+        files: Sequence[SourceFile] = reader.files
         name, left_out, splits = "a datasets.Dataset", 0, dict[str, tuple[SourceFile, ...]]()
     else:
         found = find_files(source, store_options, hidden=hidden)
