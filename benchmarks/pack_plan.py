@@ -12,7 +12,8 @@ of its documents' squared lengths; "downloads" is copies of the data, of all mac
 
 Samples of images and text have 0 to 8 images of 144 to 2,880 tokens; those of more than a row of 8,192 are left out.
 They are packed whole by ``text + images``, and balanced by ``(text + images) ** 2 + 4096 * images`` over 64 replicas;
-rows are even, as in every run that begins with a balance.
+rows are even by it, as in every run that begins with such a balance. "bound" is the most expensive machine over the
+mean one: no balance inside machines is below it.
 
 TRL's packer gets all of these samples, in batches of 1,000 as it is called; "cut" are samples that it divided or
 truncated, "lost" the tokens that are in no row. Axolotl's packer gets the lengths of those that fit into a row, as it
@@ -58,12 +59,12 @@ def lengths_of(count: int, seed: int = 0) -> np.ndarray:
     return np.clip(drawn, 1, 200_000).astype("<u4")
 
 
-def run_of(lengths: np.ndarray, num_shards: int = 20, **options: object) -> RunOrder:
+def run_of(lengths: np.ndarray, num_shards: int = 20, amounts: Any = None, **options: object) -> RunOrder:
     """The order of the documents, or rows."""
     sizes = [len(shard) for shard in np.array_split(lengths, num_shards)]
     config = OrderConfig.resolve(**{"batch_size": 256, "shuffle": True, **options})
     known = lengths if config.needs_lengths else None
-    return RunOrder(Snapshot.of([np.array(sizes)]), [StreamWeights()], config, known)
+    return RunOrder(Snapshot.of([np.array(sizes)]), [StreamWeights()], config, known, amounts=amounts)
 
 
 def packed(row_length: int, job: Job) -> Result:
@@ -146,14 +147,15 @@ def images_and_text(count: int) -> dict[str, np.ndarray]:
     }
 
 
-def whole_samples(nodes: int, job: Job) -> Result:
+def whole_samples(nodes: int, window: int | None, job: Job) -> Result:
     parts = images_and_text(job.sizes.documents)
     kept = LengthExpression("text + images")(parts) <= 8192
     parts = {name: numbers[kept] for name, numbers in parts.items()}
     lengths = LengthExpression("text + images")(parts).astype("<u4")
     costs = LengthExpression("(text + images) ** 2 + 4096 * images")(parts)
-    packing = RowPacking(8192, RowPacking(8192).usual_window(lengths), "drop")
-    run = run_of(lengths, 256, packing=packing, batch_size=8 * 64, canonical_nodes=nodes, even_rows=True)
+    packing = RowPacking(8192, window or RowPacking(8192).usual_window(lengths), "drop")
+    even = {"amounts": costs.__getitem__, "even_rows": "(text + images) ** 2 + 4096 * images"}
+    run = run_of(lengths, 256, packing=packing, batch_size=8 * 64, canonical_nodes=nodes, **even)
     clock = Clock()
     num_rows = run.epoch(0).num_samples
     result = clock.stop(len(lengths))
@@ -165,6 +167,8 @@ def whole_samples(nodes: int, job: Job) -> Result:
         ]
         table = np.array([[costs[plan.share(k).rows.ids].sum() for plan in plans] for k in range(8)])
         worst[name] = float((table.max(axis=1) / table.mean(axis=1)).max())
+    machines = table.reshape(8, -1, REPLICAS).sum(axis=2)
+    worst["bound"] = float((machines.max(axis=1) / machines.mean(axis=1)).max()) if nodes > 1 else 1.0
     return {
         **result,
         "fill %": 100 - _padding(lengths, num_rows * 8192),
@@ -277,7 +281,8 @@ if __name__ == "__main__":
     for nodes in (16, 1):
         cases = {f"ours, {count} machines": partial(shares, count, nodes) for count in (1, 2, 4, 16, 64)}
         groups.append(Group(f"shares of {nodes} canonical nodes", cases))
-    whole = {f"ours, {nodes} canonical nodes": partial(whole_samples, nodes) for nodes in (8, 1)}
+    whole = {f"ours, {nodes} canonical nodes": partial(whole_samples, nodes, None) for nodes in (8, 1)}
+    whole["ours, 8 canonical nodes, window 16,384"] = partial(whole_samples, 8, WINDOW)
     groups.append(Group("samples of images and text", whole))
     fewer = {f"ours, {rule}": partial(fewer_samples, rule) for rule in ("drop", "split")}
     fewer |= {f"trl, {strategy}": partial(trl_samples, strategy) for strategy in ("bfd", "bfd_split", "wrapped")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -163,7 +164,9 @@ def _order_over(reader: SampleReader, position: Position, options: Namespace) ->
     name = _lengths_of(position.order, reader, options.lengths)
     lengths = None if name is None else reader.lengths(name)
     weights = [weights_of(stream) for stream in reader.streams]
-    order = RunOrder(reader.snapshot, weights, position.order, lengths, forgotten=forgotten)
+    even = position.order.even_rows
+    amounts = partial(reader.amounts, even) if isinstance(even, str) else None
+    order = RunOrder(reader.snapshot, weights, position.order, lengths, forgotten=forgotten, amounts=amounts)
     if differences := position.check(order, on_mismatch="warn"):
         raise StateError(f"{' '.join(differences)} Give every --stream its weight of the training run: URL=WEIGHT.")
     return order, name

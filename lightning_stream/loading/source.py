@@ -161,7 +161,9 @@ class SampleSource:
         arguments["sticky"] = None if resumed else True
         if self.packing is not None:
             arguments["packing"] = self.packing.resolved(self.reader, resumed)
-            arguments["even_rows"] = None if resumed else self.balance is not None
+            has_amounts = isinstance(self.balance, str) and self.balance != self.lengths_name
+            even_rows = self.balance if has_amounts else self.balance is not None
+            arguments["even_rows"] = None if resumed else even_rows
         if self.buckets is not None:
             arguments["buckets"] = buckets = self.buckets.resolved(self.reader, size, resumed)
             if buckets.batch_tokens is not None:
@@ -273,7 +275,10 @@ class SampleSource:
             if isinstance(self.reader, SwitchedReader):
                 found = SwitchedRun(self.snapshot, weights, config, self.reader.versions)
             else:
-                found = RunOrder(self.snapshot, weights, config, lengths, forgotten=forgotten, lists=self.lists)
+                even = config.even_rows
+                amounts = _Amounts(self.reader, even) if isinstance(even, str) else None
+                options: dict[str, Any] = {"forgotten": forgotten, "lists": self.lists, "amounts": amounts}
+                found = RunOrder(self.snapshot, weights, config, lengths, **options)
             if forgotten is not None:  # nor may they be delivered in place of bad samples
                 self.bad_data.found.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()

@@ -17,7 +17,7 @@ from .methods import METHODS, MOSAIC, SCHEDULED, BatchingMethod
 from .mosaic.partitions import PARTITIONS
 from .mosaic.shuffles import SHUFFLES
 from .packing import RowPacking
-from .rules import MAYBE_TEXT, count, is_count, one_of, plain, violations
+from .rules import MAYBE_TEXT, Rule, count, is_count, one_of, plain, violations
 from .schedule import Schedule
 from .world import World
 
@@ -110,7 +110,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
     switches: tuple[Switch, ...] = ()  # to other versions of the data
     quick_start: bool = False  # whether an epoch begins with the beginnings of its first shards
     sticky: bool = False  # whether canonical nodes move little when nodes come and go, see `Placement`
-    even_rows: bool = False  # whether packed rows come so that all parts of a window cost alike, see `evened`
+    even_rows: bool | str = False  # what all parts of a window of packed rows have equally much of
 
     def __post_init__(self) -> None:
         if problems := [*self._problems()]:
@@ -209,7 +209,8 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         is_native = values["shuffle"] and mosaic is None
         values["quick_start"] = is_native and values["quick_start"] is not False
         values["sticky"] = is_native and values["sticky"] is True
-        values["even_rows"] = values["shuffle"] and values["packing"] is not None and values["even_rows"] is True
+        is_packed = values["shuffle"] and values["packing"] is not None
+        values["even_rows"] = is_packed and (values["even_rows"] or False)
         return cls(**(values | {"algorithm": algorithm or "window", "mosaic": mosaic, "schedule": schedule}))
 
     @property
@@ -308,7 +309,7 @@ _RULES = {
     "shuffle": one_of(True, False),
     "quick_start": one_of(True, False),
     "sticky": one_of(True, False),
-    "even_rows": one_of(True, False),
+    "even_rows": Rule("True, False or a string", lambda value: isinstance(value, bool | str)),
     "canonical_nodes": count(1, MOST_NODES),
     "window": count(1, MOST_NODES),
     "sampling_granularity": count(1),

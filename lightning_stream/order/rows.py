@@ -21,10 +21,13 @@ from lightning_stream.errors import StateError
 from lightning_stream.lazy import kept
 
 from .arrays import Ints
+from .balance import whole_costs
 from .buckets import LengthBuckets
 from .orders import Composed, Counted, Listed, Order, ceil_div, places_by, positions_of
 from .packing import PackedWindow, RowPacking, RowSpans, sampled
 from .permutation import RngStream, permutation, random_u64
+
+Amounts = Callable[[Ints], NDArray[np.integer]]  # of samples by their ids
 
 _KEPT_WINDOWS = 3
 _FEWEST_EVENED = 8
@@ -151,7 +154,8 @@ class PackedSequence(Regrouped[PackedWindow]):
         packing: How documents are packed.
         key: (seed, epoch, number of the sequence); None keeps the rows of a window in the order of their documents.
         counted: A window from which on rows are counted; None for the first one.
-        is_even: Whether the rows of a window are `evened` by what attention costs in them.
+        even: What a sample has, of which the rows of a window are to have equally much wherever it is cut: they are
+            `alternated` by it. True: they are `evened` by what attention costs in them, as in older states.
     """
 
     def __init__(
@@ -161,12 +165,12 @@ class PackedSequence(Regrouped[PackedWindow]):
         packing: RowPacking,
         key: tuple[int, ...] | None,
         counted: Counted | None = None,
-        is_even: bool = False,
+        even: Amounts | bool = False,
     ) -> None:
         super().__init__(documents, packing.window, key)
         self._lengths = lengths
         self._packing = packing
-        self._is_even = is_even
+        self._even = even
         self._rows: dict[int, RowSpans] = {}
         self.counts = WindowCounts(self.num_windows, lambda number: self.window(number).num_rows, counted)
 
@@ -186,9 +190,12 @@ class PackedSequence(Regrouped[PackedWindow]):
     def _made_rows(self, window: int) -> RowSpans:
         rows = self.window(window).rows()
         order = self.permuted(RngStream.ROWS, window, len(rows))
-        return rows.take(
-            evened(order, np.add.reduceat(rows.num_tokens**2, rows.edges[:-1])) if self._is_even else order
-        )
+        if callable(self._even):
+            amounts = whole_costs(self._even(rows.ids), len(rows.ids))
+            order = alternated(order, np.add.reduceat(amounts, rows.edges[:-1]))
+        elif self._even:
+            order = evened(order, np.add.reduceat(rows.num_tokens**2, rows.edges[:-1]))
+        return rows.take(order)
 
     def spans(self, at: Ints) -> RowSpans:
         """The spans of some rows, in this order."""
@@ -235,6 +242,26 @@ def evened(order: Ints, costs: Ints) -> Ints:
     return np.concatenate([evened(order[is_first], costs), evened(order[~is_first], costs)])
 
 
+def alternated(order: Ints, costs: Ints) -> Ints:
+    """A random order changed so that the things up to any place cost their share of all, within about one thing.
+
+    Where they cost less than their share, the next thing that costs more than the mean follows; else the next other.
+    """
+    excess = costs[order] * len(order) - costs.sum()
+    dear = iter(np.flatnonzero(excess > 0).tolist())
+    cheap = iter(np.flatnonzero(excess <= 0).tolist())
+    above = excess.tolist()
+    places: list[int] = []
+    total = 0
+    while len(places) < len(order):
+        place = next(dear, None) if total <= 0 else None
+        place = next(cheap, None) if place is None else place
+        place = next(dear) if place is None else place
+        places.append(place)
+        total += above[place]
+    return order[np.array(places, np.int64)]
+
+
 class PackedRows(Order):
     """The rows of an epoch: `ids` are fingerprints of rows, and `spans` is what they hold.
 
@@ -251,7 +278,7 @@ class PackedRows(Order):
         lengths, packing: See `PackedSequence`.
         key: (seed, epoch); None where samples are not shuffled.
         counted: The windows that a state has counted, see `Landmark`; of another number of sequences they are ignored.
-        is_even: See `PackedSequence`.
+        even: See `PackedSequence`.
     """
 
     def __init__(
@@ -261,7 +288,7 @@ class PackedRows(Order):
         packing: RowPacking,
         key: tuple[int, int] | None,
         counted: Sequence[Counted],
-        is_even: bool,
+        even: Amounts | bool,
     ) -> None:
         self._documents = documents
         self._lengths = lengths
@@ -269,7 +296,7 @@ class PackedRows(Order):
         parts = documents.sequences(max(1, documents.size // packing.window))
         starts = counted if len(counted) == len(parts) else [None] * len(parts)
         self._sequences = [
-            PackedSequence(part, lengths, packing, key and (*key, number), start, is_even)
+            PackedSequence(part, lengths, packing, key and (*key, number), start, even)
             for number, (part, start) in enumerate(zip(parts, starts, strict=True))
         ]
 

@@ -20,7 +20,7 @@ from .forget import Forgotten
 from .mixture import Mixture
 from .mosaic.epoch import MosaicOrder
 from .orders import Counted, EvenMerge, Interleave, Listed, Order, Repeated, positions_of
-from .rows import ByLength, Landmark, PackedRows
+from .rows import Amounts, ByLength, Landmark, PackedRows
 from .schedule import Schedule
 from .snapshot import Snapshot, max_active
 from .spread import deal_shards
@@ -46,7 +46,8 @@ class Lists(Protocol):
 class RunOrder:
     """The order of a run: every epoch's samples as a pure function of data, weights (one per stream) and settings.
 
-    ``lengths`` has the length of every sample by its id; only ``config.packing`` and ``buckets`` need it.
+    ``lengths`` has the length of every sample by its id; only ``config.packing`` and ``buckets`` need it. ``amounts``
+    are what ``config.even_rows`` names.
     ``forgotten`` are samples in whose places others are delivered; ``config.forgotten`` has their digest. ``lists`` is
     a user's own order, which only the algorithm ``"sampler"`` has.
 
@@ -68,11 +69,14 @@ class RunOrder:
         *,
         forgotten: Forgotten | None = None,
         lists: Lists | None = None,
+        amounts: Amounts | None = None,
     ) -> None:
         self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
-        self.lengths, self.forgotten, self.lists = lengths, forgotten, lists
+        self.lengths, self.forgotten, self.lists, self.amounts = lengths, forgotten, lists, amounts
         if config.needs_lengths != (lengths is not None):
             raise ValueError("An order of rows or buckets needs the lengths of all samples; found only one of both.")
+        if isinstance(config.even_rows, str) != (amounts is not None):
+            raise ValueError(f"The rows of this order are even by {config.even_rows!r}: pass these amounts, or none.")
         if config.forgotten != (None if forgotten is None else forgotten.digest):
             raise ValueError(
                 f"The forgotten samples of an order must be those of its settings, which have digest "
@@ -97,13 +101,14 @@ class RunOrder:
 
     def __reduce__(self) -> tuple[partial[RunOrder], tuple[Any, ...]]:
         """Pickle the settings, and the lengths if there are any."""
-        make = partial(RunOrder, forgotten=self.forgotten, lists=self.lists)
+        make = partial(RunOrder, forgotten=self.forgotten, lists=self.lists, amounts=self.amounts)
         return make, (self.snapshot, self.weights, self.config, self.lengths)
 
     def altered(self, **settings: Any) -> RunOrder:
         """The order of the same data, of the same samples, with some other settings."""
         config = structs.replace(self.config, **settings)
-        return RunOrder(self.snapshot, self.weights, config, self.lengths, forgotten=self.forgotten, lists=self.lists)
+        options: dict[str, Any] = {"forgotten": self.forgotten, "lists": self.lists, "amounts": self.amounts}
+        return RunOrder(self.snapshot, self.weights, config, self.lengths, **options)
 
     @property
     def origin(self) -> Snapshot:
@@ -158,7 +163,8 @@ class RunOrder:
         order = self.order_of_samples(epoch)
         random_key = (config.seed, epoch) if config.shuffle else None
         if self.lengths is not None and config.packing is not None:
-            order = PackedRows(order, self.lengths, config.packing, random_key, counted, is_even=config.even_rows)
+            even = self.amounts or bool(config.even_rows)
+            order = PackedRows(order, self.lengths, config.packing, random_key, counted, even)
         if self.lengths is not None and config.buckets is not None:
             order = ByLength(order, self.lengths, config.buckets, self.snapshot.streams_of, random_key, counted)
         has_budget = config.buckets is not None and config.buckets.batch_tokens is not None

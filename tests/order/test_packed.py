@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -36,7 +36,18 @@ from lightning_stream.order.rows import Landmark, PackedSequence
 prop = settings(max_examples=60, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(0, 25), min_size=1, max_size=80)
 packings = st.builds(RowPacking, st.integers(1, 20), st.integers(1, 30), st.sampled_from(["split", "truncate"]))
+evens = st.sampled_from([False, True, "tokens * seven"])
 tails = st.sampled_from(["pad", "drop", "exact"])
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What samples cost, far from their squared lengths."""
+
+    lengths: np.ndarray
+
+    def __call__(self, ids):
+        return self.lengths[ids] * (ids % 7)
 
 
 def run_of(lengths, packing, *, shards=7, batch_size=8, shuffle=True, streams=1, **given):
@@ -45,6 +56,7 @@ def run_of(lengths, packing, *, shards=7, batch_size=8, shuffle=True, streams=1,
     return run_over(
         per_stream,
         lengths=np.array(lengths, dtype=np.uint32),
+        amounts=Costs(np.array(lengths)),
         batch_size=batch_size,
         shuffle=shuffle,
         packing=packing,
@@ -69,7 +81,7 @@ def kept_tokens(lengths, packing):
 
 
 @prop
-@given(lengths_of, packings, st.booleans(), st.sampled_from(["random", "stratified"]), st.booleans())
+@given(lengths_of, packings, st.booleans(), st.sampled_from(["random", "stratified"]), evens)
 def test_every_token_of_an_epoch_is_in_one_row(lengths, packing, shuffle, method, even_rows):
     run = run_of(lengths, packing, shuffle=shuffle, streams=2, batching_method=method, even_rows=even_rows)
     tokens = [(i, first + t) for row in epoch_rows(run) for i, first, count in row for t in range(count)]
@@ -104,7 +116,7 @@ def counted(batch):
 @prop
 @given(lengths_of, packings, st.data())
 def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, data):
-    even_rows = data.draw(st.booleans())
+    even_rows = data.draw(evens)
     run = run_of(lengths, packing, even_rows=even_rows)
     whole = epoch_rows(run, 1)
     at = data.draw(st.integers(0, len(whole)))
@@ -115,6 +127,20 @@ def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, d
     assert rows_of(order.rows(at, len(whole))) == whole[at:]
     assert order.num_samples == len(whole)
     assert rows_of(order.rows(0, len(whole))) == whole, "and what is before the landmark can be read too"
+
+
+def test_canonical_nodes_have_nearly_equal_amounts_where_rows_are_even_by_them():
+    lengths = np.random.default_rng(0).lognormal(4, 1.2, 40_000).clip(1, 700).astype(int)
+
+    def most(even_rows):
+        run = run_of(
+            lengths, RowPacking(1024, 4000), shards=64, batch_size=8 * 48, canonical_nodes=8, even_rows=even_rows
+        )
+        spans = run.epoch(0).rows(0, 10 * 8 * 48)
+        costs = np.add.reduceat(Costs(lengths)(spans.ids), spans.edges[:-1]).reshape(10, 48, 8).sum(axis=1)
+        return (costs.max(axis=1) / costs.mean(axis=1)).max()
+
+    assert most("tokens * seven") < 1.06 < 1.09 < min(most(True), most(False))
 
 
 def test_canonical_nodes_have_nearly_equal_work_where_rows_are_even():
@@ -140,6 +166,11 @@ def test_rows_are_even_where_a_new_run_asks_and_older_states_keep_their_order():
     assert not OrderConfig.resolve(packing=packing, resumed=former, **kept).even_rows
     new = OrderConfig.resolve(packing=packing, even_rows=True, **kept)
     assert OrderConfig.resolve(packing=packing, resumed=OrderConfig.from_state(new.to_state()), **kept).even_rows
+    named = OrderConfig.resolve(packing=packing, even_rows="images", **kept)
+    resumed = OrderConfig.resolve(packing=packing, resumed=OrderConfig.from_state(named.to_state()), **kept)
+    assert resumed.even_rows == "images"
+    with pytest.raises(ValueError, match="even by 'images'"):
+        RunOrder(Snapshot.of([[8]]), [StreamWeights()], named, np.full(8, 20, np.uint32))
     assert not OrderConfig.resolve(even_rows=True, **kept).even_rows
     assert not OrderConfig.resolve(packing=packing, even_rows=True, batch_size=8, shuffle=False).even_rows
 

@@ -10,11 +10,11 @@ from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeight
 from lightning_stream.order.packing import LongDocuments, PackedWindow, RowPacking, RowSpans
 
 
-def run_over(sizes: Any, weights: Any = None, *, lengths: Any = None, **settings: Any) -> RunOrder:
+def run_over(sizes: Any, weights: Any = None, *, lengths: Any = None, amounts: Any = None, **settings: Any) -> RunOrder:
     """A run over streams of shards of so many samples, with settings as `OrderConfig.resolve` takes them."""
-    return RunOrder(
-        Snapshot.of(sizes), weights or [StreamWeights()] * len(sizes), OrderConfig.resolve(**settings), lengths
-    )
+    config, weights = OrderConfig.resolve(**settings), weights or [StreamWeights()] * len(sizes)
+    amounts = amounts if isinstance(config.even_rows, str) else None
+    return RunOrder(Snapshot.of(sizes), weights, config, lengths, amounts=amounts)
 
 
 def pack_window(lengths: Any, row_length: int, long_documents: LongDocuments = "split") -> RowSpans:
