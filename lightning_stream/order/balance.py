@@ -145,7 +145,7 @@ def num_groups(canonical_nodes: int, world: World) -> int:
 
 
 def balanced_split(
-    canonical: Ints, costs: Ints, world: World, *, equal: bool, num_micro_batches: int
+    canonical: NDArray[np.integer], costs: Ints, world: World, *, equal: bool, num_micro_batches: int
 ) -> tuple[Ints, Bools, tuple[int, ...]]:
     """As `ByNode`, for the replica of ``world``; and where its micro-batches end.
 

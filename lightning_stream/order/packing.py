@@ -33,6 +33,7 @@ _MOST_TOKENS = 2**31 - 1
 _ROWS = 700  # of a window that is chosen: half a row of padding is then less than a part in a thousand
 _LEAST_DOCUMENTS, _MOST_DOCUMENTS = 4096, 65536  # of such a window: more would keep the first batch waiting
 _SAMPLED = 1 << 12  # lengths that are averaged
+_ENDLESS = 2**62
 
 
 @dataclass(frozen=True)
@@ -173,25 +174,25 @@ class PackedWindow:
                 f"Lengths must be a 1-d array of integers of at least 0; found {lengths.dtype}{list(lengths.shape)} "
                 f"with a minimum of {lengths.min(initial=0)}."
             )
-        tokens = packing.packed_tokens(lengths)
-        # Every document is cut into pieces of a row at most; an empty one has none.
-        pieces = -(-tokens // packing.row_length)
-        self._ids = np.repeat(ids, pieces)
-        self._first = ranges(np.zeros_like(pieces), pieces) * packing.row_length
-        self._num_tokens = np.minimum(np.repeat(tokens, pieces) - self._first, packing.row_length)
+        self._ids = ids
+        self._tokens = packing.packed_tokens(lengths)
         self._row_length = packing.row_length
-        self._moves, self.num_rows = _best_fit(self._num_tokens, packing.row_length)
+        self._moves, self.num_rows = _best_fit(self._tokens, packing.row_length)
 
     def rows(self) -> RowSpans:
         """The rows, in the order of each one's first document; in each, spans are in the order of their documents."""
-        row_of = np.empty(len(self._ids), dtype=np.int64)
-        row_of[_sorted_by(self._row_length - self._num_tokens)] = _placed(self._moves, self._row_length)
+        # Every document is cut into pieces of a row at most; an empty one has none.
+        pieces = -(-self._tokens // self._row_length)
+        first = ranges(np.zeros_like(pieces), pieces) * self._row_length
+        num_tokens = np.minimum(np.repeat(self._tokens, pieces) - first, self._row_length)
+        row_of = np.empty(len(first), dtype=np.int64)
+        row_of[_sorted_by(self._row_length - num_tokens)] = _placed(self._moves, self._row_length)
         first_span = np.empty(self.num_rows, dtype=np.int64)
         first_span[row_of[::-1]] = np.arange(len(row_of))[::-1]  # the last write to an index remains: the first span's
         row_of = np.argsort(np.argsort(first_span))[row_of]
         order = _sorted_by(row_of)
         edges = starts_of(np.bincount(row_of, minlength=self.num_rows))
-        return RowSpans(edges, self._ids[order], self._first[order], self._num_tokens[order])
+        return RowSpans(edges, np.repeat(self._ids, pieces)[order], first[order], num_tokens[order])
 
 
 _Move = tuple[int, int, int, int]
@@ -199,43 +200,42 @@ _Move = tuple[int, int, int, int]
 new."""
 
 
-def _best_fit(num_tokens: Ints, row_length: int) -> tuple[list[_Move], int]:
-    """Where all pieces go, from the longest to the shortest, and how many rows they fill.
+def _best_fit(tokens: Ints, row_length: int) -> tuple[list[_Move], int]:
+    """Where all pieces of documents go, from the longest to the shortest, and how many rows they fill.
 
     Equal pieces are placed together: the fullest row with room takes as many as fit, and so does each row with equal
     room. With rows of 8,192 tokens, 16,384 log-normal documents take about 4,000 such moves.
     """
-    rooms: list[int] = []  # the different rooms of open rows, ascending
-    open_rows: dict[int, int] = {}  # how many rows have each of them
+    full, rest = np.divmod(tokens, row_length)
+    rests, counts = np.unique(rest[rest > 0], return_counts=True)
+    pieces = [(row_length, int(full.sum())), *zip(rests[::-1].tolist(), counts[::-1].tolist(), strict=True)]
+    shortest = pieces[-1][0]
+    rooms = [row_length]  # the different rooms of rows that have room for the shortest piece, ascending
+    num_rows = {row_length: _ENDLESS}  # how many rows have each of them: new rows never end
     moves: list[_Move] = []
-    num_opened = 0
-    lengths, counts = np.unique(num_tokens, return_counts=True)
-    for length, count in zip(lengths[::-1].tolist(), counts[::-1].tolist(), strict=True):
+    for length, count in pieces:
         at = bisect_left(rooms, length)
         while count:
-            is_open = at < len(rooms)
-            room = rooms[at] if is_open else row_length
+            room = rooms[at]
             num_pieces = room // length
             if num_pieces > count:
                 num_pieces = count
-            num_rows = count // num_pieces
-            if is_open and num_rows < open_rows[room]:
-                open_rows[room] -= num_rows
-            elif is_open:
-                num_rows = open_rows.pop(room)
-                del rooms[at]
+            num_filled = count // num_pieces
+            if num_filled < num_rows[room]:
+                num_rows[room] -= num_filled
             else:
-                num_opened += num_rows
-            count -= num_pieces * num_rows
+                num_filled = num_rows.pop(room)
+                del rooms[at]
+            count -= num_pieces * num_filled
             left = room - num_pieces * length
-            moves.append((room, num_rows, num_pieces, left))
-            if left in open_rows:
-                open_rows[left] += num_rows
-            elif left:
-                open_rows[left] = num_rows
+            moves.append((room, num_filled, num_pieces, left))
+            if left in num_rows:
+                num_rows[left] += num_filled
+            elif left >= shortest:
+                num_rows[left] = num_filled
                 insort(rooms, left)
                 at += 1
-    return moves, num_opened
+    return moves, _ENDLESS - num_rows[row_length]
 
 
 def _placed(moves: list[_Move], row_length: int) -> list[int]:

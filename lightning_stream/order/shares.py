@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .arrays import Bools, Ints
 from .balance import balanced_split
@@ -107,10 +108,11 @@ class ByNode:
         world = replace(world, rank=replica * world.replication)
         return world if placement is None else placement.seated(world)
 
-    def groups(self, at: Ints) -> Ints:
+    def groups(self, at: Ints) -> NDArray[np.uint16]:
         """The place of each position's canonical node among all."""
         nodes, placement = self.order.nodes(at), self.plan.placement
-        return nodes if placement is None else placement.places[nodes]
+        places = nodes if placement is None else placement.places[nodes]
+        return places.astype(np.uint16)  # which is sorted by its digits: 3 times as fast
 
     def places(self, k: int, at: Ints) -> ReplicaBatch:
         """This replica's part, with positions in the place of ids."""
@@ -119,7 +121,8 @@ class ByNode:
         if balance is None:
             grouped = np.argsort(nodes, kind="stable")[:, None]
             offsets, filler = dealt(grouped, np.zeros(grouped.shape, np.bool_), world, self.is_equal)
-            return ReplicaBatch(at[offsets], at[offsets], filler)
+            positions = at[offsets]
+            return ReplicaBatch(positions, positions, filler)
         costs = balance.costs_of(self.order, at)
         count = self.num_micro_batches(k, at, balance.device_batch_size)
         offsets, filler, ends = balanced_split(nodes, costs, world, equal=self.is_equal, num_micro_batches=count)
@@ -183,15 +186,15 @@ def dealt(units: Ints, filler: Bools, world: World, is_equal: bool) -> tuple[Int
     begin = count * world.replica // world.num_replicas
     end = count * (world.replica + 1) // world.num_replicas
     least = ceil_div(count, world.num_replicas) if is_equal else 1
-    lacking = max(0, least - (end - begin))
-    chosen = np.arange(begin, end + lacking)
-    chosen[end - begin :] = min(begin, count - 1)
-    is_filler = filler[chosen]
-    is_filler[end - begin :] = True
-    return units[chosen].reshape(-1), is_filler.reshape(-1)
+    chosen = units[begin:end].reshape(-1)
+    is_filler = filler[begin:end].reshape(-1)
+    for _ in range(end - begin, least):
+        chosen = np.append(chosen, units[min(begin, count - 1)])
+        is_filler = np.append(is_filler, np.ones(units.shape[1], np.bool_))
+    return chosen, is_filler
 
 
-def blocks_of(nodes: Ints, streams: Ints, block: int) -> tuple[Ints, Bools]:
+def blocks_of(nodes: NDArray[np.integer], streams: Ints, block: int) -> tuple[Ints, Bools]:
     """The blocks of one stream each, int64[n, block] of offsets, and which of these fill a short one up.
 
     They are ordered by the middle of the canonical nodes that they hold, so that neighbours share shards.
