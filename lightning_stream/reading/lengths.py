@@ -7,7 +7,7 @@ measured when its shards are made: all are read once per machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.hashing import DigestOf, digest, digest_file, digest_parts
 from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
 from lightning_stream.formats.memory import MappedFile
 from lightning_stream.formats.model import length_file_stem
@@ -30,11 +31,16 @@ from lightning_stream.writer.lengths import measure_batch
 
 _THREADS = 16
 _ROWS = 1024  # of a shard that are measured at once
+_SHORT = 240  # bytes: up to so many have an xxh3_64 of their own
 _Lengths = NDArray[np.uint32]
 
 
-def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: str) -> _Lengths:
+def read_lengths(
+    caches: Sequence[ShardCache], indexes: Sequence[Index], name: str, digest_of: DigestOf = digest_file
+) -> _Lengths:
     """Return the lengths of this name of all streams' samples, one stream after another: uint32[num_samples].
+
+    ``digest_of`` verifies the files that the index lists.
 
     Raises:
         NotFoundError: A stream has no such lengths, and they do not follow from its shards; names what would help.
@@ -50,10 +56,37 @@ def read_lengths(caches: Sequence[ShardCache], indexes: Sequence[Index], name: s
             f"convert PATH --lengths {name}`, or write the dataset with lengths={{{name!r}: len}}. Known "
             f"lengths: {', '.join(known) or 'none'}."
         )
-    parts = [part for cache, index in streams for part in _of_stream(cache, index, name)]
+    parts = [part for cache, index in streams for part in _of_stream(cache, index, name, digest_of)]
     lengths = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.uint32), *parts])
     lengths.setflags(write=False)
     return lengths
+
+
+class MappedDigests:
+    """Hashes files as `digest_file` does, in memory, and knows the xxh3_128 by which a state names its lengths.
+
+    Files are mostly verified by xxh3_64. That is the second half of the other one for more than 240 bytes, so 400 MB of
+    lengths are read once, not twice.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[str] = []
+
+    def __call__(self, names: Iterable[str], path: Path) -> dict[str, str]:
+        """As `digest_file`."""
+        view = MappedFile(path, None).view
+        if list(names) != ["xxh3_64"] or len(view) <= _SHORT:
+            return digest_parts(names, [view])
+        self._found.append(digest("xxh3_128", view))
+        return {"xxh3_64": self._found[-1][16:]}
+
+    def of(self, lengths: _Lengths, indexes: Sequence[Index], name: str) -> str | None:
+        """The digest of these lengths, if they are one verified file; else None."""
+        files = [file for index in indexes for file in index.lengths.get(name, ())]
+        if len(files) != 1 or files[0].num_bytes != lengths.nbytes:
+            return None
+        wanted = files[0].hashes.get("xxh3_64")
+        return next((whole for whole in self._found if whole[16:] == wanted), None)
 
 
 def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
@@ -62,11 +95,11 @@ def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
     return {"sum": total, "mean": total / max(1, len(lengths)), "max": int(lengths.max(initial=0))}
 
 
-def _of_stream(cache: ShardCache, index: Index, name: str) -> list[_Lengths]:
+def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) -> list[_Lengths]:
     files: Sequence[FileEntry] | None = index.lengths.get(name)
     if files is not None:
         with DaemonPool(_THREADS, "lengths") as pool:
-            paths = [pool.submit(cache.side_file, file) for file in files]
+            paths = [pool.submit(cache.side_file, file, None, digest_of) for file in files]
             return [_mapped(path.result(), file) for path, file in zip(paths, files, strict=True)]
     is_free = cache.in_place and not is_made(index)
     is_free = is_free or all(_fixed_length(schema, name) is not None for schema in index.schemas)

@@ -25,7 +25,7 @@ from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.length_expression import LengthExpression, is_expression
-from lightning_stream.reading.lengths import read_lengths
+from lightning_stream.reading.lengths import MappedDigests, read_lengths
 from lightning_stream.reading.proofs import EarlyRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
 from lightning_stream.reading.stream import name_of
@@ -136,7 +136,9 @@ class SampleReader:
     def lengths_digest(self, name: str) -> str:
         """Return 32 hex digits of these numbers: other lengths give another packing."""
         if name not in self._length_digests:
-            self._length_digests[name] = digest("xxh3_128", self.lengths(name).view(np.uint8).data)
+            lengths = self.lengths(name)
+            if name not in self._length_digests:  # verifying them may have told it
+                self._length_digests[name] = digest("xxh3_128", lengths.view(np.uint8).data)
         return self._length_digests[name]
 
     def amounts(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -168,10 +170,13 @@ class SampleReader:
         return found
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
-        lengths = read_lengths(self.caches, self.indexes, name)
+        digests = MappedDigests()
+        lengths = read_lengths(self.caches, self.indexes, name, digests)
         if self.members is not None:
             lengths = lengths[self.members.mask]
             lengths.setflags(write=False)
+        elif (known := digests.of(lengths, self.indexes, name)) is not None:
+            self._length_digests[name] = known
         return lengths
 
     def require_samples(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 
 pytest.importorskip("torch")
 
@@ -87,6 +88,31 @@ def test_remote_lengths_are_fetched_once_per_machine_and_nothing_else_is(tmp_pat
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert result.stdout.split() == [dataset.reader.lengths_digest("tokens")]
     assert asked(server) == []
+
+
+@pytest.mark.parametrize("count", [1, 60, 61, 500])  # 240 bytes are the most that have an xxh3_64 of their own
+@pytest.mark.parametrize("hashes", [("xxh3_64",), ("sha1", "xxh3_64"), ("md5",), ()])
+def test_the_digest_of_lengths_is_that_of_all_their_bytes(tmp_path: Path, count: int, hashes: tuple[str, ...]) -> None:
+    columns = {"tokens": "ndarray:int32"}
+    with MDSWriter(out=str(tmp_path), columns=columns, lengths={"tokens": len}, hashes=hashes) as writer:
+        for length in range(count):
+            writer.write({"tokens": np.zeros(length, np.int32)})
+    wanted = xxhash.xxh3_128(np.arange(count, dtype="<u4").tobytes()).hexdigest()
+    reader = StreamingDataset(local=tmp_path).reader
+    assert reader.lengths_digest("tokens") == wanted
+    chosen = StreamingDataset(local=tmp_path, filter_lengths={"tokens": (0, 0)}).reader
+    assert chosen.lengths_digest("tokens") == xxhash.xxh3_128(bytes(4)).hexdigest()
+
+
+def test_the_digest_of_lengths_is_not_that_of_a_damaged_file_in_the_cache(tmp_path: Path, server: WebServer) -> None:
+    url = serve(server, write(tmp_path / "set", lengths={"tokens": len}))
+    dataset = StreamingDataset(remote=url, local=tmp_path / "cache")
+    wanted = dataset.reader.lengths_digest("tokens")
+    (file,) = (tmp_path / "cache").glob("lengths.*.bin")
+    file.write_bytes(bytes(file.stat().st_size))
+    again = StreamingDataset(remote=url, local=tmp_path / "cache").reader
+    assert again.lengths_digest("tokens") == wanted
+    np.testing.assert_array_equal(again.lengths("tokens"), TRUTH)
 
 
 class Hooked(Stream):
