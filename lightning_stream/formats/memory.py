@@ -89,7 +89,9 @@ class AddressWindow:
             for row, begin in zip(out, at.tolist(), strict=True):
                 row.data[:] = self.view[begin : begin + width]
             return out
-        cells = self._cells_of(width)
+        cells = self._cells.get(width)
+        if cells is None:
+            cells = self._new_cells(width)
         if out is None:
             return cells[at].view(np.uint8).reshape(len(at), width)
         target = out.view(cells.dtype).reshape(len(at))
@@ -102,13 +104,11 @@ class AddressWindow:
         """Copy the same bytes as numbers: ``dtype[n * width / itemsize]``."""
         return self.take(at, width).reshape(-1).view(dtype)
 
-    def _cells_of(self, width: int) -> NDArray[Any]:
+    def _new_cells(self, width: int) -> NDArray[Any]:
         """View the window as overlapping pieces of this width, one at every position."""
-        cells = self._cells.get(width)
-        if cells is None:
-            if len(self._cells) >= _KEPT_WIDTHS:
-                self._cells.clear()
-            void = np.dtype((np.void, width))
-            cells = np.ndarray((self.end - self.begin - width + 1,), void, self._window, 0, (1,))
-            self._cells[width] = cells
+        if len(self._cells) >= _KEPT_WIDTHS:
+            self._cells.clear()
+        void = np.dtype((np.void, width))
+        cells: NDArray[Any] = np.ndarray((self.end - self.begin - width + 1,), void, self._window, 0, (1,))
+        self._cells[width] = cells
         return cells

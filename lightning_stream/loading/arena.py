@@ -10,14 +10,14 @@ nothing until they are used.
 from __future__ import annotations
 
 import io
+import marshal
 import mmap
 import os
 import pickle
 import select
-import sys
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cached_property
 from multiprocessing import reduction
 from typing import Any
 
@@ -69,12 +69,14 @@ class Arena:
         self._first = -(-(8 * _NUM_NUMBERS + num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._fd = memory_file("worker", self._first) if fd is None else fd
         self._memory = self._mapped(num_slots)
+        self._address = _address(np.frombuffer(self._memory, np.uint8, 1))
         numbers = np.frombuffer(self._memory, np.float64, _NUM_NUMBERS)
         self.counters = numbers[: len(NAMES)]
         self.pid = numbers[-1:]
+        # The state of each slot. To look for one, `bytes` of these few take a tenth of numpy's time.
         self._states = np.frombuffer(self._memory, np.uint8, num_slots, 8 * _NUM_NUMBERS)
         self._readers: list[list[_Fork]] = [[] for _ in range(num_slots)]  # processes that may read a slot
-        self._slot: int | None = None  # of the batch that is being made, which has used so many bytes of it
+        self._slot = -1  # of the batch that is being made, which has used so many bytes of it; -1 where it has none
         self._used = 0
         _arenas.add(self)
 
@@ -105,41 +107,46 @@ class Arena:
             return None
         begin = self._used
         self._used += _aligned(num_bytes)
-        return self._slice(begin, begin + num_bytes).data
+        return self._slice(self._slot, begin, begin + num_bytes).data
 
     def seal(self, batch: Any) -> bytes:
         """The message of a batch. Long arrays are in a slot, if there is room; all others in the message."""
         try:
-            pickler = _Pickler()
-            stream = pickler.pickled(batch)
-            arrays = pickler.arrays
+            stream, arrays = self._pickler.pickled(batch)
             if len(stream) > _MOST_IN_PIPE:
                 arrays.append(np.frombuffer(stream, np.uint8))
                 stream = b""
             ranges = self._placed(arrays) if arrays else []
             if ranges is None:
-                return _WHOLE + _Pickler(keeps_arrays=False).pickled(batch)
+                return _WHOLE + self._pickler.pickled(batch, keeps_arrays=False)[0]
             if not ranges:
                 return _WHOLE + stream
             self._states[self._slot] = _SENT
-            return _IN_SLOT + pickle.dumps((self._slot, ranges, stream))
+            return _IN_SLOT + marshal.dumps((self._slot, ranges, stream))
         finally:
-            self._slot = None
+            self._slot = -1
             self._used = 0
+
+    @cached_property
+    def _pickler(self) -> _Pickler:
+        return _Pickler(self._in_slot)
+
+    def _in_slot(self, address: int, num_bytes: int) -> Bytes | None:
+        """What was made in the slot at an address of this process; None where that is not in the slot."""
+        begin = address - self._address - self._first - self._slot * self._slot_bytes
+        return self._slice(self._slot, begin, begin + num_bytes) if 0 <= begin < self._used else None
 
     def _take_slot(self) -> bool:
         """Choose a free slot for the batch that is being made; returns whether there is one."""
-        if self._slot is None:
-            free = np.flatnonzero(self._states == _FREE)
-            self._slot = int(free[0]) if len(free) else None
-        return self._slot is not None
+        if self._slot < 0:
+            self._slot = self._states.tobytes().find(_FREE)
+        return self._slot >= 0
 
     def _placed(self, arrays: list[Bytes]) -> list[tuple[int, int]] | None:
         """Where each array is in the slot: those that were not made there are copied; None if they have no room."""
         if not self._take_slot():
             return None
-        slot = self._slice(0, self._slot_bytes)
-        base = _address(slot)
+        base = self._address + self._first + self._slot * self._slot_bytes
         end = self._used
         ranges, to_copy = [], []
         for array in arrays:
@@ -152,13 +159,11 @@ class Arena:
         if end > self._slot_bytes:
             return None
         for begin, array in to_copy:
-            slot[begin : begin + array.nbytes] = array
+            self._slice(self._slot, begin, begin + array.nbytes)[:] = array
         return ranges
 
-    def _slice(self, begin: int, end: int, slot: int | None = None) -> Bytes:
-        number = self._slot if slot is None else slot
-        assert number is not None
-        return np.frombuffer(self._memory, np.uint8, end - begin, self._first + number * self._slot_bytes + begin)
+    def _slice(self, slot: int, begin: int, end: int) -> Bytes:
+        return np.frombuffer(self._memory, np.uint8, end - begin, self._first + slot * self._slot_bytes + begin)
 
     # In the trainer
 
@@ -166,20 +171,23 @@ class Arena:
         """The batch of a message, over the memory of its slot; over a copy of it where too many slots are in use."""
         if message[:1] == _WHOLE:
             return pickle.loads(memoryview(message)[1:])  # noqa: S301 - our own
-        slot, ranges, stream = pickle.loads(memoryview(message)[1:])  # noqa: S301 - our own
-        lends = np.count_nonzero(self._states == _LENT) < _MOST_LENT
-        memory = self._slice(0, max(end for _, end in ranges), slot)  # every view of it keeps it alive
+        slot, ranges, stream = marshal.loads(memoryview(message)[1:])
+        states = self._states.tobytes()
+        memory = self._slice(slot, 0, max(end for _, end in ranges))  # every view of it keeps it alive
         self._states[slot] = _LENT
         weakref.finalize(memory, _take_back, self._states, slot, self._readers[slot], os.getpid()).atexit = False
-        arrays = [memory[begin:end] if lends else memory[begin:end].copy() for begin, end in ranges]
+        if states.count(_LENT) >= _MOST_LENT:
+            memory = memory.copy()
+        arrays = [memory[begin:end] for begin, end in ranges]
         del memory
-        self._free_unread()
+        if _FORKED in states:
+            self._free_unread()
         return pickle.loads(stream or arrays.pop().data, buffers=arrays)  # noqa: S301 - our own
 
     def discard(self, message: bytes) -> None:
         """Free the slot of a message that is not opened."""
         if message[:1] == _IN_SLOT:
-            self._states[pickle.loads(message[1:])[0]] = _FREE  # noqa: S301 - our own
+            self._states[marshal.loads(message[1:])[0]] = _FREE
 
     def note_fork(self, fork: _Fork) -> None:
         """Keep the slots that the forked process may read until it has ended."""
@@ -260,54 +268,71 @@ def _address(array: NDArray[Any]) -> int:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a batch without the bytes of its long tensors and arrays, which go into `arrays`.
+    """Pickles batches without the bytes of their long tensors and arrays, which are given beside.
 
     Tensors that share memory share it afterwards. Memory that several processes share already is left to torch.
+
+    Args:
+        in_slot: Returns the bytes at an address, so many, if they are in the slot of the batch already; else None.
     """
 
-    def __init__(self, keeps_arrays: bool = True) -> None:
-        self.arrays: list[Bytes] = []
-        self._least_bytes = _LEAST_BYTES if keeps_arrays else sys.maxsize
+    def __init__(self, in_slot: Callable[[int, int], Bytes | None]) -> None:
+        self._in_slot = in_slot
+        self._arrays: list[Bytes] = []
+        self._keeps_arrays = True
         self._file = io.BytesIO()
-        self.dispatch_table = _reducers()
+        # How this process pickles values for other processes, but arrays and tensors as buffers. A dict: a pickler that
+        # asks a method for each value takes twice as long.
+        self._torchs = dict(reduction.ForkingPickler(io.BytesIO()).dispatch_table)
+        own = {torch.Tensor: self._of_tensor, torch.UntypedStorage: self._of_storage, np.ndarray: _of_array}
+        self.dispatch_table = {**self._torchs, **own}
         super().__init__(self._file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._stays)
 
-    def pickled(self, batch: Any) -> bytes:
-        """The bytes of a batch."""
-        self.dump(batch)
-        return self._file.getvalue()
+    def pickled(self, batch: Any, keeps_arrays: bool = True) -> tuple[bytes, list[Bytes]]:
+        """The bytes of a batch, and the arrays that they lack."""
+        self._arrays, self._keeps_arrays = [], keeps_arrays
+        self._file.seek(0)
+        self._file.truncate()
+        try:
+            self.dump(batch)
+            return self._file.getvalue(), self._arrays
+        finally:  # or it would keep the batch
+            self.clear_memo()
+            self._arrays = []
 
     def _stays(self, buffer: pickle.PickleBuffer) -> bool:
-        """Whether an array is pickled with its bytes."""
-        array = np.frombuffer(buffer.raw(), np.uint8)
-        if array.nbytes < self._least_bytes:
-            return True
-        self.arrays.append(array)
-        return False
+        """Whether a long array is pickled with its bytes."""
+        if self._keeps_arrays:
+            self._arrays.append(np.frombuffer(buffer.raw(), np.uint8))
+        return not self._keeps_arrays
 
-
-@cache
-def _reducers() -> dict[type, Callable[[Any], Any]]:
-    """How this process pickles values: as it does for other processes, but arrays and tensors as buffers.
-
-    A dict: a pickler that asks a method for each value takes twice as long.
-    """
-    torchs = dict(reduction.ForkingPickler(io.BytesIO()).dispatch_table)
-
-    def tensor(value: Any) -> Any:
-        is_plain = value.layout is torch.strided and value.device.type == "cpu" and not value.requires_grad
+    def _of_tensor(self, value: torch.Tensor) -> Any:
+        is_plain = value.layout is torch.strided and value.is_cpu and not value.requires_grad
         if not is_plain or value.is_quantized or value.is_conj() or value.is_neg():
-            return torchs[torch.Tensor](value)
+            return self._torchs[torch.Tensor](value)
+        if self._keeps_arrays and value.is_contiguous():
+            # Most tensors. Their storages take torch 60 us more after a gather, which has filled the cache.
+            memory = self._in_slot(value.data_ptr(), value.nbytes)
+            if memory is not None:
+                return _view, (pickle.PickleBuffer(memory.data), value.dtype, value.shape)
         arguments = value.dtype, value.storage_offset(), value.shape, value.stride()
         return _tensor, (value.untyped_storage(), *arguments)
 
-    def storage(value: Any) -> Any:
+    def _of_storage(self, value: Any) -> Any:
         if value.device.type != "cpu" or value.is_shared():
-            return torchs[torch.UntypedStorage](value)
+            return self._torchs[torch.UntypedStorage](value)
         memory: Any = torch.empty(0, dtype=torch.uint8).set_(value).numpy()
-        return _storage, (pickle.PickleBuffer(memory),)
+        is_made_there = self._in_slot(value.data_ptr(), 1) is not None
+        return _storage, (pickle.PickleBuffer(memory) if is_made_there else _content(memory),)
 
-    return {**torchs, torch.Tensor: tensor, torch.UntypedStorage: storage, np.ndarray: _reduced}
+
+def _content(array: Any) -> Any:
+    """What is pickled of an array: a short one as its bytes, which takes less time than to ask whether it stays."""
+    return bytearray(array.tobytes("A")) if array.nbytes < _LEAST_BYTES else pickle.PickleBuffer(array)
+
+
+def _view(memory: Any, dtype: Any, shape: Any) -> torch.Tensor:
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _tensor(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> torch.Tensor:
@@ -318,12 +343,12 @@ def _storage(memory: Any) -> torch.UntypedStorage:
     return torch.from_numpy(np.frombuffer(memory, np.uint8)).untyped_storage()
 
 
-def _reduced(array: Any) -> Any:
+def _of_array(array: Any) -> Any:
     flags = array.flags
     if array.dtype.hasobject or array.dtype.kind in "mM" or not flags.forc:  # no buffer has these
         return array.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     dtype = array.dtype if array.dtype.kind == "V" else array.dtype.str
-    return _array, (pickle.PickleBuffer(array), array.shape, dtype, "C" if flags.c_contiguous else "F")
+    return _array, (_content(array), array.shape, dtype, "C" if flags.c_contiguous else "F")
 
 
 def _array(memory: Any, shape: tuple[int, ...], dtype: Any, order: Any) -> NDArray[Any]:

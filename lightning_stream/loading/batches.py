@@ -56,33 +56,36 @@ class BatchMaker:
 
     def batches(self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1) -> Generator[Delivery]:
         """The batches of one worker of several, from a start to the end of its epoch."""
-        for make in self.to_make(settings, start, index, count):
-            yield make()
-
-    def to_make(
-        self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1, threads: tuple[int, int] = (1, 0)
-    ) -> Iterator[Callable[[], Delivery]]:
-        """What makes each of these batches; they are to be made in this order.
-
-        `threads` has the number of threads that make them, and how many batches they are ahead at most.
-        """
-        num_threads, in_progress = threads
-        source, size = self.source, settings.device_batch_size
-        batches = settings.micro_batches(source, start)
-        look_ahead = source.predownload, size, count, 1 + in_progress
-        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), *look_ahead)
-        order, clock, began = batches.plan.order, _processor(), perf_counter()
-        for planned in ahead:
-            if in_progress:
-                clock = _processor(num_threads)
-            yield partial(self.make, planned, order, perf_counter() - began, clock)
+        planned, order = self.planned(settings, start, index, count)
+        processor, began = clocks_of_processor(), perf_counter()
+        for batch in planned:
+            yield self.make(batch, order, perf_counter() - began, processor)
             began = perf_counter()
+
+    def planned(
+        self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1, in_progress: int = 1
+    ) -> tuple[Iterator[MicroBatch], EpochOrder]:
+        """The samples of these batches, whose shards are fetched meanwhile, and the order that they are of.
+
+        The caller makes at most `in_progress` of them at a time.
+        """
+        source, batches = self.source, settings.micro_batches(self.source, start)
+        ahead = read_ahead(
+            source.reader,
+            batches.plan,
+            batches.walk(index, count),
+            source.predownload,
+            settings.device_batch_size,
+            count,
+            in_progress,
+        )
+        return ahead, batches.plan.order
 
     def make(
         self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: SampledClocks | None = None
     ) -> Delivery:
         """Make one batch, whose planning took so long."""
-        spent, processor = self.source.reader.counters.spent, processor or _processor()
+        spent, processor = self.source.reader.counters.spent, processor or clocks_of_processor()
         spent.waited_s = spent.transform_s = spent.collate_s = 0.0
         processor.begin()
         began = perf_counter()
@@ -217,18 +220,20 @@ class BatchMaker:
     def _named(self, doing: str, ids: list[int], left: Iterator[int] | None = None) -> _Named:
         return _Named(self.source, doing, ids, left)
 
-    def verified(self, settings: BatchSettings, delivery: Delivery) -> Delivery:
-        """A batch that is about to be handed out; made again if its shards have come since and have other bytes.
+    def verified(self, settings: BatchSettings, batches: Iterable[Delivery]) -> Generator[Delivery]:
+        """Batches that are about to be handed out; made again if their shards have come and have other bytes.
 
         Raises StoreError where that holds for a batch that was handed out before.
         """
-        self.source.reader.shards.delivered.compare_arrived()
-        _, info, made = delivery
-        while made.early and not self.source.reader.is_right(made.early, wait=False):
-            _log.warning("The batch at %s was read early and wrong: it is made again.", info.label)
-            delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
-            _, info, made = delivery
-        return delivery
+        reader = self.source.reader
+        for delivery in batches:
+            reader.shards.delivered.compare_arrived()
+            while (early := delivery[2].early) and not reader.is_right(early, wait=False):
+                info = delivery[1]
+                _log.warning("The batch at %s was read early and wrong: it is made again.", info.label)
+                delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
+            yield delivery
+            del delivery  # or its memory would stay in use while the next one is made
 
 
 class _Named:
@@ -251,7 +256,7 @@ class _Named:
         error.add_note(f"While {self._doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}.")
 
 
-def _processor(num_threads: int = 1) -> SampledClocks:
+def clocks_of_processor(num_threads: int = 1) -> SampledClocks:
     """The processor time of the thread that makes batches, and of its whole process; the time it waited for a core.
 
     Reading them takes 20 us, a tenth of a batch of 256 token rows.

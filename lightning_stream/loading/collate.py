@@ -28,7 +28,7 @@ def collate_columns(columns: Mapping[str, Any]) -> dict[str, Any]:
     whose arrays have the same shape. What the user's decoders return is stacked if it has one shape. All else is as
     `torch.utils.data.default_collate` makes it of the same samples, but what that refuses (images, None) is a list.
     """
-    return {name: _column(values) for name, values in columns.items()}
+    return {name: (_tensor if isinstance(values, np.ndarray) else _column)(values) for name, values in columns.items()}
 
 
 def collate_samples(samples: Sequence[Any], out: Callable[[int], Any] | None = None) -> Any:
@@ -109,8 +109,6 @@ def _like(sample: Mapping[str, Any], batch: dict[str, Any]) -> Any:
 
 
 def _column(values: Any, out: Callable[[int], Any] | None = None) -> Any:
-    if isinstance(values, np.ndarray):
-        return _tensor(values)
     if isinstance(values, Ragged):
         return list(values)
     first = values[0]

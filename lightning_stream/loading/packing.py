@@ -233,32 +233,18 @@ def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[st
         for name in names:
             _check(name, columns[name], ids, lengths)
             fill = packing.pad_token if name == packing.column else 0
-            found["input_ids" if name == packing.column else name] = _placed(
-                columns[name], memory, rows, which, begins, (len(rows), packing.row_length), fill
-            )
+            values = columns[name]
+            size = values.dtype.itemsize
+            placed: NDArray[Any] = np.full((len(rows), packing.row_length), fill, dtype=values.dtype)
+            target = placed.reshape(-1).view(np.uint8).data
+            spans = values.begins[which] + rows.first * size, rows.num_tokens * size, begins * size
+            for source, length, at in zip(*(span.tolist() for span in spans), strict=True):
+                target[at : at + length] = memory[source : source + length]
+            found["input_ids" if name == packing.column else name] = signed(placed)
         return found
 
     batch = reader.use_flat(ids, [*names], copied)
     return {**batch, **_layout(rows, begins, batch["input_ids"], packing)}
-
-
-def _placed(
-    values: FlatArrays,
-    memory: memoryview,
-    rows: RowSpans,
-    which: NDArray[np.intp],
-    begins: NDArray[np.int64],
-    shape: tuple[int, int],
-    fill: int,
-) -> NDArray[Any]:
-    """Copy spans of arrays (``which`` array each is of) to their places in the rows."""
-    size = values.dtype.itemsize
-    placed: NDArray[Any] = np.full(shape, fill, dtype=values.dtype)
-    target = placed.reshape(-1).view(np.uint8).data
-    sources, lengths, targets = values.begins[which] + rows.first * size, rows.num_tokens * size, begins * size
-    for source, length, at in zip(sources.tolist(), lengths.tolist(), targets.tolist(), strict=True):
-        target[at : at + length] = memory[source : source + length]
-    return signed(placed)
 
 
 def split_rows(batch: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:

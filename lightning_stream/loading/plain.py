@@ -27,7 +27,7 @@ from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.batches import TAILS
 from lightning_stream.questions import Occurrence
 from lightning_stream.reading.bad_samples import readable
-from lightning_stream.reading.look_ahead import read_ahead, warm
+from lightning_stream.reading.look_ahead import warm
 
 STATE_KEY = "lightning_stream"
 _log = logging.getLogger(__name__)
@@ -138,14 +138,13 @@ class PlainIterations:
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         key = iteration_key(worker) if worker is not None else os.getpid()
         settings = self.settings()
-        batches, size = settings.micro_batches(source, self._shared.begin(key, index)), settings.device_batch_size
-        ahead = read_ahead(source.reader, batches.plan, batches.walk(index, count), source.predownload, size, count)
-        self._num_yielded = 0
         maker = BatchMaker(source)
-        for batch in ahead:
+        planned, order = maker.planned(settings, self._shared.begin(key, index), index, count)
+        self._num_yielded = 0
+        for batch in planned:
             source.reader.shards.delivered.compare_arrived()
             while True:
-                samples, _, early = readable(source.reader, source.bad_data, batch, batches.plan.order, maker.samples)
+                samples, _, early = readable(source.reader, source.bad_data, batch, order, maker.samples)
                 # In a worker nobody could compare it later.
                 if worker is None or source.reader.is_right(early, wait=True):
                     break

@@ -80,31 +80,23 @@ class BatchSettings:
 
 
 @dataclass(frozen=True)
-class _Lengths:
-    """Lengths that stay out of a pickle: another process maps them itself."""
+class _OfReader:
+    """What a method of a reader (`lengths` or `amounts`) returns for a name; equal where reader and name are.
 
-    reader: SampleReader
+    Lengths stay out of a pickle: another process maps them itself.
+    """
+
+    method: Callable[..., Any]
     name: str
 
-    def __call__(self) -> NDArray[np.uint32]:
-        return self.reader.lengths(self.name)
+    def __call__(self, *arguments: Any) -> Any:
+        return self.method(self.name, *arguments)
 
 
-@dataclass(frozen=True)
-class _Amounts:
-    """A length, or an expression of lengths, as a cost of samples by their ids."""
-
-    reader: SampleReader
-    name: str
-
-    def __call__(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self.reader.amounts(self.name, ids)
-
-
-def _mean(lengths: NDArray[np.integer], kept: Callable[[NDArray[np.integer]], NDArray[np.int64]] | None) -> float:
+def _mean(lengths: NDArray[np.integer], kept: Callable[[NDArray[np.integer]], NDArray[np.integer]]) -> float:
     """The mean of lengths, of which only a part may be kept: the same number on every machine."""
     pieces = (lengths[begin : begin + _AVERAGED] for begin in range(0, len(lengths), _AVERAGED))
-    total = sum(int((piece if kept is None else kept(piece)).sum(dtype=np.int64)) for piece in pieces)
+    total = sum(int(kept(piece).sum(dtype=np.int64)) for piece in pieces)
     return round(total / len(lengths), 3) if len(lengths) else 1.0
 
 
@@ -252,9 +244,9 @@ class SampleSource:
             return None
         self.reader.amounts(self.balanced_by, np.empty(0, np.int64))  # raises now if there are none
         if self.balance != self.lengths_name and isinstance(self.balance, str):
-            return Balance(_Amounts(self.reader, self.balance), device_batch_size)
+            return Balance(_OfReader(self.reader.amounts, self.balance), device_batch_size)
         cost = None if isinstance(self.balance, str) else self.balance
-        return Balance(cost, device_batch_size, _Lengths(self.reader, self.balanced_by))
+        return Balance(cost, device_batch_size, _OfReader(self.reader.lengths, self.balanced_by))
 
     @property
     def balanced_by(self) -> str:
@@ -276,7 +268,7 @@ class SampleSource:
                 found = SwitchedRun(self.snapshot, weights, config, self.reader.versions)
             else:
                 even = config.even_rows
-                amounts = _Amounts(self.reader, even) if isinstance(even, str) else None
+                amounts = _OfReader(self.reader.amounts, even) if isinstance(even, str) else None
                 options: dict[str, Any] = {"forgotten": forgotten, "lists": self.lists, "amounts": amounts}
                 found = RunOrder(self.snapshot, weights, config, lengths, **options)
             if forgotten is not None:  # nor may they be delivered in place of bad samples
@@ -289,8 +281,7 @@ class SampleSource:
         """What this node's disk holds; `NO_REPORT` where that changes nothing."""
         if not settings.order.sticky or num_readers(settings.world) == 1:
             return NO_REPORT
-        entries = map(self.reader.entry, range(self.snapshot.num_shards))
-        is_here = np.array([cache.present(entry) for cache, entry in entries], dtype=np.bool_)
+        is_here = np.array(list(map(self.reader.shards.pool.is_present, range(self.snapshot.num_shards))), np.bool_)
         return reader_of(settings.world), self.order(settings.order).samples_on(is_here)
 
     @cached_property
@@ -306,7 +297,7 @@ class SampleSource:
         except NotFoundError as error:
             raise NotFoundError(f"{error} Or pass mean_lengths= to the Schedule.") from error
         edges = self.snapshot.shard_offsets[self.snapshot.stream_offsets].tolist()
-        kept = None if self.packing is None else self.packing.rows("").packed_tokens
+        kept = np.asarray if self.packing is None else self.packing.rows("").packed_tokens
         means = [_mean(lengths[begin:end], kept) for begin, end in pairwise(edges)]
         return replace(schedule, mean_lengths=tuple(zip(schedule.streams, means, strict=True)))
 

@@ -11,7 +11,7 @@ import gc
 import multiprocessing
 import os
 import select
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import cycle
@@ -32,7 +32,7 @@ from lightning_stream.processes import job_signals_wait
 from lightning_stream.threads import wait_briefly
 
 _BATCH, _ERROR, _END = b"b", b"e", b""  # how a worker's message begins
-_TAKEN, _STOP = b"t", b"s"  # what the trainer sends beside jobs, which are longer
+_JOB, _TAKEN, _STOP = b"j", b"t", b"s"  # what the trainer sends: a byte, behind which a job follows
 _END_S = 5.0  # for a worker to end by itself
 _EXIT_PRIORITY = 10  # before multiprocessing ends processes at the interpreter's exit
 
@@ -169,7 +169,7 @@ class _Worker:
             if message[:1] == _BATCH:
                 self._arena.discard(message[1:])
             self._is_busy = message[:1] == _BATCH
-        self._send(job)
+        self._send(_JOB, job)
         self._is_busy = True
 
     def take(self, timeout_s: float) -> Delivery | None:
@@ -204,17 +204,19 @@ class _Worker:
         self._results.close()
         self._process.close()
 
-    def _send(self, message: bytes) -> None:
+    def _send(self, kind: bytes, job: bytes | None = None) -> None:
         with suppress(OSError):  # it has ended: `_receive` says so
-            self._jobs.send_bytes(message)
+            os.write(self._jobs.fileno(), kind)
+            if job:
+                self._jobs.send_bytes(job)
 
     def _receive(self, timeout_s: float) -> bytes:
         ready = wait_briefly(lambda wait_s: self._events.poll(1000 * wait_s), timeout_s)
         if not ready:
             raise late_batch(timeout_s)
-        if any(fd == self._results.fileno() for fd, _ in ready):
+        if self._results.fileno() in dict(ready):
             with suppress(EOFError, OSError):
-                return bytes(self._results.recv_bytes())
+                return self._results.recv_bytes()  # type: ignore[no-any-return]  # bytes
         self._process.join(_END_S)
         code = self._process.exitcode
         reason = " It was killed: perhaps memory ran out, then use fewer num_workers." if code == -9 else ""
@@ -228,23 +230,32 @@ def _work(index: int, task: WorkerTask, arena: Arena, jobs: Connection, results:
     """The life of a worker process."""
     leave_signals_to_the_trainer(jobs.fileno())
     gc.freeze()  # each collection would visit the trainer's objects, and so copy a forked worker's memory
-    inbox = _Inbox(jobs, task.num_waiting)
-    is_new = True
-    with suppress(BrokenPipeError, ConnectionResetError):  # the trainer is gone, or needs no more
-        while (job := inbox.next_job()) is not None:
-            with closing(_messages(index, task, arena, job, is_new)) as messages:
-                while inbox.may_make() and (message := next(messages, None)) is not None:
-                    results.send_bytes(message)
-                    inbox.num_waiting += 1
+    with suppress(EOFError, OSError):  # the trainer is gone, or needs no more
+        while kind := os.read(jobs.fileno(), 1):
+            if kind != _JOB:  # about the last one, which is over
+                continue
+            _send_batches(_messages(index, task, arena, jobs.recv_bytes()), results, jobs, task.num_waiting)
             results.send_bytes(_END)
-            is_new = False
 
 
-def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes, is_new: bool) -> Generator[bytes]:
+def _send_batches(messages: Iterator[bytes], results: Connection, jobs: Connection, most_waiting: int) -> None:
+    """Send those of a job, of which so many wait at most, until the job ends or the trainer stops it."""
+    for number, message in enumerate(messages, 1):
+        results.send_bytes(message)
+        if number >= most_waiting and os.read(jobs.fileno(), 1) != _TAKEN:
+            return
+
+
+def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes) -> Generator[bytes]:
     """Those of the batches of a job, or of an error."""
     try:
-        if is_new:
-            _set_up(index, task, arena)
+        if task.maker.memory is None:  # before the first batch
+            torch_private.become_worker(index, task.num_workers, task.seed, task.dataset)
+            task.maker.source.reader.counters.values = arena.counters
+            arena.pid[0] = os.getpid() if can_report() else 0
+            task.maker.memory = arena.empty
+            if task.init is not None:
+                task.init(index)
         start = loads(job)  # noqa: S301 - our own
         with closing(task.maker.batches(task.settings, start, index, task.num_workers)) as batches:
             for delivery in batches:
@@ -252,44 +263,3 @@ def _messages(index: int, task: WorkerTask, arena: Arena, job: bytes, is_new: bo
                 del delivery
     except Exception as error:  # noqa: BLE001 - the trainer raises it
         yield _ERROR + torch_private.pickled_error(error, index)
-
-
-def _set_up(index: int, task: WorkerTask, arena: Arena) -> None:
-    """Become a worker, before the first batch."""
-    torch_private.become_worker(index, task.num_workers, task.seed, task.dataset)
-    task.maker.source.reader.counters.values = arena.counters
-    arena.pid[0] = os.getpid() if can_report() else 0
-    task.maker.memory = arena.empty
-    if task.init is not None:
-        task.init(index)
-
-
-class _Inbox:
-    """What the trainer sends to a worker. `num_waiting` counts the batches that it has not taken yet."""
-
-    def __init__(self, jobs: Connection, most_waiting: int) -> None:
-        self._jobs = jobs
-        self._most_waiting = most_waiting
-        self.num_waiting = 0
-
-    def next_job(self) -> bytes | None:
-        """Wait for the next job; None where the trainer has no more."""
-        while (message := self._receive()) is not None:
-            if message not in (_TAKEN, _STOP):
-                self.num_waiting = 0
-                return message
-        return None
-
-    def may_make(self) -> bool:
-        """Wait until the trainer may wait for another batch; False where it ends the job."""
-        while self.num_waiting >= self._most_waiting:
-            if self._receive() != _TAKEN:
-                return False
-            self.num_waiting -= 1
-        return True
-
-    def _receive(self) -> bytes | None:
-        try:
-            return self._jobs.recv_bytes()
-        except (EOFError, OSError):
-            return None

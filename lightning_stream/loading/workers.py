@@ -13,13 +13,14 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
 from dataclasses import replace
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_stream.errors import StateError
-from lightning_stream.loading.batches import BatchMaker, Delivery
+from lightning_stream.loading.batches import BatchMaker, Delivery, clocks_of_processor
 from lightning_stream.loading.randomness import SeededCall, sample_seed
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
@@ -56,7 +57,8 @@ class MadeBatches:
 
     def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None]) -> None:
         self._batches: Iterator[Delivery] | None = batches
-        self._end = weakref.finalize(self, _end_in, os.getpid(), end)
+        self._failures: list[bool] = []
+        self._end = weakref.finalize(self, _end_in, os.getpid(), end, self._failures)
 
     def __next__(self) -> Delivery:
         if self._batches is None:
@@ -73,14 +75,13 @@ class MadeBatches:
     def close(self, failed: bool = False) -> None:
         """End the iteration: its workers, its announcements to the reader, and its use of shards."""
         self._batches = None
-        if ending := self._end.detach():
-            _, _, (pid, end), _ = ending
-            _end_in(pid, end, failed)
+        self._failures.append(failed)
+        self._end()
 
 
-def _end_in(pid: int, end: Callable[[bool], None], failed: bool = False) -> None:
+def _end_in(pid: int, end: Callable[[bool], None], failures: list[bool]) -> None:
     if os.getpid() == pid:
-        end(failed)
+        end(any(failures))
 
 
 class Workers:
@@ -120,7 +121,7 @@ class Workers:
             if end_workers is not None:
                 end_workers(failed)
 
-        made = MadeBatches((maker.verified(settings, batch) for batch in batches), end)
+        made = MadeBatches(maker.verified(settings, batches), end)
         if loader.num_workers or loader.pin_memory:
             self._live.add(made)
         return made
@@ -190,12 +191,18 @@ def _in_threads(
     """Batches in their order, while threads of this process make those that follow, so many at most."""
     pending: deque[futures.Future[Delivery]] = deque()
     with DaemonPool(num_threads, "make") as pool:
-        for make in replace(maker, in_threads=True).to_make(settings, start, threads=(num_threads, ahead)):
-            pending.append(pool.submit(make))
+        maker = replace(maker, in_threads=True)
+        planned, order = maker.planned(settings, start, in_progress=1 + ahead)
+        began = perf_counter()
+        for batch in planned:
+            pending.append(
+                pool.submit(maker.make, batch, order, perf_counter() - began, clocks_of_processor(num_threads))
+            )
             _unfinished.add(pending[-1])
             pending[-1].add_done_callback(_unfinished.discard)
             if len(pending) > ahead:
                 yield _result(pending.popleft(), timeout_s)
+            began = perf_counter()
         while pending:
             yield _result(pending.popleft(), timeout_s)
 

@@ -81,9 +81,9 @@ def divided(asked: float, got: float, made: Made) -> tuple[float, ...]:
     if made.ended <= asked:
         return (*_NOTHING, got - asked)
     began, ended = min(max(made.began, asked), got), min(max(made.ended, asked), got)
-    share = (ended - began) / whole if (whole := sum(made.stages)) > 0 else 0.0
+    share = (ended - began) / (sum(made.stages) or 1.0)
     stages = [share * seconds for seconds in made.stages]
-    return (began - asked, *stages, got - asked - (began - asked) - sum(stages))
+    return (began - asked, *stages, got - began - sum(stages))
 
 
 class SampledClocks:
@@ -228,7 +228,7 @@ class Meter:
             GARBAGE.watch()
         if batch is not None:
             total.num_samples += batch.num_samples
-            total.num_tokens += batch.num_tokens
+            total.num_tokens += 0 if batch.rows is None else batch.num_tokens
             total.epoch_fraction = min(1.0, batch.end / total.epoch_positions)
             if batch.completes_step:
                 total.num_positions += batch.end - batch.begin

@@ -180,11 +180,23 @@ def readable(
     Raises:
         FormatError, NotFoundError: Data cannot be read and the policy is to raise.
     """
-    spent = reader.counters.spent
+    spent, whole = reader.counters.spent, info
+    if (bad.found or bad.shards) and bad.suspects(reader, info.sample_ids):
+        whole = bad.replaced(reader, info, order)
     while True:
         spent.early = early = list[EarlyRead]()
         try:
-            return *_substituted(reader, bad, info, order, read), tuple(early)
+            if whole is info:
+                return read(info), info, tuple(early)
+            instead = [one.delivered for one in whole.substitutions] if whole.rows is None else whole.sample_ids
+            with reader.read_ahead(np.array(instead)):
+                return read(whole), whole, tuple(early)
+        except UNREADABLE:
+            if whole is not info or not bad.policy.substitutes:
+                raise
+            whole = bad.replaced(reader, info, order)
+            if whole is info:
+                raise  # all samples can be read: the user's own code failed
         except LightningStreamError:
             raise
         except Exception as error:
@@ -193,20 +205,3 @@ def readable(
             _log.warning("The batch at %s was read early and wrong (%r): it is made again.", info.label, error)
         finally:
             spent.early = None
-
-
-def _substituted(
-    reader: SampleReader, bad: BadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
-) -> tuple[T, MicroBatch]:
-    if not bad.suspects(reader, info.sample_ids):
-        try:
-            return read(info), info
-        except UNREADABLE:
-            whole = bad.replaced(reader, info, order) if bad.policy.substitutes else info
-            if whole is info:
-                raise  # all samples can be read: the user's own code failed
-    else:
-        whole = bad.replaced(reader, info, order)
-    instead = np.array([one.delivered for one in whole.substitutions]) if whole.rows is None else whole.sample_ids
-    with reader.read_ahead(instead):
-        return read(whole), whole

@@ -196,10 +196,6 @@ class SampleReader:
         """The ids of these samples in the streams: others only after deletions, or where a filter or subset chose."""
         return ids if self.members is None else self.members.select(ids)
 
-    def _locate(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The shard that holds each sample, and its index in it."""
-        return self.shards.snapshot.locate(self.original_ids(ids))
-
     def sample(self, sample_id: int, version: int | None = None) -> dict[str, Any]:  # noqa: ARG002 - see `switched`
         """Read one sample: column name to value. `version` counts where a training run switches versions.
 
@@ -294,14 +290,16 @@ class SampleReader:
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
         if self.shards.mixed_columns is None:
-            found = self.shards.pool.open.flat_arrays(*self._locate(ids), names, use)
+            of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
+            found = self.shards.pool.open.flat_arrays(of_shard, within, names, use)
             if found is not None:
                 return found
         return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
         reads: list[EarlyRead] = []
-        (of_shard, within), mixed = self._locate(ids), self.shards.mixed_columns
+        of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
+        mixed = self.shards.mixed_columns
         if self.shards.num_joined:
             columns = merge_groups(self._joined(of_shard, within, reads), self.shards.columns, len(ids), out)
         elif mixed is not None:

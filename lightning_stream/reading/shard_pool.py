@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache import Lease, ShardCache
 from lightning_stream.errors import CacheError, FormatError, LightningStreamError, LockTimeoutError
 from lightning_stream.formats.encodings.base import FlatArrays
-from lightning_stream.formats.mds.gather import SpanTable, flat_arrays
+from lightning_stream.formats.mds.gather import SpanTable, flat_arrays, gather_rows
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
@@ -100,10 +100,11 @@ class OpenShards:
 
         With `joined` = 1, 2...: of the first, the second... of the shards that are joined to it.
         """
-        batch = self._tables[joined].gather(numbers, indices, out)
-        if batch is not None:
-            self._use(numbers if joined == 0 else numbers + joined * self._num_shards)
-        return batch
+        rows = self._tables[joined].find(numbers, indices)
+        if rows is None:
+            return None
+        self._use(numbers if joined == 0 else numbers + joined * self._num_shards)
+        return gather_rows(rows, out)
 
     def flat_arrays(
         self, numbers: NDArray[np.int64], indices: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]
@@ -112,9 +113,10 @@ class OpenShards:
 
         rows = self._tables[0].find(numbers, indices)
         found = None if rows is None else flat_arrays(rows, names)
-        result = None if rows is None or found is None else use(found, rows.window.view)
+        if rows is None or found is None:
+            return None
         self._use(numbers)
-        return result
+        return use(found, rows.window.view)
 
     def _use(self, numbers: int | NDArray[np.int64]) -> None:
         self._clock += 1

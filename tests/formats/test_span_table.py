@@ -11,7 +11,8 @@ import pytest
 
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.mds.gather import SpanTable, gather, gather_rows
-from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.formats.memory import Int64s
+from lightning_stream.formats.shard import Batch, Buffers, Shard, open_shard
 from lightning_stream.writer import JSONWriter, MDSWriter
 
 NUM_SAMPLES = 40
@@ -24,6 +25,11 @@ def written(folder: Path, columns: dict[str, str]) -> list[Shard]:
             writer.write({name: sample[name] for name in columns})
     index = Index.from_file(folder / "index.json")
     return [open_shard(index.entry(k), folder) for k in range(len(index))]
+
+
+def gathered(table: SpanTable, numbers: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch | None:
+    rows = table.find(numbers, indices)
+    return None if rows is None else gather_rows(rows, out)
 
 
 def table_of(shards: list[Shard]) -> SpanTable:
@@ -40,13 +46,13 @@ def test_a_batch_by_numbers_is_the_batch_of_the_shards(tmp_path: Path, columns: 
     table = table_of(shards)
     picks = np.array([39, 0, 17, 17, 4])
     which = np.searchsorted(starts, picks, side="right") - 1
-    batch, wanted = table.gather(which, picks - starts[which], None), gather(shards, which, picks - starts[which])
+    batch, wanted = gathered(table, which, picks - starts[which]), gather(shards, which, picks - starts[which])
     assert len(shards) > 2
     assert batch is not None
     assert list(batch["n"]) == list(wanted["n"]) == picks.tolist()
     assert batch.get("t") == wanted.get("t")
     target = np.empty(5, wanted["n"].dtype)  # type: ignore[union-attr]
-    filled = table.gather(which, picks - starts[which], {"n": target})
+    filled = gathered(table, which, picks - starts[which], {"n": target})
     assert filled is not None
     assert filled["n"] is target
     assert target.tolist() == picks.tolist()
@@ -57,12 +63,12 @@ def test_samples_that_are_not_there_are_never_read(tmp_path: Path) -> None:
     table = table_of(shards)
     first, count = np.array([0, 0]), shards[0].num_samples
     for wrong in (-1, count, 2**40, -(2**63)):
-        assert table.gather(first, np.array([0, wrong]), None) is None
-    assert table.gather(first, np.array([0, count - 1]), None) is not None
+        assert gathered(table, first, np.array([0, wrong])) is None
+    assert gathered(table, first, np.array([0, count - 1])) is not None
     table.remove(0)
     table.remove(0)
-    assert table.gather(first, np.array([0, 0]), None) is None
-    assert table.gather(np.array([1, 1]), np.array([0, 1]), None) is not None
+    assert gathered(table, first, np.array([0, 0])) is None
+    assert gathered(table, np.array([1, 1]), np.array([0, 1])) is not None
 
 
 def test_shards_of_other_columns_or_formats_are_left_to_others(tmp_path: Path) -> None:
@@ -71,12 +77,12 @@ def test_shards_of_other_columns_or_formats_are_left_to_others(tmp_path: Path) -
         writer.write({"n": 1})
     rows = open_shard(Index.from_file(tmp_path / "rows" / "index.json").entry(0), tmp_path / "rows")
     table = table_of([one, other, rows])
-    assert table.gather(np.array([0]), np.array([0]), None) is not None
+    assert gathered(table, np.array([0]), np.array([0])) is not None
     for number in (1, 2):
-        assert table.gather(np.array([0, number]), np.array([0, 0]), None) is None
+        assert gathered(table, np.array([0, number]), np.array([0, 0])) is None
     table.remove(0)  # now that none is here, any plan may come
     table.add(1, other.mapped)
-    assert table.gather(np.array([1]), np.array([0]), None) is not None
+    assert gathered(table, np.array([1]), np.array([0])) is not None
 
 
 def test_batches_are_right_or_absent_while_shards_come_and_go(tmp_path: Path) -> None:
@@ -94,7 +100,7 @@ def test_batches_are_right_or_absent_while_shards_come_and_go(tmp_path: Path) ->
     which, results = np.arange(len(shards)), set()
     try:
         for _ in range(300):
-            batch = table.gather(which, np.zeros_like(which), None)
+            batch = gathered(table, which, np.zeros_like(which))
             results.add(None if batch is None else tuple(batch["n"]))
     finally:
         is_done.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -87,11 +88,6 @@ class SpanTable:
         if window is None or layout is None or here < len(indices):
             return None
         return MappedRows(layout, window, spans, numbers, indices, files)
-
-    def gather(self, numbers: Int64s, indices: Int64s, out: Buffers | None) -> Batch | None:
-        """As `gather`, for samples ``indices[k]`` of shards ``numbers[k]``; None if not all of them are here."""
-        rows = self.find(numbers, indices)
-        return None if rows is None else gather_rows(rows, out)
 
 
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
@@ -274,7 +270,7 @@ def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: 
     assert layout is not None
     shape = (len(at), *layout.shape)
     if out is None:
-        return window.take_as(layout.dtype, at, size).reshape(shape)
+        return window.take(at, size).reshape(-1).view(layout.dtype).reshape(shape)
     target = buffer_array(out, layout.dtype, shape, column.name)
     window.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))
     return target
@@ -286,7 +282,7 @@ def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: s
         array = out
     else:
         raw = np.frombuffer(out, np.uint8)
-        needed = int(np.prod(shape)) * dtype.itemsize
+        needed = math.prod(shape) * dtype.itemsize
         array = raw[:needed].view(dtype).reshape(shape) if len(raw) >= needed else raw
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.writeable:
         found = f"{array.dtype} and shape {array.shape}"
