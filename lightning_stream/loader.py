@@ -449,7 +449,7 @@ class StreamingDataLoader(DataLoader[Any]):
                 "Only a mixture with a schedule can change, but the dataset has none. Pass "
                 "StreamingDataset(schedule=[(0, {name: weight})]) from the start of the run."
             )
-        return schedule
+        return structs.replace(schedule)  # a copy, whose mappings are the caller's to change
 
     def change_mixture(
         self,

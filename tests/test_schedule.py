@@ -272,7 +272,9 @@ def test_a_stream_is_added_and_dropped_and_nothing_is_fetched_of_one_that_has_no
     assert {*stream_of(next(batches)["id"].tolist())} == {0, 2}
     assert [*(tmp_path / "math").glob("*.mds")]
     batches.close()
-    assert [one.weights for one in loader.schedule.changes] == [(("math", 1), ("web", 1))]
+    assert [one.weights for one in loader.schedule.changes] == [{"math": 1, "web": 1}]
+    loader.schedule.changes[0].weights["web"] = 5  # type: ignore[index]  # a copy: the run keeps its own
+    assert [one.weights for one in loader.schedule.changes] == [{"math": 1, "web": 1}]
 
 
 def test_a_skip_omits_exactly_the_next_samples_of_a_stream(folder: Path) -> None:

@@ -299,7 +299,7 @@ class SampleSource:
         edges = self.snapshot.shard_offsets[self.snapshot.stream_offsets].tolist()
         kept = np.asarray if self.packing is None else self.packing.rows("").packed_tokens
         means = [_mean(lengths[begin:end], kept) for begin, end in pairwise(edges)]
-        return replace(schedule, mean_lengths=tuple(zip(schedule.streams, means, strict=True)))
+        return structs.replace(schedule, mean_lengths=dict(zip(schedule.streams, means, strict=True)))
 
     @cached_property
     def forgotten(self) -> Forgotten | None:

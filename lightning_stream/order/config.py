@@ -227,8 +227,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
 
     def to_state(self) -> dict[str, Any]:
         """The settings as a dict of plain values."""
-        state = plain(structs.replace(self, schedule=None))
-        return state if self.schedule is None else {**state, "schedule": self.schedule.to_state()}
+        return plain(self)
 
     @property
     def digest(self) -> str:
@@ -244,9 +243,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
                 "the state was written by a newer lightning-stream. Install that one to continue the run."
             )
         try:
-            config = msgspec.convert({**state, "schedule": None}, cls)
-            schedule = state.get("schedule")
-            return config if schedule is None else structs.replace(config, schedule=Schedule.from_state(schedule))
+            return msgspec.convert({**state}, cls)
         except (TypeError, ValueError, AttributeError) as error:
             raise StateError(
                 f"The order settings of a state must be those that this package wrote, but: {error} "
@@ -306,9 +303,7 @@ _RULES = {
     "algorithm": one_of("window", UNIFORM, SAMPLER, *MOSAIC_ALGORITHMS),
     "batching_method": one_of(*METHODS),
     "sampling_method": one_of("balanced", "fixed"),
-    "shuffle": one_of(True, False),
-    "quick_start": one_of(True, False),
-    "sticky": one_of(True, False),
+    **dict.fromkeys(("shuffle", "quick_start", "sticky"), one_of(True, False)),
     "even_rows": Rule("True, False or a string", lambda value: isinstance(value, bool | str)),
     "canonical_nodes": count(1, MOST_NODES),
     "window": count(1, MOST_NODES),

@@ -141,7 +141,7 @@ class Mixture:
         skips = []
         for change in self._schedule.changes:
             before = self._counts(change.at // self._stretch)
-            for name, skipped in change.skip:
+            for name, skipped in change.skip.items():
                 stream = self._schedule.streams.index(name)
                 skips.append((stream, int(before[stream]), -(-int(skipped) // self._stretch)))
         return skips

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.lazy import kept
 
-from .arrays import Ints, starts_of
+from .arrays import Ints, segment_of, starts_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
 
 if TYPE_CHECKING:
@@ -364,18 +364,15 @@ class Interleave(Composed):
             sequence[:num_full] = which[blocks - first]
             number[:num_full] = numbers[blocks - first] * self.block + at[:num_full] % self.block
         rest = at[num_full:]
-        entry = np.searchsorted(self._borders, rest, side="right") - 1
+        entry = segment_of(self._borders, rest)
         sequence[num_full:] = self._with_remainder[entry]
         number[num_full:] = self._counts[sequence[num_full:]] * self.block + rest - self._borders[entry]
         return sequence, number
 
     def find(self, sample_id: int) -> list[int]:
-        positions = []
-        for which, order in enumerate(self._orders):
-            for number in order.find(sample_id):
-                position = self._position(which, number)
-                positions += [] if position is None else [position]
-        return sorted(positions)
+        numbers = [(which, number) for which, order in enumerate(self._orders) for number in order.find(sample_id)]
+        positions = [self._position(*number) for number in numbers]
+        return sorted(position for position in positions if position is not None)
 
     def _position(self, which: int, number: int) -> int | None:
         """The inverse of `locate`; None for a number that a mixture skips."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import StateError
 from lightning_stream.lazy import kept
 
-from .arrays import Ints
+from .arrays import Ints, segment_of
 from .balance import whole_costs
 from .buckets import LengthBuckets
 from .orders import Composed, Counted, Listed, Order, ceil_div, places_by, positions_of
@@ -218,7 +218,7 @@ class PackedSequence(Regrouped[PackedWindow]):
     def rows_with(self, sample_id: int, window: int) -> list[int]:
         """The rows of a window that have a sample, each once. Counts the rows of all windows before it."""
         rows = self.rows(window)
-        inside = np.searchsorted(rows.edges, np.flatnonzero(rows.ids == sample_id), side="right") - 1
+        inside = segment_of(rows.edges, np.flatnonzero(rows.ids == sample_id))
         numbers: list[int] = (self.counts.before(window) + np.unique(inside)).tolist()
         return numbers
 
@@ -336,7 +336,7 @@ class PackedRows(Order):
         row, sequence = np.divmod(at, len(self._sequences))
         if not self._all_have(int(row.max(initial=-1)) + 1):
             totals, rows, begins = self._borders
-            for border, here in places_by(np.searchsorted(begins, at, side="right") - 1):
+            for border, here in places_by(segment_of(begins, at)):
                 left = np.flatnonzero(totals > rows[border])
                 rounds, inside = np.divmod(at[here] - begins[border], len(left))
                 row[here] = rows[border] + rounds
@@ -377,21 +377,17 @@ class PackedRows(Order):
         totals = self._borders[0]
         return int(np.minimum(totals, row).sum() + (totals[:sequence] > row).sum())
 
-    def _rows_before(self, position: int) -> Iterator[tuple[PackedSequence, int]]:
-        """Each sequence, and its rows that come before a position."""
+    def cursor(self, position: int) -> tuple[Counted, ...]:
+        """What a state holds, so that a resume at this position plans few windows; () at the beginning."""
         last, row = len(self._sequences), _ALL
         if self.reaches(position + 1):
             (last,), (row,) = self.locate(np.array([position]))
-        for number, sequence in enumerate(self._sequences):
-            yield sequence, sequence.counts.up_to(int(row) + (number < last))
-
-    def cursor(self, position: int) -> tuple[Counted, ...]:
-        """What a state holds, so that a resume at this position plans few windows; () at the beginning."""
         windows = []
-        for sequence, row in self._rows_before(position):
-            number, before, behind = sequence.counts.find(row)
+        for number, sequence in enumerate(self._sequences):
+            rows = sequence.counts.up_to(int(row) + (number < last))  # that come before the position
+            window, before, behind = sequence.counts.find(rows)
             # A change of the mixture may still change the rows of a window that is not begun.
-            windows.append((number, before, before if row == before else behind))
+            windows.append((window, before, before if rows == before else behind))
         return tuple(windows) if position else ()
 
     def unchanged_from(self, position: int) -> int:
@@ -419,10 +415,8 @@ class PackedRows(Order):
         window, before, _ = self._sequences[sequence].counts.find(int(row))
         rows: RowSpans = self._sequences[sequence].rows(window)
         others = np.delete(np.arange(len(rows)), row - before)
-        if not len(others):
-            return rows.take(others)
-        numbers = random_u64(RngStream.SUBSTITUTE, seed, epoch, position, size=_ALTERNATIVES)
-        return rows.take(others[(numbers % np.uint64(len(others))).astype(np.int64)])
+        numbers = random_u64(RngStream.SUBSTITUTE, seed, epoch, position, size=_ALTERNATIVES if len(others) else 0)
+        return rows.take(others[(numbers % np.uint64(max(1, len(others)))).astype(np.int64)])
 
     @property
     def samples_per_position(self) -> int:

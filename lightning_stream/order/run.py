@@ -278,9 +278,8 @@ class RunOrder:
 
     def _drawn_shards(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
         """What is drawn, in the run-constant order of shards (index order without shuffling)."""
-        found = self._constant_draws.get(streams)
-        if found is not None:
-            return found
+        if streams in self._constant_draws:
+            return self._constant_draws[streams]
         drawn = self._draw.shards(epoch, streams)
         if self.config.shuffle:
             drawn = drawn.take(np.argsort(self._places[drawn.shard]))
@@ -318,8 +317,8 @@ def _schedule_problems(
     names = schedule.streams
     if len(names) != snapshot.num_streams:
         yield f"It has weights for {len(names)} streams, but there are {snapshot.num_streams}."
-    weights_of = [pairs for _, pairs in schedule.points] + [change.weights or () for change in schedule.changes]
-    used = {name for pairs in weights_of for name, weight in pairs if weight}
+    all_weights = [weights for _, weights in schedule.points] + [change.weights or {} for change in schedule.changes]
+    used = {name for weights in all_weights for name, weight in weights.items() if weight}
     for name, size in sorted(zip(names, snapshot.stream_samples.tolist(), strict=False)):
         if name in used and not size:
             yield f"Stream {name!r} has no samples, but a weight above 0."

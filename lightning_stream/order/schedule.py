@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
+from msgspec import Struct, structs
 
-from .rules import AMOUNT, MAX_NUMBER, Rule, count, is_count, one_of, short, violations
+from .rules import AMOUNT, MAX_NUMBER, Rule, count, is_count, one_of, plain, short, violations
 
-Numbers = tuple[tuple[str, float], ...]  # a name and a number each
-Counts = tuple[tuple[str, int], ...]
+Numbers = Mapping[str, int | float]
 Exhausted = Literal["repeat", "stop"]
 Unit = Literal["samples", "tokens", "steps"]
 Interpolation = Literal["step", "linear"]
 
 
-@dataclass(frozen=True)
-class MixtureChange:
+class MixtureChange(Struct, frozen=True, array_like=True):
     """A decision made while training, which takes effect at global sample ``at`` (counted through all epochs).
 
     ``weights`` replace all that the schedule had from there on; ``skip`` omits the next samples of some streams.
@@ -27,11 +27,14 @@ class MixtureChange:
 
     at: int
     weights: Numbers | None = None
-    skip: Counts = ()
+    skip: Mapping[str, int] = {}
+
+    def __post_init__(self) -> None:
+        structs.force_setattr(self, "weights", None if self.weights is None else _named(self.weights))
+        structs.force_setattr(self, "skip", _named(self.skip))
 
 
-@dataclass(frozen=True, init=False)
-class Schedule:
+class Schedule(Struct, frozen=True, omit_defaults=True):
     """The weights of a mixture as a function of training progress, exact at every sample.
 
     Args:
@@ -59,43 +62,38 @@ class Schedule:
         Schedule([(0, {"web": 0.7, "code": 0.3}), (20e9, {"web": 0.4, "code": 0.6})], interpolation="linear")
     """
 
-    points: tuple[tuple[int, Numbers], ...]
-    unit: Unit
-    interpolation: Interpolation
-    exhausted: Exhausted | tuple[tuple[str, Exhausted], ...]
-    mean_lengths: Numbers
-    streams: tuple[str, ...]
-    changes: tuple[MixtureChange, ...]
+    points: Sequence[tuple[int | float, Numbers]]
+    unit: Unit = "samples"
+    interpolation: Interpolation = "step"
+    exhausted: Exhausted | Mapping[str, Exhausted] = "repeat"
+    mean_lengths: Numbers = {}
+    changes: Sequence[MixtureChange] = ()
+    streams: Sequence[str] = ()
 
-    def __init__(
-        self,
-        points: Iterable[tuple[float, Mapping[str, float] | Numbers]],
-        unit: Unit = "samples",
-        interpolation: Interpolation = "step",
-        exhausted: Exhausted | Mapping[str, Exhausted] | tuple[tuple[str, Exhausted], ...] = "repeat",
-        mean_lengths: Mapping[str, float] | Numbers = (),
-        changes: Iterable[MixtureChange] = (),
-        streams: Sequence[str] = (),
-    ) -> None:
-        weights_at = [(_whole(at), dict(weights)) for at, weights in points]
-        named = dict.fromkeys(name for _, weights in weights_at for name in weights)
-        vars(self).update(  # a frozen value is filled in through its dict
-            points=tuple((at, _pairs(weights)) for at, weights in weights_at),
-            unit=unit,
-            interpolation=interpolation,
-            exhausted=exhausted if isinstance(exhausted, str) else _pairs(exhausted),
-            mean_lengths=_pairs(mean_lengths),
-            streams=tuple(streams) or tuple(named),
-            changes=tuple(changes),
-        )
+    def __post_init__(self) -> None:
+        names = dict.fromkeys(name for _, weights in self.points for name in dict(weights))
+        values = {  # copies: callers may change their own mappings
+            "points": tuple((_whole(at), _named(weights)) for at, weights in self.points),
+            "unit": _interned(self.unit),
+            "interpolation": _interned(self.interpolation),
+            "exhausted": _interned(self.exhausted) if isinstance(self.exhausted, str) else _named(self.exhausted),
+            "mean_lengths": _named(self.mean_lengths),
+            "changes": tuple(map(structs.replace, self.changes)),
+            "streams": tuple(self.streams or names),
+        }
+        for name, value in values.items():
+            structs.force_setattr(self, name, value)
         if problems := " ".join(self._problems()):
             raise ValueError(f"A mixture's schedule must be valid. {problems}")
 
+    def __hash__(self) -> int:
+        return hash((self.streams, len(self.changes)))  # a mapping has none
+
     def of_streams(self, names: Sequence[str]) -> Schedule:
         """The schedule for streams of these names, in this order. Raises ValueError for names that are not there."""
-        return replace(self, streams=tuple(names))
+        return structs.replace(self, streams=tuple(names))
 
-    def shares(self, weights: Mapping[str, float] | Numbers) -> tuple[Fraction, ...]:
+    def shares(self, weights: Numbers) -> tuple[Fraction, ...]:
         """The exact share of each stream: a float counts as the decimal that it prints as."""
         exact = self._of_streams(weights, default=0)
         total = sum(exact)
@@ -104,7 +102,7 @@ class Schedule:
     @property
     def lengths(self) -> tuple[Fraction, ...]:
         """What a sample of each stream counts in the unit of the weights."""
-        return self._of_streams(() if self.unit == "samples" else self.mean_lengths, default=1)
+        return self._of_streams({} if self.unit == "samples" else self.mean_lengths, default=1)
 
     @property
     def stops(self) -> tuple[bool, ...]:
@@ -113,29 +111,24 @@ class Schedule:
         return tuple(ends.get(name) == "stop" for name in self.streams)
 
     @property
-    def _ends(self) -> dict[str, Exhausted]:
+    def _ends(self) -> Mapping[str, Exhausted]:
         """What happens to streams, by their names, after their samples came once."""
-        if isinstance(self.exhausted, str):
-            return dict.fromkeys(self.streams, self.exhausted)
-        return dict(self.exhausted)
+        return dict.fromkeys(self.streams, self.exhausted) if isinstance(self.exhausted, str) else self.exhausted
 
-    def _of_streams(self, values: Mapping[str, float] | Numbers, default: int) -> tuple[Fraction, ...]:
-        by_name = dict(values)
-        return tuple(Fraction(str(by_name.get(name, default))) for name in self.streams)
+    def _of_streams(self, values: Numbers, default: int) -> tuple[Fraction, ...]:
+        return tuple(Fraction(str(values.get(name, default))) for name in self.streams)
 
     def counts_tokens(self, *, is_packed: bool) -> bool:
         """Whether the weights are shares of tokens, so that `mean_lengths` are needed."""
         return self.unit == "tokens" or (self.unit == "steps" and is_packed)
 
-    def changed(
-        self, at: int, weights: Mapping[str, float] | None = None, skip: Mapping[str, int] | None = None
-    ) -> Schedule:
+    def changed(self, at: int, weights: Numbers | None = None, skip: Mapping[str, int] | None = None) -> Schedule:
         """The schedule with one change more, from global sample ``at`` on.
 
         Raises:
             ValueError: A change that is wrong, or that lies before one made already.
         """
-        return replace(self, changes=(*self.changes, MixtureChange(at, _pairs(weights), _pairs(skip or {}))))
+        return structs.replace(self, changes=(*self.changes, MixtureChange(at, weights, skip or {})))
 
     def resumed(self, former: Schedule | None) -> Schedule:
         """``former``, with its changes, if it is this schedule and began with this one's changes; else this one."""
@@ -144,39 +137,33 @@ class Schedule:
     def extends(self, former: Schedule, at: int) -> bool:
         """Whether this is ``former`` with more changes, all from global sample ``at`` on."""
         begun = len(former.changes)
-        is_same = replace(self, changes=()) == replace(former, changes=()) and self.changes[:begun] == former.changes
+        is_same = (
+            structs.replace(self, changes=()) == structs.replace(former, changes=())
+            and self.changes[:begun] == former.changes
+        )
         return is_same and all(change.at >= at for change in self.changes[begun:])
 
     def to_state(self) -> dict[str, Any]:
         """The schedule as a dict of plain values, without those that the constructor has by default."""
-        state = vars(self) | {
-            "points": [[at, dict(weights)] for at, weights in self.points],
-            "exhausted": self.exhausted if isinstance(self.exhausted, str) else dict(self.exhausted),
-            "mean_lengths": dict(self.mean_lengths),
-            "streams": list(self.streams),
-            "changes": [[one.at, one.weights and dict(one.weights), dict(one.skip)] for one in self.changes],
-        }
-        return {name: value for name, value in state.items() if value and value not in ("samples", "step", "repeat")}
+        return plain(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Schedule:
         """Read the result of :meth:`to_state`. Raises TypeError or ValueError for anything else."""
-        changes = [MixtureChange(at, _pairs(weights), _pairs(skip)) for at, weights, skip in state.get("changes", ())]
-        return cls(**{"points": (), **state, "changes": changes})
+        return msgspec.convert(state, cls)
 
     def _problems(self) -> Iterator[str]:
         """One sentence for everything that is wrong."""
-        yield from violations(vars(self), _RULES)
+        yield from violations(structs.asdict(self), _RULES)
         starts = [at for at, _ in self.points]
         if starts[:1] != [0] or not all(is_count(at, 0) for at in starts) or starts != sorted(set(starts)):
             yield f"The points must be whole numbers that rise from 0, not {short(starts)}."
         for at, weights in self.points:
             yield from self._weight_problems(f"The point at {at}", weights)
         yield from self._value_problems("exhausted", self._ends, "each", _EXHAUSTED)
-        lengths = dict(self.mean_lengths)
-        yield from self._value_problems("mean_lengths", lengths, "a mean length", _LENGTH)
-        missing = [name for name in self.streams if name not in lengths]
-        if lengths and missing:
+        yield from self._value_problems("mean_lengths", self.mean_lengths, "a mean length", _LENGTH)
+        missing = [name for name in self.streams if name not in self.mean_lengths]
+        if self.mean_lengths and missing:
             yield f"mean_lengths must name all streams or none, but {', '.join(missing)} have none."
         for change in self.changes:
             yield from self._change_problems(change)
@@ -190,15 +177,15 @@ class Schedule:
             yield f"A change needs a sample number, not {short(change.at)}."
         if change.weights is not None:
             yield from self._weight_problems(where, change.weights)
-        yield from self._value_problems(f"{where} (skip)", dict(change.skip), "a number to skip", _SKIP)
-        for name, _ in change.skip:
+        yield from self._value_problems(f"{where} (skip)", change.skip, "a number to skip", _SKIP)
+        for name in change.skip:
             if self._ends.get(name) == "stop":
                 yield f"Stream {name!r} ends when exhausted: skip needs one that repeats."
 
     def _weight_problems(self, where: str, weights: Numbers) -> Iterator[str]:
-        problems = [*self._value_problems(where, dict(weights), "a weight", AMOUNT)]
+        problems = [*self._value_problems(where, weights, "a weight", AMOUNT)]
         yield from problems
-        positive = [] if problems else [weight for _, weight in weights if weight]
+        positive = [] if problems else [weight for weight in weights.values() if weight]
         if positive and min(positive) < _LEAST * sum(positive):
             yield f"{where} has the weight {min(positive)}, less than {_LEAST} of all: use 0."
         elif not positive and not problems:
@@ -220,12 +207,15 @@ def _whole(number: Any) -> Any:
     return int(number) if is_whole else number
 
 
-def _pairs(values: Any) -> Any:
-    """Sorted by name, so that the order in which names are given makes no other schedule; None stays."""
-    if values is None:
-        return None
+def _interned(value: Any) -> Any:
+    """A text as the object that equal constants are: a state omits a default only where it is the same object."""
+    return sys.intern(value) if isinstance(value, str) else value
+
+
+def _named(values: Any) -> dict[str, Any]:
+    """Sorted by name, with plain numbers, so that a state has them always alike."""
     pairs = sorted(dict(values).items())
-    return tuple((name, value.item() if isinstance(value, np.generic) else value) for name, value in pairs)
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in pairs}
 
 
 _LEAST = 1e-9  # of the sum of the weights

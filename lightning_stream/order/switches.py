@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from msgspec import structs
 
-from .arrays import Ints
+from .arrays import Ints, segment_of
 from .batches import Tail
 from .bitmap import Bitmap
 from .config import OrderConfig, Switch
@@ -153,7 +153,7 @@ class VersionedOrder(Composed):
         self._begins = np.array([part.begin for part in parts])
 
     def locate(self, at: Ints) -> tuple[Ints, Ints]:
-        number = np.searchsorted(self._begins, at, side="right") - 1
+        number = segment_of(self._begins, at)
         return number, at - self._begins[number]
 
     def member(self, number: int) -> Order:

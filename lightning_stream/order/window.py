@@ -168,8 +168,9 @@ class Stored(Order):
         entry = segment_of(self._begins, at)
         inside = at - self._begins[entry]
         ids = self.draw.snapshot.shard_offsets[self.shard[entry]] + inside % self.sizes[entry]
-        for number in np.unique(entry[inside >= self._whole[entry]]).tolist():
-            places = np.flatnonzero((entry == number) & (inside >= self._whole[entry]))
+        rest = np.flatnonzero(inside >= self._whole[entry])
+        for number in np.unique(entry[rest]).tolist() if len(rest) else ():
+            places = rest[entry[rest] == number]
             ids[places] = self.picked(number, inside[places] - int(self._whole[number]))
         return self.draw.delivered(self.epoch, ids)
 
@@ -252,10 +253,8 @@ class _NodeWindow:
         """Some entries of the part at a place. Of a large part, only these are made, from all of its random numbers."""
         if self._sizes[place] > _KEPT_PART:
             return self._permuted(place, begin, end)
-        return kept(self._small_parts, place, self._small_part, self._order.window + 1)[begin:end]
-
-    def _small_part(self, place: int) -> _Ids:
-        return self._permuted(place, 0, int(self._sizes[place]))
+        whole = partial(self._permuted, begin=0, end=int(self._sizes[place]))
+        return kept(self._small_parts, place, whole, self._order.window + 1)[begin:end]
 
     def _permuted(self, place: int, begin: int, end: int) -> _Ids:
         order = self._order

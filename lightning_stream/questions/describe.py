@@ -181,8 +181,8 @@ def _schedule(schedule: Schedule) -> Stage:
     counts = {"points": len(schedule.points), "changes": len(schedule.changes)}
     parts = [Stage(f"from {at:,}", dict(weights)) for at, weights in schedule.points]
     for change in schedule.changes:
-        skipped = {f"{name} skipped": number for name, number in change.skip}
-        parts.append(Stage(f"changed at sample {change.at:,}", dict(change.weights or ()), skipped))
+        skipped = {f"{name} skipped": number for name, number in change.skip.items()}
+        parts.append(Stage(f"changed at sample {change.at:,}", dict(change.weights or {}), skipped))
     shown = {name: number for name, number in counts.items() if number}
     return Stage("schedule", _shown(schedule, "unit", "interpolation", "exhausted"), shown, parts=tuple(parts))
 

@@ -159,7 +159,7 @@ def _folder_of(folder: Path, here: Position, run: RunOrder) -> Path:
     """Where a run that continues is recorded: in the folder, if it is free or has this run's record; else inside."""
     if not (folder / _START).exists() or _is_of_run(_read_start(folder), here, run):
         return folder
-    schedule = here.order.schedule and replace(here.order.schedule, changes=())
+    schedule = here.order.schedule and structs.replace(here.order.schedule, changes=())
     order = structs.replace(here.order, schedule=schedule).to_state()
     name = json.dumps([order, here.weights, here.snapshot.digest], sort_keys=True).encode()
     own = folder / f"run-{sha256(name).hexdigest()[:12]}"

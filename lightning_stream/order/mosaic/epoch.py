@@ -108,10 +108,10 @@ class MosaicOrder(_TableOrder):
         self._data = snapshot, weights, config
         self._epoch = epoch
         self._tables: dict[tuple[int, int, int, int], EpochTable] = {}
-        mosaic = config.mosaic
-        nodes = (mosaic and mosaic.initial_physical_nodes) or 1
-        ranks = (mosaic and mosaic.ranks_per_node) or 1
-        self.global_batch = mosaic and mosaic.batch_size  # of that library; None: as large as ours
+        assert config.mosaic is not None
+        nodes = config.mosaic.initial_physical_nodes or 1
+        ranks = config.mosaic.ranks_per_node or 1
+        self.global_batch = config.mosaic.batch_size  # of that library; None: as large as ours
         batch_size = self.global_batch or nodes * ranks
         if batch_size % (nodes * ranks):  # the state of another library does not record its ranks
             nodes, ranks = 1, 1
