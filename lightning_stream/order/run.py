@@ -74,7 +74,10 @@ class RunOrder:
         self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
         self.lengths, self.forgotten, self.lists, self.amounts = lengths, forgotten, lists, amounts
         if config.needs_lengths != (lengths is not None):
-            raise ValueError("An order of rows or buckets needs the lengths of all samples; found only one of both.")
+            raise ValueError(
+                "An order that packs samples, or sorts them by length, needs their lengths; no other does; found only "
+                "one of both. Read the data by a dataset with the run's pack=, bucket_by= or batch_tokens=."
+            )
         if isinstance(config.even_rows, str) != (amounts is not None):
             raise ValueError(f"The rows of this order are even by {config.even_rows!r}: pass these amounts, or none.")
         if config.forgotten != (None if forgotten is None else forgotten.digest):

@@ -71,9 +71,10 @@ class Schedule(Struct, frozen=True, omit_defaults=True):
     streams: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        names = dict.fromkeys(name for _, weights in self.points for name in dict(weights))
+        points = [(_whole(at), dict(weights)) for at, weights in self.points]
+        names = dict.fromkeys(name for _, weights in points for name in weights)
         values = {  # copies: callers may change their own mappings
-            "points": tuple((_whole(at), _named(weights)) for at, weights in self.points),
+            "points": tuple((at, _named(weights)) for at, weights in points),
             "unit": _interned(self.unit),
             "interpolation": _interned(self.interpolation),
             "exhausted": _interned(self.exhausted) if isinstance(self.exhausted, str) else _named(self.exhausted),

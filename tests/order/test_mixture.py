@@ -77,6 +77,16 @@ def run_of(schedule: Schedule, sizes: tuple[int, ...] = (60, 40, 20), **settings
 THREE = Schedule([(0, {"a": 0.5, "b": 0.3, "c": 0.2}), (300, {"a": 0.2, "b": 0.2, "c": 0.6})], interpolation="linear")
 
 
+def test_a_schedule_takes_points_and_weights_in_any_form_and_keeps_its_own_copy() -> None:
+    weights = {"b": np.float64(0.3), "a": 1}
+    plain = Schedule([(0, {"b": 0.3, "a": 1}), (20, {"a": 1})])
+    made = Schedule(((at, given.items()) for at, given in [(0.0, weights), (np.int64(20), {"a": 1})]))
+    assert (made, made.streams) == (plain, ("b", "a"))
+    assert made.to_state() == plain.to_state()
+    weights["a"] = 7
+    assert made == plain
+
+
 @settings(max_examples=40)
 @given(schedules(), st.integers(1, 700))
 def test_a_stream_is_within_a_sample_of_the_integral_at_every_batch(schedule: Schedule, batch_size: int) -> None:
