@@ -62,8 +62,8 @@ def _rank_rows(num_samples: int, canonical: int, nodes: int, ranks_per_node: int
     """Positions of each rank in order of time: int64[ranks, samples of a rank]."""
     if not _divides(canonical, nodes):
         raise ValueError(
-            f"one of num_canonical_nodes and the number of nodes must divide the other, or every node would need every "
-            f"shard; found {canonical} and {nodes}; set num_canonical_nodes, or resume with partition_algo='relaxed'"
+            f"One of num_canonical_nodes and the number of nodes must divide the other, or every node would need every "
+            f"shard; found {canonical} and {nodes}. Set num_canonical_nodes, or resume with partition_algo='relaxed'."
         )
     epoch = _canonical_rows(num_samples, canonical, nodes).T.reshape(-1)
     rows = epoch[drop_first - drop_first % nodes :].reshape(-1, nodes).T
