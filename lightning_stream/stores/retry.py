@@ -213,11 +213,12 @@ class RetryingStore(Store):
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
         draft = _Draft(os.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666), num_bytes)
+        connections = connections if self.traits.ranges else 1  # others may send the whole object for each range
         ranges = [] if num_bytes is None else parts_of(num_bytes, connections, self.policy)
         first = []
         if len(ranges) > 1 and not self.traits.ranges:
             with self._open(name, *ranges[0], budget) as stream:
-                ranges = [] if stream.total is None else ranges[1:]  # it may send the whole object for a range
+                ranges = [] if stream.total is None else ranges[1:]  # None: it sends the whole object
                 first = [draft.receive(stream, 0)] if ranges else []
         if len(ranges) > 1 or first:
             return self._get_parts(name, to, draft, ranges, first)

@@ -438,7 +438,7 @@ def test_lengths_may_be_memory_mapped(tmp_path):
 
 def test_packing_needs_lengths_and_a_method_whose_samples_can_be_packed():
     run = run_of([5] * 10, RowPacking(10))
-    with pytest.raises(ValueError, match="An order of rows or buckets needs the lengths"):
+    with pytest.raises(ValueError, match="needs their lengths"):
         RunOrder(run.snapshot, run.weights, run.config)
     with pytest.raises(ValueError, match="batching_method random or stratified"):
         run_of([5] * 10, RowPacking(10), batching_method="per_stream")
