@@ -11,7 +11,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -75,29 +77,40 @@ def test_closing_a_pool_that_shrank_cancels_what_was_given_after_that() -> None:
     assert waiting.cancelled()
 
 
-def test_a_pool_that_ctrl_c_interrupts_anywhere_can_be_closed_and_ends_its_threads() -> None:
-    interrupts: list[int] = []
+@contextlib.contextmanager
+def interrupts() -> Iterator[Callable[[int, Callable[[], object]], None]]:
+    """Gives what calls a function again and again, until a Ctrl-C comes somewhere in it; a number varies when."""
+    came: list[int] = []
 
     def interrupt(*_: object) -> None:
-        interrupts.append(number)
+        came.append(signal.SIGVTALRM)
         raise KeyboardInterrupt
+
+    def call_until_interrupted(number: int, function: Callable[[], object]) -> None:
+        came.clear()
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005 + number % 10 * 0.0001)
+        with contextlib.suppress(KeyboardInterrupt):
+            while not came:
+                function()
 
     former = signal.signal(signal.SIGVTALRM, interrupt)
     gc.disable()  # in whose callbacks an interrupt would be lost
     try:
+        yield call_until_interrupted
+    finally:
+        gc.enable()
+        signal.signal(signal.SIGVTALRM, former)
+
+
+def test_a_pool_that_ctrl_c_interrupts_anywhere_can_be_closed_and_ends_its_threads() -> None:
+    with interrupts() as call_until_interrupted:
         for number in range(400):
             pool, met = DaemonPool(2, "interrupted"), threading.Barrier(3)
             for _ in range(2):
                 pool.submit(met.wait, 60)
             met.wait(60)  # both threads have begun
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005 + number % 10 * 0.0001)
-            with contextlib.suppress(KeyboardInterrupt):
-                while number not in interrupts:
-                    pool.submit(int)
+            call_until_interrupted(number, partial(pool.submit, int))
             pool.close()
-    finally:
-        gc.enable()
-        signal.signal(signal.SIGVTALRM, former)
     deadline = time.monotonic() + 60
     while any(thread.name.startswith("interrupted") for thread in threading.enumerate()):
         assert time.monotonic() < deadline
@@ -242,28 +255,14 @@ def test_no_count_is_lost_where_threads_count_at_the_same_time() -> None:
 
 
 def test_ctrl_c_anywhere_in_a_count_keeps_no_other_thread_from_counting() -> None:
-    interrupts: list[int] = []
-
-    def interrupt(*_: object) -> None:
-        interrupts.append(number)
-        raise KeyboardInterrupt
-
-    former = signal.signal(signal.SIGVTALRM, interrupt)
-    gc.disable()  # in whose callbacks an interrupt would be lost
     counters = Counters()
-    try:
+    with interrupts() as call_until_interrupted:
         for number in range(400):
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005 + number % 10 * 0.0001)
-            with contextlib.suppress(KeyboardInterrupt):
-                while number not in interrupts:
-                    counters.add("requests")
+            call_until_interrupted(number, partial(counters.add, "requests"))
             other = threading.Thread(target=counters.add, args=("retries",), daemon=True)
             other.start()
             other.join(60)
             assert not other.is_alive()
-    finally:
-        gc.enable()
-        signal.signal(signal.SIGVTALRM, former)
 
 
 def test_a_wait_is_made_of_short_ones_until_something_comes_or_the_time_is_over() -> None:

@@ -48,8 +48,7 @@ class LoaderIterator(Walk):
 
     It begins at the first ``next``. `close` or dropping it ends its workers and releases its shards.
 
-    Its attributes are those of `Walk`: ``start``, ``last_batch``, ``num_batches``, ``is_exhausted``, ``limit``; and
-    ``is_measured``: whether the loader measures its waits, which it does not where somebody only looks at batches.
+    Its attributes are those of `Walk`: ``start``, ``last_batch``, ``num_batches``, ``is_exhausted``, ``limit``.
 
     Example::
 
@@ -65,7 +64,6 @@ class LoaderIterator(Walk):
     def __init__(self, loader: Loader, moves: bool = True) -> None:
         super().__init__(moves)
         self._loader = loader
-        self.is_measured = moves or loader.evaluation
         self._made: MadeBatches | None = None
         self._is_over = False
 
@@ -89,7 +87,6 @@ class LoaderIterator(Walk):
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
-                self.is_measured = self.moves or self._loader.evaluation
             if self.is_measured:
                 self._loader.meter.asked(asked, is_first=not self.num_batches)
             if self.limit is not None and self.num_batches >= self.limit:
@@ -110,6 +107,11 @@ class LoaderIterator(Walk):
         self.num_batches += 1
         self._loader.note_batch(self, asked, perf_counter(), made)
         return batch
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the loader measures its waits: not where somebody only looks at batches."""
+        return self.moves or self._loader.evaluation
 
     @property
     def position(self) -> Position:

@@ -228,7 +228,7 @@ class Meter:
             GARBAGE.watch()
         if batch is not None:
             total.num_samples += batch.num_samples
-            total.num_tokens += 0 if batch.rows is None else batch.num_tokens
+            total.num_tokens += batch.num_tokens
             total.epoch_fraction = min(1.0, batch.end / total.epoch_positions)
             if batch.completes_step:
                 total.num_positions += batch.end - batch.begin

@@ -137,7 +137,7 @@ class SampleReader:
         """Return 32 hex digits of these numbers: other lengths give another packing."""
         if name not in self._length_digests:
             lengths = self.lengths(name)
-            if name not in self._length_digests:  # verifying them may have told it
+            if name not in self._length_digests:  # it may be known since they were verified
                 self._length_digests[name] = digest("xxh3_128", lengths.view(np.uint8).data)
         return self._length_digests[name]
 
@@ -195,6 +195,10 @@ class SampleReader:
     def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of these samples in the streams: others only after deletions, or where a filter or subset chose."""
         return ids if self.members is None else self.members.select(ids)
+
+    def _locate(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The shard that holds each sample, and its index in it."""
+        return self.shards.snapshot.locate(self.original_ids(ids))
 
     def sample(self, sample_id: int, version: int | None = None) -> dict[str, Any]:  # noqa: ARG002 - see `switched`
         """Read one sample: column name to value. `version` counts where a training run switches versions.
@@ -290,15 +294,14 @@ class SampleReader:
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
         if self.shards.mixed_columns is None:
-            of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
-            found = self.shards.pool.open.flat_arrays(of_shard, within, names, use)
+            found = self.shards.pool.open.flat_arrays(*self._locate(ids), names, use)
             if found is not None:
                 return found
         return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
         reads: list[EarlyRead] = []
-        of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
+        of_shard, within = self._locate(ids)
         mixed = self.shards.mixed_columns
         if self.shards.num_joined:
             columns = merge_groups(self._joined(of_shard, within, reads), self.shards.columns, len(ids), out)

@@ -129,31 +129,25 @@ def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, d
     assert rows_of(order.rows(0, len(whole))) == whole, "and what is before the landmark can be read too"
 
 
-def test_canonical_nodes_have_nearly_equal_amounts_where_rows_are_even_by_them():
+def most_of_a_node(even_rows, costs_of):
+    """The most costs of a canonical node in a global batch of 48 rows of each, over the mean, in the worst batch."""
     lengths = np.random.default_rng(0).lognormal(4, 1.2, 40_000).clip(1, 700).astype(int)
+    run = run_of(lengths, RowPacking(1024, 4000), shards=64, batch_size=8 * 48, canonical_nodes=8, even_rows=even_rows)
+    spans = run.epoch(0).rows(0, 10 * 8 * 48)
+    costs = np.add.reduceat(costs_of(spans, lengths), spans.edges[:-1]).reshape(10, 48, 8).sum(axis=1)
+    return (costs.max(axis=1) / costs.mean(axis=1)).max()
 
+
+def test_canonical_nodes_have_nearly_equal_amounts_where_rows_are_even_by_them():
     def most(even_rows):
-        run = run_of(
-            lengths, RowPacking(1024, 4000), shards=64, batch_size=8 * 48, canonical_nodes=8, even_rows=even_rows
-        )
-        spans = run.epoch(0).rows(0, 10 * 8 * 48)
-        costs = np.add.reduceat(Costs(lengths)(spans.ids), spans.edges[:-1]).reshape(10, 48, 8).sum(axis=1)
-        return (costs.max(axis=1) / costs.mean(axis=1)).max()
+        return most_of_a_node(even_rows, lambda spans, lengths: Costs(lengths)(spans.ids))
 
     assert most("tokens * seven") < 1.06 < 1.09 < min(most(True), most(False))
 
 
 def test_canonical_nodes_have_nearly_equal_work_where_rows_are_even():
-    lengths = np.random.default_rng(0).lognormal(4, 1.2, 40_000).clip(1, 700).astype(int)
-
     def most(even_rows):
-        """The most work of a canonical node in a global batch of 48 rows of each, over the mean, in the worst batch."""
-        run = run_of(
-            lengths, RowPacking(1024, 4000), shards=64, batch_size=8 * 48, canonical_nodes=8, even_rows=even_rows
-        )
-        spans = run.epoch(0).rows(0, 10 * 8 * 48)
-        work = np.add.reduceat(spans.num_tokens**2, spans.edges[:-1]).reshape(10, 48, 8).sum(axis=1)
-        return (work.max(axis=1) / work.mean(axis=1)).max()
+        return most_of_a_node(even_rows, lambda spans, lengths: spans.num_tokens**2)
 
     assert most(True) < 1.1 < 1.17 < most(False)
 
