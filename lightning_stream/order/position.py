@@ -305,9 +305,12 @@ class Position:
         _check_versions(state)
         if problems := violations(state, _RULES) or _change_problems(state) or _checksum_problems(state):
             raise _damaged(problems)
+        order = OrderConfig.from_state(state["order"])
+        if order.needs_lengths and "checksum" not in state:  # they are newer than checksums, and `ledger` is not compared
+            raise _damaged(["it has no checksum."])
         return cls(
             **{name: state[name] for name in ("epoch", "position", "batch_size", "tail", "weights")},
-            order=OrderConfig.from_state(state["order"]),
+            order=order,
             snapshot=msgspec.convert(state["snapshot"], SnapshotSummary),
             ledger=int(state["ledger"], 16),
             # A state may hold two changes at one position, as older versions wrote them: the later one holds.

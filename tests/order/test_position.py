@@ -17,6 +17,7 @@ from support.orders import run_over
 
 from lightning_stream.errors import SettingsMismatch, SnapshotMismatch, StateError, VersionMismatch
 from lightning_stream.order import OrderConfig, Position, StreamWeights, World, ledger
+from lightning_stream.order.packing import RowPacking
 
 
 def run_of(sizes=((60, 40), (30, 20)), weights=None, batch_size=8, **arguments):
@@ -170,6 +171,16 @@ def test_a_state_with_one_damaged_value_is_refused(name, value):
     with pytest.raises(StateError, match=r"its checksum is .* It is damaged"):
         Position.from_state({**state, name: value})
     assert Position.from_state({key: kept for key, kept in state.items() if key != "checksum"}).position == 40
+
+
+def test_a_state_of_packed_rows_without_its_checksum_is_refused():
+    """Packed rows are newer than checksums, and their ledger is not compared: nothing else tells of damage."""
+    run = run_over([[80]], lengths=np.full(80, 5, np.uint32), batch_size=8, shuffle=True, packing=RowPacking(20, 30))
+    state = start(run).advanced(run, 8).to_state()
+    assert Position.from_state(state).position == 8
+    del state["checksum"]
+    with pytest.raises(StateError, match=r"it has no checksum\. It is damaged"):
+        Position.from_state({**state, "position": 16})
 
 
 def test_another_tail_is_a_difference_that_names_both():
