@@ -306,7 +306,8 @@ class Position:
         if problems := violations(state, _RULES) or _change_problems(state) or _checksum_problems(state):
             raise _damaged(problems)
         order = OrderConfig.from_state(state["order"])
-        if order.needs_lengths and "checksum" not in state:  # they are newer than checksums, and `ledger` is not compared
+        # Such orders are newer than checksums, and their ledgers are not compared.
+        if order.needs_lengths and "checksum" not in state:
             raise _damaged(["it has no checksum."])
         return cls(
             **{name: state[name] for name in ("epoch", "position", "batch_size", "tail", "weights")},
