@@ -179,7 +179,8 @@ class ReadInChunks(Order):
         first = int(at[0]) // CHUNK * CHUNK
         chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, CHUNK)]
         ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
-        return ids[at - first]
+        begin, last = int(at[0]) - first, int(at[-1]) - first
+        return ids[begin : last + 1].copy() if last - begin == len(at) - 1 else ids[at - first]
 
     def _chunk(self, begin: int) -> Ints:
         return self._read(positions_of(begin, min(begin + CHUNK, self.size)))

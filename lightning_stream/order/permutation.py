@@ -87,7 +87,7 @@ def argsort_random(keys: NDArray[np.uint64]) -> Ints:
     packed.sort()
     order = (packed & index_mask).view(np.int64)
     packed >>= np.uint64(index_bits)
-    has_ties = (packed[1:] == packed[:-1]).any()  # by their high bits, so the sort may be wrong there
+    has_ties = np.count_nonzero(packed[1:] == packed[:-1])  # by their high bits, so the sort may be wrong there
     return keys.argsort(kind="stable") if has_ties else order
 
 

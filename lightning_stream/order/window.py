@@ -253,15 +253,15 @@ class _NodeWindow:
         """Some entries of the part at a place. Of a large part, only these are made, from all of its random numbers."""
         if self._sizes[place] > _KEPT_PART:
             return self._permuted(place, begin, end)
-        whole = partial(self._permuted, begin=0, end=int(self._sizes[place]))
-        return kept(self._small_parts, place, whole, self._order.window + 1)[begin:end]
+        return kept(self._small_parts, place, self._permuted, self._order.window + 1)[begin:end]
 
-    def _permuted(self, place: int, begin: int, end: int) -> _Ids:
+    def _permuted(self, place: int, begin: int = 0, end: int | None = None) -> _Ids:
         order = self._order
         part = int(self._part_at[place])
-        at = np.arange(begin, end)
-        if place >= order.stored_parts:
-            size = int(self._sizes[place])
+        size = int(self._sizes[place])
+        if place < order.stored_parts:
+            at = np.arange(size)[begin:end]
+        else:
             at = permutation(RngStream.SAMPLES, *self._key, place, size=size, begin=begin, end=end)
         if part == 0:
             at += self._parts.skipped
