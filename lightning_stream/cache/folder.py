@@ -139,7 +139,7 @@ class CacheFolder:
     def source(self) -> str | None:
         """Return the label of the store whose data this is; None if there is none."""
         with contextlib.suppress(FileNotFoundError):
-            return (self.control / "source").read_text()
+            return (self.control / "source").read_text(errors="replace")
         return None
 
     def prepare(self) -> None:

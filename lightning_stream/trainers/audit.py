@@ -16,6 +16,7 @@ import weakref
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -216,7 +217,19 @@ def _write_start(folder: Path, begin: Position, rank: int) -> None:
 
 
 def _read_start(folder: Path) -> Position:
-    return Position.from_state(json.loads((folder / _START).read_text(encoding="utf-8")))
+    with _readable(folder / _START) as text:
+        return Position.from_state(json.loads(text))
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[bytes]:
+    """What a run wrote into a file; LedgerError where that cannot be read any more."""
+    try:
+        yield path.read_bytes()
+    except (ValueError, TypeError, StateError) as error:
+        raise LedgerError(
+            f"a record must be as its run wrote it, but {path} cannot be read: {error} Restore it, or record elsewhere"
+        ) from error
 
 
 def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -> Verdict:
@@ -310,8 +323,11 @@ def _read_stretches(folder: Path) -> Mapping[_Stretch, list[NDArray[np.uint64]]]
 def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, stretch: _Stretch) -> NDArray[np.uint64]:
     """The planned sums with the substitutions that were listed."""
     paths = [Path(f"{stretch.path(folder, rank)}{_SUBSTITUTIONS}") for rank in range(stretch.num_ranks)]
-    lines = [line for path in paths if path.exists() for line in path.read_text(encoding="utf-8").splitlines()]
-    changes = {ledger.Substitution(*json.loads(line)) for line in lines}
+    changes = set()
+    for path in paths:
+        if path.exists():
+            with _readable(path) as text:
+                changes |= {ledger.Substitution(*json.loads(line)) for line in text.splitlines()}
     for k in range(len(wanted)):
         begin, end = plan.bounds(k)
         here = [one for one in changes if begin <= one.position < end]

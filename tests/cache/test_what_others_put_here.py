@@ -206,6 +206,17 @@ def test_an_index_of_ours_that_was_damaged_is_replaced(tmp_path: Path) -> None:
     assert cache.newest_index().data == right
 
 
+def test_a_label_of_the_store_that_was_damaged_is_written_again(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a", 0, hashes=["xxh3_64"])
+    for content in (b"\xb9 damaged", b""):
+        dataset = StreamingDataset(remote=str(tmp_path / "a"), local=str(tmp_path / "c"))
+        assert dataset[5]["x"] == 5
+        label = tmp_path / "c" / ".lightning_stream" / "source"
+        label.write_bytes(content)
+    assert StreamingDataset(remote=str(tmp_path / "a"), local=str(tmp_path / "c"))[7]["x"] == 7
+    assert label.read_bytes() != content
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_cache_folder_that_is_deleted_while_it_is_read_is_filled_again(tmp_path: Path, workers: int) -> None:
     from lightning_stream import StreamingDataLoader

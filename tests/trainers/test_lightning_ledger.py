@@ -203,7 +203,22 @@ def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -
     }  # fmt: skip
     run = Run(damaged, tmp_path, dataset=options, data={"record_delivery": tmp_path / "record"}, limit_val_batches=0)
     assert run.trainer.callback_metrics["stream/num_substituted"] == index["shards"][3]["samples"]
-    assert list((tmp_path / "record").glob("*.substitutions"))
     verdict = verify_delivery(tmp_path / "record", dataset(damaged))
     assert verdict.first_difference is None, verdict.sentence
     assert verdict.num_steps == 33
+    listed = next((tmp_path / "record").glob("*.substitutions"))
+    listed.write_bytes(listed.read_bytes()[:-3])
+    with pytest.raises(LedgerError, match=f"{listed} cannot be read"):
+        verify_delivery(tmp_path / "record", dataset(damaged))
+
+
+@pytest.mark.parametrize("content", [b"", b"\xe8", b"null", b"{}", b'{"version": 1'])
+def test_a_damaged_record_is_named_by_who_verifies_or_continues_it(
+    shards: Path, tmp_path: Path, content: bytes
+) -> None:
+    state = recorded(*loaders(shards), tmp_path, 3).state()
+    (tmp_path / "run.json").write_bytes(content)
+    with pytest.raises(LedgerError, match=r"run\.json cannot be read"):
+        verify_delivery(tmp_path, dataset(shards))
+    with pytest.raises(LedgerError, match=r"run\.json cannot be read"):
+        recorded(*loaders(shards), tmp_path, 2, state)
