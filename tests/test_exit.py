@@ -46,6 +46,13 @@ SCRIPTS = {
     "forked": "dataset.reader.read_ahead(np.arange(100))\nif (pid := os.fork()): os.waitpid(pid, 0)\nelse: dataset[0]",
     "forgotten_in_a_child": "dataset[0]\nif (pid := os.fork()): os.waitpid(pid, 0)\nelse: del dataset",
     "thread": "import threading\nthreading.Thread(target=lambda: [dataset[k] for k in range(60)], daemon=True).start()",
+    "batch_in_a_thread": """
+import threading, time
+loader = StreamingDataLoader(dataset, 4, collate_fn=lambda _: time.sleep(60))
+batches = iter(loader)
+threading.Thread(target=next, args=(batches,), daemon=True).start()
+time.sleep(0.5)
+""",
     "held_beyond_modules": "dataset[0]\nsys._held = list(sys.modules.values()), dataset, iter(dataset)",
 }  # fmt: skip
 # A process for each would spend its time on importing torch: they are forked from one that has, and end as they would.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
 from dataclasses import replace
 from functools import partial
+from inspect import GEN_RUNNING, getgeneratorstate
 from time import perf_counter
 from typing import Any
 
@@ -117,6 +118,8 @@ class Workers:
             batches = _pinned(batches, loader, ahead=_PREFETCHED if end_workers else 0)
 
         def end(failed: bool) -> None:
+            if getgeneratorstate(batches) == GEN_RUNNING:  # in a daemon thread, while the interpreter exits
+                return
             batches.close()
             if end_workers is not None:
                 end_workers(failed)
