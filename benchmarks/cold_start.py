@@ -30,7 +30,9 @@ import numpy as np
 from frame import Clock, Group, Job, Result, main
 from paced_store import Pace
 
-USUAL, LINK, THREADS = Pace(0.025, 60e6), Pace(0.025, 60e6, 100e6), 4
+USUAL = Pace(0.025, 60e6)
+LINK = Pace(0.025, 60e6, 100e6)
+THREADS = 4
 
 
 def prepare(job: Job) -> None:
@@ -111,7 +113,8 @@ def prepare_text(job: Job) -> None:
     rng = np.random.default_rng(0)
     words = ["".join(map(chr, rng.integers(97, 123, rng.integers(2, 9)))) for _ in range(50_000)]
     for compression in ("zstd", "zstd:seekable"):
-        rng, folder = np.random.default_rng(1), job.folder / compression.replace(":", "-")
+        rng = np.random.default_rng(1)
+        folder = job.folder / compression.replace(":", "-")
         left = job.sizes.text_mb << 20
         with MDSWriter(out=folder, columns={"text": "str"}, compression=compression, size_limit=None) as writer:
             while left > 0:
@@ -126,7 +129,8 @@ def bytes_of_text(job: Job, compression: str) -> Result:
     from lightning_stream import StreamingDataLoader, StreamingDataset
     from lightning_stream.counters import NAMES
 
-    rng, name = np.random.default_rng(0), compression.replace(":", "-")
+    rng = np.random.default_rng(0)
+    name = compression.replace(":", "-")
 
     def fetched_mb(num_shards: int, each: int) -> float:
         cache = job.scratch / f"{num_shards}"
@@ -134,7 +138,8 @@ def bytes_of_text(job: Job, compression: str) -> Result:
         shards = rng.choice(job.sizes.texts, num_shards, replace=False)
         samples = dataset.size // job.sizes.texts
         ids = (shards[:, None] * samples + rng.integers(0, samples, (num_shards, each))).ravel()
-        counted, fetched = dataset.reader.counters.values, NAMES.index("fetched_bytes")
+        counted = dataset.reader.counters.values
+        fetched = NAMES.index("fetched_bytes")
         before = counted[fetched]
         dataset.read_batch(ids.tolist())
         return float(counted[fetched] - before) / 1e6
@@ -176,7 +181,8 @@ def start_again(job: Job, **options: bool) -> Result:
 
 
 if __name__ == "__main__":
-    ours, litdata = partial(read, loaders.ours), partial(read, loaders.litdata)
+    ours = partial(read, loaders.ours)
+    litdata = partial(read, loaders.litdata)
     here = {"ours": partial(ours, workers=0), "bare boto3": bare_boto3, "litdata": partial(litdata, workers=0)}
     two = {"ours": partial(ours, workers=2), "litdata": partial(litdata, workers=2)}
     first = {

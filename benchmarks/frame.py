@@ -254,7 +254,8 @@ def _table(runs: list[Run], rounds: Mapping[str, list[Result]]) -> str:
     rows = [["", "per CPU-s", "per s", "peak MiB", "CPU x", "wall x", *notes]]
     indent = max(len(run.label) for run in runs)
     for run in runs:
-        results, base = rounds[run.label], rounds[runs[0].label if run.label == run.case else run.case]
+        results = rounds[run.label]
+        base = rounds[runs[0].label if run.label == run.case else run.case]
         values = [_median(results, key) for key in ("per_cpu_s", "per_s", "peak_mib")]
         values += [_ratio(base, results, key) for key in ("per_cpu_s", "per_s")]
         values += [_median(results, key) for key in notes]

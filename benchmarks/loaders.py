@@ -74,7 +74,8 @@ def write_litdata(job: Job, name: str, decoders: dict[str, Any] | None = None, *
 def read(loader: Any, epochs: int = 1, clock: Clock | None = None) -> Result:
     """Take all batches of some epochs; notes when the first one came."""
     clock = clock or Clock()
-    count, first_s = 0, 0.0
+    count = 0
+    first_s = 0.0
     for _ in range(epochs):
         for batch in loader:
             first_s = first_s or clock.wall_s

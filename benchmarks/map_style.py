@@ -18,7 +18,10 @@ from typing import Any
 
 from frame import Clock, Group, Job, Result, main
 
-NUM_SAMPLES, BATCH, EPOCHS, SEED = 192, 16, 3, 3
+NUM_SAMPLES = 192
+BATCH = 16
+EPOCHS = 3
+SEED = 3
 PER_EPOCH = NUM_SAMPLES // BATCH
 # Batches before the stop; the ranks before and after it; workers of each.
 STOPS = {
@@ -55,7 +58,8 @@ def torchdata(rank: int, world: int, num_workers: int) -> tuple[Any, Any]:
     from torchdata.stateful_dataloader import StatefulDataLoader
     from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-    data, options = Numbers(NUM_SAMPLES), {"batch_size": BATCH // world, "num_workers": num_workers}
+    data = Numbers(NUM_SAMPLES)
+    options = {"batch_size": BATCH // world, "num_workers": num_workers}
     sampler = StatefulDistributedSampler(data, num_replicas=world, rank=rank, shuffle=True, seed=SEED)
     return StatefulDataLoader(data, sampler=sampler, **options), sampler
 
@@ -72,7 +76,9 @@ def epochs_of(loader: Any, sampler: Any, first: int) -> Iterator[tuple[int, list
 def resumed(library: Any, stop: tuple[int, int, int, int], job: Job) -> Result:  # noqa: ARG001
     """Run to the stop, continue from its states, and compare what each epoch had with the dataset."""
     num_batches, before, after, workers = stop
-    clock, seen, states = Clock(), Counter[tuple[int, int]](), []
+    clock = Clock()
+    seen = Counter[tuple[int, int]]()
+    states = []
     for rank in range(before):
         for epoch, ids, loader in islice(epochs_of(*library(rank, before, workers), 0), num_batches):
             seen.update((epoch, number) for number in ids)
@@ -85,7 +91,8 @@ def resumed(library: Any, stop: tuple[int, int, int, int], job: Job) -> Result: 
         for epoch, ids, _ in epochs_of(loader, sampler, first):
             seen.update((epoch, number) for number in ids)
     wanted = Counter((epoch, number) for epoch in range(EPOCHS) for number in range(NUM_SAMPLES))
-    lost, repeated = (wanted - seen).total(), (seen - wanted).total()
+    lost = (wanted - seen).total()
+    repeated = (seen - wanted).total()
     return clock.stop(seen.total(), **{"lost / repeated": f"{lost} / {repeated} of {wanted.total()}"})
 
 
@@ -95,11 +102,13 @@ def overhead(library: str, num_workers: int, job: Job) -> Result:
 
     import lightning_stream
 
-    data, size = Numbers(job.sizes.batches * 32), 32
+    data = Numbers(job.sizes.batches * 32)
+    size = 32
     kind = torch.utils.data.DataLoader if library == "torch" else lightning_stream.StatefulDataLoader
     batches = iter(kind(data, batch_size=size, shuffle=True, num_workers=num_workers))
     next(batches)
-    clock, began = Clock(), perf_counter()
+    clock = Clock()
+    began = perf_counter()
     count = sum(1 for _ in batches)
     each = (perf_counter() - began) / count * 1e6
     return clock.stop(count * size, **{"us a batch": f"{each:.0f}"})

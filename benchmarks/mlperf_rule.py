@@ -20,7 +20,10 @@ import numpy as np
 from frame import Clock, Group, Job, Result, main
 from paced_store import Pace
 
-SAMPLE_BYTES, BATCH, STEP_S, SHARD_BYTES = 114_660, 400, 0.224, 1 << 25
+SAMPLE_BYTES = 114_660
+BATCH = 400
+STEP_S = 0.224
+SHARD_BYTES = 1 << 25
 
 
 def prepare(job: Job) -> None:

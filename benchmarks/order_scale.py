@@ -19,7 +19,8 @@ from frame import Clock, Group, Job, Result, main
 
 from lightning_stream.order import BatchPlan, OrderConfig, RunOrder, Snapshot, StreamWeights, World
 
-CHUNK, BATCH = 1 << 20, 1024
+CHUNK = 1 << 20
+BATCH = 1024
 
 
 def ms(action: Callable[[int], Any], places: Iterable[int]) -> list[float]:
@@ -45,7 +46,8 @@ def order(method: str, job: Job) -> Result:
         return BatchPlan(epoch_order, batch_size=BATCH, world=World(3, 8, 8))
 
     planning = ms(plan, [0])[0]
-    ready, total = plan(1), snapshot.num_samples
+    ready = plan(1)
+    total = snapshot.num_samples
     seeks = ms(ready.ids, [total * k // 23 // BATCH for k in range(1, 23)])
     finding = ms(lambda sample: run.where(sample, 0), range(0, total, total // 200))
     clock = Clock()

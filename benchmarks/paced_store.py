@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-CERTIFICATE, _KEY = "server.pem", "server.key"
+CERTIFICATE = "server.pem"
+_KEY = "server.key"
 _PIECE_BYTES = 1 << 17
 
 
@@ -112,9 +113,12 @@ class _Server:
     async def _send_file(self, client: asyncio.StreamWriter, path: Path, head: str, method: str) -> None:
         loop = asyncio.get_running_loop()
         size = path.stat().st_size
-        begin, end, status = 0, size, "200 OK"
+        begin = 0
+        end = size
+        status = "200 OK"
         if asked := re.search(r"(?im)^range:\s*bytes=(\d+)-(\d*)", head):
-            begin, end = int(asked[1]), min(size, int(asked[2]) + 1 if asked[2] else size)
+            begin = int(asked[1])
+            end = min(size, int(asked[2]) + 1 if asked[2] else size)
             status = f"206 Partial Content\r\nContent-Range: bytes {begin}-{end - 1}/{size}"
         fields = f'ETag: "{size:x}"\r\nLast-Modified: Mon, 01 Jan 2024 00:00:00 GMT\r\nAccept-Ranges: bytes'
         fields += f"\r\nContent-Type: application/octet-stream\r\nContent-Length: {end - begin}"

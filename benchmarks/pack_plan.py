@@ -46,8 +46,11 @@ from lightning_stream.order.packing import RowPacking
 from lightning_stream.questions.downloads import estimate_factor
 from lightning_stream.reading.length_expression import LengthExpression
 
-WINDOW, REPLICAS, MICRO_BATCH = 16_384, 8, 2
-ROWS_PER_SHARD, FEW = 1 << 16, 1_000_000
+WINDOW = 16_384
+REPLICAS = 8
+MICRO_BATCH = 2
+ROWS_PER_SHARD = 1 << 16
+FEW = 1_000_000
 ARRANGED: dict[str, dict[str, Any]] = {
     "packed": {"pack": Packing(row_length=2048)},
     "batch_tokens": {"bucket_by": "tokens", "batch_tokens": 32 * 2048},
@@ -79,10 +82,12 @@ def packed(row_length: int, job: Job) -> Result:
 
 
 def _resume_ms(lengths: np.ndarray, packing: RowPacking, world: World) -> float:
-    known, times = run_of(lengths, packing=packing).epoch(0), []
+    known = run_of(lengths, packing=packing).epoch(0)
+    times = []
     for place in range(12):
         start = known.num_samples * place // 12
-        landmark, run = known.landmark(start), run_of(lengths, packing=packing)
+        landmark = known.landmark(start)
+        run = run_of(lengths, packing=packing)
         run.epoch(0)  # so that only counting is timed
         began = time.process_time()
         BatchPlan(run.epoch(0, landmark), batch_size=256, world=world, start=start).share(0)
@@ -100,7 +105,8 @@ def batches(size: dict[str, int | None], job: Job) -> Result:
     batch_size = buckets.batch_size if buckets else 64
     clock = Clock()
     order = run_of(lengths, batch_size=batch_size, buckets=buckets).epoch(0)
-    plan, ids = BatchPlan(order, batch_size=batch_size), order.ids(0, order.num_samples)
+    plan = BatchPlan(order, batch_size=batch_size)
+    ids = order.ids(0, order.num_samples)
     edges = np.array([plan.bounds(k)[0] for k in range(plan.num_batches)])
     longest = np.maximum.reduceat(lengths[ids], edges)
     tokens = int((longest.astype(np.int64) * np.diff(edges, append=len(ids))).sum())
@@ -180,10 +186,12 @@ def whole_samples(nodes: int, window: int | None, job: Job) -> Result:
 def fewer_samples(rule: Any, job: Job) -> Result:
     """All samples of a smaller number packed, where the longest ones are dropped or split."""
     lengths = sums_of(job)
-    clock, kept = Clock(), lengths[lengths <= 8192] if rule == "drop" else lengths
+    clock = Clock()
+    kept = lengths[lengths <= 8192] if rule == "drop" else lengths
     packing = RowPacking(8192, RowPacking(8192).usual_window(kept), rule)
     num_rows = run_of(kept, packing=packing, canonical_nodes=1).epoch(0).num_samples
-    cut, lost = (lengths > 8192) & (rule != "drop"), lengths.sum() - kept.sum()
+    cut = (lengths > 8192) & (rule != "drop")
+    lost = lengths.sum() - kept.sum()
     notes = {"fill %": 100 - _padding(kept, num_rows * 8192), "cut": int(cut.sum()), "lost tokens": int(lost)}
     return {**clock.stop(len(lengths)), **notes}
 
@@ -211,7 +219,8 @@ def trl_samples(strategy: str, job: Job) -> Result:
     begins_here = np.append(True, (np.diff(tokens) != 0) | (np.diff(row) != 0))
     pieces = np.bincount(tokens[begins_here], minlength=len(lengths))
     found = np.bincount(tokens, minlength=len(lengths))
-    cut, lost = (pieces > 1) | (found < lengths), lengths.sum() - found.sum()
+    cut = (pieces > 1) | (found < lengths)
+    lost = lengths.sum() - found.sum()
     fill = 100 * len(tokens) / (len(rows) * 8192)
     return {**result, "fill %": fill, "cut": int(cut.sum()), "lost tokens": int(lost)}
 

@@ -20,7 +20,9 @@ from frame import Clock, Group, Job, Result, main
 from loaders import BUCKET
 from paced_store import Pace
 
-WIDTH, BATCH = 1 << 16, 16  # bytes of a sample, samples of a batch
+# Bytes of a sample, samples of a batch
+WIDTH = 1 << 16
+BATCH = 16
 FEW = {"num_canonical_nodes": 1, "window": 4}  # shards at once
 DATA = {"small": (96, 8, None), "large": (24, 32, None), "zstd": (48, 64, "zstd")}  # shards, samples of each
 
@@ -40,7 +42,8 @@ class Run:
     epoch: int = 0  # the one that is measured
 
 
-QUICK, SLOW_LINK = Pace(0.01, 40e6), Pace(0.01, 40e6, 6e6)
+QUICK = Pace(0.01, 40e6)
+SLOW_LINK = Pace(0.01, 40e6, 6e6)
 SMALL_CACHE = {**FEW, "cache_limit": "16mb", "predownload": 32}
 RUNS = {
     "slow link of the node": Run("link of a node", SLOW_LINK),
@@ -92,10 +95,12 @@ def bound_of(run: Run, job: Job) -> Any:
     """The plan's bound of the epoch that is measured, by the pace of the store and the run's own sleeps."""
     from lightning_stream.plan import Rates, plan
 
-    rows, pace = str(job.folder / "rows"), run.pace
+    rows = str(job.folder / "rows")
+    pace = run.pace
     bare = loader_of(replace(run, num_workers=0, sample_s=0.0, dataset=FEW), rows, job.scratch / "bare")
     epoch(bare)
-    unpacked, counted = epoch(bare), bare.stats().counters
+    unpacked = epoch(bare)
+    counted = bare.stats().counters
     unpack_s = counted["verify_s"] + counted["decompress_s"]
     rates = Rates(
         latency_s=pace.latency_s,

@@ -22,7 +22,9 @@ import numpy as np
 from frame import Clock, Group, Job, Result, main
 from paced_store import Pace
 
-WIDTH, PER_SHARD, BATCH = 1024, 2048, 256
+WIDTH = 1024
+PER_SHARD = 2048
+BATCH = 256
 Writer = Callable[[Path, np.ndarray], None]
 
 
@@ -35,7 +37,8 @@ def parquet(path: Path, tokens: np.ndarray) -> None:
 def arrow(path: Path, tokens: np.ndarray, streamed: bool = False) -> None:
     import pyarrow as pa
 
-    table, kind = _table(tokens), pa.ipc.new_stream if streamed else pa.ipc.new_file
+    table = _table(tokens)
+    kind = pa.ipc.new_stream if streamed else pa.ipc.new_file
     with pa.OSFile(str(path), "wb") as file, kind(file, table.schema) as out:
         out.write_table(table, max_chunksize=1000 if streamed else PER_SHARD)  # streams: as `save_to_disk` writes them
 

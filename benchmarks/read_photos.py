@@ -105,7 +105,8 @@ def parts_mosaic(job: Job, batch: int, as_tensors: bool = False) -> Result:
     from torch.utils.data import DataLoader
     from torchvision.transforms import v2
 
-    to_tensor, steps = v2.PILToTensor(), [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
+    to_tensor = v2.PILToTensor()
+    steps = [v2.RandomResizedCrop(224, antialias=True), v2.RandomHorizontalFlip()]
     change = v2.Compose([to_tensor, *steps] if as_tensors else [*steps, to_tensor])
 
     class Photos(StreamingDataset):

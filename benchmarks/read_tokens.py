@@ -15,7 +15,11 @@ import loaders
 import numpy as np
 from frame import Clock, Group, Job, Result, main
 
-WIDTH, BATCH, LIMIT, EPOCHS = 1024, 256, 1 << 23, 16  # a start of 70 ms would count in fewer epochs
+# A start of 70 ms would count in fewer epochs
+WIDTH = 1024
+BATCH = 256
+LIMIT = 1 << 23
+EPOCHS = 16
 
 
 def tokens_of(job: Job) -> np.ndarray:

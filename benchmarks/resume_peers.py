@@ -23,7 +23,9 @@ import loaders
 import numpy as np
 from frame import Clock, Group, Job, Result, main
 
-NUM_SAMPLES, BATCH, EPOCHS = 176, 16, 3
+NUM_SAMPLES = 176
+BATCH = 16
+EPOCHS = 3
 NEVER = 1 << 30  # a step that no run reaches
 Feed = dict[int, tuple[int, list[int]]]  # optimizer step -> its epoch, and its samples
 
@@ -130,7 +132,8 @@ def compare(library: str, chain: Chain, job: Job) -> Result:
     clock = Clock()
     whole, _ = fit(library, chain, NEVER, job, None)
     fed: Feed = {}
-    state, problem = None, ""
+    state = None
+    problem = ""
     for stop in (*chain.steps, NEVER):
         try:
             seen, state = fit(library, chain, stop, job, state)
@@ -144,7 +147,8 @@ def compare(library: str, chain: Chain, job: Job) -> Result:
 
 def changes_of(whole: Feed, resumed: Feed) -> tuple[int, int, int]:
     """Samples lost and repeated within their epochs, and steps of other samples."""
-    wanted, got = counted(whole), counted(resumed)
+    wanted = counted(whole)
+    got = counted(resumed)
     nothing: tuple[int, list[int]] = (0, [])
     steps = {*whole, *resumed}
     other = sum(sorted(whole.get(k, nothing)[1]) != sorted(resumed.get(k, nothing)[1]) for k in steps)

@@ -51,8 +51,11 @@ def bare_spark() -> Convert:
 
 def convert(find: Callable[[], Convert], name: str, job: Job) -> Result:
     expressions, share = TABLES[name]
-    spark, converter, rows = session(), find(), job.sizes.rows * share // 1000
-    source, out = job.folder / name.replace(" ", "_"), job.scratch / "out"
+    spark = session()
+    converter = find()
+    rows = job.sizes.rows * share // 1000
+    source = job.folder / name.replace(" ", "_")
+    out = job.scratch / "out"
     if not (source / "_SUCCESS").exists():
         spark.range(0, rows, 1, 4).selectExpr(*expressions).write.parquet(str(source))
     for _ in range(2):  # the first one is not measured
@@ -65,7 +68,8 @@ def convert(find: Callable[[], Convert], name: str, job: Job) -> Result:
 
 
 if __name__ == "__main__":
-    ours, mosaic = partial(imported, "lightning_stream"), partial(imported, "streaming.base.converters")
+    ours = partial(imported, "lightning_stream")
+    mosaic = partial(imported, "streaming.base.converters")
     groups = []
     for name in TABLES:
         makers = {"ours": ours, "bare Spark": bare_spark, "mosaic": mosaic}

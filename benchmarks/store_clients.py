@@ -15,7 +15,8 @@ from functools import partial
 from frame import Clock, Group, Job, Result, main
 from paced_store import Pace
 
-SMALL, LARGE = 1000, 4 << 20
+SMALL = 1000
+LARGE = 4 << 20
 Get = Callable[[str], int]
 
 
@@ -55,7 +56,8 @@ def obstore() -> Get:
 def bare_urllib3() -> Get:
     import urllib3
 
-    pool, base = urllib3.PoolManager(), os.environ["AWS_ENDPOINT_URL"]
+    pool = urllib3.PoolManager()
+    base = os.environ["AWS_ENDPOINT_URL"]
     return lambda name: len(pool.request("GET", f"{base}/bucket/{name}").data)
 
 

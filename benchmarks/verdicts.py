@@ -136,26 +136,36 @@ def write(data: str, folder: Path) -> Path:
     if folder.exists():
         return folder
     rng = np.random.default_rng(0)
-    columns, number, options = {"x": "ndarray:uint8:1024"}, 4096, {"size_limit": 1 << 16}
+    columns = {"x": "ndarray:uint8:1024"}
+    number = 4096
+    options = {"size_limit": 1 << 16}
     make: Callable[[], Values] = lambda: {"x": rng.integers(0, 255, 1024, np.uint8)}  # noqa: E731
     if data == "large shards":
         options["size_limit"] = 1 << 20
     elif data == "images":
-        columns, number, options = {"x": "ndarray:uint8:1000000"}, 192, {"size_limit": 1 << 24}
+        columns = {"x": "ndarray:uint8:1000000"}
+        number = 192
+        options = {"size_limit": 1 << 24}
         make = lambda: {"x": np.full(1_000_000, rng.integers(0, 255), np.uint8)}  # noqa: E731
     elif data == "photos":
         from PIL import Image
 
-        columns, number, options = {"x": "jpeg"}, 160, {"size_limit": 1 << 24}
+        columns = {"x": "jpeg"}
+        number = 160
+        options = {"size_limit": 1 << 24}
         noise = [rng.integers(0, 255, (50, 75, 3), np.uint8) for _ in range(8)]
         photos = [Image.fromarray(each).resize((1500, 1000)) for each in noise]
         make = lambda: {"x": photos[rng.integers(8)]}  # noqa: E731
     elif data in ("bz2", "plain"):
-        columns, number, options = {"x": "bytes"}, 2048, {"size_limit": 1 << 20}
+        columns = {"x": "bytes"}
+        number = 2048
+        options = {"size_limit": 1 << 20}
         options |= {"compression": "bz2"} if data == "bz2" else {}
         make = lambda: {"x": rng.integers(0, 16, 1 << 15, np.uint8).tobytes()}  # noqa: E731
     elif data == "json":
-        columns, number, options = {"x": "json"}, 2048, {"size_limit": 1 << 22}
+        columns = {"x": "json"}
+        number = 2048
+        options = {"size_limit": 1 << 22}
         make = lambda: {"x": list(range(10_000))}  # noqa: E731
     with MDSWriter(out=folder, columns=columns, **options) as writer:
         for _ in range(number):
@@ -254,12 +264,14 @@ LOOPS = {
 def run_loop(loop: Loop, place: str, cache: Path) -> Values:
     """Train, in a process that was started for it."""
     gc.freeze()
-    dataset, loader = _with_functions(loop.dataset), _with_functions(loop.loader)
+    dataset = _with_functions(loop.dataset)
+    loader = _with_functions(loop.loader)
     batch_size = loader.pop("batch_size", 16)
     where = {"remote": place, "local": cache} if loop.store is not None else {"local": place}
     batches = StreamingDataLoader(StreamingDataset(**where, shuffle=True, **dataset), batch_size, **loader)
     heavy = [[[] for _ in range(1000)] for _ in range(500)] if loop.pause == "gc" else []
-    began, count = perf_counter(), 0
+    began = perf_counter()
+    count = 0
     with contextlib.closing(batches):
         for _ in range(loop.epochs):
             for number, _ in zip(range(loop.steps), batches, strict=False):

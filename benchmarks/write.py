@@ -15,7 +15,9 @@ import numpy as np
 from frame import Clock, Group, Job, Result, main
 from loaders import PHOTO, photos
 
-WIDTH, LIMIT, SHA1 = 1024, 1 << 26, ("sha1",)
+WIDTH = 1024
+LIMIT = 1 << 26
+SHA1 = ("sha1",)
 
 
 def prepare(job: Job) -> None:
@@ -73,7 +75,8 @@ def _one_file(job: Job, parts: list[Callable[[], Any]], samples: int) -> Result:
 def write_photos(library: str, job: Job, opened: bool = False, hashes: tuple[str, ...] = SHA1) -> Result:
     from PIL import Image
 
-    paths, kind = photos(job, job.sizes.photos), import_module(library).MDSWriter
+    paths = photos(job, job.sizes.photos)
+    kind = import_module(library).MDSWriter
     clock = Clock()
     with kind(out=str(job.scratch / "out"), columns=PHOTO, hashes=list(hashes)) as writer:
         for label, path in enumerate(paths):
@@ -83,7 +86,8 @@ def write_photos(library: str, job: Job, opened: bool = False, hashes: tuple[str
 
 
 if __name__ == "__main__":
-    ours, mosaic = "lightning_stream", "streaming"
+    ours = "lightning_stream"
+    mosaic = "streaming"
     rows = {
         "ours": partial(tokens, ours),
         "ours, in batches": partial(tokens, ours, batch=1024),

@@ -180,20 +180,24 @@ def draw_quality() -> Drawing:
 def draw_packing() -> Drawing:
     """Documents of a window in their order, and the rows that they are packed into."""
     lengths = (np.random.default_rng(4).lognormal(3.1, 0.8, 22)).astype(np.int64).clip(4, 90)
-    row_length, unit = 64, 6
+    row_length = 64
+    unit = 6
     rows = PackedWindow(np.arange(len(lengths)), lengths, RowPacking(row_length)).rows()
     drawing = Drawing(760, 74 + 20 * len(rows) + 26)
     drawing.text(10, 18, "22 documents, in the order of the epoch; their widths are their tokens", anchor="start")
-    scale, at = 720 / lengths.sum(), 10.0
+    scale = 720 / lengths.sum()
+    at = 10.0
     for number, length in enumerate(lengths.tolist()):
         drawing.rect(at, 26, length * scale - 1, 18, "abcd"[number % 4])
         at += length * scale
     drawing.text(10, 66, f"{len(rows)} rows of {row_length} tokens", anchor="start")
     for row in range(len(rows)):
-        left, top = 180, 74 + 20 * row
+        left = 180
+        top = 74 + 20 * row
         drawing.path(f"M{left} {top}h{row_length * unit}v16h-{row_length * unit}z", "axis")
         for span in range(rows.edges[row], rows.edges[row + 1]):
-            number, width = int(rows.ids[span]), int(rows.num_tokens[span]) * unit
+            number = int(rows.ids[span])
+            width = int(rows.num_tokens[span]) * unit
             drawing.rect(left, top, width - 1, 16, "abcd"[number % 4])
             drawing.text(left + width / 2, top + 12, str(number), kind="n")
             left += width

@@ -205,18 +205,17 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         single: dict[str, Any] = {"remote": remote, "local": local, "split": split, "version": version}
         single |= {"format": format, "columns": columns, "media_root": media_root}
         self.streams = _chosen_streams(streams, stream_name, single, stream_config)
-        self.batch_size, self.predownload, self.replication, self.shuffle_block_size, self.num_canonical_nodes = (
-            _whole_numbers(
-                batch_size=batch_size,
-                predownload=predownload,
-                replication=replication,
-                shuffle_block_size=shuffle_block_size,
-                num_canonical_nodes=num_canonical_nodes,
-            )
-        )
-        self.shuffle, self.shuffle_seed, self.shuffle_algo = shuffle, whole(shuffle_seed), shuffle_algo or "window"
-        self.sampling_method, self.sampling_granularity = sampling_method, whole(sampling_granularity)
-        self.batching_method, self.partition_algo = batching_method, partition_algo
+        counts = _whole_numbers(batch_size=batch_size, predownload=predownload, replication=replication)
+        self.batch_size, self.predownload, self.replication = counts
+        counts = _whole_numbers(shuffle_block_size=shuffle_block_size, num_canonical_nodes=num_canonical_nodes)
+        self.shuffle_block_size, self.num_canonical_nodes = counts
+        self.shuffle = shuffle
+        self.shuffle_seed = whole(shuffle_seed)
+        self.shuffle_algo = shuffle_algo or "window"
+        self.sampling_method = sampling_method
+        self.sampling_granularity = whole(sampling_granularity)
+        self.batching_method = batching_method
+        self.partition_algo = partition_algo
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit, "cache_limit") or None
         self.allow_unsafe_types = allow_unsafe_types
         order_arguments: dict[str, Any] = {
@@ -263,14 +262,16 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self._streaming_plain = PlainIterations(self._streaming_source, self.batch_size)
 
     def __repr__(self) -> str:
-        reader, order = self._streaming_source.reader, dict(self._streaming_source.order_arguments)
+        reader = self._streaming_source.reader
+        order = dict(self._streaming_source.order_arguments)
         snapshot = vars(reader).get("snapshot")  # only if it was read already
         known = [] if snapshot is None else [f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards"]
         given = {PUBLIC_NAMES.get(name, name): value for name, value in order.items() if name != "mosaic"}
         given["batch_size"] = self._streaming_plain.batch_size
         defaults = signature(StreamingDataset).parameters
         settings = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
-        streams, count = [repr(one) for one in reader.streams[:_SHOWN_STREAMS]], len(reader.streams)
+        streams = [repr(one) for one in reader.streams[:_SHOWN_STREAMS]]
+        count = len(reader.streams)
         more = [f"... {count:,} streams"] if count > _SHOWN_STREAMS else []
         return f"{type(self).__name__}({', '.join([*streams, *more, *known, *settings])})"
 
@@ -318,7 +319,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         Args:
             ids: Sample ids of this dataset, each at most once.
         """
-        part, source = copy.copy(self), self._streaming_source.subset(ids)
+        part = copy.copy(self)
+        source = self._streaming_source.subset(ids)
         plain = PlainIterations(source, self._streaming_plain.batch_size)
         vars(part).update(_streaming_source=source, _streaming_plain=plain)
         return part
@@ -346,8 +348,10 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         loader = self._streaming_plain.loader
         if loader is not None:
             return loader.describe(count_rows)
-        source, plain = self._streaming_source, self._streaming_plain
-        settings, epoch = plain.settings(), plain.next_epoch
+        source = self._streaming_source
+        plain = self._streaming_plain
+        settings = plain.settings()
+        epoch = plain.next_epoch
         if plain.batch_size is not None or source.batch_tokens is not None:
             return described(source, settings, epoch, count_rows)
         return described_without_batches(source, settings, epoch)
@@ -427,7 +431,8 @@ class LocalDataset(IndexedSamples, Dataset[Any]):
         self, local: str | os.PathLike[str], split: str | None = None, allow_unsafe_types: bool = False
     ) -> None:
         refuse_overrides(type(self), IndexedSamples)
-        self.local, self.split = os.fspath(local), split or ""
+        self.local = os.fspath(local)
+        self.split = split or ""
         dataset = StreamingDataset(local=local, split=split, allow_unsafe_types=allow_unsafe_types)
         self._streaming_source = dataset._streaming_source  # noqa: SLF001 - the same reader
 

@@ -62,7 +62,8 @@ def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: 
     if given is not None:
         rank, num_ranks = given
     elif dist.is_available() and dist.is_initialized():
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+        rank = dist.get_rank()
+        num_ranks = dist.get_world_size()
     else:
         rank, num_ranks = _rank_of_launcher(os.environ)
     return World(rank, num_ranks, _ranks_per_node(num_ranks, os.environ), replication)

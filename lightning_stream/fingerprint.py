@@ -62,10 +62,13 @@ class _Walk:
 
     def digest(self, value: Any) -> str:
         """A digest of a value alone, which no value visited before or after changes."""
-        before, seen = self._total, dict(self._seen)
+        before = self._total
+        seen = dict(self._seen)
         self._total = xxhash.xxh3_128()
         self._add(value)
-        found, self._total, self._seen = self._total, before, seen
+        found = self._total
+        self._total = before
+        self._seen = seen
         return str(found.hexdigest())
 
     def _add(self, value: Any) -> None:
@@ -93,14 +96,16 @@ class _Walk:
     def _object(self, value: Any) -> bytes:
         """The digest of a library's object: by its class alone where a part of it cannot be stored."""
         if id(value) not in self._objects:
-            before, self._in_object = self._total, True
+            before = self._total
+            self._in_object = True
             self._total = xxhash.xxh3_128()
             try:
                 self._visit(value, self._parts(value))
             except (ValueError, RecursionError):
                 self._total = xxhash.xxh3_128(type(value).__qualname__.encode())
             self._objects[id(value)] = value, self._total.digest()
-            self._total, self._in_object = before, False
+            self._total = before
+            self._in_object = False
         return self._objects[id(value)][1]
 
     def _parts(self, value: Any) -> Iterable[Any]:
@@ -236,13 +241,15 @@ def _files_of(names: Iterable[str]) -> Iterator[Any]:
 
     Nothing is imported: a function may import under a condition that never holds here, and modules have side effects.
     """
-    waiting, seen = sorted(set(names), reverse=True), set(names)
+    waiting = sorted(set(names), reverse=True)
+    seen = set(names)
     while waiting:
         name = waiting.pop()
         spec = _spec_of(name)
         if not _is_users_path(_path_of(spec)) or name.partition(".")[0] == "lightning_stream":
             continue
-        text, package = b"", name
+        text = b""
+        package = name
         if spec is not None and spec.has_location and spec.origin:
             with contextlib.suppress(OSError):
                 text = Path(spec.origin).read_bytes()
@@ -256,7 +263,9 @@ def _files_of(names: Iterable[str]) -> Iterator[Any]:
 
 def _spec_of(name: str) -> ModuleSpec | None:
     """Where a module is; unlike `importlib.util.find_spec`, this does not import the packages that it is in."""
-    path, spec, parts = None, None, name.split(".")
+    path = None
+    spec = None
+    parts = name.split(".")
     for end in range(1, len(parts) + 1):
         wanted = ".".join(parts[:end])
         specs = (finder.find_spec(wanted, path) for finder in sys.meta_path if hasattr(finder, "find_spec"))

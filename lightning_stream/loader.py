@@ -112,7 +112,8 @@ class StreamingDataLoader(DataLoader[Any]):
     ) -> None:
         for_processes = worker_init_fn or multiprocessing_context
         refuse_order((shuffle, sampler, batch_sampler, generator), in_order, workers, for_processes)
-        batch_size, global_batch_size = whole(batch_size), whole(global_batch_size)
+        batch_size = whole(batch_size)
+        global_batch_size = whole(global_batch_size)
         if not isinstance(dataset, StreamingDataset):
             raise TypeError(
                 f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. Pass "
@@ -120,16 +121,20 @@ class StreamingDataLoader(DataLoader[Any]):
             )
         refuse_overrides(type(dataset), StreamingDataset, _NEVER_CALLED)
         refuse_overrides(type(self), DataLoader, {"_get_batch_size": "let the dataset count: remove it"})
-        self.streaming, self._source = dataset, source_of(dataset)
+        self.streaming = dataset
+        self._source = source_of(dataset)
         in_dataset = plain_iterations_of(dataset).batch_size  # a subclass may use the name for its own
         sizes = (batch_size, global_batch_size)
         check_arguments(sizes, in_dataset, self._source.batch_tokens, accumulate, tail, drop_last)
         each = batch_size or in_dataset or 1
         check_blocks(self._source.order_arguments, global_batch_size or each * accumulate, each)
-        self._device_batch_size, self.global_batch_size = batch_size, global_batch_size
-        self.accumulate, self.evaluation = accumulate, evaluation
+        self._device_batch_size = batch_size
+        self.global_batch_size = global_batch_size
+        self.accumulate = accumulate
+        self.evaluation = evaluation
         self.tail: Tail = tail or ("drop" if drop_last else "exact" if evaluation else "pad")
-        self.world, self.on_mismatch = world, on_mismatch
+        self.world = world
+        self.on_mismatch = on_mismatch
         is_own = collate_fn is not None and collate_fn is not collate_samples
         self._collate = SeededCall(collate_fn, self._source.seed, collate=True) if is_own else None  # type: ignore[arg-type]
         self.cursor = Cursor()
@@ -139,7 +144,8 @@ class StreamingDataLoader(DataLoader[Any]):
         plain_iterations_of(dataset).has_loader |= not evaluation
         self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)
         if num_workers == "auto" and not count:
-            prefetch_factor, persistent_workers = None, False
+            prefetch_factor = None
+            persistent_workers = False
         self._checked: BatchSettings | None = None  # the settings that the checks before training were made for
         self.num_substituted = 0  # samples delivered to this rank in place of bad ones so far; all ranks' add up
         extra: dict[str, Any] = {"pin_memory_device": pin_memory_device} if pin_memory_device else {}
@@ -191,13 +197,12 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
         """How the data is divided here, for a run that continues with these order settings, or else with its own."""
-        here, driver = self.cursor.position, self.cursor.driver
+        here = self.cursor.position
         own = None if here is None else here.order
-        settings = self._source.settings(
-            self.detect_world(), self.batch_size or 1, self.accumulate, self.tail, resumed or own
-        )
-        if driver is not None:
-            settings = replace(settings, padding=driver.clock.padding)
+        world = self.detect_world()
+        settings = self._source.settings(world, self.batch_size or 1, self.accumulate, self.tail, resumed or own)
+        if self.cursor.driver is not None:
+            settings = replace(settings, padding=self.cursor.driver.clock.padding)
         return settings if resumed is not None or own is None else replace(settings, order=own)
 
     def __len__(self) -> int:
@@ -243,9 +248,9 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]:
         """Start making an iteration's batches; returns where it begins."""
-        cursor, is_look = self.cursor, not iterator.moves
+        is_look = not iterator.moves
         iterator.moves &= not self.evaluation
-        driver = cursor.driver or driver_of(self)
+        driver = self.cursor.driver or driver_of(self)
         if driver is None and iterator.moves:
             self._take_loaded()
         start = driver.begin(iterator) if driver is not None and iterator.moves else None
@@ -254,7 +259,7 @@ class StreamingDataLoader(DataLoader[Any]):
         run = self._run(settings)
         if iterator.moves:
             plain_iterations_of(self.streaming).belongs_to(self)
-            start = start or cursor.begin(iterator, run, settings)
+            start = start or self.cursor.begin(iterator, run, settings)
         elif driver is not None and not driver.clock.counts and not is_look:
             start = self.normalised(self.position)  # no trainer yet: where a state put it
         else:
@@ -280,8 +285,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def compare_early(self, *, wait: bool = True) -> None:
         """Compare samples that were delivered before their shards were verified: where these are here, or all.
 
-        Raises:
-            StoreError: A sample had other bytes; or a shard cannot be fetched.
+        Raises StoreError where a sample had other bytes, or a shard cannot be fetched.
         """
         self._source.reader.shards.delivered.compare(wait=wait)
 
@@ -296,9 +300,11 @@ class StreamingDataLoader(DataLoader[Any]):
     def read_ahead(self, settings: BatchSettings) -> ReadAhead:
         """What the workers of this rank may have begun to fetch before it is trained on."""
         depth = read_ahead_depth(self._source.predownload, settings.device_batch_size)
-        num_workers, finished = max(1, self.num_workers), self.prefetch_factor or 0
+        num_workers = max(1, self.num_workers)
+        finished = self.prefetch_factor or 0
         if self.workers == "threads":  # which look ahead together
-            num_workers, finished = 1, num_workers * finished
+            finished *= num_workers
+            num_workers = 1
         return ReadAhead(num_workers, depth, finished)
 
     @property
@@ -348,11 +354,11 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def _take_loaded(self) -> None:
         """Begin where the state stands that the dataset was given, as users of mosaicml-streaming do."""
-        plain, cursor = plain_iterations_of(self.streaming), self.cursor
+        plain = plain_iterations_of(self.streaming)
         loaded = None if self.evaluation else plain.state_for(self)
-        if loaded is None or cursor.begins_at is not None or cursor.position is not None:
+        if loaded is None or self.cursor.begins_at is not None or self.cursor.position is not None:
             return
-        resume = self._resume if plain.batch_size is None else cursor.seek  # else the dataset announced it
+        resume = self._resume if plain.batch_size is None else self.cursor.seek  # else the dataset announced it
         resume(plain.passed({}, lambda: self.accept(loaded)))
 
     def first_position(self) -> Position:
@@ -380,14 +386,16 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def state_of(self, position: Position) -> dict[str, Any]:
         """A position as a state, which passes through the dataset's `state_dict`: a subclass may override that."""
-        state, plain = self.proven(position).to_state(), plain_iterations_of(self.streaming)
+        state = self.proven(position).to_state()
         self.cursor.took(position)
-        found: dict[str, Any] = plain.passed(state, lambda: self.streaming.state_dict(position.position, True))
-        return found
+        plain = plain_iterations_of(self.streaming)
+        passed: dict[str, Any] = plain.passed(state, lambda: self.streaming.state_dict(position.position, True))
+        return passed
 
     def state_after(self, num_samples: int | None) -> dict[str, Any]:
         """The position after so many samples of the epoch; the caller counts them if no trainer does."""
-        driver, last = self.cursor.driver, self.last_batch
+        driver = self.cursor.driver
+        last = self.last_batch
         if num_samples is None or driver is None or driver.clock.counts or last is None:
             return self.state_dict()
         here = replace(self.first_position(), epoch=last.epoch, position=num_samples)
@@ -428,9 +436,9 @@ class StreamingDataLoader(DataLoader[Any]):
         """Where `load_state_dict` would continue with this state; the loader does not move."""
         if not isinstance(state, Mapping):
             raise StateError(f"a state is the mapping that state_dict() gave; found {type(state).__name__}")
-        given, plain = state, plain_iterations_of(self.streaming)
-        state = plain.passed(given, lambda: self.streaming.load_state_dict(given))
-        here = position_in(state, self._source, self.settings(order_in(state)), self.on_mismatch)
+        plain = plain_iterations_of(self.streaming)
+        passed = plain.passed(state, lambda: self.streaming.load_state_dict(state))
+        here = position_in(passed, self._source, self.settings(order_in(passed)), self.on_mismatch)
         self._source.reader.shards.delivered.forget()  # the run goes back to before it
         return self.cursor.builds_on(here)
 
@@ -438,11 +446,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the mixture, with the changes made so far.
-
-        Raises:
-            ValueError: The dataset has none.
-        """
+        """The schedule of the mixture, with the changes made so far. Raises ValueError where the dataset has none."""
         schedule: Schedule | None = self.position.order.schedule
         if schedule is None:
             raise ValueError(
@@ -487,13 +491,14 @@ class StreamingDataLoader(DataLoader[Any]):
             loader.change_mixture({"web": 0.2, "code": 0.8}, skip={"web": 10_000})
         """
         here: Position = self.position
-        order, schedule = here.order, self.schedule
-        iteration, driver = self.cursor.leading, self.cursor.driver
+        order = here.order
+        schedule = self.schedule
+        iteration = self.cursor.leading
         if after_steps < 0:
             raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")
-        run, waited = self._source.order(order), after_steps * self.settings().global_batch_size
+        run = self._source.order(order)
         landmark = here.order_in(run).landmark(here.position)  # holds after the change too, and saves counting again
-        seen = [here, replace(here, position=here.position + waited)]
+        seen = [here, replace(here, position=here.position + after_steps * self.settings().global_batch_size)]
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
         at = run.next_change((one.epoch, one.position) for one in seen)
         order = structs.replace(order, schedule=schedule.changed(at, weights, skip))
@@ -506,8 +511,8 @@ class StreamingDataLoader(DataLoader[Any]):
             return end
         if iteration is not None:
             iteration.reorder(order, landmark)
-        if driver is not None:
-            driver.reorder(order)
+        if self.cursor.driver is not None:
+            self.cursor.driver.reorder(order)
         elif iteration is None:
             self.cursor.seek(replace(here, order=order, landmark=landmark))
         return at
@@ -541,10 +546,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def aside(self, what: Literal["validation", "checkpoint"]) -> AbstractContextManager[None]:
         """Measure a block of your own training loop as a validation, or as writing a checkpoint, not as training.
 
-        A block inside another one is a part of that.
-
-        Raises:
-            ValueError: `what` is something else.
+        A block inside another one is a part of that. Raises ValueError where `what` is something else.
 
         Example::
 
@@ -561,16 +563,14 @@ class StreamingDataLoader(DataLoader[Any]):
                 requests in flight are written to stderr, once for each wait.
             say: Shows the user a sentence.
 
-        Example::
-
-            with loader.watch(after_s=60):
-                train(loader)
+        Example: ``with loader.watch(after_s=60): train(loader)``
         """
         return Watch(self, after_s, say)
 
     def _loading_settings(self, settings: BatchSettings) -> LoadingSettings:
         """The settings that decide how fast the loader is."""
-        source, size = self._source, settings.device_batch_size
+        source = self._source
+        size = settings.device_batch_size
         limit_bytes = source.reader.shards.defaults.config.limit_bytes
         return LoadingSettings(
             batch_size=size,

@@ -35,10 +35,12 @@ _SOUNDS = {b"ID3": "mpeg", b"\xff\xfb": "mpeg", b"fLaC": "flac", b"OggS": "ogg",
 _MOST_SOUND_BYTES = 4 << 20
 _THUMB = (320, 320)  # pixels
 _CHARACTERS_ON_PAGE = 600
-_MOST_POINTS, _LEAST_POINT_S = 240, 0.2
+_MOST_POINTS = 240
+_LEAST_POINT_S = 0.2
 _SMALL = 0.01  # of the time: kinds of waiting with less are shown together
 _LEAST_SHARE = 0.0005  # of the time: less is shown as 0.0%
-_FIRST, _OTHER = "first batches", "other stages"
+_FIRST = "first batches"
+_OTHER = "other stages"
 _COLORS = {name: f"var(--c{number})" for number, name in enumerate(("training", _FIRST, *PARTS, _OTHER, *PAUSE_LABELS))}
 _TROUBLES = ("retries", "bad_samples", "evictions", "shards_fetched_again")
 _Plot = tuple[str, Mapping[str, Sequence[float]], Callable[[float], str], bool]  # title, values, their text, stacked
@@ -148,7 +150,8 @@ def write_run_page(log: Path, out: Path | None = None) -> Path:
 
 def run_page(run: Run) -> str:
     """The page of a run: how it ended, where its time went, plots over time, launches, messages and settings."""
-    first, last = run.launches[0].start, run.launches[-1].start
+    first = run.launches[0].start
+    last = run.launches[-1].start
     world = f"{_number(last.ranks, 'rank')} on {_number(last.nodes, 'node')}"
     about = f"Began {first.began} · {world} · {_seconds(run.seconds)} · drawn from {run.path.name}"
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
@@ -162,14 +165,16 @@ def run_page(run: Run) -> str:
 
 def _end(run: Run) -> str:
     launch = run.launches[-1]
-    end, start = launch.end, launch.start
+    end = launch.end
+    start = launch.start
     kind = "fair" if run.stats.wait_share >= INPUT_BOUND else "good"
     title = "Training has finished"
     lines = [_delivered(run)]
     if start.measured_ranks < start.ranks:
         lines.append(f"Measured in the first of {start.ranks} processes.")
     if end is None:
-        kind, title = "fair", "Still training, or killed"
+        kind = "fair"
+        title = "Still training, or killed"
         lines.append(
             f"The log has no end. Its last record was written {_seconds(launch.latest.at_s)} after the launch began."
         )
@@ -177,14 +182,16 @@ def _end(run: Run) -> str:
         lines += [end.ledger, "Latest launch: " * (len(run.launches) > 1 and end.verdict != "") + end.verdict]
         lines.append("" if end.is_whole else "What the other ranks measured last is missing.")
         if end.how != "finished":
-            kind, title = "bad", "Training stopped"
+            kind = "bad"
+            title = "Training stopped"
             lines.insert(0, end.how)
     text = "".join(f"<p>{escape(line)}</p>" for line in lines if line)
     return f'<section class="end {kind}"><h2>{title}</h2>{text}</section>'
 
 
 def _delivered(run: Run) -> str:
-    begin, end = run.launches[0].start.place, run.launches[-1].latest.place
+    begin = run.launches[0].start.place
+    end = run.launches[-1].latest.place
     if run.lost is None or begin == end:
         return ""
     counts = f"{run.lost:,} lost, {run.repeated:,} repeated."
@@ -195,7 +202,8 @@ def _delivered(run: Run) -> str:
 
 
 def _tiles(run: Run) -> str:
-    stats, counted = run.stats, run.stats.counters
+    stats = run.stats
+    counted = run.stats.counters
     opened = counted["shards_here"] + counted["shards_fetched"]
     shown = {
         f"of the time spent waiting: {stats.waited}": percent(stats.wait_share),
@@ -221,9 +229,11 @@ def _waits(stats: LoaderStats, whole: LoaderStats) -> dict[str, float]:
 def _time(stats: LoaderStats) -> str:
     """All the time as one bar."""
     parts = {"training": stats.training_s, **_waits(stats, stats), **stats.pauses}
-    bar, legend = "", {}
+    bar = ""
+    legend = {}
     for name, seconds in parts.items():
-        share, color = seconds / max(1e-9, stats.elapsed_s), _COLORS[name]
+        share = seconds / max(1e-9, stats.elapsed_s)
+        color = _COLORS[name]
         label = name if name == "training" else PAUSE_LABELS.get(name, f"waiting: {name}")
         if share >= _LEAST_SHARE:
             bar += f'<i style="flex:{share:.6f};background:{color}"></i>'
@@ -258,7 +268,8 @@ def _points(run: Run) -> list[_Point]:
     pixel_s = max(_LEAST_POINT_S, run.seconds / _MOST_POINTS)
     for _, group in groupby(rows, lambda timed: timed[0] // pixel_s):
         together = list(group)
-        numbers, drawn = Counter[str](), Counter[str]()
+        numbers = Counter[str]()
+        drawn = Counter[str]()
         for _, row in together:
             numbers.update(row.stats)
             drawn.update(row.drawn)
@@ -315,7 +326,8 @@ def _plot(
     lines = np.cumsum(values, axis=0) if is_stacked else values
     ticks = _ticks(float(lines.max()))
     heights = 100 - 100 * lines / ticks[-1]
-    paths, hovers = "", ""
+    paths = ""
+    hovers = ""
     for color, line in reversed(list(zip(colors.values(), heights, strict=True))):  # an area covers those above it
         steps = "".join(f"V{height:.2f}H{edge:.1f}" for height, edge in zip(line, edges[1:], strict=True))
         kind = f'class="area" style="fill:{color}"' if is_stacked else f'style="stroke:{color}"'
@@ -325,7 +337,9 @@ def _plot(
         tip += "".join(f"\n{name} {text(value)}" for name, value in zip(series, column, strict=True))
         hovers += f'<rect x="{begin:.1f}" width="{end - begin:.1f}" height="100"><title>{escape(tip)}</title></rect>'
     xs = "".join(f'<span style="left:{100 * at}%">{_seconds(at * run.seconds)}</span>' for at in (0, 0.5, 1))
-    grid, ys, resumes = "", "", ""
+    grid = ""
+    ys = ""
+    resumes = ""
     for tick in ticks:
         grid += f"M0 {100 - 100 * tick / ticks[-1]:.1f}H1000"
         ys += f'<span style="bottom:{100 * tick / ticks[-1]:.1f}%">{text(tick)}</span>'
@@ -377,9 +391,12 @@ def _place(place: Place) -> str:
 
 
 def _tables(run: Run) -> Iterator[str]:
-    launches, messages, bad = [], [], []
+    launches = []
+    messages = []
+    bad = []
     for number, launch in enumerate(run.launches, 1):
-        start, latest = launch.start, launch.latest
+        start = launch.start
+        latest = launch.latest
         launches.append(
             {
                 "began": start.began,
@@ -435,7 +452,8 @@ def write_sample_page(
 
 
 def _card(number: int, sample: Mapping[str, Any], as_text: Callable[[Any], str]) -> str:
-    media, rows = "", ""
+    media = ""
+    rows = ""
     for name, value in sample.items():
         label = escape(name)
         text = value[:_CHARACTERS_ON_PAGE] if isinstance(value, str) else as_text(value)

@@ -28,9 +28,12 @@ from lightning_stream.reading.look_ahead import furthest_ahead
 from lightning_stream.reading.shard_pool import urgent_threads
 from lightning_stream.stores.retry import RetryPolicy, parts_of
 
-_EXACT_SAMPLES, _EXACT_REPLICAS = 1 << 21, 256  # above these, downloads are estimated
+# Above these, downloads are estimated
+_EXACT_SAMPLES = 1 << 21
+_EXACT_REPLICAS = 256
 _INDEX_REQUESTS = 2  # for each stream: one asks for versions
-_MB, _GB = 1e6, 1e9
+_MB = 1e6
+_GB = 1e9
 _POLICY = RetryPolicy()
 _REMEDIES = {
     "link of a node": "Write smaller samples (compression='zstd'), or train on more nodes.",
@@ -244,11 +247,15 @@ class _Need:
     def __init__(
         self, loader: StreamingDataLoader, source: SampleSource, settings: BatchSettings, run: RunOrder, num_steps: int
     ) -> None:
-        world, reader, size = settings.world, source.reader, settings.device_batch_size
-        self.run, self.world = run, world
+        world = settings.world
+        reader = source.reader
+        size = settings.device_batch_size
+        self.run = run
+        self.world = world
         self.index_bytes = sum(len(index.data) for index in reader.indexes)
         self.num_samples = run.epoch(0).num_samples
-        self.num_steps, self.num_workers = num_steps, loader.num_workers
+        self.num_steps = num_steps
+        self.num_workers = loader.num_workers
         self.rank_samples = self.num_samples / world.num_replicas
         self.raw_bytes = np.concatenate([index.raw_bytes for index in reader.indexes])
         self.stored_bytes = np.concatenate([index.stored_bytes for index in reader.indexes])
@@ -264,7 +271,8 @@ class _Need:
         else:
             self.downloads = plan_downloads(run, tail=settings.tail, **of_epoch)
         per_node = self.downloads.num_bytes
-        self.num_bytes, self.all_bytes = int(per_node.max()), int(per_node.sum())
+        self.num_bytes = int(per_node.max())
+        self.all_bytes = int(per_node.sum())
         requests = [int(parts[shards].sum()) for shards in self.downloads.shards]
         even_share = round(int(parts.sum()) * self.downloads.factor / world.num_nodes)
         requests = requests or [even_share] * world.num_nodes
@@ -310,7 +318,8 @@ class _Need:
         begin_s = requests * rates.latency_s
         unpack_s = raw_bytes / _MB * rates.unpack_s_per_mb
         making_s = self.rank_samples * rates.sample_s  # of a rank
-        ranks, ahead = self.world.ranks_per_node, self.requests_ahead
+        ranks = self.world.ranks_per_node
+        ahead = self.requests_ahead
         unpacking = ("unpack_s_per_mb",) if self.is_packed else ()
         fetching = ("latency_s", "connection_bytes_per_s", *unpacking)
         yield "link of a node", size / rates.node_bytes_per_s, "the busiest node", ("node_bytes_per_s",)
@@ -346,7 +355,8 @@ class _Need:
         if not rates.is_given("connection_bytes_per_s"):
             return None
         numbers, within = self.run.snapshot.locate(ids)
-        stored, raw = self.stored_bytes[numbers], self.raw_bytes[numbers]
+        stored = self.stored_bytes[numbers]
+        raw = self.raw_bytes[numbers]
         # The beginning of a shard can be read while the rest arrives, unless it is compressed.
         part = np.where(stored == raw, (within + 1) / self.run.snapshot.sizes[numbers], 1.0)
         needed = np.zeros(len(self.stored_bytes))

@@ -80,7 +80,8 @@ def run_partitions(
         for partition in partitions:
             take(partition, task(partition))
         return done
-    data, tries = pickled(task), Counter[int]()
+    data = pickled(task)
+    tries = Counter[int]()
     while missing := [each for each in partitions if each.number not in done]:
         running: dict[Future[Any], Any] = {}
         try:
@@ -264,14 +265,17 @@ class Progress:
     """A line on stderr that counts partitions and rows; on a terminal it is updated in place."""
 
     def __init__(self, num_partitions: int, phase: str) -> None:
-        self._num_partitions, self._phase, self._begin = num_partitions, phase, time.monotonic()
+        self._num_partitions = num_partitions
+        self._phase = phase
+        self._begin = time.monotonic()
         self._done = self._rows = 0
 
     def __call__(self, num_rows: int) -> None:
         """Count a partition."""
         self._done += 1
         self._rows += num_rows
-        is_last, is_terminal = self._done == self._num_partitions, sys.stderr.isatty()
+        is_last = self._done == self._num_partitions
+        is_terminal = sys.stderr.isatty()
         if is_last or is_terminal:
             speed = self._rows / max(time.monotonic() - self._begin, 1e-9)
             line = f"{self._phase}: {self._done:,} of {self._num_partitions:,} partitions, {self._rows:,} rows"

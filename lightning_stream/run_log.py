@@ -145,7 +145,9 @@ class Run:
     """
 
     def __init__(self, path: Path, launches: list[Launch], num_bytes: int) -> None:
-        self.path, self.launches, self.num_bytes = path, launches, num_bytes
+        self.path = path
+        self.launches = launches
+        self.num_bytes = num_bytes
         self.name = path.resolve().parent.name
         self.seconds = sum(launch.latest.at_s for launch in launches)
         self.stats = sum((launch.stats for launch in launches), LoaderStats())
@@ -154,7 +156,8 @@ class Run:
 
     def summary(self) -> dict[str, Any]:
         """The numbers of the run, as its page shows them."""
-        stats, last = self.stats, self.launches[-1]
+        stats = self.stats
+        last = self.launches[-1]
         counted = {name: int(stats.counters[name]) for name in ("fetched_bytes", "retries", "bad_samples")}
         names = ("samples_per_s", "elapsed_s", "wait_s", "first_wait_s", "wait_share", "cache_hit")
         return {
@@ -210,7 +213,8 @@ def open_log(folder: Path, *, continues: bool, say: Callable[[str], object]) -> 
     """
     path = folder / LOG_NAME
     folder.mkdir(parents=True, exist_ok=True)
-    is_new, other = not path.exists(), _free_name(path)
+    is_new = not path.exists()
+    other = _free_name(path)
     fd = None if path.is_dir() else _locked(path)
     if fd is None:
         say(f"Another run writes {path}: the log of this one is {other}.")

@@ -267,7 +267,8 @@ def no_locks(path: Path) -> CacheError:
 
 def file_system(path: Path) -> str:
     """The type of the file system that holds a path, as the kernel names it; "unknown" where it does not say."""
-    best, kind = "", "unknown"
+    best = ""
+    kind = "unknown"
     try:
         mounts = Path("/proc/mounts").read_text(errors="replace").splitlines()
     except OSError:
@@ -277,7 +278,8 @@ def file_system(path: Path) -> str:
         _, point, name, *_ = line.split(" ")
         point = point.replace("\\040", " ")
         if len(point) >= len(best) and real.is_relative_to(point):
-            best, kind = point, name
+            best = point
+            kind = name
     return kind
 
 
@@ -290,7 +292,10 @@ class FileLock:
     """
 
     def __init__(self, path: Path, wait_s: float = 60.0, modes: Modes = PRIVATE, *, has_value: bool = False) -> None:
-        self.path, self._wait_s, self.modes, self._has_value = path, wait_s, modes, has_value
+        self.path = path
+        self._wait_s = wait_s
+        self.modes = modes
+        self._has_value = has_value
         self._fd: int | None = None
         self._pid = 0
 
@@ -306,7 +311,8 @@ class FileLock:
                 LOCK_FDS.close(fd)
                 raise
             if current:
-                self._fd, self._pid = fd, os.getpid()
+                self._fd = fd
+                self._pid = os.getpid()
                 # On a full disk that fails; the lock is ours all the same, and only `holder` knows less.
                 with contextlib.suppress(OSError):
                     if not self._has_value:
@@ -318,7 +324,9 @@ class FileLock:
 
     def release(self) -> None:
         """Release the lock. In a forked child, which never held it, this does nothing."""
-        is_ours, fd, self._fd = self.is_current(), self._fd, None
+        is_ours = self.is_current()
+        fd = self._fd
+        self._fd = None
         if fd is not None and self._pid == os.getpid():
             if is_ours and not self._has_value:
                 self.path.unlink(missing_ok=True)

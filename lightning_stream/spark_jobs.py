@@ -13,7 +13,9 @@ from lightning_stream.errors import LightningStreamError, MissingExtraError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_PIECES_OF_A_JOB, _MOST_TASKS = 4096, 1024  # the driver holds the results of a job; a task has several pieces
+# The driver holds the results of a job; a task has several pieces
+_PIECES_OF_A_JOB = 4096
+_MOST_TASKS = 1024
 _OURS = re.compile(r"^\s*lightning_stream\.errors\.(\w+): (.+)$", re.MULTILINE)
 _MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 

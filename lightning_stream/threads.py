@@ -28,7 +28,8 @@ class DaemonPool:
     """Runs calls in at most `num_threads` daemon threads, in the order they were given. A context manager."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.num_threads, self._name = num_threads, name
+        self.num_threads = num_threads
+        self._name = name
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         # Ctrl-C may come as the main thread has just taken a lock, which Python 3.14 then never gives back. So it can
         # take the one for changes again, and the threads of the pool need none.

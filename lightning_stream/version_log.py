@@ -231,7 +231,8 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer:
         change = msgspec.structs.replace(
             change, digest=index.digest, samples=index.num_samples - index.num_deleted, num_shards=index.num_shards
         )
-        name, data = _name(version.root, change.number), msgspec.json.encode(change)
+        name = _name(version.root, change.number)
+        data = msgspec.json.encode(change)
         try:
             store.put(name, data, if_absent=True)
         except AlreadyExistsError:
@@ -334,8 +335,10 @@ def _readable_changes(
                 answers = [read.result() for read in reads]
                 if answers[0] is None and any(answers):  # committed meanwhile, or lost
                     answers[0] = _change_at(store, root, begin)
-    answer, number = answers[0], first + len(changes)
-    name, is_changed = _name(root, number), bool(changes) or base is None or base.number > 0 or base.is_announced
+    answer = answers[0]
+    number = first + len(changes)
+    name = _name(root, number)
+    is_changed = bool(changes) or base is None or base.number > 0 or base.is_announced
     must_exist = any(isinstance(later, Change) for later in answers) or (base is not None and number <= base.number)
     # Older releases did not say in a large index that there are changes.
     if answer is not None and not must_exist and (is_changed or (base and len(base.index.data) > _PUBLISHED_BYTES)):
@@ -399,7 +402,8 @@ def _with(version: Version, changes: Sequence[Change], where: str) -> Version:
     """
     if not changes:
         return version
-    digest, contents = version.index.digest, _parsed(version.index.data, _Contents, where)
+    digest = version.index.digest
+    contents = _parsed(version.index.data, _Contents, where)
     for number, change in enumerate(changes, version.number + 1):
         if change.number != number or change.parent != digest:
             raise FormatError(

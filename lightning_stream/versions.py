@@ -250,9 +250,11 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
     place, index = _begun(out, "edit", store_options)
     if index.deleted is None and not index.joined:
         return 0
-    cache, mask = ShardCache(place.store), np.ones(index.num_samples, dtype=np.bool_)
+    cache = ShardCache(place.store)
+    mask = np.ones(index.num_samples, dtype=np.bool_)
     mask[deleted_samples(cache, index)] = False
-    entries, num_written = list[bytes](), 0
+    entries = list[bytes]()
+    num_written = 0
     for shard, is_live in enumerate(np.split(mask, np.cumsum(index.shard_sizes)[:-1])):
         if is_live.all() and len(index.entries(shard)) == 1:
             entries.append(index.text(shard))
@@ -273,7 +275,8 @@ def _written_again(
     place: Transaction, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
 ) -> ShardEntry:
     """Put a shard of some samples of others that are joined, with the bytes that they have there; return its entry."""
-    schema, stored = entries[0].schema, dict[str, BinaryColumn]()
+    schema = entries[0].schema
+    stored = dict[str, BinaryColumn]()
     for entry in entries:
         if entry.format != "mds":
             raise ValueError(f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}.")
@@ -342,8 +345,11 @@ def _put_column(
 
     Returns the number of samples that got a value.
     """
-    (index,), (name,), ends = reader.indexes, column, reader.snapshot.shard_offsets
-    schema, total = index.schemas[0], reader.snapshot.num_samples
+    (index,) = reader.indexes
+    (name,) = column
+    ends = reader.snapshot.shard_offsets
+    schema = index.schemas[0]
+    total = reader.snapshot.num_samples
     encoder = MdsEncoder(column, schema.compression, schema.hashes or hashes_to_write(None), None)
     take = partial(_computed, values, reader)
     if not callable(values):
@@ -352,7 +358,8 @@ def _put_column(
             deleted = f" (without {index.num_deleted:,} deleted ones)" if index.num_deleted else ""
             raise ValueError(f"add_column takes a value per sample, {total:,}{deleted}; got {count:,}.")
         take = partial(_take, plain_values(columns[name]))
-    begin, pipeline = len(shards), Pipeline[ShardEntry](_PUTS)
+    begin = len(shards)
+    pipeline = Pipeline[ShardEntry](_PUTS)
     firsts = np.cumsum(index.shard_sizes) - index.shard_sizes
     try:
         for shard in range(begin, len(index)):

@@ -49,8 +49,11 @@ class ModelTrainer:
         seed: int = 1,
     ) -> None:  # fmt: skip
         self.path = Path(default_root_dir) / "checkpoints" / "last.ckpt"
-        self.max_epochs, self.max_steps, self.seed = max_epochs, max_steps, seed
-        self.rank, self.world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.max_epochs = max_epochs
+        self.max_steps = max_steps
+        self.seed = seed
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if list(processes) != [1, 1] and "WORLD_SIZE" not in os.environ:
             raise MisconfigurationException("hardware asks for several processes: start them by torchrun or composer.")
         self.callback_metrics: dict[str, float] = {}
@@ -63,7 +66,8 @@ class ModelTrainer:
             datamodule.prepare_data()
         if dist.is_initialized():
             dist.barrier()
-        self.model, self.datamodule = model, datamodule
+        self.model = model
+        self.datamodule = datamodule
         self.logged = Logged(model)
         model.trainer = self
         model.configure_model()
@@ -83,7 +87,8 @@ class TorchTrainer(ModelTrainer):
         super().__init__(**run)
         if precision not in ("32-true", "bf16-mixed"):
             raise ValueError(f"hardware.precision is 32-true or bf16-mixed for this trainer; found {precision}.")
-        self.precision, self.save_every_n_steps = precision, save_every_n_steps
+        self.precision = precision
+        self.save_every_n_steps = save_every_n_steps
         has_gpu = torch.cuda.is_available()
         on_gpu = has_gpu if accelerator == "auto" else accelerator != "cpu"
         if on_gpu and not has_gpu:
@@ -177,7 +182,8 @@ class TorchTrainer(ModelTrainer):
         now = monotonic()
         if self.signum and now - self.signalled_at > 1:
             raise KeyboardInterrupt
-        self.signum, self.signalled_at = signum, now
+        self.signum = signum
+        self.signalled_at = now
 
 
 class Logged:
@@ -199,7 +205,8 @@ class Logged:
         parts = [(self.totals, self.counts)] * (dist.get_world_size() if dist.is_initialized() else 1)
         if dist.is_initialized():
             dist.all_gather_object(parts, parts[0])
-        self.totals, self.counts = Counter(), Counter()
+        self.totals = Counter()
+        self.counts = Counter()
         return {
             name: sum(totals[name] for totals, _ in parts) / sum(counts[name] for _, counts in parts)
             for name in parts[0][0]

@@ -150,6 +150,18 @@ def test_files_and_functions_stay_small() -> None:
                 assert _depth(node) <= MAX_NESTING, f"{_name(path)}: {node.name} nests {_depth(node)} deep"
 
 
+def test_a_statement_gives_one_name_its_value() -> None:
+    """But for values that are exchanged: `a, b = b, a`."""
+    for path in FILES:
+        for node in ast.walk(_tree(path)):
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                names, *others = node.targets
+                if isinstance(names, ast.Tuple) and not others and len(names.elts) == len(node.value.elts):
+                    written = {ast.unparse(name) for name in names.elts if isinstance(name, (ast.Name, ast.Attribute))}
+                    read = {ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.expr)}
+                    assert written & read or not written, f"{_name(path)}, line {node.lineno}: {ast.unparse(node)}"
+
+
 def test_each_row_of_the_table_keeps_its_budget() -> None:
     tokens: Counter[str] = Counter()
     for path in FILES:

@@ -196,7 +196,8 @@ class CacheFolder:
         """
         with self.translated_errors(), contextlib.suppress(FileNotFoundError):
             kept = self._result(name).read_bytes()
-            content, digest = kept[:-_DIGEST_BYTES], kept[-_DIGEST_BYTES:]
+            content = kept[:-_DIGEST_BYTES]
+            digest = kept[-_DIGEST_BYTES:]
             return content if xxh3_64_digest(content) == digest else None
         return None
 
@@ -275,7 +276,8 @@ class CacheFolder:
 
     def disk_full(self, need_bytes: int) -> CacheFullError:
         """Return the error for a full disk. All files that were there are unchanged."""
-        free, disk = self.free_bytes(), os.statvfs(self.path)
+        free = self.free_bytes()
+        disk = os.statvfs(self.path)
         if max(need_bytes, _BLOCK_BYTES) <= free and disk.f_files and disk.f_favail < _FEW_INODES:
             return CacheFullError(
                 f"the disk of the cache {self.path} is full, though {free:,} bytes are free on it: all its "

@@ -96,7 +96,8 @@ class IndexFile:
 
     def fetch(self, name: str, draft: Path) -> Index:
         """Fetch the index into a draft and publish it; under its lock. CacheError if there is another dataset."""
-        path, is_made = self._folder.path / name, False
+        path = self._folder.path / name
+        is_made = False
         old = path.read_bytes() if path.is_file() else None
         ours = old if self._folder.source() == self._label else None
         published = _Published(self._folder, ours if name == INDEX_NAME else None)
@@ -177,7 +178,9 @@ class _Published:
     """Which version of the store's index.json the index in a folder was made of: a large one is not read twice."""
 
     def __init__(self, folder: CacheFolder, index: bytes | None) -> None:
-        self._folder, self._path, self._index = folder, folder.control / "published", index
+        self._folder = folder
+        self._path = folder.control / "published"
+        self._index = index
         self._version: str | None = None
 
     def __call__(self, version: str | None) -> Index | None:

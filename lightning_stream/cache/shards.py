@@ -50,7 +50,9 @@ class Lease:
 
     def __init__(self, folder: Path, fd: int | None, name: str = "") -> None:
         self.folder = folder
-        self._path, self._fd, self._pid = folder / name, fd, os.getpid()
+        self._path = folder / name
+        self._fd = fd
+        self._pid = os.getpid()
         self.is_held = True
         self._closing = threading.Lock()  # a thread may close the lease while another one uses its descriptor
 
@@ -75,7 +77,9 @@ class Lease:
         if self._pid != os.getpid():
             return  # the descriptors of leases are closed in a forked child
         with self._closing:
-            fd, self._fd, self.is_held = self._fd, None, False
+            fd = self._fd
+            self._fd = None
+            self.is_held = False
             if fd is not None:
                 LOCK_FDS.close(fd)
 
@@ -116,7 +120,9 @@ class ShardCache:
         if store is None and folder is None:
             raise ValueError("a cache needs a store, or a folder that holds the shards, or both; got neither")
         self.store: Store = store if store is not None else LocalStore(str(folder))
-        self.config, self.other, self.counters = config or CacheConfig(), other, counters or Counters()
+        self.config = config or CacheConfig()
+        self.other = other
+        self.counters = counters or Counters()
         chosen = None if folder is None else Path(folder).expanduser().absolute()
         own = self.store.folder if isinstance(self.store, LocalStore) else None
         self.in_place = own is not None and (chosen is None or os.path.realpath(chosen) == os.path.realpath(own))
@@ -193,7 +199,8 @@ class ShardCache:
         Raises:
             NotFoundError, DigestError: The store has no such file; its bytes do not match the index.
         """
-        name, where = file.basename, f"{self.store.url}/{file.basename}"
+        name = file.basename
+        where = f"{self.store.url}/{file.basename}"
         # Former releases gave such a file one hash, whichever the shards have: it is checked by that.
         wanted = self.config.validate_hash if make is None else None
         hash_name = None if file.hashes and wanted not in file.hashes else wanted
@@ -252,7 +259,8 @@ class ShardCache:
         held = self._held(entry)
         if self._source is not None and held is entry and (lease := self._in_place(entry)):
             return lease
-        pin, fetch = partial(self._pin, held.raw, entry), partial(self._fetch, entry, connections)
+        pin = partial(self._pin, held.raw, entry)
+        fetch = partial(self._fetch, entry, connections)
         return self._run_once(held.raw.basename, pin, fetch, wait_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
@@ -265,7 +273,8 @@ class ShardCache:
             fetched them again before.
         """
         raw = self._held(entry).raw
-        name, home = raw.basename, self._find(raw)
+        name = raw.basename
+        home = self._find(raw)
         if home is None or (lease is not None and not lease.is_current()):
             return self.lease(entry)  # deleted, or fetched again by another meanwhile
         if home != self.folder or name in self._refetched:
@@ -362,7 +371,8 @@ class ShardCache:
         Once per process, it is checked if the user named a hash, or if it was here when the machine was started, since
         its last bytes may not have reached the disk. Once per folder, a file of somebody else is checked.
         """
-        path, is_named = home / raw.basename, self.config.validate_hash is not None
+        path = home / raw.basename
+        is_named = self.config.validate_hash is not None
         is_foreign = False
         if not is_named and home == self.folder and raw.hashes:
             alone = CacheEntry((raw.basename,), raw.num_bytes)
@@ -389,8 +399,10 @@ class ShardCache:
 
     def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
-        raw, place = self._held(entry).raw, self._place
-        name, reserved = raw.basename, _reserved(raw, entry)
+        raw = self._held(entry).raw
+        place = self._place
+        name = raw.basename
+        reserved = _reserved(raw, entry)
         with self._drafts_of(name, lock, reserved):
             if not fresh:
                 # What has this name is not the shard. Left here, it would be taken for it if this process is killed.
@@ -439,7 +451,9 @@ class ShardCache:
         A compressed file that was fetched stays in a draft of its own.
         """
         (raw, packed), (draft, packed_draft) = files, drafts
-        compression, hash_name, counters = entry.compression, self.config.validate_hash, self.counters
+        compression = entry.compression
+        hash_name = self.config.validate_hash
+        counters = self.counters
         if raw.origin is not None and self.other is not None:
             with counters.timed("convert_s"):
                 self.other.write(self.store, entry, draft)

@@ -114,7 +114,8 @@ class Space:
         A process of such a release that still runs begins a new log, which is taken over the next time: this release's
         limit counts the shards of both, the former one's what it has fetched since.
         """
-        log, draft = self.folder.control / "ledger", self.folder.control / "ledger.draft"
+        log = self.folder.control / "ledger"
+        draft = self.folder.control / "ledger.draft"
         if not log.exists():
             return False
         self.folder.prepare()  # the former release had no folder for markers
@@ -138,7 +139,8 @@ class Space:
 
         With `former`, what was marked for it before was an estimate. Returns the number of evicted shards.
         """
-        name, need = entry.names[0], entry.num_bytes
+        name = entry.names[0]
+        need = entry.num_bytes
         if limit_bytes is not None and need > limit_bytes:
             raise CacheFullError(f"cache_limit is {limit_bytes:,} bytes; {name} alone needs {need:,}. Raise it.")
         evicted = in_use = 0
@@ -181,7 +183,8 @@ class Space:
             growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)
             total, counted_at = _counted(os.pread(lock.fd, _VALUE_BYTES, 0))
             if (counts and total + growth > limit_bytes) or abs(time.time() - counted_at) >= _SCAN_EVERY_S:
-                total, counted_at = sum(held.num_bytes for held in self.entries()), time.time()
+                total = sum(held.num_bytes for held in self.entries())
+                counted_at = time.time()
             if total + growth > limit_bytes:
                 return total + growth - limit_bytes
             value = f"{total + growth:20} bytes {counted_at:20.3f}".encode()
@@ -208,7 +211,8 @@ class Space:
 
     def remove(self, entry: CacheEntry) -> bool:
         """Delete a shard's files; False if it is in use or being fetched. It never waits."""
-        lock, first = self.folder.lock(entry.names[0]), self.folder.path / entry.names[0]
+        lock = self.folder.lock(entry.names[0])
+        first = self.folder.path / entry.names[0]
         marker = self._marker(entry)
         if not lock.try_acquire():
             return False

@@ -201,7 +201,8 @@ def add_reading(parser: ArgumentParser) -> None:
 
 def reading_of(options: Namespace) -> Reading:
     """What the flags of :func:`add_reading` say; empty without any."""
-    names, version = options.columns, options.version
+    names = options.columns
+    version = options.version
     if names is not None and not any(names.values()):
         names = list(names)
     if version is not None and version.isdigit() and len(version) < _LEAST_DIGITS:
@@ -323,7 +324,8 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
     Raises:
         ValueError: One of several streams is a folder of splits.
     """
-    how, rule = reading_of(options), "a stream of a mixture is one dataset"
+    how = reading_of(options)
+    rule = "a stream of a mixture is one dataset"
     if "version" in how and len(streams) > 1:
         raise ValueError(f"--version is that of one dataset; found {len(streams)} streams. Omit it, or pass one stream")
     urls, weights = zip(*map(_weighted, streams), strict=True)
@@ -346,7 +348,8 @@ def _weighted(text: str) -> tuple[str, dict[str, Any]]:
     match = _WEIGHTED.fullmatch(text)
     if match is None:
         return text, {}
-    kind, value = match[2] or "proportion", float(match[3])
+    kind = match[2] or "proportion"
+    value = float(match[3])
     return match[1], {kind: int(value) if kind == "choose" else value}
 
 

@@ -32,7 +32,8 @@ class _Cache:
     """A cache folder of this machine: the URL of its dataset without secrets, its shards, and when one was read."""
 
     def __init__(self, path: Path) -> None:
-        self.path, folder = path, CacheFolder(path)
+        self.path = path
+        folder = CacheFolder(path)
         self.space = Space(folder)
         self.url = (folder.source() or "").partition(" ")[2]
         self.shards = {entry.names[0]: entry for entry in self.space.entries()}
@@ -114,11 +115,13 @@ def _check(caches: list[_Cache], out: Output) -> int:
 def _prune(caches: list[_Cache], options: Namespace, out: Output) -> int:
     since = None if options.unused_days is None else time.time() - options.unused_days * _DAY_S
     target = 0 if options.to is None else parse_bytes(options.to, "--to")
-    deleted, total = 0, sum(cache.num_bytes for cache in caches)
+    deleted = 0
+    total = sum(cache.num_bytes for cache in caches)
     for cache in sorted(caches, key=lambda cache: cache.last_used):
         others = total - cache.num_bytes
         freed, left = cache.space.prune(max(0, target - others), since)
-        deleted, total = deleted + freed, others + left
+        deleted = deleted + freed
+        total = others + left
     out.data = {"deleted_bytes": deleted, "left_bytes": total}
     in_use = f"; more than {options.to}, since the others are in use" if since is None and total > target else ""
     out.line(f"{readable(deleted)} deleted, {readable(total)} left{in_use}")

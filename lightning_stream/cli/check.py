@@ -40,7 +40,9 @@ examples:
   lightning-stream check s3://bucket/train --decode --spark spark://host:7077     # on all machines of a cluster
   lightning-stream check s3://bucket/train --decode --resume checked.jsonl   # again with the same file: only the rest
 """
-_PART_BYTES, _AT_ONCE, _THREADS = 16 << 20, 64, 8
+_PART_BYTES = 16 << 20
+_AT_ONCE = 64
+_THREADS = 8
 _Problem = dict[str, Any]  # the shard or the name of the lengths, the id of the sample if it is one, and the error
 
 
@@ -82,7 +84,9 @@ class _Findings:
 
     def __init__(self, out: Output, path: Path, key: str) -> None:
         self.shown: list[_Problem] = []
-        self._out, self._path, self._key = out, path, key
+        self._out = out
+        self._path = path
+        self._key = key
         self._noted: dict[str, list[_Problem]] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
             with suppress(ValueError, KeyError, TypeError):  # a line that was cut when the process was killed

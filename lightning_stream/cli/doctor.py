@@ -36,7 +36,9 @@ examples:
 # What launchers set, and what the stores read; values of the latter are never printed.
 _LAUNCHER = re.compile("(LOCAL_)?(RANK|WORLD_SIZE)|NODE_RANK|MASTER_.*|SLURM_(PROCID|N.*)|OMP_.*|LIGHTNING_STREAM_.*")
 _CREDENTIALS = re.compile("AWS_.*|S3_.*|GOOGLE_.*|GCS_.*|AZURE_.*|DATABRICKS_.*|HF_TOKEN")
-_FEW_FILES, _SMALL_SHM, _LITTLE_DISK = 4096, 1 << 30, 10 << 30
+_FEW_FILES = 4096
+_SMALL_SHM = 1 << 30
+_LITTLE_DISK = 10 << 30
 _MEASURABLE = 0.1  # the part of the downloads that is more than latency, from which on a rate is known
 _IMAGES = ("jpeg", "png", "pil", "webp")
 

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
-_WIDTH, _SHOWN = 24, 12
+_WIDTH = 24
+_SHOWN = 12
 _MOST_DIGITS = 1e15  # a float has no more
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 

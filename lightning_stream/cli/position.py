@@ -88,7 +88,8 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
     """Print what a checkpoint records of its data; over that data, also which samples come or came."""
     last = stage_of_batches(position.order, position.batch_size, position.tail)
     chain = Chain((summarized(position.snapshot), *stages_of_order(position.order), last))
-    facts, problem = {"checkpoint": name, **_recorded(position)}, ""
+    facts = {"checkpoint": name, **_recorded(position)}
+    problem = ""
     batches: list[dict[str, Any]] = []
     with scratch_folder() as folder:
         if streams:
@@ -190,7 +191,8 @@ def _lengths_of(order: OrderConfig, reader: SampleReader, expression: str | None
 
 def _computed(reader: SampleReader, position: Position, order: RunOrder) -> dict[str, Any]:
     """What the data says of a position: what was trained on, what is left, and its state for mosaicml-streaming."""
-    explanation, what = explain(order, position), "samples"
+    explanation = explain(order, position)
+    what = "samples"
     facts: dict[str, Any] = {"global_batches": steps_done(order, position)}
     if position.order.packing is not None:
         what = "rows"

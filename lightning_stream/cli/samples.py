@@ -14,8 +14,11 @@ from lightning_stream.cli.output import as_text
 from lightning_stream.formats.encodings.media import Media
 from lightning_stream.media.facts import media_facts
 
-_SHOWN_NUMBERS, _SHOWN_CHARACTERS = 16, 90
-_MOST_DISTINCT, _MOST_COMMON, _LONGEST = 1000, 8, 100
+_SHOWN_NUMBERS = 16
+_SHOWN_CHARACTERS = 90
+_MOST_DISTINCT = 1000
+_MOST_COMMON = 8
+_LONGEST = 100
 
 
 def is_image(value: Any) -> bool:

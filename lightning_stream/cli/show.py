@@ -24,7 +24,8 @@ EXAMPLES = """examples:
   lightning-stream show shards/val --ids 17,1337:1340 --page some.html
   lightning-stream show rows.parquet --stats
 """
-_AT_ONCE, _ON_PAGE = 256, 48
+_AT_ONCE = 256
+_ON_PAGE = 48
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -94,7 +95,8 @@ def _of_samples(
     out: Output,
 ) -> dict[str, Any]:
     """What the user asks of samples: statistics, a page, or their values."""
-    num_samples, classes = reader.snapshot.num_samples, facts.get("classes", {})
+    num_samples = reader.snapshot.num_samples
+    classes = facts.get("classes", {})
     found: dict[str, Any] = {}
     if options.stats:
         found["stats"] = _stats(reader, range(num_samples) if chosen is None else chosen, classes, out)

@@ -182,7 +182,8 @@ def _converted(conversion: Conversion, workers: Workers, progress_bar: bool) -> 
         reader = copy(source.reader)
         if not reader.is_listing:  # the classes of images are those of all splits
             reader.begin(files)
-        part, out = replace(source, files=files, splits={}, reader=reader), conversion.out_of(split)
+        part = replace(source, files=files, splits={}, reader=reader)
+        out = conversion.out_of(split)
         done.append(replace(conversion, source=part, out=out, found=found).run(workers, progress_bar))
     options = conversion.store_options or {}
     result = read_manifest(conversion.uri, **(options if is_remote(conversion.uri) else {}))

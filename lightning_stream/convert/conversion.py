@@ -36,7 +36,8 @@ _LOG = logging.getLogger(__name__)
 _VERSION = 4
 _SHARD_BYTES = 64 << 20
 _MAX_PIECE_BYTES = 1 << 30
-_MANY_SHARDS, _SMALL_SHARD_BYTES = 1000, 1 << 20
+_MANY_SHARDS = 1000
+_SMALL_SHARD_BYTES = 1 << 20
 _SMALL_SHARDS = (
     "%s has %d shards of %d KB on average, as the pieces of the source are. size_limit='64mb' writes fewer and larger "
     "ones, which are fetched faster, but a training run that read the source in place cannot continue on those."
@@ -275,7 +276,8 @@ class Conversion:
             hashed = {name: columns[name] for name in found.identity if name in columns} or columns
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
         check_measurable(self.lengths, columns)
-        reader, strict = self.source.reader, self.columns is None
+        reader = self.source.reader
+        strict = self.columns is None
         return PartitionTask(
             reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.all_lengths, by_piece
         )

@@ -148,7 +148,8 @@ class _Measuring:
             scratch_folder() as folder,
             DaemonPool(_FETCH_THREADS, "fetch") as pool,
         ):
-            in_place, copied = ShardCache(store), ShardCache(store, folder)
+            in_place = ShardCache(store)
+            copied = ShardCache(store, folder)
             is_local = isinstance(store, LocalStore)
             fetches = [
                 [
@@ -163,7 +164,8 @@ class _Measuring:
 
     def _of_shard(self, parts: Sequence[tuple[ShardEntry, Path]]) -> Iterator[Lengths]:
         """The lengths of the samples of a shard and those joined to it."""
-        unsafe, num_samples = self.allow_unsafe_types, parts[0][0].num_samples
+        unsafe = self.allow_unsafe_types
+        num_samples = parts[0][0].num_samples
         shards = [open_shard(entry, folder, allow_unsafe_types=unsafe) for entry, folder in parts]
         try:
             for begin in range(0, num_samples, _ROWS):

@@ -95,7 +95,8 @@ class MdsReader(Reader):
         """Read the index, the deleted samples and the lengths."""
         self._file = files[0]
         with self._opened(None) as reader:
-            (self._index,), self._edges = reader.indexes, reader.snapshot.shard_offsets
+            (self._index,) = reader.indexes
+            self._edges = reader.snapshot.shard_offsets
             self.lengths = {name: reader.lengths(name) for name in self._index.lengths}
         self.digest = self._index.digest
         self.stamp = "" if all(schema.hashes for schema in self._index.schemas) else str(self._file.value)
@@ -132,7 +133,8 @@ class MdsReader(Reader):
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield columns of values, in the bytes in which they are stored where these are written again."""
-        sets, formats = self._index.column_sets, {schema.format for schema in self._index.schemas}
+        sets = self._index.column_sets
+        formats = {schema.format for schema in self._index.schemas}
         kept = {name for name, kind in columns.items() if formats == {"mds"} and all(s.get(name) == kind for s in sets)}
         raw = {name for name in kept if getattr(get_encoding(columns[name]), "layout", None) is None}
         for split in splits:

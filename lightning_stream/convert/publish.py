@@ -51,7 +51,8 @@ class Publication:
         """
         place = Transaction(spec.out, spec.keep_local, spec.store_options)
         place.begin("overwrite", (MANIFEST,))
-        store, names = place.stores[0], place.look()
+        store = place.stores[0]
+        names = place.look()
         controls = {name.split("/")[1] for name in names if name.startswith(f"{CONTROL}/")}
         strange = [name for name in names if not _PARTS.fullmatch(name)]
         manifest = manifest_of(store) if strange == [MANIFEST] else None
@@ -245,7 +246,9 @@ def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
 
 def differences(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe how settings and source differ from those that a manifest holds."""
-    before, source, others = held["settings"], held["source"], now["source"]
+    before = held["settings"]
+    source = held["source"]
+    others = now["source"]
     settings = now["settings"]
     changed = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
     found = [f"{name} was {_shown(before.get(name))}, now {_shown(settings.get(name))}" for name in changed]

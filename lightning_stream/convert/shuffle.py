@@ -34,7 +34,8 @@ from lightning_stream.writer.lengths import Lengths
 from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes
 from .task import PartitionTask
 
-_BUCKET_BYTES, _RUN_BYTES = 64 << 20, 64 << 20
+_BUCKET_BYTES = 64 << 20
+_RUN_BYTES = 64 << 20
 _COLUMNS = {"key": "uint64", "row": "bytes"}
 
 Runner = Callable[[Any, Sequence[Any], str], "dict[int, dict[str, Receipt]]"]
@@ -66,7 +67,8 @@ class RunWriter(PartitionWriter):
         order = np.argsort(keys, kind="stable")
         self.write_batch({"key": keys[order], "row": BinaryColumn(self._rows[k] for k in order.tolist())})
         self.flush_shard()
-        self._rows, self._row_bytes = [], 0
+        self._rows = []
+        self._row_bytes = 0
 
     def finish(self) -> None:
         if self._rows:

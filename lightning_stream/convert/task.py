@@ -36,7 +36,8 @@ from lightning_stream.sources.base import (
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
 
-TRAIN, VAL = "train", "val"
+TRAIN = "train"
+VAL = "val"
 
 
 def kept_length(sample: Any) -> int:
@@ -166,7 +167,8 @@ class PartitionTask:
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
-        number, nulls = partition.number, dict[str, int]()
+        number = partition.number
+        nulls = dict[str, int]()
         writers = {split: self.writer(spec, number) for split, spec in self.specs.items()}
         try:
             with ExitStack() as open_writers:

@@ -57,12 +57,16 @@ class Index:
         self._begins, self._ends, self.shard_sizes, self.raw_bytes, self.stored_bytes, self._schema_ids = (
             self._shards.numbers
         )
-        self.data, self.where = data, where
-        self.schemas, self.deleted, self.digest = self._shards.schemas, top.deleted, self._shards.digest
+        self.data = data
+        self.where = where
+        self.schemas = self._shards.schemas
+        self.deleted = top.deleted
+        self.digest = self._shards.digest
         # After another change, such as an append, the shards are not only those that were converted.
         former = top.converted_from
         self.source_digest = former.source if former is not None and former.digest == self.digest else ""
-        self.versions, self._lengths_text = bytes(top.versions), bytes(top.lengths)
+        self.versions = bytes(top.versions)
+        self._lengths_text = bytes(top.lengths)
         self.num_samples = int(self.shard_sizes.sum())
         self.chosen: frozenset[str] | None = None
         joined = (b'{"shards": ' + bytes(shards) + b', "version": 2}' for shards in top.joined)
@@ -80,7 +84,8 @@ class Index:
     def _count_bytes(self) -> None:
         """Add the bytes of the joined shards to those of its own."""
         _, _, _, raw, stored, _ = self._shards.numbers
-        self.raw_bytes, self.stored_bytes = raw.copy(), stored.copy()
+        self.raw_bytes = raw.copy()
+        self.stored_bytes = stored.copy()
         for other in self.joined:
             self.raw_bytes[: len(other)] += other.raw_bytes
             self.stored_bytes[: len(other)] += other.stored_bytes

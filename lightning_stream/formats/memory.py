@@ -77,7 +77,8 @@ class AddressWindow:
     __slots__ = ("_cells", "_window", "begin", "end", "view")
 
     def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end = begin, end
+        self.begin = begin
+        self.end = end
         self._window: Any = _ANY_ADDRESS.from_address(begin)
         self._cells: dict[int, NDArray[Any]] = {}
         self.view = memoryview(self._window).cast("B")

@@ -133,7 +133,8 @@ def as_mds(entry: ShardEntry, mark: str = "") -> ShardEntry:
     """
     if entry.format == "mds":
         return entry
-    schema, fault = entry.schema, _FAULT
+    schema = entry.schema
+    fault = _FAULT
     while fault in schema.names:
         fault += " "
     schema = replace(
@@ -181,8 +182,10 @@ def write_as_mds(entry: ShardEntry, files: Sequence[Path], to: Path, mark: str =
 
 def _row_parser(schema: Schema) -> Callable[[bytes], Sequence[Any]]:
     """Return a function from the bytes of a row to its values, in the order of the columns."""
-    newline, separator = (schema.newline or "\n").encode(), schema.separator or SEPARATORS.get(schema.format, ",")
-    names, is_json = schema.names, schema.format == "json"
+    newline = (schema.newline or "\n").encode()
+    separator = schema.separator or SEPARATORS.get(schema.format, ",")
+    names = schema.names
+    is_json = schema.format == "json"
     casts = [(_FROM_JSON if is_json else _FROM_TEXT)[kind] for kind in schema.encodings]
 
     def parse(stored: bytes) -> list[Any]:

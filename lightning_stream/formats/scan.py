@@ -124,7 +124,8 @@ def _scan_shards(data: bytes, top: Top, where: str) -> Shards:
                     index_digest.update(repr((entry.format, entry.names, entry.encodings, sizes)).encode())
             raw, stored, files = _sizes(entry)
             description = f"{entry.num_samples} {files}"
-            name, mark = entry.raw.basename, hash(description)
+            name = entry.raw.basename
+            mark = hash(description)
             if marks.setdefault(name, mark) != mark:
                 raise ValueError(f"{name} is also the file of a shard with other samples or bytes")
         except (FormatError, ValueError, RecursionError) as error:
@@ -164,7 +165,8 @@ def _bad_entry(where: str, error: Exception) -> FormatError:
 
 def _checked_schema(entry: ShardEntry) -> Schema:
     """Return the schema of an entry; ValueError for unknown names, or columns that do not fit together."""
-    names, sizes = entry.names, entry.sizes
+    names = entry.names
+    sizes = entry.sizes
     if not len(names) == len(entry.encodings) == len(sizes):
         raise ValueError(f"columns must have a name, an encoding and a size (or null) each; found {sizes!r}")
     if not names or len(set(names)) != len(names):

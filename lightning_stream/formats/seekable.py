@@ -21,11 +21,17 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.model import ShardEntry
 
-_MOST_SAMPLES, _FRAME_BYTES = 256, 1 << 17  # of a frame; both are part of the format: files have been written with them
-_SKIPPABLE, _SEEKABLE = 0x184D2A5E, 0x8F92EAB1
-_FRAME_HEAD_BYTES, _CHECKSUM_BYTES = 18, 4  # the first at most
+# Of a frame; both are part of the format: files have been written with them
+_MOST_SAMPLES = 256
+_FRAME_BYTES = 1 << 17
+_SKIPPABLE = 0x184D2A5E
+_SEEKABLE = 0x8F92EAB1
+_FRAME_HEAD_BYTES = 18  # at most
+_CHECKSUM_BYTES = 4
 _REPEATED = 1  # the kind of a block that has one byte
-_HEAD, _FRAME, _FOOT = struct.Struct("<II"), struct.Struct("<II"), struct.Struct("<IBI")
+_HEAD = struct.Struct("<II")
+_FRAME = struct.Struct("<II")
+_FOOT = struct.Struct("<IBI")
 
 
 def samples_per_frame(num_samples: int, num_bytes: int) -> int:
@@ -56,7 +62,8 @@ class Frames:
 
     def __init__(self, entry: ShardEntry) -> None:
         assert entry.compressed is not None
-        self._entry, self._per_frame = entry, samples_per_frame(entry.num_samples, entry.raw.num_bytes)
+        self._entry = entry
+        self._per_frame = samples_per_frame(entry.num_samples, entry.raw.num_bytes)
         self.num_frames = 1 + -(-entry.num_samples // self._per_frame)
         end = entry.compressed.num_bytes
         self.table = end - _HEAD.size - _FRAME.size * self.num_frames - _FOOT.size, end
@@ -68,7 +75,8 @@ class Frames:
     def offsets(self, table: bytes) -> NDArray[np.uint32]:
         """Return where the frames begin, and the end of the last, from the bytes of the table."""
         begin, end = self.table
-        head, foot = _HEAD.pack(_SKIPPABLE, end - begin - _HEAD.size), _FOOT.pack(self.num_frames, 0, _SEEKABLE)
+        head = _HEAD.pack(_SKIPPABLE, end - begin - _HEAD.size)
+        foot = _FOOT.pack(self.num_frames, 0, _SEEKABLE)
         if len(table) == end - begin and table.startswith(head) and table.endswith(foot):
             packed, raw = np.frombuffer(table[len(head) : -len(foot)], "<u4").reshape(-1, 2).astype(np.int64).T
             if (int(packed.sum()), int(raw.sum())) == (begin, self._entry.raw.num_bytes):
@@ -90,7 +98,8 @@ class Frames:
         """Where a frame ends, by the sizes of its blocks; a place behind `num_bytes` where one has not come."""
         if begin + _FRAME_HEAD_BYTES > num_bytes:
             return begin + _FRAME_HEAD_BYTES
-        zstandard, is_last = importlib.import_module("zstandard"), 0
+        zstandard = importlib.import_module("zstandard")
+        is_last = 0
         file.seek(begin)
         try:
             end = begin + int(zstandard.frame_header_size(file.read(_FRAME_HEAD_BYTES)))
@@ -103,15 +112,18 @@ class Frames:
             about = int.from_bytes(file.read(3), "little")
             if not about:
                 raise self._error("a frame has an empty block")
-            is_last, kind = about & 1, about >> 1 & 3
+            is_last = about & 1
+            kind = about >> 1 & 3
             end += 3 + (1 if kind == _REPEATED else about >> 3)
         return end + _CHECKSUM_BYTES
 
     def samples(self, frame: int, content: bytes) -> Iterator[tuple[int, bytes]]:
         """Yield the samples of a frame by their indices, from its decompressed bytes."""
         sizes = self._entry.sizes
-        head, fixed = struct.Struct(f"<{sizes.count(None)}I"), sum(size or 0 for size in sizes)
-        first, begin = (frame - 1) * self._per_frame, 0
+        head = struct.Struct(f"<{sizes.count(None)}I")
+        fixed = sum(size or 0 for size in sizes)
+        first = (frame - 1) * self._per_frame
+        begin = 0
         for index in range(first, min(first + self._per_frame, self._entry.num_samples)):
             if begin + head.size > len(content):
                 raise self._does_not_fill(frame)

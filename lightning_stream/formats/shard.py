@@ -39,7 +39,8 @@ class Shard:
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, None if entry.raw.origin else entry.raw.num_bytes)
         offsets = sample_offsets(file, self.num_samples, file.num_bytes)
-        steps, first = offsets[1:] - offsets[:-1], int(offsets[0])
+        steps = offsets[1:] - offsets[:-1]
+        first = int(offsets[0])
         right = steps >= self._layout.min_bytes if self._layout.stride is None else steps == self._layout.stride
         if not right.all() or first < 8 + 4 * self.num_samples:
             raise offsets_error(file.where, self.num_samples)

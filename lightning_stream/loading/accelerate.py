@@ -22,7 +22,8 @@ class Prepared:
     """One iteration over a prepared loader: what it hands out is on Accelerate's device, all else is the iterator's."""
 
     def __init__(self, loader: Any, batches: Any) -> None:
-        self._batches, self._moved = batches, _as_prepared(loader, batches)
+        self._batches = batches
+        self._moved = _as_prepared(loader, batches)
 
     def __iter__(self) -> Prepared:
         return self
@@ -44,7 +45,8 @@ def _as_prepared(loader: Any, batches: Iterator[Any]) -> Generator[Any, None, No
     from accelerate.state import GradientState, PartialState
     from accelerate.utils import send_to_device
 
-    state, device = GradientState(), PartialState().device
+    state = GradientState()
+    device = PartialState().device
     loader.remainder = -1  # `gather_for_metrics` drops nothing of the last batch
     state._add_dataloader(loader)  # noqa: SLF001  # as its own loaders do
     try:

@@ -36,7 +36,8 @@ _MOST_LENT = 3  # slots that batches in the trainer refer to; what arrives meanw
 _SPARE = 12  # slots for the time in which forked processes may read others
 _NUM_NUMBERS = len(NAMES) + 1  # the last one is the process id
 _FREE, _SENT, _LENT, _FORKED = range(4)
-_IN_SLOT, _WHOLE = b"s", b"w"
+_IN_SLOT = b"s"
+_WHOLE = b"w"
 _LEAST_BYTES = 16 << 10  # of an array that goes into a slot
 _MOST_IN_PIPE = 32 << 10  # of a message, so that a pipe holds one
 
@@ -148,7 +149,8 @@ class Arena:
             return None
         base = self._address + self._first + self._slot * self._slot_bytes
         end = self._used
-        ranges, to_copy = [], []
+        ranges = []
+        to_copy = []
         for array in arrays:
             begin = _address(array) - base
             if not 0 <= begin <= self._slot_bytes - array.nbytes:
@@ -290,7 +292,8 @@ class _Pickler(pickle.Pickler):
 
     def pickled(self, batch: Any, keeps_arrays: bool = True) -> tuple[bytes, list[Bytes]]:
         """The bytes of a batch, and the arrays that they lack."""
-        self._arrays, self._keeps_arrays = [], keeps_arrays
+        self._arrays = []
+        self._keeps_arrays = keeps_arrays
         self._file.seek(0)
         self._file.truncate()
         try:

@@ -57,7 +57,8 @@ class BatchMaker:
     def batches(self, settings: BatchSettings, start: Start, index: int = 0, count: int = 1) -> Generator[Delivery]:
         """The batches of one worker of several, from a start to the end of its epoch."""
         planned, order = self.planned(settings, start, index, count)
-        processor, began = clocks_of_processor(), perf_counter()
+        processor = clocks_of_processor()
+        began = perf_counter()
         for batch in planned:
             yield self.make(batch, order, perf_counter() - began, processor)
             began = perf_counter()
@@ -69,7 +70,8 @@ class BatchMaker:
 
         The caller makes at most `in_progress` of them at a time.
         """
-        source, batches = self.source, settings.micro_batches(self.source, start)
+        source = self.source
+        batches = settings.micro_batches(self.source, start)
         ahead = read_ahead(
             source.reader,
             batches.plan,
@@ -85,7 +87,8 @@ class BatchMaker:
         self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: SampledClocks | None = None
     ) -> Delivery:
         """Make one batch, whose planning took so long."""
-        spent, processor = self.source.reader.counters.spent, processor or clocks_of_processor()
+        spent = self.source.reader.counters.spent
+        processor = processor or clocks_of_processor()
         spent.waited_s = spent.transform_s = spent.collate_s = 0.0
         processor.begin()
         began = perf_counter()
@@ -142,7 +145,8 @@ class BatchMaker:
         return source.read_one is None if source.packing is None else not source.packing.is_whole
 
     def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
-        reader, packing = self.source.reader, self.source.packing
+        reader = self.source.reader
+        packing = self.source.packing
         if batch.rows is None or packing is None:
             return reader.batch(batch.delivered, out, batch.version)
         return read_rows(reader, batch.rows, packing)
@@ -167,7 +171,8 @@ class BatchMaker:
         """Read and transform samples one by one; `positions` are what each draws its random numbers by."""
         # No `map`, which a StopIteration of the user's code would end without an error.
         samples: Iterable[Any] = (self._sample(batch, *place) for place in zip(ids, positions, strict=True))
-        reader, read_one = self.source.reader, self.source.read_one
+        reader = self.source.reader
+        read_one = self.source.read_one
         if isinstance(reader, MapReader) and read_one is not None:
             samples = read_one.read_unseeded(partial(self._unseeded, reader, ids)) or samples
         return self._all_transformed(batch, samples, ([sample_id] for sample_id in ids), positions)
@@ -183,7 +188,8 @@ class BatchMaker:
                         "numbers. Return them all, or leave some out of the dataset"
                     )
                 return found
-        read, left = reader.read, iter(ids)
+        read = reader.read
+        left = iter(ids)
         with self._named("reading", ids, left):
             return [read(number) for number in left]
 
@@ -240,7 +246,10 @@ class _Named:
     """Adds to an error of the user's code which samples it came from: the one before those left of them, or all."""
 
     def __init__(self, source: SampleSource, doing: str, ids: list[int], left: Iterator[int] | None) -> None:
-        self._source, self._doing, self._ids, self._left = source, doing, ids, left
+        self._source = source
+        self._doing = doing
+        self._ids = ids
+        self._left = left
 
     def __enter__(self) -> None: ...
 
@@ -248,7 +257,8 @@ class _Named:
         if not isinstance(error, Exception):
             return
         ids = self._ids if self._left is None else [self._ids[-1 - length_hint(self._left)]]
-        snapshot, reader = self._source.snapshot, self._source.reader
+        snapshot = self._source.snapshot
+        reader = self._source.reader
         shards = snapshot.shards_of(np.array(ids))
         stream = snapshot.stream_names[int(snapshot.streams_of(np.array(ids[:1]))[0])]
         files = sorted({reader.entry(int(shard))[1].raw.basename for shard in shards})

@@ -35,9 +35,11 @@ def cache_need(
     """The bytes a node's cache must hold at once; `window` replaces the run's own."""
     if window is not None:
         run = run.altered(window=window, switches=())
-    sizes, packed = np.concatenate([index.raw_bytes for index in reader.indexes]), _packed_ratio(reader)
+    sizes = np.concatenate([index.raw_bytes for index in reader.indexes])
+    packed = _packed_ratio(reader)
     kept = packed if reader.shards.defaults.config.keep_zip else 0.0
-    size, world = settings.device_batch_size, settings.world
+    size = settings.device_batch_size
+    world = settings.world
     return need_of_node(run, sizes, ahead, device_batch_size=size, world=world, packed=packed, kept=kept)
 
 
@@ -59,10 +61,12 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         ValueError: An epoch has no batch; or the cache limit is below what a node needs at once, so that it would fetch
             the same shards again and again.
     """
-    size, tail = settings.global_batch_size, settings.tail
+    size = settings.global_batch_size
+    tail = settings.tail
     if not BatchPlan(run.epoch(0), batch_size=size, world=settings.world, tail=tail).has(0):
         raise ValueError(f"an epoch must have a batch, but {_cause_of_none(run, tail, size)}")
-    limit, world = reader.shards.defaults.config.limit_bytes, settings.world
+    limit = reader.shards.defaults.config.limit_bytes
+    world = settings.world
     if limit is not None and not all(cache.in_place for cache in reader.caches):
         refusal = refusal_of_limit(reader, run, settings, ahead, limit)
         if refusal is not None:
@@ -93,7 +97,9 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             _log.warning(sentence)
     if _log.isEnabledFor(logging.INFO) and run.config.shuffle:
         found = quality(reader, run, size)
-        score, perfect, cache_mb = found.mean, found.random, max(1, found.cache_bytes // 10**6)
+        score = found.mean
+        perfect = found.random
+        cache_mb = max(1, found.cache_bytes // 10**6)
         _log.info("Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.", score, perfect, cache_mb)
 
 
@@ -107,7 +113,8 @@ def _num_dropped(run: RunOrder) -> int:
 
 def _cause_of_none(run: RunOrder, tail: Tail, batch_size: int) -> str:
     """Why an epoch has no batch, and what to do."""
-    order, packing = run.epoch(0), run.config.packing
+    order = run.epoch(0)
+    packing = run.config.packing
     if packing is not None and not order.exists(0):
         return (
             f"none of the {run.num_samples} documents has a row of {packing.row_length} tokens: all are empty, or "

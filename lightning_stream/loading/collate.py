@@ -129,7 +129,8 @@ def _column(values: Any, out: Callable[[int], Any] | None = None) -> Any:
 
 
 def _stacked_tensors(values: list[torch.Tensor], out: Callable[[int], Any] | None) -> torch.Tensor:
-    first, memory = values[0], None
+    first = values[0]
+    memory = None
     if out is not None and all(
         type(one) is torch.Tensor and one.dtype == first.dtype and one.is_contiguous() and not one.requires_grad
         for one in values
@@ -142,7 +143,8 @@ def _stacked_tensors(values: list[torch.Tensor], out: Callable[[int], Any] | Non
 
 
 def _stacked_arrays(values: list[np.ndarray[Any, Any]], out: Callable[[int], Any] | None) -> np.ndarray[Any, Any]:
-    first, memory = values[0], None
+    first = values[0]
+    memory = None
     if out is not None and first.dtype.kind in _TORCH_KINDS and all(one.flags.c_contiguous for one in values):
         memory = out(first.nbytes * len(values)) if first.nbytes else None
     if memory is None:

@@ -50,7 +50,8 @@ class Walk:
     @property
     def reached(self) -> Position | None:
         """Everything before it was handed out; inside an accumulation, the last whole optimizer step."""
-        start, last = self.start, self.last_batch
+        start = self.start
+        last = self.last_batch
         if start is None or (last is None and not self.is_exhausted):
             return start
         if last is None or last.ends_epoch:  # an epoch may have no batch, and is over then
@@ -215,7 +216,9 @@ class Cursor:
 
     def begin(self, walk: Walk, run: RunOrder, settings: BatchSettings) -> Position:
         """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
-        size, tail, now = settings.global_batch_size, settings.tail, self._now
+        size = settings.global_batch_size
+        tail = settings.tail
+        now = self._now
         if now is None or now.start is None or now.reached is None:
             here = Position.start(run, batch_size=size, tail=tail)
         elif self._only_looked(now):
@@ -227,7 +230,9 @@ class Cursor:
             here = here.rebased_on(run, batch_size=size, tail=tail, world=settings.world)
         self._live.add(walk)
         if self._leader is None:
-            self._walk, self._leader, self._was_asked = Walk(start=here), ref(walk), False
+            self._walk = Walk(start=here)
+            self._leader = ref(walk)
+            self._was_asked = False
         return here
 
     def asked(self, walk: Walk) -> None:
@@ -297,8 +302,11 @@ class Cursor:
     def seek(self, position: Position) -> None:
         """Let the next iteration begin here; those in progress no longer move the position."""
         self.begins_at = position
-        self._walk, self._leader, self._live = Walk(start=position), None, WeakSet()
-        self._was_asked, self._num_looks = False, 0
+        self._walk = Walk(start=position)
+        self._leader = None
+        self._live = WeakSet()
+        self._was_asked = False
+        self._num_looks = 0
 
     def release(self, position: Position) -> None:
         """End the run of a trainer, which stands at a position."""
@@ -317,7 +325,8 @@ class Cursor:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked."""
         epoch, begin, total = self._summed
         if epoch != position.epoch or begin > position.position:
-            begin, total = 0, 0
+            begin = 0
+            total = 0
         order = position.order_in(run)
         grown = ledger.expected(order, begin, position.position)
         landmark = order.landmark(position.position)

@@ -37,11 +37,15 @@ def described(source: SampleSource, settings: BatchSettings, epoch: int, count_r
     """The chain of a run whose batches are known."""
     run = source.order(settings.order)
     stages = _stages(source, run, epoch, count_rows)
-    what, world = "samples" if source.packing is None else "rows", settings.world
-    size, divided = settings.global_batch_size, {"replicas": world.num_replicas, "accumulate": settings.accumulate}
-    count, note = None, "num_batches(epoch) of the loader plans the epoch and counts its batches"
+    what = "samples" if source.packing is None else "rows"
+    world = settings.world
+    size = settings.global_batch_size
+    divided = {"replicas": world.num_replicas, "accumulate": settings.accumulate}
+    count = None
+    note = "num_batches(epoch) of the loader plans the epoch and counts its batches"
     if not source.counts_rows or counts_rows(run, count_rows):
-        count, note = settings.plan(source, Start(epoch)).num_batches, f"in epoch {epoch}"
+        count = settings.plan(source, Start(epoch)).num_batches
+        note = f"in epoch {epoch}"
     stages.append(stage_of_batches(run.config, size, settings.tail, num_batches=count, note=note, **divided))
     if source.balance is not None:
         note = "" if can_balance(run, world) else "every machine has one replica here, so there is nothing to balance"
@@ -73,7 +77,8 @@ def _before_batch_size(stage: Stage, source: SampleSource) -> Stage:
         return replace(stage, note="the batch size decides the rows")
     if stage.name != "shuffle":
         return stage
-    given, names = source.order_arguments, ("canonical_nodes", "window", "device_block")
+    given = source.order_arguments
+    names = ("canonical_nodes", "window", "device_block")
     later = [PUBLIC_NAMES.get(name, name) for name in names if given.get(name) is None]
     later = [name for name in later if name in stage.settings and given["mosaic"] is None]
     settings = {name: value for name, value in stage.settings.items() if name not in later}
@@ -86,7 +91,8 @@ def _delivered(source: SampleSource) -> Stage:
     if (pack := source.packing) is not None and pack.column is not None:
         kept = dict.fromkeys((pack.column, *pack.columns))
         columns = {name: columns[name] for name in kept if name in columns}
-    policy, limit = source.bad_data.policy, source.reader.shards.defaults.config.limit_bytes
+    policy = source.bad_data.policy
+    limit = source.reader.shards.defaults.config.limit_bytes
     chosen = {
         "transform": source.transform and source.transform.function,
         "on_bad sample": policy.sample if policy.sample != "raise" else None,

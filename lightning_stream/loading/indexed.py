@@ -64,11 +64,15 @@ class ShardInfo:
     def __init__(self, source: SampleSource, number: int) -> None:
         _, entry = source.reader.entry(number)
         schema = entry.schema
-        self._source, self._first = source, int(source.snapshot.shard_offsets[number])
+        self._source = source
+        self._first = int(source.snapshot.shard_offsets[number])
         self.samples = self.size = int(source.snapshot.sizes[number])
         self.basename = entry.raw.basename
-        self.compression, self.hashes, self.size_limit = schema.compression, list(schema.hashes), schema.size_limit
-        self.column_names, self.column_encodings = list(schema.names), list(schema.encodings)
+        self.compression = schema.compression
+        self.hashes = list(schema.hashes)
+        self.size_limit = schema.size_limit
+        self.column_names = list(schema.names)
+        self.column_encodings = list(schema.encodings)
         self.column_sizes = list(schema.sizes)
         self.file_pairs: list[Any] = [
             tuple(file and FileInfo(file.basename, file.num_bytes, file.hashes) for file in pair)

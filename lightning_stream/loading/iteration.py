@@ -82,7 +82,8 @@ class LoaderIterator(Walk):
             )
         if self._is_over:
             raise StopIteration
-        asked, last = perf_counter(), self.last_batch
+        asked = perf_counter()
+        last = self.last_batch
         self._loader.cursor.asked(self)
         try:
             if self._made is None:
@@ -93,7 +94,8 @@ class LoaderIterator(Walk):
                 raise StopIteration
             if self.is_outdated and (last is None or (last.completes_step and not last.ends_epoch)):
                 self._made.close()
-                self._made, self.is_outdated = self._loader.batches_from(self.position), False
+                self._made = self._loader.batches_from(self.position)
+                self.is_outdated = False
             batch, self.last_batch, made = next(self._made)
         except BaseException as error:
             is_end = isinstance(error, StopIteration)
@@ -135,7 +137,8 @@ class LoaderIterator(Walk):
     def _end(self) -> None:
         if not self._is_over:
             self._is_over = True
-            made, self._made = self._made, None
+            made = self._made
+            self._made = None
             if self.is_measured and self.last_batch is self._loader.cursor.last_batch:  # else another one trains by now
                 self._loader.meter.stop(perf_counter())
             if made is not None:

@@ -163,8 +163,10 @@ class PlainIterations:
         """When and where the training run sees a sample, see `StreamingDataset.where`."""
         if (owner := self.loader) is not None:
             return owner.where(sample_id, epochs)
-        settings, epoch = self.settings(), self._shared.upcoming.epoch
-        run, size = self._source.order(settings.order), settings.global_batch_size
+        settings = self.settings()
+        epoch = self._shared.upcoming.epoch
+        run = self._source.order(settings.order)
+        size = settings.global_batch_size
         position = Position.start(run, batch_size=size, tail=settings.tail, epoch=epoch)
         return settings.where(self._source, position, sample_id, epochs)
 
@@ -198,10 +200,12 @@ class PlainIterations:
                     "a worker of torchdata's StatefulDataLoader sees only its own part of a run: use "
                     "StreamingDataLoader, which keeps the position with any number of workers, or num_workers=0"
                 )
-            num_samples, from_beginning = self._num_yielded * self._source.detect_world().num_replicas, False
+            num_samples = self._num_yielded * self._source.detect_world().num_replicas
+            from_beginning = False
         self._source.reader.shards.delivered.compare()
         settings = self.settings()
-        run, began = self._source.order(settings.order), self._shared.current
+        run = self._source.order(settings.order)
+        began = self._shared.current
         start = began or self._shared.upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
@@ -228,7 +232,9 @@ class PlainIterations:
                 "a training run continues from the data position in its checkpoint, but this one holds none: it was "
                 "written without a StreamingDataset. To begin the data from its start, load the weights only"
             )
-        self._owner, self.loaded_state, self._num_yielded = None, state, 0
+        self._owner = None
+        self.loaded_state = state
+        self._num_yielded = 0
         if self.batch_size is None:
             return  # only a loader of ours can read it
         settings = self.settings(state)

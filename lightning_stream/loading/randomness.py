@@ -24,11 +24,14 @@ T = TypeVar("T")
 _MASK = (1 << 64) - 1
 # What the seeds of collate functions, and of a dataset's own __getitem__, are mixed with: else these and the transform
 # of a sample would draw the same numbers.
-_COLLATE, READING = 0x636F6C6C617465, 0x72656164696E67
+_COLLATE = 0x636F6C6C617465
+READING = 0x72656164696E67
 _OWN_SEEDS = ("set_random_seed", "set_random_state")  # albumentations, MONAI
 _OF_DATASETS = "_streaming_"  # begins what a dataset holds to read samples: that seeds what it calls itself
 _MT19937_BYTES = 4 * 625  # 624 words and a place among them
-_MAX_DEPTH, _MAX_PARTS = 4, 1000  # of objects within objects, and of lists, that are searched for these
+# Of objects within objects, and of lists, that are searched for these
+_MAX_DEPTH = 4
+_MAX_PARTS = 1000
 
 
 def sample_seed(seed: int, epoch: int, position: int) -> int:
@@ -151,7 +154,8 @@ class SeededCall:
     def __init__(self, function: Callable[..., Any], seed: int, *, collate: bool = False) -> None:
         self.function = function
         self.takes_rng = takes_rng(function)
-        self._seed, self._collate = seed, collate
+        self._seed = seed
+        self._collate = collate
         self._own = _own_generators(function)
         self._draws = False  # whether it was seen to draw from the global generators
 
@@ -194,7 +198,8 @@ def _words() -> tuple[Any, bytes]:
 
 with PreservedGenerators():
     seed_globals(_COLLATE)
-    _SEEDED, _SEEDED_TORCH = _words(), torch.default_generator.get_state()
+    _SEEDED = _words()
+    _SEEDED_TORCH = torch.default_generator.get_state()
 
 
 def _seed_as_before() -> None:
@@ -247,7 +252,8 @@ def _parts(value: Any) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
-        names, cells = value.__code__.co_names, value.__closure__ or ()
+        names = value.__code__.co_names
+        cells = value.__closure__ or ()
         by_name = [value.__globals__[name] for name in names if name in value.__globals__]
         return by_name + [cell.cell_contents for cell in cells if cell != CellType()]
     if isinstance(value, (list, tuple)):

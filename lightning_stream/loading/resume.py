@@ -52,7 +52,9 @@ def position_in(
     Raises:
         StateError: It cannot be continued here; the message names what differs.
     """
-    size, tail, world = settings.global_batch_size, settings.tail, settings.world
+    size = settings.global_batch_size
+    tail = settings.tail
+    world = settings.world
     ours = None if is_mosaic_state(state) else Position.from_state(state)
     run = source.order(mosaic_config(state, settings.order) if ours is None else settings.order)
     if ours is not None and (moved := ours.converted(run.snapshot)) is not ours:

@@ -32,7 +32,9 @@ class SamplerLists:
                 f"a sampler lists all samples of an epoch, since the loader divides them among the ranks; found "
                 f"{type(sampler).__name__}, which lists those of one rank. Omit it, and pass shuffle=True"
             )
-        self._sampler, self._seed, self._num_indices = copy.copy(sampler), seed, num_indices
+        self._sampler = copy.copy(sampler)
+        self._seed = seed
+        self._num_indices = num_indices
         self._has_generator = isinstance(getattr(sampler, "generator", None), torch.Generator)
         if self._has_generator:  # a seeded one takes its place, and a worker cannot be sent one
             self._sampler.generator = None
@@ -67,7 +69,8 @@ class SamplerLists:
         return found
 
     def _listed(self, epoch: int) -> Ints:
-        sampler, seed = copy.copy(self._sampler), sample_seed(self._seed ^ _SAMPLER, epoch, 0)
+        sampler = copy.copy(self._sampler)
+        seed = sample_seed(self._seed ^ _SAMPLER, epoch, 0)
         if self._has_generator:
             sampler.generator = torch.Generator().manual_seed(seed)
         if hasattr(sampler, "set_epoch"):

@@ -22,7 +22,8 @@ from lightning_stream.order import Position
 from lightning_stream.order.rows import Landmark
 from lightning_stream.threads import lock_over_forks
 
-_MAX_WORKERS, _MAX_ITERATIONS = 1024, 64
+_MAX_WORKERS = 1024
+_MAX_ITERATIONS = 64
 _START = ("start", np.int64, 2)  # an epoch and a position
 _ITERATION = np.dtype([("key", np.int64), _START, ("begun", np.bool_, _MAX_WORKERS)])
 _SHARED = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("latest", _ITERATION, _MAX_ITERATIONS)])

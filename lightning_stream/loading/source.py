@@ -199,7 +199,8 @@ class SampleSource:
 
     def _refuse_with_switches(self) -> None:
         """Raise ValueError for settings that a training run which switches versions cannot have."""
-        given, weights = self.order_arguments, [vars(weights_of(stream)).values() for stream in self.reader.streams]
+        given = self.order_arguments
+        weights = [vars(weights_of(stream)).values() for stream in self.reader.streams]
         refused = {
             "shuffle_algo": given["mosaic"] is not None,
             "batching_method": METHODS[given["batching_method"]].is_mixed,
@@ -225,12 +226,14 @@ class SampleSource:
 
     def _switched(self, order: OrderConfig, batch_size: int, tail: Tail, known: tuple[Switch, ...]) -> OrderConfig:
         """The order settings with the switches: those that a state knows, and others where their steps are now."""
-        key, reader = (order, batch_size, tail, known), cast("SwitchedReader", self.reader)
+        key = (order, batch_size, tail, known)
+        reader = cast("SwitchedReader", self.reader)
         if key in self.switched:
             return self.switched[key]
         found = order
         for number, (step, data) in enumerate(zip(reader.steps[1:], reader.versions[1:], strict=True)):
-            digest, versions = data.snapshot.digest, tuple(one[:16] for one in data.snapshot.stream_digests)
+            digest = data.snapshot.digest
+            versions = tuple(one[:16] for one in data.snapshot.stream_digests)
             former = known[number] if number < len(known) else None
             if former is None or (former.step, former.digest) != (step, digest):
                 run = cast("SwitchedRun", self.order(found))
@@ -331,7 +334,8 @@ class SampleSource:
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
         """Some samples of this source, with an order of their own."""
         chosen = Bitmap.of_ids(as_ids(ids, "ids"), self.snapshot.num_samples)
-        reader, forget = self.reader.only(chosen), self.forget
+        reader = self.reader.only(chosen)
+        forget = self.forget
         reader.snapshot  # noqa: B018 - nothing has to be read for it, and a repr shows what is known
         if forget is not None:
             kept = forget[chosen.mask[forget]]

@@ -60,7 +60,8 @@ def become_worker(index: int, count: int, seed: int, dataset: Any) -> None:
 
 def collate_with(samples: list[Any], stack: Callable[[list[torch.Tensor]], torch.Tensor]) -> Any:
     """What torch's `default_collate` makes, with tensors of one shape stacked by `stack`."""
-    ways, usual = collate.default_collate_fn_map, collate.collate_tensor_fn
+    ways = collate.default_collate_fn_map
+    usual = collate.collate_tensor_fn
 
     def stacked(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
         is_plain = all(one.layout is torch.strided and one.shape == batch[0].shape for one in batch)

@@ -31,8 +31,14 @@ from lightning_stream.loading.worker_signals import can_report, leave_signals_to
 from lightning_stream.processes import job_signals_wait
 from lightning_stream.threads import wait_briefly
 
-_BATCH, _ERROR, _END = b"b", b"e", b""  # how a worker's message begins
-_JOB, _TAKEN, _STOP = b"j", b"t", b"s"  # what the trainer sends: a byte, behind which a job follows
+# How a worker's message begins
+_BATCH = b"b"
+_ERROR = b"e"
+_END = b""
+# What the trainer sends: a byte, behind which a job follows
+_JOB = b"j"
+_TAKEN = b"t"
+_STOP = b"s"
 _END_S = 5.0  # for a worker to end by itself
 _EXIT_PRIORITY = 10  # before multiprocessing ends processes at the interpreter's exit
 

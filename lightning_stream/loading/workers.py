@@ -175,7 +175,8 @@ class Workers:
 
     def release(self) -> None:
         """End persistent workers, those in use when their iteration ends; a later iteration starts new ones."""
-        kept, is_in_use = self._kept, self._kept_is_in_use
+        kept = self._kept
+        is_in_use = self._kept_is_in_use
         self._kept = None
         self._kept_is_in_use = False
         if kept is not None and not is_in_use:
@@ -268,7 +269,8 @@ def choose_workers(
     if isinstance(num_workers, str):
         if num_workers != "auto":
             raise ValueError(f"num_workers is a number or 'auto'; found {num_workers!r}")
-        world, functions = loader.detect_world(), _functions(source, collate)
+        world = loader.detect_world()
+        functions = _functions(source, collate)
         cores = max(1, num_cores() // world.ranks_per_node)
         num_workers = min(_MOST_CHOSEN, max(1, cores - 1)) if functions else 0
         has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()

@@ -23,7 +23,8 @@ class _DecodeCrop:
 
     def __init__(self, size: int | tuple[int, int], column: str, decoder: str) -> None:
         self.size = tuple(map(whole, size if isinstance(size, Iterable) else (size, size)))
-        self.column, self.decoder = column, decoder
+        self.column = column
+        self.decoder = decoder
         if len(self.size) != 2 or not all(isinstance(one, int) and one > 0 for one in self.size):
             raise ValueError(f"size must be a whole number of pixels, or (height, width); found {size!r}.")
         if decoder not in DECODERS:
@@ -91,7 +92,9 @@ class DecodeRandomCrop(_DecodeCrop):
         ratio: tuple[float, float] = (3 / 4, 4 / 3), flip: float = 0.5, column: str = "image", decoder: str = "auto",
     ) -> None:  # fmt: skip
         super().__init__(size, column, decoder)
-        self.scale, self.ratio, self.flip = scale, ratio, flip
+        self.scale = scale
+        self.ratio = ratio
+        self.flip = flip
         for name, given, most in (("scale", scale, 1), ("ratio", ratio, math.inf)):
             numbers = list(given) if isinstance(given, Iterable) else []
             if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1] <= most:
@@ -124,11 +127,13 @@ class DecodeRandomCrop(_DecodeCrop):
         for _ in range(_TRIES):
             area = height * width * (least + (most - least) * random())
             ratio = narrowest * (widest / narrowest) ** random()
-            h, w = round(math.sqrt(area / ratio)), round(math.sqrt(area * ratio))
+            h = round(math.sqrt(area / ratio))
+            w = round(math.sqrt(area * ratio))
             if 0 < h <= height and 0 < w <= width:
                 return int(random() * (height - h + 1)), int(random() * (width - w + 1)), h, w
         # The photo is too narrow or too wide: the largest part in its middle whose ratio is allowed.
-        h, w = min(height, max(1, round(width / narrowest))), min(width, max(1, round(height * widest)))
+        h = min(height, max(1, round(width / narrowest)))
+        w = min(width, max(1, round(height * widest)))
         return (height - h) // 2, (width - w) // 2, h, w
 
 

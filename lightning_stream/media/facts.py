@@ -35,7 +35,8 @@ def media_facts(value: Any) -> dict[str, float]:
             return {"seconds": seconds, **facts} if seconds and facts else {}
     except MissingExtraError:
         with suppress(wave.Error, EOFError), wave.open(BytesIO(data)) as plain:
-            seconds, rate = plain.getnframes() / plain.getframerate(), plain.getframerate()
+            seconds = plain.getnframes() / plain.getframerate()
+            rate = plain.getframerate()
             return {"seconds": seconds, "sample_rate": rate, "channels": plain.getnchannels()}
     except (OSError, ValueError, EOFError, RuntimeError):  # PyAV's own errors are subclasses of these
         pass

@@ -72,7 +72,8 @@ class Photo:
         if isinstance(value, (bytes, bytearray, memoryview)):
             data = bytes(value)
             if (size := _size_of_jpeg(data)) is not None:  # opening it by Pillow takes a tenth of its decoding
-                self._jpeg, (self.height, self.width) = data, size
+                self._jpeg = data
+                self.height, self.width = size
                 return
             with _refused():
                 value = pillow().open(BytesIO(data), formats=formats)
@@ -131,14 +132,16 @@ def _rows_above(data: bytes, bottom: int | None) -> bytes | None:
     """
     if bottom is None or not data.endswith(b"\xff\xd9"):
         return None
-    at, frame = 2, 0
+    at = 2
+    frame = 0
     while (marker := data[at : at + 2]) != b"\xff\xda":
         if marker in (b"\xff\xc0", b"\xff\xc1"):
             frame = at
         elif marker[:1] != b"\xff" or marker[-1] not in _PASSED:
             return None
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    height, rows = int.from_bytes(data[frame + 5 : frame + 7], "big"), bottom + _MARGIN
+    height = int.from_bytes(data[frame + 5 : frame + 7], "big")
+    rows = bottom + _MARGIN
     if not frame or rows >= height or data[frame + 9] not in data[at + 4 : at + 5]:  # not all colors in one scan
         return None
     return data[: frame + 5] + rows.to_bytes(2, "big") + data[frame + 7 :]

@@ -21,7 +21,8 @@ from lightning_stream.monitoring.stats import PARTS, STAGES, LoaderStats
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.proofs import EarlyRead
 
-_SHORT_S, _UNMEASURED = 0.001, 15  # after the measured one of the batches or steps that take less time
+_SHORT_S = 0.001
+_UNMEASURED = 15  # after the measured one of the batches or steps that take less time
 _NOTHING = (0.0,) * (len(PARTS) - 1)
 
 
@@ -80,7 +81,8 @@ def divided(asked: float, got: float, made: Made) -> tuple[float, ...]:
         return (made.began - asked, *made.stages, got - made.ended)
     if made.ended <= asked:
         return (*_NOTHING, got - asked)
-    began, ended = min(max(made.began, asked), got), min(max(made.ended, asked), got)
+    began = min(max(made.began, asked), got)
+    ended = min(max(made.ended, asked), got)
     share = (ended - began) / (sum(made.stages) or 1.0)
     stages = [share * seconds for seconds in made.stages]
     return (began - asked, *stages, got - began - sum(stages))

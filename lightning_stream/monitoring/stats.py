@@ -167,7 +167,8 @@ class LoaderStats:
     @property
     def cache_hit(self) -> float:
         """The part of the opened shards that were in the cache already, from 0 to 1; 1 if none was opened."""
-        here, fetched = self.counters["shards_here"], self.counters["shards_fetched"]
+        here = self.counters["shards_here"]
+        fetched = self.counters["shards_fetched"]
         return here / (here + fetched) if here + fetched else 1.0
 
     @property

@@ -104,9 +104,11 @@ def _with_gain(verdict: Verdict, stats: LoaderStats) -> Verdict:
 
 def _predicted(verdict: Verdict, stats: LoaderStats) -> float | None:
     """The part of the time that training would wait with the proposed value; None if that cannot be known."""
-    num_workers, computing_s = stats.settings.num_workers, stats.computing_s
+    num_workers = stats.settings.num_workers
+    computing_s = stats.computing_s
     if verdict.cause == "gil":
-        num_workers, computing_s = 1, stats.cpu_s
+        num_workers = 1
+        computing_s = stats.cpu_s
     elif verdict.setting == "num_workers" and verdict.cause != "cores" and isinstance(verdict.value, int):
         num_workers = verdict.value
     elif verdict.setting != "predownload":
@@ -125,8 +127,11 @@ def _more(cause: str, finding: str, otherwise: str, now: int, more: int, since: 
 
 def _at_the_start(stats: LoaderStats) -> Iterator[Verdict]:
     """Training does not wait, or only for the first batch of each iteration."""
-    waited, settings, count = percent(stats.wait_share), stats.settings, stats.num_iterations
-    steady_s, start_s = stats.wait_s - stats.first_wait_s, stats.first_wait_s / max(1, count)
+    waited = percent(stats.wait_share)
+    settings = stats.settings
+    count = stats.num_iterations
+    steady_s = stats.wait_s - stats.first_wait_s
+    start_s = stats.first_wait_s / max(1, count)
     steady = steady_s / max(_LEAST_S, stats.elapsed_s)
     is_at_the_start = steady < INPUT_BOUND or (steady < _ALARMING and steady_s < _RATHER * stats.wait_s)
     late = max(stats.first_waits, key=stats.first_waits.__getitem__)
@@ -153,7 +158,8 @@ def _at_the_start(stats: LoaderStats) -> Iterator[Verdict]:
 
 def _by_stage(stats: LoaderStats) -> Iterator[Verdict]:
     """The causes of waiting for a stage."""
-    stage, cores = max(stats.waits, key=stats.waits.__getitem__), list(_cores(stats))
+    stage = max(stats.waits, key=stats.waits.__getitem__)
+    cores = list(_cores(stats))
     if stage == "starting" and not cores:  # workers were still making other batches
         stage = max(stats.work, key=stats.work.__getitem__)
     if stage in _TOO_SLOW:
@@ -166,7 +172,8 @@ def _by_stage(stats: LoaderStats) -> Iterator[Verdict]:
 def _failing(stats: LoaderStats) -> Iterator[Verdict]:
     """Requests for shards are sent again."""
     counted = stats.counters
-    requests, retries = counted["requests"], counted["retries"]
+    requests = counted["requests"]
+    retries = counted["retries"]
     failures = max(retries / max(1, requests), counted["retry_s"] / max(stats.fetching_s, _LEAST_S))
     refused = f"{retries:,.0f} of {requests:,.0f} requests"
     if retries == 0 or failures < _MANY:
@@ -192,7 +199,9 @@ def _failing(stats: LoaderStats) -> Iterator[Verdict]:
 
 def _late_shards(stats: LoaderStats) -> Iterator[Verdict]:
     """Shards come late for another reason than the store."""
-    counted, settings, busy_s = stats.counters, stats.settings, stats.fetching_s
+    counted = stats.counters
+    settings = stats.settings
+    busy_s = stats.fetching_s
     fetched = max(1, counted["shards_fetched"])
     # A worker only knows its own downloads: others of the same shards are as likely.
     again = min(1.0, settings.num_readers * counted["shards_fetched_again"] / fetched)
@@ -241,7 +250,9 @@ def _late_shards(stats: LoaderStats) -> Iterator[Verdict]:
 
 def _slow_store(stats: LoaderStats) -> Iterator[Verdict]:
     """The store answers late or slowly: more connections help."""
-    counted, settings, compute_s = stats.counters, stats.settings, max(stats.compute_s, _LEAST_S)
+    counted = stats.counters
+    settings = stats.settings
+    compute_s = max(stats.compute_s, _LEAST_S)
     makers = max(1, settings.num_workers)
     more = makers + max(1, math.ceil(makers * (stats.elapsed_s / compute_s - 1)))
     each = f"fetches {settings.fetch_threads} shards at a time"
@@ -273,7 +284,8 @@ def _workers_needed(stats: LoaderStats) -> int:
 
 def _gil(stats: LoaderStats, is_certain: bool = False) -> Iterator[Verdict]:
     """Other Python threads hold up what makes batches; certainly, where nothing else can delay them."""
-    others_s, num_workers = stats.all_cpu_s - stats.cpu_s, stats.settings.num_workers
+    others_s = stats.all_cpu_s - stats.cpu_s
+    num_workers = stats.settings.num_workers
     in_threads = stats.settings.workers == "threads" and num_workers > 0
     is_busy = stats.all_cpu_s >= _OTHERS * sum(stats.work.values()) and others_s >= _OTHERS * stats.all_cpu_s
     is_held = is_busy and _is_disturbed(stats) and not is_certain
@@ -297,7 +309,8 @@ def _is_disturbed(stats: LoaderStats) -> bool:
 
 def _cores(stats: LoaderStats) -> Iterator[Verdict]:
     """What makes batches waits for processor cores, and not for what its functions ask."""
-    num_cores, num_workers = stats.settings.num_cores, stats.settings.num_workers
+    num_cores = stats.settings.num_cores
+    num_workers = stats.settings.num_workers
     if not _is_disturbed(stats):
         return
     if num_workers > num_cores:
@@ -318,7 +331,8 @@ def _ms(stats: LoaderStats, seconds: float) -> str:
 
 def _making(stats: LoaderStats, stage: str) -> Iterator[Verdict]:
     """A stage of making batches is too slow."""
-    (cause, what, otherwise), making = _TOO_SLOW[stage], _ms(stats, stats.work[stage])
+    cause, what, otherwise = _TOO_SLOW[stage]
+    making = _ms(stats, stats.work[stage])
     if stage == "reading" and stats.cpu_s < _RATHER * stats.computing_s:
         yield Verdict(
             "disk",

@@ -47,7 +47,9 @@ class Watch:
     def __init__(self, loader: Watched, after_s: float, say: Callable[[str], object]) -> None:
         if after_s <= 0:
             raise ValueError(f"after_s must be positive; found {after_s}. Pass the seconds to wait for a batch")
-        self._loader, self._after_s, self._say = ref(loader), after_s, say
+        self._loader = ref(loader)
+        self._after_s = after_s
+        self._say = say
         self._closed = threading.Event()
         self._next_word_s = _FIRST_WORD_S
         self._reported: float | None = None  # the wait that was reported, by its beginning

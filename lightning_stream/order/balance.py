@@ -123,7 +123,8 @@ def _exchanged(costs: Ints, groups: Ints) -> Ints:
         order = np.argsort(sums, kind="stable")
         if sums[order[-1]] <= bound + bound // 1000:
             break
-        low, high = order[:half], order[::-1][:half]
+        low = order[:half]
+        high = order[::-1][:half]
         gap = sums[high] - sums[low]
         left = np.abs(gap[:, None, None] - 2 * (each[high][:, :, None] - each[low][:, None, :])).reshape(half, -1)
         best = left.argmin(axis=1)
@@ -152,7 +153,8 @@ def balanced_split(
     Only the groups of :func:`num_groups` are grouped by canonical node. Inside them, costs decide. Padding repeats the
     cheapest sample of the replica.
     """
-    num_samples, replicas = len(canonical), world.num_replicas
+    num_samples = len(canonical)
+    replicas = world.num_replicas
     grouped = np.argsort(canonical, kind="stable")
     per_group = replicas // num_groups(len(np.unique(canonical)), world)
     group, number = divmod(world.replica, per_group)

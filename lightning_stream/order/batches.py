@@ -164,7 +164,8 @@ class BatchPlan:
     @cached_property
     def placement(self) -> Placement | None:
         """Which node reads which canonical node; None where they stand in their order."""
-        count, world = self.order.placed_nodes, self.world
+        count = self.order.placed_nodes
+        world = self.world
         return None if count is None else placement_of(count, num_readers(world), world.disks)
 
     def of_replicas(self, balance: Balance | None = None) -> list[BatchPlan]:
@@ -202,7 +203,8 @@ class BatchPlan:
     @property
     def follows_order(self) -> bool:
         """Whether the batches hold the order's samples in its places: only mosaicml-streaming's may hold others."""
-        batches, order = self._division.order, self.order.order
+        batches = self._division.order
+        order = self.order.order
         if batches is order:
             return True
         at = positions_of(self.start, max(order.size, batches.size))
@@ -285,7 +287,9 @@ def problems_of(plan: BatchPlan, order: Order, *, must_divide: bool = True, owns
     ``must_divide``: every batch must give all replicas equally many samples. ``owns``: the order itself decides which
     replica gets which sample.
     """
-    size, start, replicas = plan.batch_size, plan.start, plan.world.num_replicas
+    size = plan.batch_size
+    start = plan.start
+    replicas = plan.world.num_replicas
     if plan.tail not in TAILS:
         yield f"tail must be one of {', '.join(TAILS)}, not {plan.tail!r}."
     if start < 0 or not order.reads_to(start):
@@ -298,7 +302,8 @@ def problems_of(plan: BatchPlan, order: Order, *, must_divide: bool = True, owns
     if size < 1:
         yield f"batch_size (B) must be at least 1, not {size}."
     elif size % replicas and must_divide:
-        below, above = size // replicas * replicas, ceil_div(size, replicas) * replicas
+        below = size // replicas * replicas
+        above = ceil_div(size, replicas) * replicas
         yield (
             f"A global batch must divide evenly over the data replicas, but {size} samples over {replicas} "
             f"replicas leave {size % replicas}: use {f'{below} or ' if below else ''}{above} samples, or a number of "
@@ -364,7 +369,8 @@ def _start_problems(plan: BatchPlan, order: Order) -> Iterator[str]:
 
 def _even_cuts(plan: BatchPlan, order: Order, block: int = 1) -> Cuts:
     """Batches of B up to ``full_end``, and behind it batches of as many blocks, the streams' remainders being short."""
-    size, start = plan.batch_size, plan.start
+    size = plan.batch_size
+    start = plan.start
     margin = plan.world.num_replicas if plan.tail == "exact" else 0
 
     def listed() -> tuple[int, Sequence[int]]:

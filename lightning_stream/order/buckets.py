@@ -81,7 +81,8 @@ class LengthBuckets:
                     f"{multiple * longest:,}; found {batch_tokens:,}. Raise it, omit long samples with filter_lengths, "
                     "or lower batch_multiple"
                 )
-            batch_size, usual = multiple, batch_tokens // mean
+            batch_size = multiple
+            usual = batch_tokens // mean
         elif resumed is not None:
             batch_size = resumed.batch_size
         batch_size = batch_size or 1

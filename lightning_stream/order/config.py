@@ -25,7 +25,8 @@ ORDER_VERSION = 1
 """It grows whenever the native order gives other ids for the same settings."""
 
 MOSAIC_ALGORITHMS = SHUFFLES
-UNIFORM, SAMPLER = "uniform", "sampler"
+UNIFORM = "uniform"
+SAMPLER = "sampler"
 
 PUBLIC_NAMES = {
     "seed": "shuffle_seed",
@@ -142,7 +143,8 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             yield f"Switches of versions must follow each other, but they are at {places}."
 
     def _schedule_problems(self, schedule: Schedule) -> Iterator[str]:
-        length, counts_steps = self.batching.block_of(self), schedule.unit == "steps"
+        length = self.batching.block_of(self)
+        counts_steps = schedule.unit == "steps"
         if self.mosaic is not None:
             yield f"A schedule needs the native order, but shuffle_algo is {self.algorithm!r}: omit it."
         if counts_steps and self.batch_size is None:
@@ -188,7 +190,9 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             ValueError: Settings that are wrong or missing; every problem is named.
         """
         values: dict[str, Any] = dict.fromkeys(cls.__struct_fields__) | _DEFAULTS | settings
-        algorithm, mosaic, schedule = values["algorithm"], values["mosaic"], values["schedule"]
+        algorithm = values["algorithm"]
+        mosaic = values["mosaic"]
+        schedule = values["schedule"]
         if mosaic is not None or algorithm in MOSAIC_ALGORITHMS:
             mosaic = _resolve_mosaic(mosaic, resumed, world or World(), device_batch_size)
             algorithm = algorithm or MOSAIC_ALGORITHMS[0]

@@ -264,7 +264,8 @@ def _spread(sizes: Ints, total: int, granularity: int) -> Ints:
     Each shard gives the floor or ceil of its even share of picks; O(shards).
     """
     ends = np.cumsum(-(-sizes // granularity))
-    num_picks, num_samples = int(ends[-1]), int(sizes.sum())
+    num_picks = int(ends[-1])
+    num_samples = int(sizes.sum())
     wanted = total * num_picks // num_samples
     while True:
         taken = np.minimum(np.diff(_scaled(ends, wanted, num_picks), prepend=0) * granularity, sizes)

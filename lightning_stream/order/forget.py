@@ -56,7 +56,8 @@ class Forgotten:
         return cls(snapshot, np.unique(as_ids(ids, "forgotten samples")).astype(np.int64))
 
     def __post_init__(self) -> None:
-        ids, snapshot = self.ids, self.snapshot
+        ids = self.ids
+        snapshot = self.snapshot
         if not len(ids) or ids[0] < 0 or ids[-1] >= snapshot.num_samples:
             raise ValueError(
                 f"Forgotten samples must be at least one of the {snapshot.num_samples} of the data; found "
@@ -100,8 +101,10 @@ class Forgotten:
         """For each forgotten id, a sample of its stream that is not forgotten."""
         snapshot = self.snapshot
         stream = snapshot.streams_of(ids)
-        first, count = snapshot.shard_offsets[snapshot.stream_offsets[stream]], snapshot.stream_samples[stream]
-        before, behind = np.searchsorted(self.ids, first), np.searchsorted(self.ids, first + count)
+        first = snapshot.shard_offsets[snapshot.stream_offsets[stream]]
+        count = snapshot.stream_samples[stream]
+        before = np.searchsorted(self.ids, first)
+        behind = np.searchsorted(self.ids, first + count)
         remaining = (count - (behind - before)).astype(np.uint64)
         salt = random_u64(RngStream.FORGOTTEN, seed, epoch, size=1)
         rank = (mix64(salt + ids.astype(np.uint64) * MIX_STEP) % remaining).astype(np.int64) + first - before

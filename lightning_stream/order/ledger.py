@@ -37,7 +37,8 @@ def expected(order: EpochOrder, begin: int, end: int) -> int:
 
 def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
     """uint64[steps]: the sum of all replicas in each of the global batches [k_begin, k_end)."""
-    steps, epoch = range(k_begin, k_end), plan.order.epoch
+    steps = range(k_begin, k_end)
+    epoch = plan.order.epoch
     sums = [total(epoch, positions_of(*plan.bounds(k)), plan.ids(k)) for k in steps]
     return np.array(sums, dtype=np.uint64)
 

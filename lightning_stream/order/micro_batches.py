@@ -91,13 +91,16 @@ class MicroBatches:
     """
 
     def __init__(self, plan: BatchPlan, device_batch_size: int, padding: bool = True) -> None:
-        self.plan, self._size, self._padding = plan, device_batch_size, padding
+        self.plan = plan
+        self._size = device_batch_size
+        self._padding = padding
         self._pieces = plan.num_micro_batches(0, device_batch_size) if plan.is_whole(0) else 1
 
     @cached_property
     def _ends(self) -> list[int]:
         """Numbers behind the last micro-batch of all whole global batches, and of each one behind them."""
-        plan, num_whole = self.plan, self.plan.num_whole_batches
+        plan = self.plan
+        num_whole = self.plan.num_whole_batches
         rests = (plan.num_micro_batches(k, self._size) for k in range(num_whole, plan.num_batches))
         return [*accumulate(rests, initial=num_whole * self._pieces)]
 

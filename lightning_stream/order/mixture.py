@@ -236,7 +236,9 @@ class _Era:
 
     def _place_of_end(self, section: Section, stream: int) -> Fraction | None:
         """Where in a section a stream has given all of its samples; None if not in it."""
-        left, length, rate = self._left[stream], section.length, self._rates[stream]
+        left = self._left[stream]
+        length = section.length
+        rate = self._rates[stream]
         if left is None:
             return None
         needed = left - self._base[stream]

@@ -50,7 +50,8 @@ def chunks_of(begin: int, end: int, length: int = 1 << 20) -> Iterator[Ints]:
 
 def places_by(key: Ints) -> Iterator[tuple[int, Ints]]:
     """Each value of ``key``, ascending, with the places that have it, ascending."""
-    low, high = int(key.min(initial=2**62)), int(key.max(initial=0))
+    low = int(key.min(initial=2**62))
+    high = int(key.max(initial=0))
     if low == high:
         yield low, np.arange(len(key))
         return
@@ -179,7 +180,8 @@ class ReadInChunks(Order):
         first = int(at[0]) // CHUNK * CHUNK
         chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, CHUNK)]
         ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
-        begin, last = int(at[0]) - first, int(at[-1]) - first
+        begin = int(at[0]) - first
+        last = int(at[-1]) - first
         return ids[begin : last + 1].copy() if last - begin == len(at) - 1 else ids[at - first]
 
     def _chunk(self, begin: int) -> Ints:
@@ -355,7 +357,8 @@ class Interleave(Composed):
         return located[1], located[2]
 
     def _locate(self, at: Ints) -> tuple[Ints, Ints]:
-        sequence, number = np.empty_like(at), np.empty_like(at)
+        sequence = np.empty_like(at)
+        number = np.empty_like(at)
         num_full = int(np.searchsorted(at, self.full_end))
         if num_full:
             blocks = at[:num_full] // self.block

@@ -31,7 +31,9 @@ LongDocuments = Literal["split", "truncate", "drop"]
 LONG_DOCUMENTS: tuple[LongDocuments, ...] = ("split", "truncate", "drop")
 _MOST_TOKENS = 2**31 - 1
 _ROWS = 700  # of a window that is chosen: half a row of padding is then less than a part in a thousand
-_LEAST_DOCUMENTS, _MOST_DOCUMENTS = 4096, 65536  # of such a window: more would keep the first batch waiting
+# Of such a window: more would keep the first batch waiting
+_LEAST_DOCUMENTS = 4096
+_MOST_DOCUMENTS = 65536
 _SAMPLED = 1 << 12  # lengths that are averaged
 _ENDLESS = 2**62
 

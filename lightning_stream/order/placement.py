@@ -79,9 +79,11 @@ def placement_of(canonical_nodes: int, num_nodes: int, disks: Disks) -> Placemen
     if not any(map(any, disks)):
         return sticky
     held = np.array(disks).reshape(num_nodes, -1, canonical_nodes).sum(axis=1)
-    seat, place = np.arange(num_nodes)[:, None], np.arange(canonical_nodes)
+    seat = np.arange(num_nodes)[:, None]
+    place = np.arange(canonical_nodes)
     reads = (place * num_nodes < (seat + 1) * canonical_nodes) & ((place + 1) * num_nodes > seat * canonical_nodes)
-    at_place, at_seat = np.empty_like(held), np.empty_like(held)
+    at_place = np.empty_like(held)
+    at_seat = np.empty_like(held)
     at_place[:, sticky.places] = held
     seats = np.array(sticky.seats)
     seats = seats[_exchanged(seats, reads @ at_place.T)]
@@ -116,11 +118,14 @@ def _in_row(groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
 
     Sizes differ by one at most; longer groups are spread among the shorter ones.
     """
-    total, count = sum(map(len, groups)), len(groups)
+    total = sum(map(len, groups))
+    count = len(groups)
     waiting = sorted(range(count), key=lambda group: (len(groups[group]), -group))
     num_short = sum(len(group) == total // count for group in groups)
-    short, longer = waiting[:num_short], waiting[num_short:]
-    places, seats = [0] * total, [0] * count
+    short = waiting[:num_short]
+    longer = waiting[num_short:]
+    places = [0] * total
+    seats = [0] * count
     at = 0
     for seat in range(count):
         size = (seat + 1) * total // count - seat * total // count

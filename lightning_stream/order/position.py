@@ -163,7 +163,8 @@ class Position:
 
         It is the beginning of the next epoch if this one was begun and has no batch left.
         """
-        order, begin = self.order_in(run), self.position
+        order = self.order_in(run)
+        begin = self.position
         is_over = begin > 0 and not order.exists(begin)
         if begin and not is_over:
             plan = BatchPlan(order, batch_size=batch_size, world=world or World(), tail=tail, start=begin)
@@ -196,7 +197,8 @@ class Position:
         """
         if on_mismatch not in ("error", "warn"):
             raise ValueError(f"on_mismatch must be 'error' or 'warn', not {on_mismatch!r}.")
-        data, settings = self._data_difference(run), self._setting_differences(run, tail)
+        data = self._data_difference(run)
+        settings = self._setting_differences(run, tail)
         found = [sentence for sentence in (data, settings) if sentence]
         if found and on_mismatch == "error":
             raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(found))
@@ -212,7 +214,8 @@ class Position:
         return self.ledger == ledgers.expected(run.epoch(self.epoch), 0, self.position)
 
     def _data_difference(self, run: RunOrder) -> str:
-        old, new = self.snapshot, run.origin
+        old = self.snapshot
+        new = run.origin
         if self.order.switches or run.config.switches:
             data = (old.digest, old.versions)
             return switch_difference(data, self.order.switches, (self.epoch, self.position), run)
@@ -235,7 +238,9 @@ class Position:
 
     def _version_remedy(self, new: Snapshot) -> str:
         """The versions of the streams to open, to continue exactly."""
-        versions, names, digests = self.snapshot.versions, new.stream_names, new.stream_digests
+        versions = self.snapshot.versions
+        names = new.stream_names
+        digests = new.stream_digests
         if not len(versions) == len(names) == len(digests):
             return "Read the former data"
         changed = [
@@ -254,7 +259,8 @@ class Position:
         if self.order.forgotten is None and run.forgotten is not None:
             seen = first_seen(run, run.forgotten, (self.epoch, self.position))
             names = names if seen else [name for name in names if name != "forgotten"]  # as if never seen, see `forget`
-        former, schedule = self.order.schedule, run.config.schedule
+        former = self.order.schedule
+        schedule = run.config.schedule
         if former is not None and schedule is not None and former != schedule:
             begun = run.settled(self.epoch, self.position)
             names = [name for name in names if name != "schedule" or not schedule.extends(former, begun)]
@@ -350,7 +356,8 @@ def _check_versions(state: Mapping[str, Any]) -> None:
 
 def _change_problems(state: Mapping[str, Any]) -> list[str]:
     """What contradicts itself or the position in the changes of the batch size."""
-    changes, size = state["batch_changes"], state["batch_size"]
+    changes = state["batch_changes"]
+    size = state["batch_size"]
     starts = [begin for begin, _ in changes]
     rises = starts == sorted(starts) and starts.count(0) == 1 and starts[-1] <= state["position"]
     if not changes or (rises and changes[-1][1] == size):

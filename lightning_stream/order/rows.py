@@ -379,7 +379,8 @@ class PackedRows(Order):
 
     def cursor(self, position: int) -> tuple[Counted, ...]:
         """What a state holds, so that a resume at this position plans few windows; () at the beginning."""
-        last, row = len(self._sequences), _ALL
+        last = len(self._sequences)
+        row = _ALL
         if self.reaches(position + 1):
             (last,), (row,) = self.locate(np.array([position]))
         windows = []

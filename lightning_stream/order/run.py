@@ -71,8 +71,13 @@ class RunOrder:
         lists: Lists | None = None,
         amounts: Amounts | None = None,
     ) -> None:
-        self.snapshot, self.weights, self.config = snapshot, tuple(weights), config
-        self.lengths, self.forgotten, self.lists, self.amounts = lengths, forgotten, lists, amounts
+        self.snapshot = snapshot
+        self.weights = tuple(weights)
+        self.config = config
+        self.lengths = lengths
+        self.forgotten = forgotten
+        self.lists = lists
+        self.amounts = amounts
         if config.needs_lengths != (lengths is not None):
             raise ValueError(
                 "An order that packs samples, or sorts them by length, needs their lengths; no other does; found only "
@@ -137,7 +142,8 @@ class RunOrder:
         config = self.config
         assert config.schedule is not None
         length = config.batching.block_of(config)
-        sizes, step = self.snapshot.stream_samples.tolist(), config.batch_size or 1
+        sizes = self.snapshot.stream_samples.tolist()
+        step = config.batch_size or 1
         if config.packing is not None:
             step *= config.packing.row_length  # of tokens
         return Mixture(config.schedule, sizes, stretch_length=length, step_length=step)
@@ -190,7 +196,8 @@ class RunOrder:
 
     def _mixed(self, epoch: int) -> Order:
         """The drawn samples of all streams, interleaved evenly."""
-        method, config = self.config.batching, self.config
+        method = self.config.batching
+        config = self.config
         orders = [self._window(epoch, (stream,), stream) for stream in range(self.snapshot.num_streams)]
         block = method.block_of(config)
         counts, remainders = np.divmod(np.array([order.size for order in orders], dtype=np.int64), block)
@@ -204,7 +211,8 @@ class RunOrder:
         begin = epoch * per_epoch
         end = begin + per_epoch if self.mixture.end is None else min(begin + per_epoch, self.mixture.end)
         end = max(begin, end)
-        firsts, counts = self.mixture.ends(begin), self.mixture.ends(end)
+        firsts = self.mixture.ends(begin)
+        counts = self.mixture.ends(end)
         orders = []
         for stream, size in enumerate(self.snapshot.stream_samples.tolist()):
             bounds = int(firsts[stream]) * block, int(counts[stream]) * block
@@ -232,7 +240,8 @@ class RunOrder:
         ``position`` may lie behind the epoch, in a later one.
         """
         while position and not (order := self.epoch(epoch)).reaches(position) and order.num_samples:
-            epoch, position = epoch + 1, position - order.num_samples
+            epoch = epoch + 1
+            position = position - order.num_samples
         changed = self.epoch(epoch).order.unchanged_from(position) if position else 0
         return epoch * self.num_samples + changed
 
@@ -254,7 +263,8 @@ class RunOrder:
 
     def samples_on(self, is_here: Bools) -> tuple[int, ...]:
         """The samples of each canonical node in the shards that are here (bool[shards]), about as in each epoch."""
-        streams, count = range(self.snapshot.num_streams), self.config.canonical_nodes
+        streams = range(self.snapshot.num_streams)
+        count = self.config.canonical_nodes
         samples = np.zeros(count, dtype=np.int64)
         for together in [(stream,) for stream in streams] if self.config.batching.is_mixed else [tuple(streams)]:
             parts = self._drawn_shards(0, together).parts

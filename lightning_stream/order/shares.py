@@ -104,19 +104,22 @@ class ByNode:
 
     def world_of(self, replica: int) -> World:
         """The world of a replica, at the place where it reads."""
-        world, placement = self.plan.world, self.plan.placement
+        world = self.plan.world
+        placement = self.plan.placement
         world = replace(world, rank=replica * world.replication)
         return world if placement is None else placement.seated(world)
 
     def groups(self, at: Ints) -> NDArray[np.uint16]:
         """The place of each position's canonical node among all."""
-        nodes, placement = self.order.nodes(at), self.plan.placement
+        nodes = self.order.nodes(at)
+        placement = self.plan.placement
         places = nodes if placement is None else placement.places[nodes]
         return places.astype(np.uint16)  # which is sorted by its digits: 3 times as fast
 
     def places(self, k: int, at: Ints) -> ReplicaBatch:
         """This replica's part, with positions in the place of ids."""
-        world, balance = self.world, self.plan.balance
+        world = self.world
+        balance = self.plan.balance
         nodes = self.groups(at)
         if balance is None:
             grouped = np.argsort(nodes, kind="stable")[:, None]

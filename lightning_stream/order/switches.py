@@ -88,7 +88,8 @@ class SwitchedRun(RunOrder):
             if not steps:
                 raise ValueError(f"An epoch must have a batch, but epoch {epoch} has {size} samples: see drop_last.")
             count = step // steps if edge is None else min(step // steps, edge - epoch)
-            epoch, step = epoch + count, step - count * steps
+            epoch = epoch + count
+            step = step - count * steps
             if edge is None or epoch < edge:
                 break
         return epoch, step * batch_size
@@ -171,7 +172,8 @@ def switch_difference(
     ``data`` has the digest of the data that the state's run began with, and the versions of its streams; ``made`` are
     its switches, and ``here`` is its epoch and position. These switches stay, and others may come behind it.
     """
-    wanted, origin = run.config.switches, run.origin
+    wanted = run.config.switches
+    origin = run.origin
     past = [one for one in made if (one.epoch, one.position) <= (here[0], 0)]
     if not wanted and len(past) == len(made) and past[-1].digest == origin.digest:
         return ""  # this epoch and all later ones are those of the last version alone

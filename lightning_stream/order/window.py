@@ -271,7 +271,8 @@ class _NodeWindow:
         """The entry of this node that has a sample of a part: the inverse of `read`, without its sorts."""
         place = int(self._places[part - self._parts.first])
         entry = inside - (self._parts.skipped if part == self._parts.first else 0)
-        size, window = int(self._sizes[place]), self._order.window
+        size = int(self._sizes[place])
+        window = self._order.window
         if place >= self._order.stored_parts:
             entry = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=entry)
         number = bisect_right(piece_begins(size, min(place, window), window), entry) - 1

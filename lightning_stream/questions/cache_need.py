@@ -57,7 +57,8 @@ def need_of_node(
 
     ``packed`` and ``kept`` are compressed bytes for each raw one: of what is fetched, and of what stays in the cache.
     """
-    nodes, active = world.num_nodes, run.active_shards()
+    nodes = world.num_nodes
+    active = run.active_shards()
     sizes = np.sort(raw_bytes)[::-1]
     order = run.epoch(0)
     span = order.order.samples_in(ahead.span * device_batch_size * world.num_replicas)
@@ -75,7 +76,8 @@ def need_of_node(
 
 def _entering(run: RunOrder, num_samples: int) -> int:
     """Shards that may become active within so many samples: in the worst moment, at once in all canonical nodes."""
-    snapshot, config = run.snapshot, run.config
+    snapshot = run.snapshot
+    config = run.config
     if config.mosaic is not None:
         shards = snapshot.shards_of(run.epoch(0).ids(0, run.num_samples))
         return max_active(shards, num_samples) - max_active(shards)

@@ -24,7 +24,10 @@ from lightning_stream.order.schedule import Schedule
 
 _BUCKET_NAMES = {"window": "bucket_window", "batch_size": "batch_multiple"}
 _WORTH_COUNTING = 2**20  # documents whose rows are counted without being asked for: a third of a second
-_COLUMNS, _NAME, _DIGITS, _PARTS = 98, 9, 12, 8
+_COLUMNS = 98
+_NAME = 9
+_DIGITS = 12
+_PARTS = 8
 _ROOM = _COLUMNS - _NAME - _DIGITS - 2
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
 _PLURAL = re.compile(r"(?<=ch)es\b|s\b")
@@ -239,7 +242,8 @@ def readable(num_bytes: float) -> str:
     """A number of bytes as text, e.g. ``"12.3 MB"``."""
     number = 0
     while num_bytes >= 1000 and number < len(_UNITS) - 1:
-        num_bytes, number = num_bytes / 1000, number + 1
+        num_bytes = num_bytes / 1000
+        number = number + 1
     return f"{num_bytes:.{min(number, 1)}f} {_UNITS[number]}"
 
 

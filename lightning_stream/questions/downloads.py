@@ -51,7 +51,8 @@ def plan_downloads(
     Example: ``plan_downloads(run, epoch=0, batch_size=256, world=World(num_ranks=16, ranks_per_node=8)).factor``.
     """
     needed = np.zeros((world.num_nodes, run.snapshot.num_shards), dtype=np.bool_)
-    readers, order = _readers(world), run.epoch(epoch)
+    readers = _readers(world)
+    order = run.epoch(epoch)
     plans = BatchPlan(order, batch_size=batch_size, world=world, tail=tail).of_replicas()
     for replica, ids in _reads_of(plans):
         shards = np.unique(run.snapshot.shards_of(ids.reshape(-1)))
@@ -70,7 +71,8 @@ def estimate_factor(run: RunOrder, *, epoch: int, batch_size: int, world: World)
     plan = BatchPlan(order, batch_size=batch_size, world=world, tail="drop")
     if run.config.mosaic is not None or not plan.is_whole(0):
         return 1.0
-    readers, replicas = _readers(world), world.num_replicas
+    readers = _readers(world)
+    replicas = world.num_replicas
     count = min(_ESTIMATED_BATCHES, max(1, _ESTIMATED_POSITIONS // batch_size))
     pairs: set[int] = set()
     for k in filter(plan.is_whole, range(count)):
@@ -93,7 +95,8 @@ def warning_about(run: RunOrder, *, batch_size: int, world: World, factor: float
     """What to change where much would be downloaded more than once (a factor above 1.05); else None."""
     if factor <= FACTOR_WORTH_A_WARNING:
         return None
-    config, nodes = run.config, world.num_nodes
+    config = run.config
+    nodes = world.num_nodes
     found = (
         f"With num_canonical_nodes={config.canonical_nodes} on {nodes} nodes and batches of {batch_size} samples, "
         f"{factor:.2f} times the data will be downloaded."
@@ -133,7 +136,9 @@ def _reads_of(plans: Sequence[BatchPlan]) -> Iterator[tuple[int, Ints]]:
     ``plans`` cut one order into the same batches, one for each replica. Whole batches are read once for all replicas:
     their `shares` would read them for each, which takes 45 times as long for 64 replicas.
     """
-    plan, size, replicas = plans[0], plans[0].batch_size, range(len(plans))
+    plan = plans[0]
+    size = plans[0].batch_size
+    replicas = range(len(plans))
     whole = plan.num_whole_batches if plan.splits_samples else 0
     step = max(1, _CHUNK // size)
     for k in range(0, whole, step):

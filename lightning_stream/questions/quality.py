@@ -58,13 +58,18 @@ def measure(run: RunOrder, *, batch_size: int, shard_bytes: Ints | None = None) 
 
     ``shard_bytes``, int64[shards], is for the cache; None counts every sample as one byte.
     """
-    order, snapshot = run.epoch(0), run.snapshot
+    order = run.epoch(0)
+    snapshot = run.snapshot
     batch_size = order.order.samples_in(batch_size)
     plan = BatchPlan(order.documents, batch_size=batch_size, tail="pad")
-    count, edge = plan.num_batches, max(1, plan.num_batches // _END)
-    evenly, first, last = _picks(0, count, _EVENLY), _picks(0, edge, _AT_ENDS), _picks(count - edge, count, _AT_ENDS)
+    count = plan.num_batches
+    edge = max(1, plan.num_batches // _END)
+    evenly = _picks(0, count, _EVENLY)
+    first = _picks(0, edge, _AT_ENDS)
+    last = _picks(count - edge, count, _AT_ENDS)
     scores = {k: score(plan.ids(k), snapshot.num_samples) for k in sorted({0, *evenly, *first, *last})}
-    active, sizes = run.active_shards(), np.sort(snapshot.sizes if shard_bytes is None else shard_bytes)[::-1]
+    active = run.active_shards()
+    sizes = np.sort(snapshot.sizes if shard_bytes is None else shard_bytes)[::-1]
     return Quality(
         random=random_score(batch_size),
         mean=float(np.mean([scores[k] for k in evenly])),

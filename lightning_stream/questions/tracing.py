@@ -45,7 +45,8 @@ class Explanation:
 
     def __str__(self) -> str:
         """A few lines of text."""
-        done, batch = f"{self.position} of {self.num_samples} samples trained on", self.upcoming
+        done = f"{self.position} of {self.num_samples} samples trained on"
+        batch = self.upcoming
         text = f"epoch {self.epoch}: {done}, {self.steps_left} global batches to come"
         if batch is None:
             return text
@@ -116,7 +117,8 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
         if before <= step < end:
             bounds = plan.bounds(step - before)
             ids, _ = plan.order.samples(*bounds)
-            shards, streams = run.snapshot.shards_of(ids), run.snapshot.streams_of(ids)
+            shards = run.snapshot.shards_of(ids)
+            streams = run.snapshot.streams_of(ids)
             return TracedBatch(position.epoch, step, *bounds, ids, shards, streams)
     raise ValueError(f"A step must be one of the epoch's: epoch {position.epoch} has {end} of them, not step {step}.")
 
@@ -158,7 +160,8 @@ def where(
 def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator[tuple[int, int, int]]:
     """The rank, micro-batch and row that get position ``at`` of global batch ``k``."""
     for replica_plan in plan.of_replicas(delivery.balance):
-        share, rank = replica_plan.places(k), replica_plan.world.rank
+        share = replica_plan.places(k)
+        rank = replica_plan.world.rank
         if not ((share.positions == at) & ~share.filler).any():
             continue
         count = plan.num_micro_batches(k, delivery.device_batch_size)
@@ -176,7 +179,9 @@ def _segments(
 
     The changes of the position are those of its own epoch.
     """
-    order, segments, step = run.epoch(epoch), [], 0
+    order = run.epoch(epoch)
+    segments = []
+    step = 0
     here = position if epoch == position.epoch else replace(position, batch_changes=())
     for begin, end, size in here.segments(order.num_samples):
         fits = world is not None and size % world.num_replicas == 0  # of an earlier batch the world is not known

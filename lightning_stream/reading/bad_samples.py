@@ -150,7 +150,8 @@ class BadData:
             return
         reader.counters.add("bad_samples")
         path = self.path_of(reader)
-        snapshot, ids = reader.snapshot, np.array([drawn])
+        snapshot = reader.snapshot
+        ids = np.array([drawn])
         original = reader.original_ids(ids if delivered is None else np.array([drawn, delivered])).tolist()
         line = {
             "sample": original[0],
@@ -180,7 +181,8 @@ def readable(
     Raises:
         FormatError, NotFoundError: Data cannot be read and the policy is to raise.
     """
-    spent, whole = reader.counters.spent, info
+    spent = reader.counters.spent
+    whole = info
     if (bad.found or bad.shards) and bad.suspects(reader, info.sample_ids):
         whole = bad.replaced(reader, info, order)
     while True:

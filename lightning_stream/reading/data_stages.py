@@ -17,7 +17,8 @@ def stages_of_reader(reader: SampleReader, lengths: Iterable[str] = (), run: Run
 
     With the run, every stream of several shows how many of its samples an epoch draws.
     """
-    chosen, whole = list[Stage](), reader
+    chosen = list[Stage]()
+    whole = reader
     while whole.parent is not None:
         chosen.insert(0, _chosen(whole, whole.parent))
         whole = whole.parent
@@ -30,7 +31,8 @@ def stages_of_reader(reader: SampleReader, lengths: Iterable[str] = (), run: Run
 
 
 def _streams(reader: SampleReader, run: RunOrder | None) -> Stage:
-    parts, snapshot = [], reader.snapshot
+    parts = []
+    snapshot = reader.snapshot
     drawn = None if run is None or run.config.schedule is not None else run.num_drawn
     for number, (stream, index) in enumerate(zip(reader.streams, reader.indexes, strict=True)):
         counts: dict[str, Any] = {"samples": index.num_samples, "shards": index.num_shards}
@@ -47,7 +49,8 @@ def _streams(reader: SampleReader, run: RunOrder | None) -> Stage:
 
 
 def _chosen(reader: SampleReader, parent: SampleReader) -> Stage:
-    before, kept = parent.snapshot.num_samples, reader.snapshot.num_samples
+    before = parent.snapshot.num_samples
+    kept = reader.snapshot.num_samples
     counts = {"samples kept": kept, "kept_percent": 100 * kept / max(1, before)}
     rules = tuple(Stage(rule, {}, {"samples left": left}) for rule, left in reader.left.items())
     return Stage("filter" if rules else "subset", {}, counts, reader.snapshot.digest, parts=rules)

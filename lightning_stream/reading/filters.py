@@ -32,7 +32,9 @@ LengthRules = Mapping[str | tuple[str, ...], LengthRule]
 Ids = Iterable[int] | NDArray[np.int64] | str | os.PathLike[str]
 
 _VERSION = 2  # grows when a kept result of the same name would differ
-_MIN_SAMPLES, _MOST_PARTS = 4096, 256  # a killed evaluation loses a part of each process
+# A killed evaluation loses a part of each process
+_MIN_SAMPLES = 4096
+_MOST_PARTS = 256
 _ALONE_S = 5.0  # processes take as long to start
 _WAIT_S = 7 * 24 * 3600.0  # for another process's evaluation; a process that dies is not waited for
 _REMEDY = "give it more, or have the function use less; what the processes printed is above"
@@ -89,7 +91,8 @@ class Filters:
             ValueError: No sample is kept, or an id to exclude is unknown.
         """
         size = reader.snapshot.num_samples
-        mask, left = np.ones(size, dtype=np.bool_), dict[str, int]()
+        mask = np.ones(size, dtype=np.bool_)
+        left = dict[str, int]()
         if self.exclude_ids is not None:
             mask &= _not_excluded(self.exclude_ids, reader)
             left["exclude_ids"] = int(mask.sum())
@@ -241,8 +244,10 @@ class Evaluation:
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
         parts = [ShardRange(number, *pair) for number, pair in enumerate(pairwise(bounds))]
-        progress, begin = Progress(len(parts), "filtering"), time.monotonic()
-        kept, missing = dict[int, NDArray[np.bool_]](), list(parts)
+        progress = Progress(len(parts), "filtering")
+        begin = time.monotonic()
+        kept = dict[int, NDArray[np.bool_]]()
+        missing = list(parts)
         while missing and time.monotonic() - begin < _ALONE_S:
             part = missing.pop(0)
             kept[part.number] = self(part)

@@ -68,7 +68,8 @@ def read_ahead(
     shard, the next batches need too few. However it ends, it drops what it has asked for. The caller reads at most
     `in_progress` of the latest batches, or else the next one is not requested.
     """
-    pool, is_exiting = reader.shards.pool, sys.is_finalizing
+    pool = reader.shards.pool
+    is_exiting = sys.is_finalizing
     pool.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
     depth = read_ahead_depth(predownload, device_batch_size)
     next_use = _eviction_plan(reader, plan, num_workers * (depth + _FINISHED_BATCHES))

@@ -42,11 +42,13 @@ class MapStream(Stream):
         self, dataset: Any, name: str, proportion: float | None = None, lengths: Mapping[str, Any] | None = None
     ) -> None:
         super().__init__(local=name, name=name, proportion=proportion)
-        self.dataset, self.lengths = dataset, GivenLengths(lengths or {})
+        self.dataset = dataset
+        self.lengths = GivenLengths(lengths or {})
 
     def read_lengths(self, name: str) -> NDArray[np.uint32]:
         """The lengths of this name. ValueError where there are none, or other numbers."""
-        given, size = self.lengths.of(name, self.dataset), len(self.dataset)
+        given = self.lengths.of(name, self.dataset)
+        size = len(self.dataset)
         found = np.asarray(given)
         is_right = found.shape == (size,) and (not size or found.dtype.kind in "iu")
         if not is_right or (size and not 0 <= found.min() <= found.max() < 2**32):

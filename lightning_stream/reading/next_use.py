@@ -42,7 +42,9 @@ class NextUse:
     """
 
     def __init__(self, order: EpochOrder, snapshot: Snapshot, horizon: int = _HORIZON, lag: int = 0) -> None:
-        self._order, self._snapshot, self._lag = order, snapshot, lag
+        self._order = order
+        self._snapshot = snapshot
+        self._lag = lag
         self._horizon = max(1, horizon // order.order.samples_per_position)
         self._part = _NOTHING  # replaced as one, since several threads ask
         self._began_at = time.time()
@@ -64,13 +66,15 @@ class NextUse:
         return math.inf if part.has_rest or last_used >= self._began_at else float(part.end)
 
     def _looked_up(self, at: int) -> _Part:
-        part, begin = self._part, max(0, at - self._lag)
+        part = self._part
+        begin = max(0, at - self._lag)
         if begin < part.begin or (not part.has_rest and at + self._horizon // 2 > part.end):
             end, shards, positions = self._uses(self._order, begin, at + self._horizon)
             has_rest = not self._order.exists(end)
             if has_rest and self._order.following is not None:
                 _, later, places = self._uses(self._order.following(), 0, self._horizon // 2)
-                shards, positions = np.append(shards, later), np.append(positions, places + end)
+                shards = np.append(shards, later)
+                positions = np.append(positions, places + end)
             by_shard = np.argsort(shards, kind="stable")
             self._part = part = _Part(begin, end, shards[by_shard], positions[by_shard], has_rest)
         return part

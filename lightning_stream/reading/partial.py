@@ -52,7 +52,9 @@ _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with th
 _HELD_BYTES = 64 << 20  # of tables that are kept
 _THREADS = 16
 _ATTEMPTS = 3  # to read a table and samples that fit the index
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.01  # between two looks at a file that arrives
+# Between two looks at a file that arrives
+_SHORTEST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.01
 _STALL_S = 5.0  # without growth: its process may be dead, and a thread that waits for the whole shard takes over
 _MOST_OF_SHARD = 0.5  # is read while the rest arrives
 _log = logging.getLogger(__name__)
@@ -84,7 +86,8 @@ class PartialShards:
         cache, entry = self._shards.entry(number)
         if isinstance(cache.store, DownloadHook) or not self._may_be_partial(number):
             return False
-        num_bytes, (begin, end) = _stored(entry).num_bytes, _frames(entry).table
+        num_bytes = _stored(entry).num_bytes
+        begin, end = _frames(entry).table
         table = 0 if number in self._tables else REQUEST_BYTES + end - begin
         num_ranges, range_bytes = _ranges(entry, indices)
         cost = self._spent[number] + table + num_ranges * REQUEST_BYTES + range_bytes
@@ -153,7 +156,8 @@ class PartialShards:
             rows = cache.other.samples(cache.store, entry, indices.tolist())
             self._note(number, len(indices), sum(map(len, rows)))
             return dict(zip(indices.tolist(), rows, strict=True))
-        known, table = self._tables.get(number), _equal_sizes_table(entry)
+        known = self._tables.get(number)
+        table = _equal_sizes_table(entry)
         coming = None if known is not None else self._requests.submit(self._fetch_table, number, entry)
         if coming is None or table is None:
             table = known if coming is None else coming.result()
@@ -209,7 +213,8 @@ class PartialShards:
     def _as_shard(
         self, number: int, indices: Int64s, content: Mapping[int, bytes], *, is_awaited: bool
     ) -> PartialShard:
-        entry, samples = self._shards.entry(number)[1], [content[index] for index in indices.tolist()]
+        entry = self._shards.entry(number)[1]
+        samples = [content[index] for index in indices.tolist()]
         small = replace(entry, num_samples=len(samples))
         offsets = np.cumsum([table_bytes(small), *map(len, samples)], dtype=np.int64).astype("<u4")
         head = len(samples).to_bytes(4, "little") + offsets.tobytes()
@@ -230,7 +235,9 @@ class _Samples:
     """The samples of a raw shard, as `Frames` of one sample each."""
 
     def __init__(self, entry: ShardEntry) -> None:
-        self._entry, self.num_frames, self.table = entry, entry.num_samples, (0, table_bytes(entry))
+        self._entry = entry
+        self.num_frames = entry.num_samples
+        self.table = (0, table_bytes(entry))
 
     def of(self, indices: Int64s) -> Int64s:
         """The frames that have these samples."""
@@ -281,7 +288,8 @@ def _ranges(entry: ShardEntry, indices: Int64s) -> tuple[int, int]:
 def offsets_of(content: bytes, entry: ShardEntry, where: str) -> _Offsets:
     """The offsets with which a raw MDS shard begins; FormatError if they do not fit the index."""
     if len(content) == table_bytes(entry):
-        num_samples, offsets = int.from_bytes(content[:4], "little"), np.frombuffer(content, "<u4", offset=4)
+        num_samples = int.from_bytes(content[:4], "little")
+        offsets = np.frombuffer(content, "<u4", offset=4)
         edges = (num_samples, int(offsets[-1])) == (entry.num_samples, entry.raw.num_bytes)
         if edges and offsets[0] >= len(content) and not (offsets[1:] < offsets[:-1]).any():
             return offsets
@@ -338,8 +346,13 @@ def _arriving(
     cache: ShardCache, entry: ShardEntry, indices: Int64s, has_come: Callable[[], bool]
 ) -> dict[int, bytes] | None:
     """Samples of a file that grows, when they are here; None where it is whole before, comes in parts, or stalls."""
-    path, pause_s, needed, edges = cache.arriving(entry), _SHORTEST_PAUSE_S, 0, [0]
-    frames, size, grew = _frames(entry), 0, time.monotonic()
+    path = cache.arriving(entry)
+    pause_s = _SHORTEST_PAUSE_S
+    needed = 0
+    edges = [0]
+    frames = _frames(entry)
+    size = 0
+    grew = time.monotonic()
     last = int(frames.of(indices)[-1])
     while not has_come() and time.monotonic() - grew < _STALL_S:
         with suppress(FileNotFoundError), path.open("rb") as file:
@@ -347,7 +360,8 @@ def _arriving(
             if num_bytes >= _stored(entry).num_bytes:
                 return None  # it is being verified, or comes in parts
             if num_bytes != size:
-                size, grew = num_bytes, time.monotonic()
+                size = num_bytes
+                grew = time.monotonic()
             if num_bytes >= needed and num_bytes >= (needed := frames.arrived(file, num_bytes, last, edges)):
                 table = np.array(edges, np.uint32)
                 parts = _parts(entry, table, indices)

@@ -35,7 +35,8 @@ from lightning_stream.threads import DaemonPool
 T = TypeVar("T")
 Choice: TypeAlias = tuple[Bitmap, Mapping[str, int]]
 Choose: TypeAlias = Callable[["SampleReader"], Choice]
-_DERIVED_TOGETHER, _MOST_LENGTH = 1 << 20, (1 << 32) - 1
+_DERIVED_TOGETHER = 1 << 20
+_MOST_LENGTH = (1 << 32) - 1
 
 
 class SampleReader:
@@ -65,7 +66,8 @@ class SampleReader:
             chosen: Their ids here; or what finds them on first use, with how many each rule left.
         """
         part = SampleReader(self.shards)
-        part.parent, part._choose = self, chosen
+        part.parent = self
+        part._choose = chosen
         return part
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,7 +101,8 @@ class SampleReader:
         """Which of the samples in the shards these are; None where these are all of them."""
         if self.parent is None:
             return self.shards.undeleted
-        chosen, before = self._choice[0], self.parent.members
+        chosen = self._choice[0]
+        before = self.parent.members
         if before is None:
             return chosen
         mask = before.mask
@@ -217,7 +220,8 @@ class SampleReader:
 
     def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
-        pool, read = self.shards.pool, None
+        pool = self.shards.pool
+        read = None
         before = pool.num_fetched_again
         if (shard := pool.open.get(number)) is None:
             shard, read = pool.of_batch([number], {number: np.array([within])})[number]
@@ -232,7 +236,8 @@ class SampleReader:
             if read is not None or pool.fetched_again(number, pool.open.lease(number, shard), before):
                 return self._part_of_sample(sample_id, number, within)
             ids = np.array([sample_id])
-            stream, original_id = int(self.snapshot.streams_of(ids)[0]), int(self.original_ids(ids)[0])
+            stream = int(self.snapshot.streams_of(ids)[0])
+            original_id = int(self.original_ids(ids)[0])
             where = f"sample {original_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
         if read is not None:
@@ -241,7 +246,8 @@ class SampleReader:
 
     def _note_early(self, reads: list[EarlyRead]) -> None:
         """Note the samples of this read that came before their shards were verified."""
-        spent, early = self.counters.spent, self.shards.pool.early
+        spent = self.counters.spent
+        early = self.shards.pool.early
         if spent.early is None:
             early.add(reads)
         else:
@@ -321,7 +327,8 @@ class SampleReader:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
         groups: list[Group] = []
         for joined, rows in self.shards.parts(of_shard):
-            shards, indices = of_shard[rows], within[rows]
+            shards = of_shard[rows]
+            indices = within[rows]
             if columns := self.shards.pool.open.gather(shards, indices, None, joined):
                 groups.append((rows, columns))
                 continue
@@ -331,7 +338,8 @@ class SampleReader:
 
     def _opened(self, of_shard: Int64s, within: Int64s, reads: list[EarlyRead]) -> tuple[list[Shard], Int64s, Int64s]:
         """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
-        pool, (numbers, which) = self.shards.pool, np.unique(of_shard, return_inverse=True)
+        pool = self.shards.pool
+        numbers, which = np.unique(of_shard, return_inverse=True)
         # With an index, numpy does not import numpy.ma for it: 10 ms of the first batch.
         wanted = {
             number: np.unique(within[which == k], return_index=True)[0]
@@ -352,7 +360,8 @@ class SampleReader:
         Not those whose samples here are so few that they come by ranges. Drop the result once the samples were read, or
         will not be.
         """
-        pool, shards = self.shards.pool, self.snapshot.shards_of(ids)
+        pool = self.shards.pool
+        shards = self.snapshot.shards_of(ids)
         if self.members is not None:
             shards = shards[~np.isin(shards, list(filter(self._is_few, np.unique(shards).tolist())))]
         numbers = self.shards.with_joined(shards)
@@ -362,7 +371,8 @@ class SampleReader:
 
     def _is_few(self, number: int) -> bool:
         """Whether all samples that are read of a shard cost less than the shard."""
-        num_samples, num_few = self.shards.entry(number)[1].num_samples, int(self.snapshot.sizes[number])
+        num_samples = self.shards.entry(number)[1].num_samples
+        num_few = int(self.snapshot.sizes[number])
         spread = np.arange(num_few) * num_samples // max(1, num_few)  # as if they lay evenly in it
         return self.shards.pool.partial.is_cheaper(number, spread)
 

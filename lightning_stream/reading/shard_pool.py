@@ -37,7 +37,9 @@ UseFlat: TypeAlias = Callable[[Mapping[str, FlatArrays], memoryview], T]
 
 _MOST_FETCHERS = 16  # one for each canonical node that the default order has: the first batch needs a shard of each
 _FIRST, _NEXT, _LATER = range(3)  # ranks: a batch waits for it; of the first batch; of others
-_LOOK_S, _LOOK_EACH_S = 0.025, 0.005  # between looks for shards that other processes fetch: 200 files a second at most
+# Between looks for shards that other processes fetch: 200 files a second at most
+_LOOK_S = 0.025
+_LOOK_EACH_S = 0.005
 _LOCK_S = 1.0  # the lock is held for microseconds
 _FILES_PER_SHARD = 2  # one for its lock and, before Python 3.13, one for its mapping
 _OTHER_FILES = 256  # connections, logs, and what the trainer has open
@@ -145,7 +147,8 @@ class Fetch(Future["Lease | None"]):
 
     def __init__(self, cache: ShardCache, entry: ShardEntry) -> None:
         super().__init__()
-        self.cache, self.entry = cache, entry
+        self.cache = cache
+        self.entry = entry
         self.rank = _LATER
         self.is_asked = self.is_elsewhere = False  # whether a thread was asked for it, and left it to another process
         self.arrived: Lease | None = None
@@ -175,7 +178,8 @@ class FetchQueue:
         self._waiting: list[Fetch] = []
         self._elsewhere: list[Fetch] = []
         self._num_running = 0
-        self._fetchers, self._looker = DaemonPool(num_threads, "fetch"), DaemonPool(1, "look")
+        self._fetchers = DaemonPool(num_threads, "fetch")
+        self._looker = DaemonPool(1, "look")
         self.pools = [self._fetchers, self._looker]
 
     def add(self, fetches: Sequence[Fetch]) -> None:
@@ -217,7 +221,8 @@ class FetchQueue:
         with self._lock:
             for fetch in self._waiting:
                 fetch.cancel()
-            self._waiting, self._elsewhere = [], []
+            self._waiting = []
+            self._elsewhere = []
         for pool in self.pools:
             pool.close()
 
@@ -315,11 +320,14 @@ class ShardPool:
         self.fetches: dict[int, Fetch] = {}
         self.wanted: Counter[int] = Counter()  # the batches that want a shard, or read it, by its number
         self.plans: dict[int, NextUse] = {}  # of the running iterations, by id
-        self.partial, self.early = PartialShards(shards), EarlyReads()
+        self.partial = PartialShards(shards)
+        self.early = EarlyReads()
         self.spare_requests = 0  # for ranges of shards that are being fetched anyway
         self.num_fetched_again = 0
         self._repairs = threading.RLock()  # held while a damaged shard is fetched again
-        self._shards, self._config, self._counters = shards, shards.config, shards.counters
+        self._shards = shards
+        self._config = shards.config
+        self._counters = shards.counters
         self._dropped: deque[list[int]] = deque()
         self.queue = FetchQueue(self._config.fetch_threads)
 
@@ -431,8 +439,10 @@ class ShardPool:
         What is fetched anyway is requested beside that only where the batch comes earlier: where it waits for no other
         shard then, and its samples do not come `soon` by themselves.
         """
-        starts, spare = self._config.start_by_range, self.spare_requests - self.partial.num_requests
-        cheaper, awaited = set[int](), set[int]()
+        starts = self._config.start_by_range
+        spare = self.spare_requests - self.partial.num_requests
+        cheaper = set[int]()
+        awaited = set[int]()
         for number, indices in wanted.items():
             fetch = self.fetches.get(number)
             if number in self.open or (fetch and fetch.has_come()):
@@ -452,7 +462,8 @@ class ShardPool:
             with self.lock:
                 if (shard := self.open.get(number)) is not None:
                     return shard
-                fetch, before = self.fetches.get(number), self.num_fetched_again
+                fetch = self.fetches.get(number)
+                before = self.num_fetched_again
             try:
                 opened = self._opened(number, fetch, before)
             finally:

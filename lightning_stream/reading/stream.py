@@ -124,7 +124,8 @@ class Stream:
             raise ValueError(f"a stream has one weight; found {proportion=}, {repeat=}, {choose=}. Pass one of them")
         self.remote = None if remote is None else os.path.expanduser(os.fspath(remote))  # noqa: PTH111 - may be a URL
         if self.remote is not None and self.remote.startswith(_DELTA):
-            self.remote, format = self.remote.removeprefix(_DELTA), "delta"  # noqa: A001 - the word for it
+            self.remote = self.remote.removeprefix(_DELTA)
+            format = "delta"  # noqa: A001 - the word for it
             if "://" not in self.remote and not self.remote.startswith("/"):
                 raise ValueError(
                     f"{_DELTA} takes the whole URL of a table, or a path from the root; found {redact(str(remote))!r}. "
@@ -135,9 +136,13 @@ class Stream:
         pairs = list(version) if isinstance(version, (list, tuple)) else [(0, version)]
         self._versions = _checked_versions(pairs)
         self.version = self._versions[-1][1]
-        self.proportion, self.repeat, self.choose = proportion, repeat, choose
-        self.download_retry, self.download_timeout = download_retry, download_timeout
-        self.validate_hash, self.keep_zip = validate_hash, keep_zip
+        self.proportion = proportion
+        self.repeat = repeat
+        self.choose = choose
+        self.download_retry = download_retry
+        self.download_timeout = download_timeout
+        self.validate_hash = validate_hash
+        self.keep_zip = keep_zip
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
         given = {} if credentials is None else {"credentials": credentials}
         self.options = self._options = {**(options or {}), **given}  # a subclass may use the name for its own
@@ -175,8 +180,10 @@ class DownloadHook:
     """The store of a stream whose class overrides `_download_file`, which then downloads whole files."""
 
     def __init__(self, stream: Stream, store: Store, folder: Path) -> None:
-        self._stream, self._folder = stream, folder
-        self.url, self.identity = store.url, store.identity
+        self._stream = stream
+        self._folder = folder
+        self.url = store.url
+        self.identity = store.identity
 
     def get(self, name: str, to: Path, *_: Any) -> int:
         """Download a whole file into `to`."""
@@ -231,7 +238,8 @@ def labels_of(streams: Sequence[Stream]) -> list[str]:
 
 def index_of(stream: Stream, cache: ShardCache) -> Index:
     """The index that the stream reads: the newest, or that of its version. Raises NotFoundError for an unknown one."""
-    index, columns = version_index(stream, cache), stream._in_place.columns  # noqa: SLF001 - of this file's own class
+    index = version_index(stream, cache)
+    columns = stream._in_place.columns  # noqa: SLF001 - of this file's own class
     if columns is None:
         return index
     index = index.choose(columns)

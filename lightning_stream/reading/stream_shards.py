@@ -96,7 +96,8 @@ class StreamShards:
     def snapshot(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
         about = [(index.digest, index.source_digest, index.table_version) for index in self.indexes]
-        sizes, names = [index.shard_sizes for index in self.indexes], list(map(name_of, self.streams))
+        sizes = [index.shard_sizes for index in self.indexes]
+        names = list(map(name_of, self.streams))
         return Snapshot.of(sizes, names, *zip(*about, strict=True))
 
     @property
@@ -187,7 +188,8 @@ class StreamShards:
 
     def files(self, stream: int) -> dict[str, int]:
         """The shards of a stream by the names of their files; a joined shard counts as the one that it is joined to."""
-        first, index = int(self.snapshot.stream_offsets[stream]), self.indexes[stream]
+        first = int(self.snapshot.stream_offsets[stream])
+        index = self.indexes[stream]
         return {as_mds(entry).raw.basename: first + k for k in range(len(index)) for entry in index.entries(k)}
 
     def open(self, number: int, entry: ShardEntry, folder: Path) -> Shard:

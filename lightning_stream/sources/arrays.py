@@ -19,7 +19,8 @@ from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 
 _BLOCK_ROWS = 1024
-_HEADER_BYTES, _WHOLE_BYTES = 1 << 12, 1 << 28
+_HEADER_BYTES = 1 << 12
+_WHOLE_BYTES = 1 << 28
 _HEADS: dict[Any, bytes] = {}
 # What returns the arrays of some rows by name, the number of rows, the bytes of all, and the rows of a block.
 _Arrays: TypeAlias = "tuple[Callable[[Sequence[int]], Mapping[str, Any]], int, int, int]"
@@ -84,7 +85,8 @@ class NumpyReader(TableReader):
         if layout is None or file.num_bytes < _HEADER_BYTES:
             return None
         shape, is_fortran, dtype = layout
-        first, width = head.tell(), dtype.itemsize * int(np.prod(shape[1:]))
+        first = head.tell()
+        width = dtype.itemsize * int(np.prod(shape[1:]))
         if dtype.hasobject or not shape or (is_fortran and len(shape) > 1) or not width:
             return None
         if first + shape[0] * width != file.num_bytes:
@@ -143,7 +145,8 @@ class DatasetReader(TableReader):
         return (SourceFile("", str(len(self.dataset)), size, str(vars(self.dataset)["_fingerprint"])),)
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
-        rows, schema = self.dataset.with_format("arrow"), self.dataset.features.arrow_schema
+        rows = self.dataset.with_format("arrow")
+        schema = self.dataset.features.arrow_schema
 
         def read(block: range, _: Any) -> list[pa.RecordBatch]:
             return rows[block.start : block.stop].combine_chunks().to_batches()  # type: ignore[no-any-return]

@@ -179,7 +179,8 @@ def _allowed(kind: pa.DataType, asked: str) -> str:
 
 def encoding_of(kind: pa.DataType) -> str:
     """The encoding of a plain type; ValueError if it has none."""
-    element, shape = kind, []
+    element = kind
+    shape = []
     while _sort(element) == "list":
         shape.append(element.list_size if pa.types.is_fixed_size_list(element) else 0)
         element = element.value_type
@@ -231,11 +232,13 @@ def settle_nulls(
         if batch.column(name).null_count:
             batch = batch.filter(batch.column(name).is_valid())
     for name in counted:
-        column, label = batch.column(name), name
+        column = batch.column(name)
+        label = name
         while column is not None:
             if column.null_count:
                 nulls[label] = nulls.get(label, 0) + column.null_count
-            column, label = _elements(column) if _sort(column.type) == "list" else None, f"{name} (elements of arrays)"
+            column = _elements(column) if _sort(column.type) == "list" else None
+            label = f"{name} (elements of arrays)"
     return batch
 
 
@@ -251,7 +254,8 @@ def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[st
 
 
 def _values(column: pa.Array, encoding: str) -> Values:
-    kind, sort = column.type, _sort(column.type)
+    kind = column.type
+    sort = _sort(column.type)
     if encoding == "json":
         return list(map(_json_value(kind), column.to_pylist()))
     if sort == "number":

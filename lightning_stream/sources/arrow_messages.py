@@ -16,7 +16,10 @@ from lightning_stream.errors import FormatError
 MAGIC = b"ARROW1\0\0"
 _END = b"ARROW1"
 _CONTINUED = b"\xff\xff\xff\xff"
-_SCHEMA, _DICTIONARY, _RECORDS = 1, 2, 3  # types of headers
+# Types of headers
+_SCHEMA = 1
+_DICTIONARY = 2
+_RECORDS = 3
 _MOST_HEADER = 1 << 28
 
 
@@ -34,7 +37,8 @@ class Message(NamedTuple):
 def messages(file: BinaryIO, where: str, num_bytes: int) -> Iterator[Message]:
     """Yield the messages of a file or stream, the schema first. FormatError if it is none, or is cut off."""
     file.seek(0)
-    start, is_first = file.read(len(MAGIC)), True
+    start = file.read(len(MAGIC))
+    is_first = True
     if start[:4] == b"FEA1":
         raise FormatError(f"{where} is a file of Feather version 1. Write it again as version 2.")
     at = len(MAGIC) if start == MAGIC else 0
@@ -61,7 +65,8 @@ def messages(file: BinaryIO, where: str, num_bytes: int) -> Iterator[Message]:
         if end > num_bytes or is_first != (kind == _SCHEMA):
             raise _damaged(where, f"a message of type {kind} from byte {at:,} to {end:,} of {num_bytes:,}")
         yield Message(at, end, rows if kind == _RECORDS else None, kind == _DICTIONARY, nulls)
-        at, is_first = end, False
+        at = end
+        is_first = False
     raise _damaged(where, f"no mark of the end in {num_bytes:,} bytes")
 
 
@@ -72,10 +77,12 @@ def _damaged(where: str, found: str) -> FormatError:
 def _parsed(header: bytes) -> tuple[int, int, int, Sequence[int]]:
     """The type of a message, the bytes of its body, and the rows and nulls of the record batch that it holds."""
     message = _Table(header, struct.unpack_from("<I", header)[0])
-    kind, body = message.number(1, "<B"), message.number(3, "<q")
+    kind = message.number(1, "<B")
+    body = message.number(3, "<q")
     inner = message.offset(2)
     records = _Table(header, inner + struct.unpack_from("<I", header, inner)[0]) if inner else message
-    rows, nulls = records.number(0, "<q") if inner else 0, ()
+    rows = records.number(0, "<q") if inner else 0
+    nulls = ()
     if kind == _RECORDS and (nodes := records.offset(1)):  # pairs of rows and nulls
         nodes += struct.unpack_from("<I", header, nodes)[0]
         nulls = struct.unpack_from(f"<{2 * struct.unpack_from('<I', header, nodes)[0]}q", header, nodes + 4)[1::2]
@@ -88,7 +95,8 @@ class _Table:
     """A table of FlatBuffers, at a place in a header."""
 
     def __init__(self, data: bytes, at: int) -> None:
-        self._data, self._at = data, at
+        self._data = data
+        self._at = at
         self._fields = at - struct.unpack_from("<i", data, at)[0]
 
     def offset(self, field: int) -> int:

@@ -21,8 +21,11 @@ from lightning_stream.threads import DaemonPool
 Row: TypeAlias = "Mapping[str, Any]"
 Asked: TypeAlias = "Mapping[str, str | None]"  # columns that are wanted, with their encodings or None to infer them
 SAMPLED_ROWS = 10_000
-_MIN_BYTES, _MAX_BYTES, _PARTITIONS = 32 << 20, 512 << 20, 32
-_BATCH_BYTES, _BATCH_ROWS = 8 << 20, 256
+_MIN_BYTES = 32 << 20
+_MAX_BYTES = 512 << 20
+_PARTITIONS = 32
+_BATCH_BYTES = 8 << 20
+_BATCH_ROWS = 256
 _UNKNOWN_BYTES = 1 << 20  # of a value such as an opened image
 _LISTED_FILES = 10_000
 _FOOTERS_AT_ONCE = 32  # a footer costs two requests, and little else
@@ -285,7 +288,8 @@ def partitions_of(splits: Sequence[Piece], partition_bytes: int) -> list[Partiti
         num_bytes += split.num_bytes
         if num_bytes >= partition_bytes or end == len(splits):
             partitions.append(Partition(len(partitions), tuple(splits[begin:end])))
-            begin, num_bytes = end, 0
+            begin = end
+            num_bytes = 0
     return partitions
 
 
@@ -301,14 +305,16 @@ def read_splits(reader: Reader, splits: Sequence[Piece], columns: Mapping[str, s
 def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:
     """Yield rows, each given with where it is, in batches of at most 256 rows and about ``max_bytes``."""
     held: list[Row] = []
-    first, num_bytes = "", 0
+    first = ""
+    num_bytes = 0
     for row, where in rows:
         first = first if held else where
         held.append(row)
         num_bytes += sum(map(_num_bytes, row.values()))
         if num_bytes >= max_bytes or len(held) == _BATCH_ROWS:
             yield Batch(held, first if first == where else f"{first} to {where}")
-            held, num_bytes = [], 0
+            held = []
+            num_bytes = 0
     if held:
         yield Batch(held, first if first == where else f"{first} to {where}")
 

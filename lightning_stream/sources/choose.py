@@ -49,11 +49,14 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
 
         reader: Any = DatasetReader(dataset=source, **options)
         files: Sequence[SourceFile] = reader.files
-        name, left_out, splits = "a datasets.Dataset", 0, dict[str, tuple[SourceFile, ...]]()
+        name = "a datasets.Dataset"
+        left_out = 0
+        splits = dict[str, tuple[SourceFile, ...]]()
     else:
         found = find_files(source, store_options, hidden=hidden)
         files, reader = reader_of(found, kind, options)
-        name, left_out = found.name, len(found.left_out)
+        name = found.name
+        left_out = len(found.left_out)
         splits = _by_split(files) if isinstance(source, (str, os.PathLike)) and reader.kind != "delta" else {}
     if root := options.get("media_root"):
         reader.media = media_store(root, files[0].root, store_options)

@@ -23,7 +23,8 @@ from lightning_stream.sources.tables import pieces_of
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 22
 # A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
-_WHOLE, _NUMBER = r"-?(0|[1-9]\d{0,17})", r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
+_WHOLE = r"-?(0|[1-9]\d{0,17})"
+_NUMBER = r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
 _LINE = re.compile(rb"[\r\n\xef\xbb\xbf]*[^\r\n\xef\xbb\xbf][^\r\n]*[\r\n]?")
 _PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": "^((?i)true|false)$"}
 
@@ -76,7 +77,8 @@ class CsvReader(Reader):
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
         for split in splits:
-            done, after = 0, f" after byte {split.begin:,}" if split.begin else ""
+            done = 0
+            after = f" after byte {split.begin:,}" if split.begin else ""
             for batch in self._texts(split):
                 where = f"{split.file.uri}, rows {done:,} to {done + batch.num_rows:,}{after}"
                 present(batch.schema.names, columns, split.file)
@@ -140,12 +142,14 @@ class _Blocks:
     closed = False
 
     def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks, self._left = blocks, memoryview(b"")
+        self._blocks = blocks
+        self._left = memoryview(b"")
 
     def read(self, size: int) -> bytes:
         while not self._left and (block := next(self._blocks, None)) is not None:
             self._left = memoryview(block)
-        data, self._left = self._left[:size], self._left[size:]
+        data = self._left[:size]
+        self._left = self._left[size:]
         return bytes(data)
 
     def close(self) -> None:

@@ -101,10 +101,13 @@ class DeltaReader(ParquetReader):
         # The settings are those of all columns of the table: what is read of it does not make it another table.
         partition = {name: (_plain(action[f"partition.{name}"]), types[name]) for name in names}
         with self._opened(file, headers=True) as table:
-            stored, groups = set(table.schema.names), table.pieces()
+            stored = set(table.schema.names)
+            groups = table.pieces()
         absent = [name for name in self._schema.names if name not in stored and name not in names]
         nulls = [*absent, *(name for name, (value, _) in partition.items() if value is None)]
-        found, begin, deleted = [], 0, self._vectors.get(file.name, np.empty(0, np.int64))
+        found = []
+        begin = 0
+        deleted = self._vectors.get(file.name, np.empty(0, np.int64))
         for group in groups:
             here = deleted[(deleted >= begin) & (deleted < begin + group.num_rows)] - begin
             settings = {"partition": partition, "deleted": here.tolist(), "absent": absent}

@@ -34,7 +34,8 @@ from lightning_stream.threads import DaemonPool
 _log = logging.getLogger(__name__)
 Uris: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 DELTA_LOG = "_delta_log/"
-_BUFFER_BYTES, _COPIED_BYTES = 1 << 22, 1 << 16
+_BUFFER_BYTES = 1 << 22
+_COPIED_BYTES = 1 << 16
 WILD = re.compile(r"[*?]|\{[0-9]+\.\.[0-9]+\}")  # what makes a name a pattern
 _RANGE = re.compile(r"\{([0-9]+)\.\.([0-9]+)\}")
 _PARTS = re.compile(rf"(\*\*/|\*|\?|{_RANGE.pattern})")
@@ -290,9 +291,12 @@ class RangedFile(io.RawIOBase):
     of a reader that hops from header to header, small at first, grow where headers lie close."""
 
     def __init__(self, file: SourceFile, window: int = _BUFFER_BYTES) -> None:
-        self._file, self._at = file, 0
+        self._file = file
+        self._at = 0
         self._held = memoryview(b"")
-        self._begin, self._least, self._window = 0, window, window
+        self._begin = 0
+        self._least = window
+        self._window = window
 
     def readable(self) -> bool:
         return True
@@ -317,7 +321,8 @@ class RangedFile(io.RawIOBase):
             is_close = self._held and 0 <= past < _CLOSE_BYTES
             self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else self._least
             end = min(self._at + max(self._window, most), self._file.num_bytes)
-            self._begin, self._held = self._at, self._file.view(self._at, end)
+            self._begin = self._at
+            self._held = self._file.view(self._at, end)
         first = self._at - self._begin
         return self._held[first : first + most]
 
@@ -422,7 +427,8 @@ def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
 
 def _left_out(entries: Sequence[ObjectEntry], shown: Sequence[ObjectEntry]) -> list[str]:
     """The names of the files that are not shown, but look like data, as those that are shown."""
-    known, endings = {entry.name for entry in shown}, {_suffix(entry.name) for entry in shown}
+    known = {entry.name for entry in shown}
+    endings = {_suffix(entry.name) for entry in shown}
     others = [entry.name for entry in entries if entry.name not in known and not _MARKER.search(entry.name)]
     return [name for name in others if not shown or _suffix(name) in endings]
 
@@ -483,9 +489,11 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def _numbers(first: str, last: str) -> str:
     """An expression for the numbers of a range, in blocks whose last digits may be any."""
-    blocks, number = [], int(first)
+    blocks = []
+    number = int(first)
     while number <= int(last):
-        text, size = f"{number:0{len(first)}}", 0
+        text = f"{number:0{len(first)}}"
+        size = 0
         while size < len(text) and number % 10 ** (size + 1) == 0 and number + 10 ** (size + 1) <= int(last) + 1:
             size += 1
         blocks.append(f"{text[: len(text) - size]}[0-9]{{{size}}}")

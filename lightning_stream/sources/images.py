@@ -17,7 +17,8 @@ _LOG = logging.getLogger(__name__)
 _BATCH_BYTES = 1 << 20  # so that the next images use the same memory
 _SAMPLED_REMOTE = 64
 _TAIL_BYTES = 1 << 12
-_PIECE_BYTES, _PIECE_FILES = 32 << 20, 1024
+_PIECE_BYTES = 32 << 20
+_PIECE_FILES = 1024
 _CONNECTIONS = 16
 
 
@@ -30,7 +31,8 @@ def image_encoding(data: bytes) -> str:
 
 def is_truncated(data: bytes) -> bool:
     """Return whether an image lacks its end. JPEG, PNG and WebP are looked at; nothing is decoded."""
-    kind, tail = image_encoding(data), data[-_TAIL_BYTES:]  # some cameras write a little behind the end
+    kind = image_encoding(data)
+    tail = data[-_TAIL_BYTES:]  # some cameras write a little behind the end
     if kind == "jpeg":
         return b"\xff\xd9" not in tail
     if kind == "png":
@@ -73,7 +75,9 @@ class FileFolderReader(Reader):
         return True
 
     def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
-        labels, held, num_bytes = {name: label for label, name in enumerate(self.classes)}, list[SourceFile](), 0
+        labels = {name: label for label, name in enumerate(self.classes)}
+        held = list[SourceFile]()
+        num_bytes = 0
         for file, after in zip_longest(files, files[1:]):
             held.append(file)
             num_bytes += file.num_bytes
@@ -81,7 +85,8 @@ class FileFolderReader(Reader):
             if num_bytes >= _PIECE_BYTES or len(held) == _PIECE_FILES or is_last:
                 listed = [(each.name, each.num_bytes, each.stamp, labels[_class_of(each)]) for each in held]
                 yield Piece(held[0], 0, len(held), num_bytes, len(held), {"listed": listed})
-                held, num_bytes = [], 0
+                held = []
+                num_bytes = 0
 
     def has_rows(self, file: SourceFile) -> bool:
         return True
@@ -89,7 +94,8 @@ class FileFolderReader(Reader):
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
-            first, rows = splits[0].file, splits[0].rows
+            first = splits[0].file
+            rows = splits[0].rows
             listed = self.listed if rows is None else [self.listed[row] for row in rows]
             each = [
                 (replace(first, name=named_in_data(name, first.root), num_bytes=size, stamp=stamp, mark=""), label)

@@ -148,7 +148,8 @@ class InPlace:
     def samples(self, store: Store, entry: ShardEntry, numbers: Sequence[int]) -> list[bytes]:
         """Return the bytes of some samples, as in the shard that `write` would make; errors as those of `write`."""
         reader, split = self._origin_of(store, entry)
-        encoder, found = MdsEncoder(entry.schema.columns, None, (), None), list[bytes]()
+        encoder = MdsEncoder(entry.schema.columns, None, (), None)
+        found = list[bytes]()
 
         def add(columns: dict[str, Any], num_rows: int) -> None:
             found.extend(map(bytes, encoder.encode_batch(columns, num_rows).rows()))
@@ -182,7 +183,10 @@ class InPlace:
         self, entry: ShardEntry, reader: Reader, split: Piece, add: Callable[[dict[str, Any], int], None]
     ) -> str:
         """Add a piece as columns of values; FormatError for nulls and wrong values. Return where the rows are."""
-        columns, nulls, others, at = entry.schema.columns, dict[str, int](), set[str](), ""
+        columns = entry.schema.columns
+        nulls = dict[str, int]()
+        others = set[str]()
+        at = ""
         try:
             for batch in reader.read([split], columns):
                 at = f"{batch.where}: "
@@ -278,7 +282,8 @@ def _nulls(where: str, found: str) -> FormatError:
 
 
 def _entry(schema: Schema, kind: str, number: int, piece: Piece) -> ShardEntry:
-    file, settings = piece.file, json.dumps(piece.settings) if piece.settings else ""
+    file = piece.file
+    settings = json.dumps(piece.settings) if piece.settings else ""
     end = piece.end or file.num_bytes
     origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, end, settings)
     # Shards of another version have other names.

@@ -21,7 +21,8 @@ from .files import SourceFile
 from .nulls import LARGEST_FLOAT
 
 _BLOCK_BYTES = 1 << 22
-_SAMPLED_PIECES, _PIECE_BYTES = 8, 64 << 20
+_SAMPLED_PIECES = 8
+_PIECE_BYTES = 64 << 20
 _BOM = b"\xef\xbb\xbf"
 _MAYBE_BLANK = tuple(b"\n" + bytes([space]) for space in b"\n\r \t\v\f")
 _scan = json.JSONDecoder().raw_decode  # json.loads spends more on finding out what it was given than on parsing it

@@ -42,7 +42,9 @@ _OTHER_LOADERS = {
     "ParquetLoader": "They are Parquet files: pass format='parquet'.",
     "TemporalArrayLoader": "Write them with its PyTreeLoader.",
 }
-_FRAMED, _FRAMED_HEAD, _FRAME_BYTES = b"LDFZ01", struct.Struct("<8sHHIII"), 24
+_FRAMED = b"LDFZ01"
+_FRAMED_HEAD = struct.Struct("<8sHHIII")
+_FRAME_BYTES = 24
 _UNUSABLE = ("complex64", "complex128", "bfloat16", "object", "bytes", "str", "void")
 
 
@@ -97,7 +99,8 @@ class LitDataReader(Reader):
         return Found({name: _encoding(name, formats[name], files[0].root) for name in wanted})
 
     def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
-        by_name, settings = {file.name: file for file in files}, self.settings
+        by_name = {file.name: file for file in files}
+        settings = self.settings
         del settings["kind"]
         settings |= {"is_table": True} if self.is_table else {}
         nulls = tuple(name for name, (_, is_optional) in self._types.items() if is_optional)
@@ -109,7 +112,8 @@ class LitDataReader(Reader):
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
-            file, data = split.file, split.file.view() if split.rows is None else None
+            file = split.file
+            data = split.file.view() if split.rows is None else None
             if data is None or (table := _arrow_rows(file, data)) is None:
                 items = self._some(split) if data is None else self._items(file, data)
                 yield Batch(self._cut(*items, file, columns), file.uri)
@@ -159,11 +163,13 @@ class LitDataReader(Reader):
             offsets = np.frombuffer(data[_FRAMED_HEAD.size : at], "<u4").astype(np.int64)
             view = memoryview(_inflated(data[at + _FRAME_BYTES * num_frames :]))
         else:
-            view, offsets = data, self._offsets(file, data, len(data))
+            view = data
+            offsets = self._offsets(file, data, len(data))
             count = len(offsets) - 1
         if self.compression == "sample":
             items = [_inflated(view[begin:end]) for begin, end in pairwise(offsets.tolist())]
-            view, offsets = memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
+            view = memoryview(b"".join(items))
+            offsets = np.cumsum([0, *map(len, items)])
         self._check(file, offsets, count, len(view))
         return view, offsets
 
@@ -283,7 +289,8 @@ def _values(
 ) -> Any:
     """The values of one column, as its encoding takes them; views of the chunk where that is possible."""
     kind, _, _ = form.partition(":")
-    encoding, where = _encoding(name, form, file.uri), f"{file.uri}: column {name!r}"
+    encoding = _encoding(name, form, file.uri)
+    where = f"{file.uri}: column {name!r}"
     if kind in _SCALARS:
         dtype = np.dtype(encoding)
         if (sizes != dtype.itemsize).any():
@@ -316,7 +323,8 @@ class _Tagged:
     """Values one after another, each behind a tag."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self._data = data
+        self._at = 0
 
     def value(self) -> Any:
         tag = self._bytes(1)[0]

@@ -25,9 +25,11 @@ from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
 _LOG = logging.getLogger(__name__)
-_BATCH_BYTES, _MAX_ROWS = 1 << 23, 8192
+_BATCH_BYTES = 1 << 23
+_MAX_ROWS = 8192
 _CONNECTIONS = 16
-_FOOTER_BYTES, _MIN_FOOTER_BYTES = 1 << 16, 1 << 12
+_FOOTER_BYTES = 1 << 16
+_MIN_FOOTER_BYTES = 1 << 12
 _WINDOW_BYTES = 1 << 11  # for headers, from one to the next
 _FOOTERS: dict[Any, Any] = {}  # of Parquet files
 _SCHEMAS: dict[Any, tuple[Message, pa.Schema]] = {}
@@ -59,7 +61,8 @@ class TableReader(Reader):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Read the first file's schema; columns in the names of folders come behind its own."""
         with self._opened(files[0], headers=True) as table:
-            schema, media = table.schema, _files(_noted(table.schema))
+            schema = table.schema
+            media = _files(_noted(table.schema))
         media = [name for name in media if asked is None or name in asked]
         firsts: dict[str, bytes | None] = {}
         if media:
@@ -84,7 +87,8 @@ class TableReader(Reader):
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in _joined(splits):
-            done, after = 0, f" after number {split.begin:,} of its pieces" if split.begin else ""
+            done = 0
+            after = f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
                 stored, folders = self._stored(table.schema.names, columns, split.file)
                 files = [name for name in _files(_noted(table.schema)) if name in stored]
@@ -247,7 +251,8 @@ def _nulls(group: Any, names: Collection[str]) -> tuple[str, ...]:
 
 def _known(schema: pa.Schema, nulls: Sequence[int]) -> tuple[str, ...]:
     """The columns of a record batch that have nulls, or whose nested values have some."""
-    found, at = [], 0
+    found = []
+    at = 0
     for each in schema:
         end = at + sum(1 for _ in _storage_types(each.type))
         found += [each.name] if any(nulls[at:end]) else []
@@ -351,7 +356,8 @@ def _file_bytes(column: pa.Array, file: SourceFile, media: Store | None) -> pa.A
     data = pc.struct_field(column, "bytes")
     if not data.null_count:
         return data
-    values, paths = data.to_pylist(), pc.struct_field(column, "path").to_pylist()
+    values = data.to_pylist()
+    paths = pc.struct_field(column, "path").to_pylist()
     wanted = [k for k, (value, path) in enumerate(zip(values, paths, strict=True)) if value is None and path]
     if wanted:
         if media is None:

@@ -22,10 +22,13 @@ from lightning_stream.sources.files import rows_at
 
 BLOCK = 512
 _HEADER = struct.Struct("124x12s20xB188xB")  # the size, the type, and the first byte of a prefix of the name
-_PLAIN, _PAX = b"0"[0], b"x"[0]
+_PLAIN = b"0"[0]
+_PAX = b"x"[0]
 _CHANGES = re.compile(rb"path=|size=|sparse|hdrcharset")  # pax records that change how a file is read
 _OCTAL = re.compile(rb" *([0-7]{1,12})[ \0]*")
-_FEW_BYTES, _MOST_BYTES = 1 << 14, 1 << 20  # of the headers of one file
+# Of the headers of one file
+_FEW_BYTES = 1 << 14
+_MOST_BYTES = 1 << 20
 _CHECKED = 1024  # headers at once: 512 KiB
 _ALIKE = 16  # files of one size: more of them may follow, as of token rows
 _PLAIN_FIELDS = [*range(124, 136), 156, 345]  # what `_HEADER` has
@@ -60,7 +63,10 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
     Raises:
         FormatError: A header is damaged or cut off, or describes what has no bytes of its own.
     """
-    found, odd, extensions, end = list[int](), dict[int, str](), list[int](), len(data)
+    found = list[int]()
+    odd = dict[int, str]()
+    extensions = list[int]()
+    end = len(data)
     start = at = alike = last = 0  # of the first header of a file, and of the next one
     while at + BLOCK <= end:
         field, kind, prefix = _HEADER.unpack_from(data, at)
@@ -68,7 +74,8 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
         if width and kind == _PLAIN:
             found += start, at, size
             start = at = at + width
-            alike, last = alike + 1 if size == last else 0, size
+            alike = alike + 1 if size == last else 0
+            last = size
             if alike == _ALIKE:
                 alike = 0
                 count = _num_alike(data, at - width, width)

@@ -26,7 +26,8 @@ KEY = "__key__"
 _SAMPLED = 100
 _PIECE_BYTES = 64 << 20
 _SMALL_BYTES = 1 << 16  # files that are read along with their headers: a request for each header would cost more
-_HEAD_BYTES, _PART_BYTES = 1 << 11, 1 << 22
+_HEAD_BYTES = 1 << 11
+_PART_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 16  # values of one size up to this are encoded at once
 _NAME_BYTES = 100
 _ODD = (b"\0", b"//", b"./")  # in names that have something behind them, or that `PurePosixPath` shortens
@@ -47,7 +48,8 @@ class TarReader(Reader):
 
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
         """Look at the names of the first 100 samples, and at the heads of arrays."""
-        file, known = files[0], {KEY: "str"}
+        file = files[0]
+        known = {KEY: "str"}
         count = 0
         with _opened(file) as read:
             for part in _parts(Piece(file, 0, None, 0), read, is_scan=True):
@@ -74,18 +76,22 @@ class TarReader(Reader):
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
         if _is_packed(file):
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
-        begins, endings = [np.empty(0, np.int64)], Counter[str]()
+        begins = [np.empty(0, np.int64)]
+        endings = Counter[str]()
         with _opened(file) as read:
             for part in _parts(Piece(file, 0, None, 0), read, is_scan=True):
                 endings.update({ending: len(numbers) for ending, numbers in part.files.items()})
                 begins.append(part.at + part.members.starts[part.firsts[part.is_continued :]])
-        samples, others = np.concatenate(begins), tuple(name for name in endings if name not in columns)
+        samples = np.concatenate(begins)
+        others = tuple(name for name in endings if name not in columns)
         wanted = [name for name, encoding in columns.items() if name != KEY and encoding != "json"]
         nulls = tuple(name for name in wanted if endings[name] < len(samples))
-        found, first = [], 0
+        found = []
+        first = 0
         while first < len(samples):
             end = max(first + 1, int(np.searchsorted(samples, samples[first] + _PIECE_BYTES)))
-            begin, stop = int(samples[first]), int(samples[end]) if end < len(samples) else file.num_bytes
+            begin = int(samples[first])
+            stop = int(samples[end]) if end < len(samples) else file.num_bytes
             found.append(Piece(file, begin, stop, stop - begin, end - first, nulls=nulls, others=others))
             first = end
         return found
@@ -132,8 +138,12 @@ class _Part(NamedTuple):
     @classmethod
     def of(cls, file: SourceFile, at: int, data: memoryview, members: Members, before: bytes) -> _Part:
         """Group files by their names; FormatError for two files of one ending. ``before``: the key before the part."""
-        key, sample, keys, firsts = b"", -1, list[bytes](), list[int]()
-        files, by_case = dict[str, dict[int, int]](), dict[bytes, dict[int, int]]()
+        key = b""
+        sample = -1
+        keys = list[bytes]()
+        firsts = list[int]()
+        files = dict[str, dict[int, int]]()
+        by_case = dict[bytes, dict[int, int]]()
         for number, name in enumerate(_names(data, members)):
             folder, slash, last = name.rpartition(b"/")
             stem, dot, ending = last.partition(b".")
@@ -141,7 +151,8 @@ class _Part(NamedTuple):
                 continue
             this = folder + slash + stem if slash else stem
             if this != key:
-                key, sample = this, sample + 1
+                key = this
+                sample = sample + 1
                 keys.append(key)
                 firsts.append(number)
             numbers = by_case.get(ending)
@@ -186,7 +197,8 @@ class _Part(NamedTuple):
 
     def rows(self, columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
         """Yield each sample with those of these files that it has, and where it is; FormatError for wrong values."""
-        begins, sizes = (self.members.headers + BLOCK).tolist(), self.members.sizes.tolist()
+        begins = (self.members.headers + BLOCK).tolist()
+        sizes = self.members.sizes.tolist()
         for sample, key in enumerate(self.keys):
             row: dict[str, Any] = {KEY: _text(key)}
             where = f"{self.file.uri}: sample {row[KEY]!r}"
@@ -215,7 +227,9 @@ class _Forward:
     """A window of a stream that only goes forward."""
 
     def __init__(self, plain: BinaryIO) -> None:
-        self._plain, self._at, self._data = plain, 0, b""
+        self._plain = plain
+        self._at = 0
+        self._data = b""
 
     def read(self, at: int, size: int) -> memoryview:
         self._plain.read(max(0, at - self._at - len(self._data)))
@@ -231,13 +245,17 @@ def _is_packed(file: SourceFile) -> bool:
 
 def _parts(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
     """Yield a piece of a tar part by part: whole samples, or for a scan what headers say of files of any size."""
-    file, at, before, is_end = piece.file, piece.begin, b"", False
+    file = piece.file
+    at = piece.begin
+    before = b""
+    is_end = False
     room = _SMALL_BYTES if is_scan else piece.end - piece.begin if piece.end else _PART_BYTES
     while not is_end:
         data = read(at, room)
         is_whole = bool(piece.end) or len(data) < room
         found = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
-        part, step = _Part.of(file, at, data, found.members, before), found.next
+        part = _Part.of(file, at, data, found.members, before)
+        step = found.next
         is_end = found.is_end or bool(piece.end)
         if is_whole and not is_end:
             raise FormatError(
@@ -295,7 +313,8 @@ def _arrays(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[
     if layout is None:
         return None
     shape, is_fortran, dtype = layout
-    head, num_bytes = first.tell(), dtype.itemsize * int(np.prod(shape))
+    head = first.tell()
+    num_bytes = dtype.itemsize * int(np.prod(shape))
     heads = rows_at(data, begins, head)
     if is_fortran or dtype.hasobject or not num_bytes or head + num_bytes != width or (heads != heads[0]).any():
         return None

@@ -63,7 +63,8 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
         if_exists = given.get("if_exists", "append")
         if if_exists not in _IF_EXISTS:
             raise ValueError(f"the option if_exists must be one of {', '.join(_IF_EXISTS)}; found {if_exists!r}.")
-        key, message = given.get("key", ""), given.get("message", "")
+        key = given.get("key", "")
+        message = given.get("message", "")
         job = SinkJob.plan(
             schema, self._settings(given), overwrite=overwrite, if_exists=if_exists, key=key, message=message
         )

@@ -69,7 +69,8 @@ def lightning_trainer_kwargs() -> dict[str, int]:
         RuntimeError: Not started by TorchDistributor, or by torchrun.
     """
     try:
-        world, local = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        world = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ["LOCAL_WORLD_SIZE"])
     except KeyError as error:
         raise RuntimeError(
             f"lightning_trainer_kwargs() belongs in a function of TorchDistributor: {error.args[0]} is not set here."

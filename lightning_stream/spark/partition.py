@@ -46,7 +46,8 @@ def write_partition(job: SparkJob, number: int, batches: Iterator[pa.RecordBatch
     receipt = Receipt(number, "")
     first = next((batch for batch in batches if batch.num_rows), None)
     if first is not None:
-        begins, earlier = digest_of(first.serialize()), None
+        begins = digest_of(first.serialize())
+        earlier = None
         if number in job.done:
             with suppress(NotFoundError):
                 earlier = job.receipt(number)
@@ -109,7 +110,9 @@ def _with_images(batch: pa.RecordBatch, columns: Mapping[str, str]) -> pa.Record
 
 
 def _image_bytes(row: Mapping[str, Any], encoding: str) -> bytes:
-    height, width, channels = row["height"], row["width"], row["nChannels"]
+    height = row["height"]
+    width = row["width"]
+    channels = row["nChannels"]
     if channels not in _MODES or height < 1 or width < 1:
         raise ValueError(f"{row['origin']} is no image that could be read. Read with option dropInvalid=true.")
     pixels = np.frombuffer(row["data"], np.uint8).reshape(height, width, channels)

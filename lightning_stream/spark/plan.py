@@ -77,7 +77,8 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
     Equal in another session if all rows come from files that have not changed since; rows from elsewhere (made in a
     session, of a database, of a data source) are of this DataFrame only.
     """
-    text, session = plan_text(dataframe), dataframe.sparkSession
+    text = plan_text(dataframe)
+    session = dataframe.sparkSession
     stamps = _stamps(session, sorted(dataframe.inputFiles()))
     about = {
         "plan": text,
@@ -121,7 +122,8 @@ def local_path(url: str) -> Path | None:
 
 def _stamps(session: Any, urls: Sequence[str]) -> list[tuple[str, int, int]] | None:
     """The source files with size and time of change; None if Spark cannot tell these of files elsewhere."""
-    stamps, elsewhere = [], []
+    stamps = []
+    elsewhere = []
     for url in urls:
         path = local_path(url)
         if path is None or not path.exists():

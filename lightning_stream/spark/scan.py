@@ -199,10 +199,12 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
 
     def partitions(self) -> list[ShardSpan]:
         cache, index = self._opened
-        deleted, ends = deleted_samples(cache, index), np.cumsum(index.shard_sizes)
+        deleted = deleted_samples(cache, index)
+        ends = np.cumsum(index.shard_sizes)
         spans = []
         for first, last in index.cut(self._dataset.partition_bytes):
-            begin, end = ends[first] - index.shard_sizes[first], ends[last - 1]
+            begin = ends[first] - index.shard_sizes[first]
+            end = ends[last - 1]
             gone = deleted[(deleted >= begin) & (deleted < end)] - begin
             spans.append(ShardSpan(tuple(map(index.entries, range(first, last))), gone))
         return spans
@@ -280,7 +282,8 @@ def _stored_pixels(data: bytes) -> list[bytes]:
 
 def _as_file(data: bytes) -> bytes:
     """Raw pixels as an image file, which other programs can open: PNG, and TIFF for the modes that PNG lacks."""
-    image, out = get_encoding("pil").decode(data), BytesIO()
+    image = get_encoding("pil").decode(data)
+    out = BytesIO()
     image.save(out, "PNG" if image.mode in _PNG_MODES else "TIFF", compress_level=1)
     return out.getvalue()
 

@@ -60,7 +60,8 @@ def arrow_type(spark_type: Any) -> pa.DataType | None:
         element = arrow_type(spark_type.elementType)
         return None if element is None else pa.list_(element)
     if kind == "MapType":
-        key, value = arrow_type(spark_type.keyType), arrow_type(spark_type.valueType)
+        key = arrow_type(spark_type.keyType)
+        value = arrow_type(spark_type.valueType)
         return None if key is None or value is None else pa.map_(key, value)
     if kind == "StructType":
         inner = [(field.name, arrow_type(field.dataType)) for field in spark_type.fields]

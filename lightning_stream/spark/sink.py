@@ -41,10 +41,12 @@ from lightning_stream.writer.place import Transaction, digest_of, listed_files
 _LOG = logging.getLogger(__name__)
 _JOB = re.compile(r"job-[0-9a-f]{16}-[0-9a-f]{8}/.*")
 # So much of an Arrow batch is encoded at once: Spark's batches have 10,000 rows, which may be photos.
-_ROWS, _BYTES = 1000, 1 << 24
+_ROWS = 1000
+_BYTES = 1 << 24
 _FILL = "Fill them (df.fillna), drop the rows (df.dropna), or ask for 'json' in the option columns."
 # Spark has no public name for these. It sets them in every task of a streaming query; both survive a restart.
-_QUERY, _BATCH = "sql.streaming.queryId", "streaming.sql.batchId"
+_QUERY = "sql.streaming.queryId"
+_BATCH = "streaming.sql.batchId"
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,8 @@ class SinkJob(SparkJob):
             return place.commit(Edit("append", entries, lengths))
         if newest is None:
             text = with_lengths(index_text(entries), lengths)
-            names, place.done = place.done, set()  # which are needed if another writer was first
+            names = place.done
+            place.done = set()  # which are needed if another writer was first
             try:
                 place.swap(INDEX_NAME, with_first_key(text, self.key) if self.key else text)
                 return True
@@ -272,9 +275,11 @@ def _refuse_other_files(store: Store) -> None:
 
 def _same_columns(schema: Any, index: Index) -> Mapping[str, str]:
     """The dataset's own encodings, for a DataFrame of the same columns."""
-    names, columns = set(schema.names), index.columns
+    names = set(schema.names)
+    columns = index.columns
     if names != columns.keys():
-        beyond, absent = sorted(names - columns.keys()), sorted(columns.keys() - names)
+        beyond = sorted(names - columns.keys())
+        absent = sorted(columns.keys() - names)
         raise ValueError(
             f"appended rows must have the columns of the dataset; {index.where} has {', '.join(columns)}. The "
             f"DataFrame has {', '.join(beyond) or 'none'} beyond them, and lacks {', '.join(absent) or 'none'}. Select "

@@ -108,7 +108,10 @@ class StreamToTorchDataset(Dataset[Any]):
                 f"feature_cols and label_col name columns of the DataFrame, which has {', '.join(spark_df.columns)}; "
                 f"found {', '.join(missing) if missing else 'no feature_cols'}."
             )
-        self.device, self.dtype, self.label_dtype, self.cache = device, dtype, label_dtype, cache
+        self.device = device
+        self.dtype = dtype
+        self.label_dtype = label_dtype
+        self.cache = cache
         self.spark_df = spark_df.select(*map(quoted, names))
 
     @property

@@ -110,9 +110,11 @@ class AzureStore(BucketStore):
         for blob in page.iterfind("Blobs/Blob"):
             # An account with folders lists these too, as empty blobs with this metadata.
             if blob.findtext("Metadata/hdi_isfolder") != "true":
-                name, is_encoded = blob.findtext("Name", ""), blob.find("Name[@Encoded='true']") is not None
+                name = blob.findtext("Name", "")
+                is_encoded = blob.find("Name[@Encoded='true']") is not None
                 key = unquote(name) if is_encoded else name
-                size, etag = blob.findtext("Properties/Content-Length", ""), blob.findtext("Properties/Etag")
+                size = blob.findtext("Properties/Content-Length", "")
+                etag = blob.findtext("Properties/Etag")
                 entries.append(self._entry(key, size, etag))
         return entries, page.findtext("NextMarker") or None
 
@@ -138,8 +140,10 @@ class AzureStore(BucketStore):
 
     def _connect(self) -> _Login:
         fields = self._account()
-        account, endpoint = fields.get("AccountName"), fields.get("BlobEndpoint")
-        key, sas = fields.get("AccountKey"), fields.get("SharedAccessSignature")
+        account = fields.get("AccountName")
+        endpoint = fields.get("BlobEndpoint")
+        key = fields.get("AccountKey")
+        sas = fields.get("SharedAccessSignature")
         if "EndpointSuffix" in fields and not (endpoint and (sas or (account and key))):
             raise AccessError(
                 f"{self.url}: the connection string (AZURE_STORAGE_CONNECTION_STRING) is incomplete. Copy it whole "
@@ -183,7 +187,8 @@ def _sign_by_query(token: str, request: Request) -> None:
 
 def _sign_by_key(account: str, key: bytes, request: Request) -> None:
     """Azure's SharedKey: https://learn.microsoft.com/rest/api/storageservices/authorize-with-shared-key."""
-    parts, headers = urlsplit(request.url), request.headers
+    parts = urlsplit(request.url)
+    headers = request.headers
     lines = [request.method, *(headers.get(name, "") for name in _SIGNED)]
     if headers.get("Content-Length") == "0":
         lines[1 + _SIGNED.index("Content-Length")] = ""

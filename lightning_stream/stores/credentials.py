@@ -102,7 +102,9 @@ class Credentials:
     """
 
     def __init__(self, ask: Callable[[], Mapping[str, Any]], where: str, names: frozenset[str] = frozenset()) -> None:
-        self._ask, self._where, self._names = ask, where, names
+        self._ask = ask
+        self._where = where
+        self._names = names
         self._label = ""
         self.folder: SharedFolder | None = None
         self._keys: Keys | None = None
@@ -122,7 +124,8 @@ class Credentials:
     def get(self) -> Keys:
         """Return keys that have not ended."""
         with self._renewing():
-            now, keys = time.time(), self._keys
+            now = time.time()
+            keys = self._keys
             if keys is not None and now < keys.renew_at:
                 return keys
             try:
@@ -193,7 +196,8 @@ class Credentials:
     def _checked(self, returned: object) -> Keys:
         given = returned if isinstance(returned, Mapping) else {}
         values = {name: value for name, value in given.items() if value is not None}
-        now, ends = time.time(), _seconds(values.pop("expires_at", None))
+        now = time.time()
+        ends = _seconds(values.pop("expires_at", None))
         if not values or (self._names and not self._names >= values.keys()):
             names = ", ".join(sorted(self._names)) or "options of the store"
             found = ", ".join(sorted(map(str, values))) or f"no keys, but a {type(returned).__name__}"

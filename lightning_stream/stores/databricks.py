@@ -15,7 +15,8 @@ from .base import ObjectEntry, StoreTraits
 from .http import HttpDialect, Request, with_query
 from .transfer import PerProcess
 
-_FILES, _FOLDERS = "/api/2.0/fs/files", "/api/2.0/fs/directories"
+_FILES = "/api/2.0/fs/files"
+_FOLDERS = "/api/2.0/fs/directories"
 
 
 @dataclass(frozen=True, repr=False)  # some of them are secrets

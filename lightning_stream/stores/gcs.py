@@ -97,7 +97,8 @@ class GcsStore(BucketStore):
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         generation = "0" if if_absent else if_version
         url = self._call("/upload", None, uploadType="multipart", ifGenerationMatch=generation)
-        mark, about = uuid.uuid4().hex, {"name": self._prefix + name, "md5Hash": content_md5(file)}
+        mark = uuid.uuid4().hex
+        about = {"name": self._prefix + name, "md5Hash": content_md5(file)}
         kinds = (f"Content-Type: {kind}\r\n\r\n" for kind in ("application/json", "application/octet-stream"))
         head = f"--{mark}\r\n{next(kinds)}{json.dumps(about)}\r\n--{mark}\r\n{next(kinds)}".encode()
         tail = f"\r\n--{mark}--\r\n".encode()
@@ -126,7 +127,8 @@ class GcsStore(BucketStore):
 
     def _connect(self) -> tuple[Any, Any] | None:
         """Return the credentials, and what they are renewed with; None where nothing is signed."""
-        path, wish = self._options.credentials_file, self._options.anonymous
+        path = self._options.credentials_file
+        wish = self._options.anonymous
         # Another endpoint is mostly an emulator; for one with a login (Private Service Connect), users pass False.
         if wish or (wish is None and not path and self._endpoint() != _HOME):
             return None

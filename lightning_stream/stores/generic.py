@@ -96,7 +96,8 @@ class FsspecStore(BaseStore):
         mine = self._of_thread()
         keys = None if self.credentials is None else self.credentials.get().values
         if not getattr(mine, "connected", None) or mine.keys != keys:
-            mine.connected, mine.keys = self._connect(keys or {}), keys
+            mine.connected = self._connect(keys or {})
+            mine.keys = keys
         system, root = mine.connected
         return system, root if name is None else f"{root.rstrip('/')}/{name}"
 

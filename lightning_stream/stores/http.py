@@ -229,11 +229,13 @@ class HttpDialect(BaseStore):
 
         An answer with other bytes than those that were requested is an error.
         """
-        length, sent = answer.headers.get("Content-Length", ""), answer.headers.get("Content-Range", "no range")
+        length = answer.headers.get("Content-Length", "")
+        sent = answer.headers.get("Content-Range", "no range")
         if answer.status == 200:
             return int(length) if length.isdigit() else None, None
         if answer.status == 206 and (span := _SPAN.fullmatch(sent)):
-            first, stop = int(span[1]), int(span[2]) + 1
+            first = int(span[1])
+            stop = int(span[2]) + 1
             total = stop if span[3] == "*" else int(span[3])
             if first == begin and stop == (total if end is None else min(end, total)):
                 return stop - first, total
@@ -275,7 +277,8 @@ class BucketStore(HttpDialect):
     options: ClassVar[type[Any]]
 
     def __init__(self, bucket: str, prefix: str, options: Any, url: str) -> None:
-        self._bucket, self._options = bucket, options
+        self._bucket = bucket
+        self._options = options
         self._prefix = f"{prefix}/" if prefix else ""
         self.url = url.rstrip("/")
         self._login = PerProcess(self._log_in)
@@ -345,8 +348,10 @@ def _socket_chunks(raw: Any, sock: socket.socket) -> Iterator[Any]:
         chunk = bytearray(min(CHUNK_BYTES, left - 2 * _RECORD_BYTES))
         wanted = max(1, min(wanted, _ENOUGH_BYTES, left - len(chunk) - _RECORD_BYTES))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-        num_bytes, broken = 0, None
-        view, begun = memoryview(chunk), time.perf_counter()
+        num_bytes = 0
+        broken = None
+        view = memoryview(chunk)
+        begun = time.perf_counter()
         while num_bytes < len(chunk) and time.perf_counter() - begun < _SLOW_S:
             try:
                 count = sock.recv_into(view[num_bytes:])
@@ -408,7 +413,8 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
     with needs("urllib3", "http", f"using {url}"):
         import urllib3
     scheme, host, _ = _origin(address)
-    proxy, pools = _proxy_for(scheme, host, *map(os.environ.get, _PROXIES)), _pools()
+    proxy = _proxy_for(scheme, host, *map(os.environ.get, _PROXIES))
+    pools = _pools()
     if (pool := pools.get((proxy, authorities))) is not None:
         return pool
     # glibc gives memory back as soon as twice the largest block that was freed is unused. With chunks alone, it would
@@ -524,7 +530,10 @@ class HuggingFaceStore(HttpStore):
         found = re.fullmatch(r"(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", path)
         if found is None:
             raise ValueError(f"a Hugging Face URL is hf://datasets/ORG/NAME[@REVISION][/FOLDER]; got {redact(url)!r}")
-        kind, repository, revision, self._folder = found[1] or "", found[2], found[3] or "main", found[4] or ""
+        kind = found[1] or ""
+        repository = found[2]
+        revision = found[3] or "main"
+        self._folder = found[4] or ""
         revision = quote(unquote(revision), safe="")
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         address = f"{hub}/{kind}{repository}/resolve/{revision}"

@@ -194,7 +194,8 @@ class RetryingStore(Store):
 
     def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
         """Read an object; if it is replaced meanwhile, or ends early, read it again from the beginning."""
-        budget, num_repeats = self._budget(name), 0
+        budget = self._budget(name)
+        num_repeats = 0
         while True:
             try:
                 return read(budget)
@@ -277,7 +278,8 @@ class _Draft:
 
     def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
         """Write a range of an object at its position; return its size and the object's tag."""
-        begin, whole = position, stream.total
+        begin = position
+        whole = stream.total
         if whole is None and stream.num_bytes is not None:
             whole = begin + stream.num_bytes
         refuse_larger(whole, self.promised_bytes, stream.where)
@@ -298,7 +300,8 @@ class RetryBudget:
     """The failures of one operation, and their limit."""
 
     def __init__(self, policy: RetryPolicy, where: str, counters: Counters) -> None:
-        self._policy, self._counters = policy, counters
+        self._policy = policy
+        self._counters = counters
         self._where = where
         self._begun = self._span_begun = time.monotonic()
         self._span_bytes = 0
@@ -325,7 +328,8 @@ class RetryBudget:
         self._span_bytes += num_bytes
         now = time.monotonic()
         if self._span_bytes >= _LEAST_RATE * self._policy.deadline_s:
-            self._span_begun, self._span_bytes = now, 0
+            self._span_begun = now
+            self._span_bytes = 0
         elif now - self._span_begun > self._policy.deadline_s:
             raise self._too_late(f"it was still arriving, but at less than {_LEAST_RATE >> 10} KiB/s")
 

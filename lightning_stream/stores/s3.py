@@ -249,8 +249,12 @@ class _Login:
         from botocore.credentials import Credentials
 
         logging.getLogger("botocore.auth").addFilter(_without_token)
-        self._bucket, self._options, self.session = bucket, options, session
-        self._signer, self._request, self._credentials = S3SigV4Auth, AWSRequest, Credentials
+        self._bucket = bucket
+        self._options = options
+        self.session = session
+        self._signer = S3SigV4Auth
+        self._request = AWSRequest
+        self._credentials = Credentials
         self._botocore = found = botocore.session.Session(profile=options.profile)
         if options.access_key_id:
             found.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
@@ -265,8 +269,10 @@ class _Login:
         from botocore.configprovider import ConfiguredEndpointProvider
         from botocore.endpoint_provider import EndpointProvider
 
-        read, session = self._botocore.get_config_variable, self._botocore
-        files, settings = session.get_component("data_loader"), read("s3") or {}
+        read = self._botocore.get_config_variable
+        session = self._botocore
+        files = session.get_component("data_loader")
+        settings = read("s3") or {}
         endpoint = self._options.resolved_endpoint()
         if endpoint is None and not read("ignore_configured_endpoint_urls"):
             endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
@@ -316,5 +322,6 @@ class _Login:
 
 def _without_token(record: logging.LogRecord) -> bool:
     """Hide the session token in what botocore logs of a request that it signs."""
-    record.msg, record.args = _TOKEN.sub(r"\1***", record.getMessage()), ()
+    record.msg = _TOKEN.sub(r"\1***", record.getMessage())
+    record.args = ()
     return True

@@ -63,7 +63,8 @@ class ObjectStream:
         self.tag = self.tag or self.version
 
     def __iter__(self) -> Iterator[bytes]:
-        seen, digest = 0, hashlib.sha1(usedforsecurity=False) if self.digest else None
+        seen = 0
+        digest = hashlib.sha1(usedforsecurity=False) if self.digest else None
         for chunk in self.chunks:
             seen += len(chunk)
             if digest is not None:

@@ -49,7 +49,10 @@ class UnityStore(Store):
 
     def __init__(self, url: str, kind: str, name: str, path: str, options: UnityOptions) -> None:
         self.url = url.rstrip("/")
-        self._kind, self._name, self._path, self._options = kind, name, path.strip("/"), options
+        self._kind = kind
+        self._name = name
+        self._path = path.strip("/")
+        self._options = options
         self._catalog = _Catalog(self.url, kind, name, options)
         self._files: DatabricksStore | None = None
         if kind == "volume":
@@ -136,7 +139,8 @@ class UnityStore(Store):
         from . import RetryingStore, open_store
 
         about = self._catalog.ask("GET", f"{self._kind}s/{self._name}")
-        location, form = about.get("storage_location") or "", about.get("data_source_format", "PARQUET")
+        location = about.get("storage_location") or ""
+        form = about.get("data_source_format", "PARQUET")
         if not _STORED.fullmatch(location) or form not in _FORMATS:
             kind = " ".join(filter(None, map(about.get, ("table_type", "data_source_format")))) or self._kind
             raise StoreError(
@@ -167,7 +171,9 @@ class _Catalog(DatabricksStore):
 
     def __init__(self, url: str, kind: str, name: str, options: UnityOptions) -> None:
         super().__init__("", options)
-        self.url, self.kind, self._name = url, kind, name
+        self.url = url
+        self.kind = kind
+        self._name = name
 
     def log_in(self) -> None:
         """Raise an error where host or token are missing."""

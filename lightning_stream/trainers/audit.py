@@ -83,7 +83,8 @@ class DeliveryRecord:
     """
 
     def __init__(self, folder: str | os.PathLike[str], loader: StreamingDataLoader) -> None:
-        self._folder, self._loader = Path(folder), loader
+        self._folder = Path(folder)
+        self._loader = loader
         self._taken: list[MicroBatch] = []
         self._file: BinaryIO | None = None
         self._next = (-1, -1)
@@ -96,7 +97,8 @@ class DeliveryRecord:
 
     def commit(self, _step: int) -> None:
         """Write the sums of the global batches taken, all of which the optimizer has used up."""
-        taken, self._taken = self._taken, []  # first: a signal's handler may call this again
+        taken = self._taken
+        self._taken = []  # first: a signal's handler may call this again
         steps: dict[int, list[MicroBatch]] = defaultdict(list)
         for info in taken:
             steps[info.begin].append(info)
@@ -106,7 +108,9 @@ class DeliveryRecord:
 
     def close(self) -> None:
         """Close the file; a later commit opens another."""
-        file, self._file, self._next = self._file, None, (-1, -1)
+        file = self._file
+        self._file = None
+        self._next = (-1, -1)
         if file is None:
             return
         is_replaced = os.fstat(file.fileno()).st_nlink == 0
@@ -136,7 +140,8 @@ class DeliveryRecord:
 
     def _open(self, first: MicroBatch) -> None:
         settings = self._loader.settings()
-        world, run = settings.world, source_of(self._loader.streaming).order(settings.order)
+        world = settings.world
+        run = source_of(self._loader.streaming).order(settings.order)
         begin = replace(self._loader.first_position(), epoch=first.epoch, position=first.begin)
         self.close()
         folder = self._folder
@@ -147,7 +152,8 @@ class DeliveryRecord:
             _cut_off(folder, begin, run, world)
         folder.mkdir(parents=True, exist_ok=True)
         _write_start(folder, begin, world.rank)
-        size, tail = settings.global_batch_size, settings.tail
+        size = settings.global_batch_size
+        tail = settings.tail
         stretch = _Stretch(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
         path = stretch.path(folder, world.rank)
         for former in (path, Path(f"{path}{_SUBSTITUTIONS}")):
@@ -246,7 +252,8 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
         StateError: The dataset is not the one that was trained on.
     """
     records = [path for path in (Path(folder), *sorted(Path(folder).glob("run-*"))) if (path / _START).exists()]
-    verdicts, others = {}, []
+    verdicts = {}
+    others = []
     for path in records:
         start = _read_start(path)
         run = source_of(dataset).order(start.order)
@@ -270,7 +277,11 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
 
 def _compare(folder: Path, start: Position, run: RunOrder) -> Verdict:
     stretches = _read_stretches(folder)
-    steps, epoch, reached, end, left = 0, start.epoch, start.position, 0, ""
+    steps = 0
+    epoch = start.epoch
+    reached = start.position
+    end = 0
+    left = ""
     if (epoch, reached) != (0, 0):
         left = f"; the record begins at epoch {epoch}, position {reached}"
     for stretch in sorted(stretches):
@@ -281,7 +292,8 @@ def _compare(folder: Path, start: Position, run: RunOrder) -> Verdict:
         if stretch.epoch == epoch + 1:
             if reached < end:
                 left += f"; epoch {epoch} was left at position {reached}"
-            epoch, reached = stretch.epoch, 0
+            epoch = stretch.epoch
+            reached = 0
         if stretch.epoch > epoch or stretch.begin > reached:
             sentence = f"nothing is recorded of the steps from epoch {epoch}, position {reached} on"
             return Verdict(steps, (epoch, reached), sentence)

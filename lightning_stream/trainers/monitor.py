@@ -59,7 +59,10 @@ class DataMonitor:
     ) -> None:
         if monitor not in (True, False):
             raise ValueError(f"monitor= is True or False; found {monitor!r}")
-        self._show, self.is_on, self._watch_after_s, self._is_alone = say, bool(monitor), watch_after_s, is_alone
+        self._show = say
+        self.is_on = bool(monitor)
+        self._watch_after_s = watch_after_s
+        self._is_alone = is_alone
         self._report: RunReport | None = None
         self._loader: StreamingDataLoader | None = None
         self._watch: Watch | None = None
@@ -69,10 +72,12 @@ class DataMonitor:
         self._drawn = np.zeros(_MOST_STREAMS)  # samples by stream
         self._others_s = 0.0  # that this rank waited for other ranks
         # What was measured when the ranks were gathered last: in this process, and by rank in the order of _NAMES.
-        self._gathered, self._totals = LoaderStats(), np.zeros((1, len(_NAMES)))
+        self._gathered = LoaderStats()
+        self._totals = np.zeros((1, len(_NAMES)))
         self._before = dict.fromkeys(("row", "log", "check"), self._totals)  # when each was done last
         self._checked_at = self._shown_at = perf_counter()
-        self._shown, self._text = LoaderStats(), "0%"
+        self._shown = LoaderStats()
+        self._text = "0%"
         self._late: int | None = None  # the rank that all others wait for, since this step
         self._late_since = self._last_step = 0
         self._said: set[str] = set()
@@ -96,7 +101,8 @@ class DataMonitor:
         if loader is self._loader:
             return
         self.detach()
-        self._loader, self._base = loader, loader.stats()
+        self._loader = loader
+        self._base = loader.stats()
         if self.is_on:
             self._streams, self._stream_numbers = _largest_streams(loader)
             loader.meter.noted = self._note
@@ -110,7 +116,9 @@ class DataMonitor:
         self._past = self.stats()
         if self._loader is not None:
             self._loader.meter.noted = None
-        watch, self._loader, self._watch = self._watch, None, None
+        watch = self._watch
+        self._loader = None
+        self._watch = None
         if watch is not None:
             watch.close()
 
@@ -161,7 +169,9 @@ class DataMonitor:
         now = perf_counter()
         if now - self._shown_at >= _SHOWN_S:
             stats = self.stats()
-            self._text, self._shown, self._shown_at = (stats - self._shown).short, stats, now
+            self._text = (stats - self._shown).short
+            self._shown = stats
+            self._shown_at = now
         return self._text
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -173,7 +183,8 @@ class DataMonitor:
         recent = self._since("log")
         self._follow_late_rank(recent, step)
         if perf_counter() - self._checked_at >= _CHECKED_S:
-            checked, self._checked_at = self._since("check"), perf_counter()
+            checked = self._since("check")
+            self._checked_at = perf_counter()
             verdict = self._verdict(checked)
             is_worth_it = verdict.is_input_bound and self._over_ranks(checked).wait_s >= _WORTH_S
             if is_worth_it and verdict.cause not in self._said:
@@ -184,7 +195,8 @@ class DataMonitor:
     def end(self) -> None:
         """Tell the user how much of the time training waited for data, and what to change. Collective."""
         ranks = self._gather()
-        measured, verdict = self._over_ranks(ranks), self._verdict(ranks)
+        measured = self._over_ranks(ranks)
+        verdict = self._verdict(ranks)
         is_worth_it = verdict.is_input_bound and measured.wait_s >= _WORTH_AT_END_S
         if is_worth_it or measured.elapsed_s >= _LONG_RUN_S:
             self.say(str(verdict))
@@ -212,7 +224,8 @@ class DataMonitor:
 
     def _since(self, what: str) -> Numbers:
         """What was measured since this was done last, which is done now."""
-        before, self._before[what] = self._before[what], self._totals
+        before = self._before[what]
+        self._before[what] = self._totals
         return self._totals - before
 
     def _added(self, ranks: Numbers) -> Numbers:
@@ -239,7 +252,8 @@ class DataMonitor:
         shares = _wait_shares(recent)
         late = _slowest(recent) if np.ptp(shares) >= INPUT_BOUND else None
         if late != self._late:
-            self._late, self._late_since = late, self._last_step
+            self._late = late
+            self._late_since = self._last_step
         self._last_step = step
 
     def _verdict(self, ranks: Numbers) -> Verdict:

@@ -39,7 +39,9 @@ from lightning_stream.trainers.tracker import PositionTracker
 if TYPE_CHECKING:
     from typing import Self
 
-_SHORTEST_ROW_S, _ROWS = 0.2, 400  # a row takes at least this long, and this part of the run so far
+# A row takes at least this long, and this part of the run so far
+_SHORTEST_ROW_S = 0.2
+_ROWS = 400
 _MOST_BAD = 200
 _MOST_VERIFIED = 5_000_000  # samples of a recorded run that are planned once more at its end, in a second or two
 _PACKAGES = ("lightning_stream", "torch", "lightning", "pytorch_lightning", "composer", "transformers", "numpy")
@@ -102,7 +104,10 @@ class RunReport:
     ) -> None:
         self._folder = _checked(folder).absolute()  # a run may change its folder
         self.path = self._folder / LOG_NAME
-        self._say, self._step, self._tracker, self.loader = say, step, tracker, loader
+        self._say = say
+        self._step = step
+        self._tracker = tracker
+        self.loader = loader
         self.has_ended = False
         self._is_first = self._continues = self._has_failed = False
         self._fd: int | None = None
@@ -131,7 +136,8 @@ class RunReport:
         Args:
             is_alone: Whether no other rank adds what it has measured.
         """
-        world, here = self.loader.detect_world(), self.loader.position
+        world = self.loader.detect_world()
+        here = self.loader.position
         self._is_first = world.rank == 0
         self._began = self._row_began = perf_counter()
         self._num_former = len(self._listed_bad())
@@ -204,7 +210,8 @@ class RunReport:
         """Write a record, and those that could not be written before; a failure is shown once."""
         if not self._is_first:
             return
-        here, tracker = self.loader.position, self._tracker
+        here = self.loader.position
+        tracker = self._tracker
         is_checked = tracker is not None and tracker.check_delivery
         counts = {"lost": tracker.num_lost, "repeated": tracker.num_repeated} if tracker and is_checked else {}
         at_s = 0.0 if kind is LaunchStart else round(perf_counter() - self._began, 6)

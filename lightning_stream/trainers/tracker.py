@@ -71,9 +71,12 @@ class _PlannedEpoch:
     """The micro-batches from where an iteration of an epoch began, by the trainer's numbers."""
 
     def __init__(self, batches: MicroBatches, first: int) -> None:
-        self.plan, self.epoch, self.first = batches.plan, batches.plan.order.epoch, first
+        self.plan = batches.plan
+        self.epoch = batches.plan.order.epoch
+        self.first = first
         self.due: int | None = None  # the number of the micro-batch that the walk gives next; None before any
-        self._batches, self._walk = batches, batches.walk()
+        self._batches = batches
+        self._walk = batches.walk()
 
     def take(self, number: int) -> MicroBatch:
         """The micro-batch of this number."""
@@ -135,8 +138,10 @@ class PositionTracker:
     ) -> None:
         if on_missing_state not in _ON_MISSING:
             raise ValueError(f"on_missing_state is {' or '.join(map(repr, _ON_MISSING))}; found {on_missing_state!r}")
-        self.check_delivery, self.record_delivery = check_delivery, record_delivery
-        self.seed_steps, self.on_missing_state = seed_steps, on_missing_state
+        self.check_delivery = check_delivery
+        self.record_delivery = record_delivery
+        self.seed_steps = seed_steps
+        self.on_missing_state = on_missing_state
         self._loader: StreamingDataLoader | None = None
         self.num_steps = 0  # optimizer steps of this run so far, where the trainer counts none itself
         self.num_lost = self.num_repeated = 0  # samples of this process's run, against the plan
@@ -176,7 +181,8 @@ class PositionTracker:
         """
         if self.is_attached and self._loader is not loader:
             self.loader.cursor.release(self.loader.position)
-        self._loader, self.is_attached = loader, True
+        self._loader = loader
+        self.is_attached = True
         self.known = position
         self.clock = clock or self._loop
         self._step = self.clock.step()
@@ -195,7 +201,9 @@ class PositionTracker:
         self.records = []
         if self.is_attached:
             self.loader.cursor.release(self.loader.position)
-        self.is_attached, self._own, self.current = False, None, None
+        self.is_attached = False
+        self._own = None
+        self.current = None
 
     @property
     def loader(self) -> StreamingDataLoader:
@@ -244,7 +252,8 @@ class PositionTracker:
 
     def reorder(self, order: OrderConfig) -> None:
         """Plan the rest of the epoch in an order that differs only in batches that were not handed out yet."""
-        self.known, self._settings = replace(self.position, order=order), None
+        self.known = replace(self.position, order=order)
+        self._settings = None
         if (planned := self._planned) is not None:
             begin = replace(self.known, epoch=planned.epoch, position=planned.plan.start)
             self._planned = _PlannedEpoch(self.loader.micro_batches_from(begin), planned.first)
@@ -286,7 +295,9 @@ class PositionTracker:
 
     def resume(self, position: Position) -> None:
         """Continue from a position that a state gave."""
-        self._proven, self.is_resumed, self._own = position, True, None
+        self._proven = position
+        self.is_resumed = True
+        self._own = None
         self.num_resumes += 1
         self.move_to(position)
 
@@ -310,7 +321,8 @@ class PositionTracker:
         report = source_of(loader.streaming).disk(self.settings) if loader.disks is None else NO_REPORT
         reports = check_ranks_agree(self.position, report)
         if loader.disks is None:
-            loader.disks, self._settings = disks_of(self.settings.world, reports), None
+            loader.disks = disks_of(self.settings.world, reports)
+            self._settings = None
         if self.is_resumed and not self._has_said:
             self._has_said = True
             self.say(self.loader.resumed_at(self.position))
@@ -319,7 +331,8 @@ class PositionTracker:
         """Report what a resumed run lost and repeated, which is nothing; StoreError if samples had wrong bytes."""
         self.loader.compare_early()
         if self.is_resumed:
-            here, found = self.position, f"{self.num_lost} lost, {self.num_repeated} repeated"
+            here = self.position
+            found = f"{self.num_lost} lost, {self.num_repeated} repeated"
             self.say(f"Trained up to epoch {here.epoch}, sample {here.position:,}: {found}")
             self.is_resumed = self._has_said = False
 
@@ -340,7 +353,8 @@ class PositionTracker:
         Raises:
             LedgerError: It is not the one that was planned.
         """
-        number, epoch = self.clock.micro_batch(), self._planned
+        number = self.clock.micro_batch()
+        epoch = self._planned
         if epoch is None or self.position.epoch > epoch.epoch:
             epoch = self.begin_epoch(self.loader.batches_before(self.position))
         due = number if epoch.due is None else epoch.due
@@ -350,7 +364,9 @@ class PositionTracker:
         if self.check_delivery:
             _compare(planned, self.current, number)
         self._spans |= self._place is not None and self._place.completes_step
-        self._place, seen, self.epoch_in_training = planned, self.current or planned, planned.epoch
+        self._place = planned
+        seen = self.current or planned
+        self.epoch_in_training = planned.epoch
         for record in self.records:
             record.take(seen)
         if self.seed_steps is not None:
@@ -375,7 +391,8 @@ class PositionTracker:
         Raises:
             StateError: The optimizer stepped in the middle of a global batch, or over more than one.
         """
-        place, clock = self._place, self.clock
+        place = self._place
+        clock = self.clock
         if place is None:
             return
         if clock.takes_whole_batches and self._spans:
@@ -394,7 +411,8 @@ class PositionTracker:
                 f"at positions {place.begin} to {place.end}: it accumulates another number of micro-batches than the "
                 f"loader, which has accumulate={self.loader.accumulate}. Give both the same number"
             )
-        self._place, self._spans = None, False
+        self._place = None
+        self._spans = False
         self.num_steps += 1
         for record in self.records:
             record.commit(clock.step())
@@ -403,7 +421,8 @@ class PositionTracker:
         """Begin the next epoch, also where the trainer cut this one short."""
         if self._planned is not None and self.position.epoch == self._planned.epoch:
             self.known = self.position.next_epoch()
-        self._place, self._spans = None, False
+        self._place = None
+        self._spans = False
 
     def _close_records(self) -> None:
         for record in self.records:
@@ -411,13 +430,15 @@ class PositionTracker:
 
     def _forget_epoch(self) -> None:
         self._planned = self._place = self._settings = None
-        self._spans, self.epoch_in_training = False, -1
+        self._spans = False
+        self.epoch_in_training = -1
 
     # A plain loop
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the rest of an epoch's batches; call `stepped` after each optimizer step."""
-        loop, first = self._loop, self.loader.batches_before(self.position)
+        loop = self._loop
+        first = self.loader.batches_before(self.position)
         self.begin_run()
         self.begin_epoch(first)
         batches = loop.iteration = iter(self.loader)

@@ -92,7 +92,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         run = self.run
         if self._begins_epoch:
             run.move_to(run.loader.normalised(run.position))
-            run.fetched, self._number = [], run.loader.batches_before(run.position)
+            run.fetched = []
+            self._number = run.loader.batches_before(run.position)
             run.begin_epoch(self._number)
         return self._begins_epoch
 
@@ -114,7 +115,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
                 "StreamingTrainerCallback keeps the position of a StreamingDataLoader; found "
                 f"{type(train_dataloader).__name__}. Return one from the trainer's get_train_dataloader"
             )
-        self._state, run = state, self.run
+        self._state = state
+        run = self.run
         self.monitor.stop("before its end")
         run.attach(train_dataloader, clock=self)
         self._come_first()
@@ -156,7 +158,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
             StateError: They did not come from the loader.
         """
         self._begins_epoch = False
-        fetched, self.run.fetched = self.run.fetched, []
+        fetched = self.run.fetched
+        self.run.fetched = []
         if not fetched:
             raise StateError(
                 "every batch that the trainer trains on must come from its StreamingDataLoader, so that it can be "

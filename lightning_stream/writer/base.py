@@ -130,8 +130,12 @@ class ShardWriter(ABC):
         self.length_files: dict[str, tuple[FileEntry, ...]] = {}
         self.num_samples = 0
         # Users of MDS writers read these. This class does not: a subclass may give the names another meaning.
-        self.size_limit, self.compression, self.hashes = limit, codec, list(names)
-        self.local, self.remote, self.keep_local = place.local, place.remote, place.keep_local
+        self.size_limit = limit
+        self.compression = codec
+        self.hashes = list(names)
+        self.local = place.local
+        self.remote = place.remote
+        self.keep_local = place.keep_local
         self.shards: list[dict[str, Any]] = []
         self._show_columns(self._columns)
         if self._columns is not None:
@@ -231,12 +235,14 @@ class ShardWriter(ABC):
                 if end == begin and self._buffer.sizes:
                     self._send(encoder)
                     continue
-                end, buffer = max(end, begin + 1), self._buffer  # a row that fits no shard gets one of its own
+                end = max(end, begin + 1)  # a row that fits no shard gets one of its own
+                buffer = self._buffer
                 for chunk in batch.chunks(begin, end):
                     buffer.add(chunk)
                 buffer.sizes += batch.sizes[begin:end].tolist()
                 buffer.file_bytes += int(ends[end - 1]) - taken
-                begin, taken = end, int(ends[end - 1])
+                begin = end
+                taken = int(ends[end - 1])
         for name, numbers in lengths.items():
             self._lengths[name].frombytes(numbers.tobytes())
         self.num_samples += len(batch.sizes)
@@ -267,7 +273,8 @@ class ShardWriter(ABC):
         except (FileExistsError, ConflictError) as error:
             self._pipeline.fail(error)
             raise
-        self._finished, self._encoder = True, None
+        self._finished = True
+        self._encoder = None
         if self._progress_bar:
             sys.stderr.write(f"\n{self._place}: {self.num_samples:,} samples in {len(entries):,} shards\n")
 
@@ -287,7 +294,8 @@ class ShardWriter(ABC):
             check_appendable(self._place.base, encoder.schema.format, encoder.schema.columns, self._lengths)
         check_measurable(self._length_functions, encoder.schema.names)
         self._buffer = ShardBuffer(self._pool, encoder.header_bytes)
-        self._encoder, self._num_columns = encoder, len(encoder.schema.names)
+        self._encoder = encoder
+        self._num_columns = len(encoder.schema.names)
         self._show_columns(encoder.schema.columns)
         return encoder
 
@@ -322,7 +330,8 @@ class ShardWriter(ABC):
 
     def _send(self, encoder: ShardEncoder) -> None:
         """Hand the samples of the current shard to a thread."""
-        buffer, place = self._buffer, self._place
+        buffer = self._buffer
+        place = self._place
         if not buffer.sizes:
             return
         name = f"shard.{place.next_shard + self._num_sent:05}.{encoder.schema.format}"

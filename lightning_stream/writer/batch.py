@@ -121,7 +121,8 @@ def _arrow_bytes(column: Any, large: bool) -> BinaryColumn:
     if not len(column):
         return BinaryColumn()
     table = np.frombuffer(offsets, np.int64 if large else np.int32)[column.offset : column.offset + len(column) + 1]
-    begin, end = int(table[0]), int(table[-1])
+    begin = int(table[0])
+    end = int(table[-1])
     stored: Any = memoryview(data).cast("B")[begin:end] if data is not None else b""
     if end - begin < _SMALL_BYTES * len(column):  # a copy costs less than the garbage collector's walk over views
         stored = bytes(stored)

@@ -40,13 +40,15 @@ def write_file(path: Path, parts: Sequence[Any]) -> None:
 
 def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
     """Write whole blocks past the page cache, from memory that begins at a page; the last part of a block as usual."""
-    stage, filled = memoryview(mmap.mmap(-1, _STAGE_BYTES)), 0
+    stage = memoryview(mmap.mmap(-1, _STAGE_BYTES))
+    filled = 0
     for view in views:
         begin = 0
         while begin < len(view):
             count = min(len(view) - begin, len(stage) - filled)
             stage[filled : filled + count] = view[begin : begin + count]
-            filled, begin = filled + count, begin + count
+            filled = filled + count
+            begin = begin + count
             if filled == len(stage):
                 _write_all(fd, stage)
                 filled = 0

@@ -111,7 +111,8 @@ def _below(index: Any, root: Any) -> str:
     index, root = (os.path.expanduser(os.fspath(last)).rstrip("/") for last in lasts)  # noqa: PTH111 - may be URLs
     folder = index.removesuffix(f"/{INDEX_NAME}")
     if "://" not in folder and "://" not in root:
-        folder, root = os.path.abspath(folder), os.path.abspath(root)  # noqa: PTH100 - no links are to be followed
+        folder = os.path.abspath(folder)  # noqa: PTH100 - no links are to be followed
+        root = os.path.abspath(root)  # noqa: PTH100
     if not folder.startswith(f"{root}/"):
         raise ValueError(f"all indexes must be below the root, {redact(root)}; got {redact(index)}.")
     return str(folder[len(root) + 1 :])

@@ -26,7 +26,8 @@ class Pair(Store):
 
     def __init__(self, main: Store, copy: Store) -> None:
         self.url = f"{main.url} and {copy.url}"
-        self._main, self._copy = main, copy
+        self._main = main
+        self._copy = copy
         self._copies = dict[str, str | None]()  # versions in the copy, by name
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:

@@ -247,7 +247,8 @@ class Transaction:
     def _fitting(self, edit: Edit | Callable[[Version], Edit], version: Version) -> Edit:
         """The edit of a version; ConflictError if it appends samples of other columns or lengths."""
         made = edit(version) if callable(edit) else edit
-        base, now = self.base, version.index
+        base = self.base
+        now = version.index
         if (
             made.operation == "append"
             and base

@@ -95,7 +95,9 @@ class ShardBuffer:
                 self._close()
                 self._pieces.append(self._pool.take())
                 self._view = self._pieces[-1]
-                self._begin, self._at, self._room = 0, 0, PIECE_BYTES
+                self._begin = 0
+                self._at = 0
+                self._room = PIECE_BYTES
             count = min(len(data), self._room - self._at)
             self._view[self._at : self._at + count] = data[:count]
             self._at += count
@@ -113,5 +115,8 @@ class ShardBuffer:
 
     def release(self) -> None:
         """Give the memory back to the pool. The parts must not be used any more."""
-        pieces, self._pieces, self._done, self._view = self._pieces, [], [], memoryview(bytearray())
+        pieces = self._pieces
+        self._pieces = []
+        self._done = []
+        self._view = memoryview(bytearray())
         self._pool.give_back(pieces)

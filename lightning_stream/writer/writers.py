@@ -72,7 +72,8 @@ class _RowWriter(ShardWriter):
         if (self.compression or "").startswith(SEEKABLE):
             raise ValueError(f"compression={self.compression!r} is for MDS shards alone. Use MDSWriter, or 'zstd'.")
         names = tuple(sorted(columns))
-        kinds, sizes = tuple(columns[name] for name in names), (None,) * len(names)
+        kinds = tuple(columns[name] for name in names)
+        sizes = (None,) * len(names)
         return RowEncoder(Schema(self._format, names, kinds, sizes, *self._config, self._newline, self._separator))
 
     def _inferred(self, columns: dict[str, str]) -> dict[str, str]:
@@ -100,7 +101,8 @@ class CSVWriter(_RowWriter):
             writer.write({"word": "sample", "count": 3})
     """
 
-    _format, _separator = "csv", ","
+    _format = "csv"
+    _separator = ","
 
 
 class TSVWriter(_RowWriter):
@@ -112,7 +114,8 @@ class TSVWriter(_RowWriter):
             writer.write({"word": "sample", "count": 3})
     """
 
-    _format, _separator = "tsv", "\t"
+    _format = "tsv"
+    _separator = "\t"
 
 
 class XSVWriter(_RowWriter):

@@ -22,7 +22,8 @@ class CaptionedPixels:
     """Transform: ``{"image": uint8[3, size, size], "tokens": uint8[length]}``, the UTF-8 bytes of the caption."""
 
     def __init__(self, size: int, length: int) -> None:
-        self.crop, self.length = DecodeCenterCrop(size), length
+        self.crop = DecodeCenterCrop(size)
+        self.length = length
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         text = sample["caption"].encode()[: self.length].ljust(self.length, b"\0")

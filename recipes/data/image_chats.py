@@ -42,7 +42,8 @@ class ImagesFirst:
     """
 
     def __init__(self, size: int, patches: int) -> None:
-        self.crop, self.patches = DecodeCenterCrop(size), patches
+        self.crop = DecodeCenterCrop(size)
+        self.patches = patches
 
     def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
         images = sample["images"]

@@ -34,7 +34,8 @@ class ImageData(ConvertedData):
         colors = v2.ColorJitter(color_jitter, color_jitter, color_jitter)
         transforms = (v2.Compose([crop, colors]), DecodeCenterCrop(image_size))
         super().__init__(source=source, settings=settings, transforms=transforms, **shared)
-        self.synthetic_count, self.downloads = synthetic_count, Path(downloads)
+        self.synthetic_count = synthetic_count
+        self.downloads = Path(downloads)
 
     def convert_source(self) -> None:
         """Convert class folders; the shards mix the classes."""

@@ -55,7 +55,9 @@ def draw_flower(kind: str, seed: int) -> Image.Image:
     image = Image.new("RGB", (side, side), _color(rng.random(), rng.uniform(0.1, 0.7), rng.uniform(0.1, 0.9)))
     draw = ImageDraw.Draw(image)
     center = side * complex(rng.uniform(0.4, 0.6), rng.uniform(0.34, 0.55))
-    radius, hue, start = side * rng.uniform(0.22, 0.36), rng.uniform(*look.hues), rng.uniform(0, 6)
+    radius = side * rng.uniform(0.22, 0.36)
+    hue = rng.uniform(*look.hues)
+    start = rng.uniform(0, 6)
     draw.line([_xy(center), _xy(center + 1j * side)], _color(0.3, 0.8, rng.uniform(0.25, 0.6)), round(0.1 * radius))
     for ring, reach in enumerate(look.rings):
         count = rng.randint(*look.petals)

@@ -20,7 +20,9 @@ class TableData(ConvertedData):
         drop_nulls: bool = False, synthetic_count: int = 2000, **shared: Any,
     ) -> None:  # fmt: skip
         self.nulls: dict[str, Any] = {"fill_nulls": dict(fill_nulls or {}), "drop_nulls": drop_nulls}
-        self.label, self.chosen, self.synthetic_count = label, features, synthetic_count
+        self.label = label
+        self.chosen = features
+        self.synthetic_count = synthetic_count
         super().__init__(settings={**self.nulls, "synthetic_count": synthetic_count}, **shared)
 
     def convert_source(self) -> None:

@@ -33,7 +33,8 @@ class Tokenizer:
 
     def __init__(self, path: str, bos_token: str) -> None:
         self.file: Any = None
-        self.vocab_size, self.bos_token = 257, 256
+        self.vocab_size = 257
+        self.bos_token = 256
         if path == BYTES:
             return
         from tokenizers import Tokenizer as File  # byte tokens do not need it
@@ -96,7 +97,8 @@ class TextData(ConvertedData):
         self.tokenize = self.rule(
             tokenizer=tokenizer, bos_token=bos_token, text_key=text_key, separator=separator, digest=digest
         )  # fmt: skip
-        self.files, self.synthetic_count = dict(files or {}), synthetic_count
+        self.files = dict(files or {})
+        self.synthetic_count = synthetic_count
         settings = {**vars(self.tokenize), "files": self.files, "synthetic_count": synthetic_count}
         packing = packing or {"columns": self.tokenize.columns}
         pack = Packing(row_length=seq_len, window=pack_window, long_documents=long_documents, **packing)

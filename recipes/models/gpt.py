@@ -17,7 +17,8 @@ class Block(nn.TransformerEncoderLayer):
     """A layer whose tokens attend to what a mask lets them see, a `BlockMask` or bool[n, 1, t, t]."""
 
     def forward(self, hidden: Tensor, sees: Any) -> Tensor:  # type: ignore[override]
-        weight, bias = self.self_attn.in_proj_weight, self.self_attn.in_proj_bias
+        weight = self.self_attn.in_proj_weight
+        bias = self.self_attn.in_proj_bias
         projected = functional.linear(self.norm1(hidden), weight, bias).unflatten(2, (3, self.self_attn.num_heads, -1))
         query, key, value = projected.permute(2, 0, 3, 1, 4)
         attended: Any
@@ -96,7 +97,8 @@ class LanguageModel(Task):
         n_heads: int = 4, flex: bool = False, patch_size: int = 0, **optimizer: float,
     ) -> None:  # fmt: skip
         super().__init__(**optimizer)
-        self.vocab_size, self.sizes = vocab_size, (seq_len, d_model, n_layers, n_heads, flex, patch_size)
+        self.vocab_size = vocab_size
+        self.sizes = (seq_len, d_model, n_layers, n_heads, flex, patch_size)
         self.network: Any = None
 
     def configure_model(self) -> None:
@@ -108,7 +110,8 @@ class LanguageModel(Task):
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         if "row_splits" in batch:
             batch = as_rows(batch)
-        tokens, documents = batch["input_ids"].long(), batch["document_ids"]
+        tokens = batch["input_ids"].long()
+        documents = batch["document_ids"]
         logits = self.network(tokens, documents, batch["position_ids"], batch.get("pixels"))[:, :-1]
         losses = functional.cross_entropy(
             logits.transpose(1, 2).float(), tokens[:, 1:], reduction="none", ignore_index=-1

@@ -26,7 +26,9 @@ class ImageClassifier(Task):
         label_smoothing: float = 0.05, **optimizer: float,
     ) -> None:  # fmt: skip
         super().__init__(**optimizer)
-        self.arch, self.num_classes, self.model_kwargs = arch, num_classes, dict(model_kwargs or {})
+        self.arch = arch
+        self.num_classes = num_classes
+        self.model_kwargs = dict(model_kwargs or {})
         self.label_smoothing = label_smoothing
         self.network: Any = None
 
@@ -43,7 +45,8 @@ class ImageClassifier(Task):
         return self.network(images.float() / 127.5 - 1)
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
-        logits, labels = self(batch["image"]), batch["label"].long()
+        logits = self(batch["image"])
+        labels = batch["label"].long()
         smoothing = self.label_smoothing if self.training else 0.0
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         return {"loss": loss, "accuracy": (logits.argmax(1) == labels).float().mean()}

@@ -35,7 +35,8 @@ class Regressor(Task):
             return
         trainer: Any = self.trainer
         data = trainer.datamodule
-        self.label, self.features = data.label, data.features
+        self.label = data.label
+        self.features = data.features
         for name, values in zip(("mean", "std"), data.statistics(), strict=True):
             self.register_buffer(name, torch.from_numpy(values).float())
         sizes = (len(self.features), *self.widths)

@@ -22,7 +22,9 @@ class Task(LightningModule):
 
     def __init__(self, learning_rate: float = 0.003, weight_decay: float = 0.01, warmup: float = 0.1) -> None:
         super().__init__()
-        self.learning_rate, self.weight_decay, self.warmup = learning_rate, weight_decay, warmup
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        self.warmup = warmup
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         """The loss, under ``loss``, and other metrics: means over the samples of a batch."""

@@ -47,7 +47,8 @@ class _AnyArray(ViewEncoding):
 
     def encode(self, value: Any) -> bytes:
         """Return head and values."""
-        array, code = as_array(value, self.name), b""
+        array = as_array(value, self.name)
+        code = b""
         if self.dtype is not None:
             check_dtype(array, self.dtype, self.name)
         elif array.dtype.name in _CODES:
@@ -82,7 +83,8 @@ class _AnyArray(ViewEncoding):
         """Decode arrays of one shape at once; None if the shapes differ."""
         if isinstance(sizes, int) or len(offsets) < 2 or not (sizes == sizes[0]).all():
             return None
-        width, begin = int(sizes[0]), int(offsets[0])
+        width = int(sizes[0])
+        begin = int(offsets[0])
         dtype, shape, head = self._read_head(window.view[begin : begin + width])
         heads = window.take(offsets, head)
         if head == width or not (heads == heads[0]).all():
@@ -91,16 +93,20 @@ class _AnyArray(ViewEncoding):
 
     def flat_arrays(self, window: AddressWindow, offsets: Int64s, sizes: int | Int64s) -> FlatArrays | None:
         """Read the heads, all that are alike at once."""
-        dtype, at = self.dtype, offsets
+        dtype = self.dtype
+        at = offsets
         if dtype is None:
             codes = window.take(at, 1)[:, 0]
-            dtype, at = _OF_CODE.get(int(codes[0])), at + 1
+            dtype = _OF_CODE.get(int(codes[0]))
+            at = at + 1
             if (codes != codes[0]).any():
                 return None
         kinds = window.take(at, 1)[:, 0]
-        begins, counts = np.empty_like(at), np.empty_like(at)
+        begins = np.empty_like(at)
+        counts = np.empty_like(at)
         for kind in np.unique(kinds).tolist():
-            here, width = np.flatnonzero(kinds == kind), 1 << (kind & 3)
+            here = np.flatnonzero(kinds == kind)
+            width = 1 << (kind & 3)
             if kind >> 2 != 1:
                 return None
             counts[here] = window.take(at[here] + 1, width).view(f"<u{width}")[:, 0]
@@ -110,15 +116,19 @@ class _AnyArray(ViewEncoding):
 
     def _read_head(self, data: Stored) -> tuple[np.dtype[Any], tuple[int, ...], int]:
         """Return dtype, shape, and where the values begin; ValueError if they do not fit the bytes."""
-        dtype, at = self.dtype, 0
+        dtype = self.dtype
+        at = 0
         if dtype is None:
-            dtype, at = _OF_CODE.get(data[0]) if len(data) else None, 1
+            dtype = _OF_CODE.get(data[0]) if len(data) else None
+            at = 1
             if dtype is None:
                 raise ValueError(f"unknown dtype code {bytes(data[:1])!r} of an array")
         if len(data) <= at:
             raise ValueError("an array's shape is missing")
-        num_dims, width = data[at] >> 2, 1 << (data[at] & 3)
-        begin, at = at + 1, at + 1 + num_dims * width
+        num_dims = data[at] >> 2
+        width = 1 << (data[at] & 3)
+        begin = at + 1
+        at = at + 1 + num_dims * width
         if num_dims > _MAX_DIMS or len(data) < at:
             raise ValueError(f"an array of {num_dims} dimensions does not fit its {len(data)} bytes")
         shape = tuple(int.from_bytes(data[k : k + width], "little") for k in range(begin, at, width))

@@ -164,7 +164,10 @@ def type_name(value: object) -> str:
 
 
 _SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 4, 60, 60, 60
+_SHORT.maxlevel = 4
+_SHORT.maxstring = 60
+_SHORT.maxother = 60
+_SHORT.maxlong = 60
 _MAX_SHOWN_BITS = 1000  # Python itself refuses to print whole numbers of thousands of digits
 
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 _MAX_MODE_BYTES = 16
 _MAX_PIXELS_PER_BYTE = 8  # mode "1"
-JPEG, _PNG = b"\xff\xd8", b"\x89PNG\r\n\x1a\n"
+JPEG = b"\xff\xd8"
+_PNG = b"\x89PNG\r\n\x1a\n"
 
 
 class _Pil(ViewEncoding):
@@ -98,7 +99,8 @@ class _ImageList(ViewEncoding):
             value = list(value)
         if isinstance(value, (str, bytes, bytearray, memoryview)) or not isinstance(value, Sequence):
             raise TypeError(f"{self.name} takes a sequence of images; got {describe(value)}.")
-        stored, encode = self._element.stored_type, self._element.encode
+        stored = self._element.stored_type
+        encode = self._element.encode
         parts: list[Any] = [image if type(image) is stored else encode(image) for image in value]
         sizes = struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts))
         return b"".join((self._reserved, sizes, *parts))

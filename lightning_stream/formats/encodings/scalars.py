@@ -23,9 +23,12 @@ class _Number(ViewEncoding):
         stored = DTYPES[dtype or name]
         self.layout = NumericLayout(stored, ())
         self.size = stored.itemsize
-        self._dtype, self._is_float, self._type = stored, stored.kind == "f", stored.type
+        self._dtype = stored
+        self._is_float = stored.kind == "f"
+        self._type = stored.type
         packer = struct.Struct("<" + _LONG.get(stored.char, stored.char))
-        self._pack, self._unpack = packer.pack, packer.unpack
+        self._pack = packer.pack
+        self._unpack = packer.unpack
 
     def encode(self, value: Any) -> bytes:
         try:

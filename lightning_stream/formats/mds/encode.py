@@ -52,7 +52,8 @@ class MdsEncoder:
         return encoder
 
     def _set(self, schema: Schema, config: bytes) -> None:
-        self.schema, self._config = schema, config
+        self.schema = schema
+        self._config = config
         self._encodings = encodings_of(schema)
         self.header_bytes = 8 + len(self._config)
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
@@ -168,7 +169,8 @@ def is_intact(path: Path) -> bool:
         if at < 8 + 4 * count or at > path.stat().st_size:
             return False
         file.seek(0)
-        head, wanted = file.read(at), file.read(_DIGEST_BYTES)
+        head = file.read(at)
+        wanted = file.read(_DIGEST_BYTES)
         parts = chain(iter(lambda: file.read(_READ_BYTES), b""), [head])
         return digest_parts(["xxh3_64"], parts)["xxh3_64"] == wanted.hex()
 
@@ -183,7 +185,9 @@ def is_made_from(path: Path, stamp: str) -> bool:
 
 def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) -> list[EncodedColumn]:
     """Encode a batch's values of one column: blocks side by side, or one list of values of any size."""
-    stored, encode, size = encoding.stored_type, encoding.encode, encoding.size
+    stored = encoding.stored_type
+    encode = encoding.encode
+    size = encoding.size
     if isinstance(values, BinaryColumn):
         if values.encoding == name or (values.encoding == "bytes" and stored is bytes):
             return [_blocks_if_fixed(values, size, name)]

@@ -68,7 +68,8 @@ class SpanTable:
             self._layout = mapped.layout
             begin, end, _, _ = mapped.span
             if self._window is not None:  # it only grows: nothing is read but the samples of shards that are here
-                begin, end = min(begin, self._window.begin), max(end, self._window.end)
+                begin = min(begin, self._window.begin)
+                end = max(end, self._window.end)
             self._window = AddressWindow(begin, end)
             self._files[number] = mapped
             self._spans[number] = mapped.span
@@ -82,7 +83,9 @@ class SpanTable:
     def find(self, numbers: Int64s, indices: Int64s) -> MappedRows | None:
         """Return samples ``indices[k]`` of shards ``numbers[k]``; None if not all of them are here."""
         with self._lock:
-            files, layout, window = self._files, self._layout, self._window
+            files = self._files
+            layout = self._layout
+            window = self._window
             spans = self._spans.take(numbers, 0).T
         here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
         if window is None or layout is None or here < len(indices):
@@ -102,7 +105,8 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
     """
     if not shards:
         raise ValueError("gather needs at least one shard.")
-    which, indices = np.asarray(which, np.int64), np.asarray(indices, np.int64)
+    which = np.asarray(which, np.int64)
+    indices = np.asarray(indices, np.int64)
     if which.shape != indices.shape or which.ndim != 1:
         raise ValueError(f"which and indices must be of one length; got {which.shape} and {indices.shape}.")
     columns = shards[0].schema.columns
@@ -169,7 +173,8 @@ def gather_rows(rows: MappedRows, out: Buffers | None) -> Batch:
     batch: Batch = {}
     memory = {} if out is None or callable(out) else out
     for column, (at, size) in zip(rows.layout.columns, _locate(rows), strict=True):
-        name, layout = column.name, column.encoding.layout
+        name = column.name
+        layout = column.encoding.layout
         if column.decode is skip:
             continue
         if layout is not None and isinstance(size, int):
@@ -203,7 +208,9 @@ def flat_copies(columns: Batch, names: Sequence[str]) -> tuple[dict[str, FlatArr
 
     ValueError for a column that is absent; FormatError for values that are no 1-d arrays of one dtype.
     """
-    flat, parts, at = {}, [], 0
+    flat = {}
+    parts = []
+    at = 0
     for name in dict.fromkeys(names):
         if name not in columns:
             raise ValueError(f"There is no column {name!r}; the dataset has {', '.join(columns)}.")
@@ -238,9 +245,11 @@ def _locate(rows: MappedRows) -> _Places:
     if layout.stride is not None:
         at = spans[2] + (indices * layout.stride - window.begin)
     else:
-        begins, ends = spans[0] - window.begin, spans[1] - window.begin
+        begins = spans[0] - window.begin
+        ends = spans[1] - window.begin
         offsets = _uint32s(window, begins + 4 + 4 * indices, 2)
-        at, stop = begins + offsets[:, 0], begins + offsets[:, 1]
+        at = begins + offsets[:, 0]
+        stop = begins + offsets[:, 1]
         _check_filled(rows, (stop - at < layout.min_bytes) | (stop > ends))
         sizes = iter(_uint32s(window, at, layout.num_variable).T)
         at = at + layout.head.size
@@ -300,12 +309,15 @@ def _decoded(rows: MappedRows, column: Column, at: Int64s, size: _Sizes) -> Any:
         cause = error  # decoding the values one by one shows which of them it was
     row = 0
     if values is None:
-        view, decode, values = rows.window.view, column.decode, []
+        view = rows.window.view
+        decode = column.decode
+        values = []
         try:
             for begin, end in zip(at.tolist(), (at + size).tolist(), strict=True):
                 values.append(decode(view[begin:end]))
         except DECODE_ERRORS as error:
-            row, cause = len(values), error
+            row = len(values)
+            cause = error
     else:
         is_countable = isinstance(values, list) or (isinstance(values, np.ndarray) and values.ndim)
         if not is_countable or len(values) != len(at):

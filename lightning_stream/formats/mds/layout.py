@@ -73,7 +73,8 @@ _LAYOUTS: WeakValueDictionary[Any, RecordLayout] = WeakValueDictionary()
 
 def record_layout(schema: Schema, **settings: Unpack[Reading]) -> RecordLayout:
     """Return the layout of a schema: the same object for the same arguments, while it is in use. See `open_shard`."""
-    allow_unsafe_types, columns = settings.get("allow_unsafe_types", False), settings.get("columns")
+    allow_unsafe_types = settings.get("allow_unsafe_types", False)
+    columns = settings.get("columns")
     chosen = dict(settings.get("decoders") or {})
     encodings = encodings_of(schema)  # a name may be registered again for another encoding
     unread = frozenset() if columns is None else frozenset(schema.names).difference(columns)

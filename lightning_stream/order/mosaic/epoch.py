@@ -74,7 +74,9 @@ class EpochTable:
 
     def positions(self, part: slice) -> Ints:
         """The position of each sample that counts in some batches; of all else, the first of its batch."""
-        rows, counted, begins = self.rows[part], self.counted[part], self.edges[part]
+        rows = self.rows[part]
+        counted = self.counted[part]
+        begins = self.edges[part]
         positions: Ints = np.broadcast_to(begins[:, None, None], rows.shape).copy()
         by_position = np.lexsort((rows[counted], np.nonzero(counted)[0]))
         positions[counted] = begins[0] + np.argsort(by_position)
@@ -114,7 +116,8 @@ class MosaicOrder(_TableOrder):
         self.global_batch = config.mosaic.batch_size  # of that library; None: as large as ours
         batch_size = self.global_batch or nodes * ranks
         if batch_size % (nodes * ranks):  # the state of another library does not record its ranks
-            nodes, ranks = 1, 1
+            nodes = 1
+            ranks = 1
         self._first = self.table(nodes, ranks, batch_size // (nodes * ranks))
         super().__init__(self._first, 0)
 
@@ -124,7 +127,8 @@ class MosaicOrder(_TableOrder):
 
     def position_after(self, delivered: int) -> int:
         """The position after so many delivered samples, repeats included: that library counts these."""
-        table, edges = self._first, self._first.delivered
+        table = self._first
+        edges = self._first.delivered
         at = min(int(np.searchsorted(edges, delivered, side="right")) - 1, len(edges) - 2)
         return min(int(table.edges[at]) + delivered - int(edges[at]), int(table.edges[at + 1]))
 
@@ -140,7 +144,8 @@ class MosaicOrder(_TableOrder):
 
     def _make_table(self, key: tuple[int, int, int, int]) -> EpochTable:
         nodes, ranks, batch_size, start = key
-        used, rest = 0, None
+        used = 0
+        rest = None
         if start:  # the rest of what this world delivers, each sample as often as it is left
             full = self.table(nodes, ranks, batch_size)
             rest = full.flat[start:]
@@ -169,7 +174,9 @@ class _ByTable(ByNode):
 
     def share(self, k: int, at: Ints) -> ReplicaBatch:
         """Repeats have the first position of their batch."""
-        table, part, replica = self._table, self._part(k), self.plan.world.replica
+        table = self._table
+        part = self._part(k)
+        replica = self.plan.world.replica
         takes = self._takes(part)
         has_some: Bools = np.any(takes, axis=2)
         givers = np.where(has_some[:, replica], replica, has_some.argmax(axis=1))

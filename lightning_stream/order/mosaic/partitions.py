@@ -37,7 +37,8 @@ def partition(
     Raises:
         ValueError: Nodes that divide neither way, or a `drop_first` beyond the epoch.
     """
-    world, began = nodes * ranks_per_node, (initial_nodes or 0) * ranks_per_node
+    world = nodes * ranks_per_node
+    began = (initial_nodes or 0) * ranks_per_node
     if not 0 <= drop_first <= (num_samples // world + 1) * world:
         raise ValueError(
             f"a resume cannot lie beyond the epoch's end; found {drop_first} samples used of {num_samples}; "

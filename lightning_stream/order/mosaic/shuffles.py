@@ -90,7 +90,8 @@ def _cut(spans: Ints, num_canonical_nodes: int) -> list[Ints]:
             of_node[0] += [before, -before]
             of_node[-1, 1] -= max(stops[first + len(of_node)] - end, 0)
         nodes.append(of_node)
-        first, begin = last, end
+        first = last
+        begin = end
     return nodes
 
 
@@ -113,7 +114,8 @@ def _shuffled_blocks(ids: Ints, stagger: int, block_size: int, rng: Generator) -
 
 def _jittered(lengths: Ints, block_size: int, rng: Generator) -> NDArray[np.float64]:
     """Where each sample of a node would like to be: its place, moved by up to half a block less its span."""
-    low, high = int(0.75 * block_size), int(1.25 * block_size)
+    low = int(0.75 * block_size)
+    high = int(1.25 * block_size)
     num_samples = int(lengths.sum())
     places = np.arange(num_samples, dtype=np.float64)
     begin = 0

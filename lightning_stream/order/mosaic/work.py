@@ -143,7 +143,8 @@ class EpochInputs:
 
     def draw(self, streams: Sequence[int]) -> Drawn:
         """Draw from some streams. One generator serves them, so all together draw other samples than each alone."""
-        config, snapshot = self.config, self.snapshot
+        config = self.config
+        snapshot = self.snapshot
         rng = default_rng(config.seed + self.epoch * (config.sampling_method == "balanced"))
         parts = []
         for stream in streams:
@@ -178,7 +179,8 @@ class EpochInputs:
 
     def positions(self, num_samples: int, nodes: int, batch_size: int, used: int = 0) -> Ints:
         """Positions of an epoch assigned to so many nodes: int64[batches, nodes * ranks * batch size]."""
-        mosaic, canonical = self.mosaic, self.config.canonical_nodes
+        mosaic = self.mosaic
+        canonical = self.config.canonical_nodes
         world = (nodes, self.ranks, batch_size)
         return partition(mosaic.partition, num_samples, canonical, *world, used, mosaic.initial_physical_nodes)
 
@@ -221,7 +223,9 @@ def _per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
 
 
 def _device_per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
-    nodes, canonical, size = inputs.nodes, inputs.config.canonical_nodes, inputs.batch_size
+    nodes = inputs.nodes
+    canonical = inputs.config.canonical_nodes
+    size = inputs.batch_size
     if canonical % nodes:
         raise ValueError(
             f"device_per_stream needs the nodes to divide num_canonical_nodes; found {nodes} and {canonical}; "

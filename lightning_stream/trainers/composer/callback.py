@@ -40,10 +40,13 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
     the time goes.
     """
 
-    counts, padding, takes_states = False, False, True  # it counts when a trainer has joined
+    counts = False  # until a trainer has joined
+    padding = False
+    takes_states = True
 
     def __init__(self, loader: StreamingDataLoader, **options: Unpack[RunOptions]) -> None:
-        self.loader, self.run = loader, Run(**options)
+        self.loader = loader
+        self.run = Run(**options)
         self._trainer: Any = None  # that joined last
         self._num_resumes = 0  # of those before the trainer joined
         self._epoch_clock = 0
@@ -84,7 +87,8 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self._sync()
         position = self.run.position
         here = self.loader.normalised(position)
-        done, limit = int(trainer.state.timestamp.batch_in_epoch), self._limit(trainer)
+        done = int(trainer.state.timestamp.batch_in_epoch)
+        limit = self._limit(trainer)
         if done and ((here.epoch > position.epoch and position.position > 0) or (limit is not None and done >= limit)):
             # Saved after the epoch's last batch: Composer has yet to end that epoch, and warns if it trains on nothing.
             iterator.limit = 0
@@ -97,9 +101,12 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         return True
 
     def _join(self, trainer: Any) -> None:
-        run, clock = self.run, trainer.state.timestamp
+        run = self.run
+        clock = trainer.state.timestamp
         self.begin_anew(trainer.state)
-        self._trainer, self._num_resumes, self.counts = trainer, run.num_resumes, True
+        self._trainer = trainer
+        self._num_resumes = run.num_resumes
+        self.counts = True
         self._epoch_clock = int(clock.epoch)
         has_fitted = any(isinstance(one, StreamingPosition) for one in trainer.state.callbacks)  # over another loader
         trainer.state.callbacks.insert(0, self)
@@ -114,7 +121,8 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
     def begin_anew(self, state: State) -> None:
         """Let a second trainer, whose state this is, begin the data from its start."""
-        run, is_second = self.run, self._trainer is not None and state is not self._trainer.state
+        run = self.run
+        is_second = self._trainer is not None and state is not self._trainer.state
         if is_second and run.num_resumes == self._num_resumes:
             run.is_resumed = False
             run.move_to(self.loader.first_position())
@@ -133,7 +141,8 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
 
     def _is_subset(self, state: State) -> bool:
         """Whether the user lets each epoch take fewer batches: Composer has asked for the length of the first epoch."""
-        length, sized = state.dataloader_len, self._sized
+        length = state.dataloader_len
+        sized = self._sized
         if sized is None:
             here = replace(self.run.position, epoch=0, position=0, landmark=None)
             schedule = source_of(self.loader.streaming).schedule  # without later changes
@@ -247,23 +256,28 @@ class _RestOfEpoch(Callback):  # type: ignore[misc]  # Composer has no types
     """
 
     def __init__(self, loader: Any, skip_epoch: Callable[[], None]) -> None:
-        self.loader, self.skip_epoch = loader, skip_epoch
+        self.loader = loader
+        self.skip_epoch = skip_epoch
         self.limit: int | None = None
 
     def fit_start(self, state: State, logger: Logger) -> None:  # noqa: ARG002 - Composer's signature
         """Let Composer read how many batches are left."""
-        done, limit = int(state.timestamp.batch_in_epoch), state.dataloader_len
-        loader, self.loader = self.loader, None  # only the first epoch is begun already
+        done = int(state.timestamp.batch_in_epoch)
+        limit = state.dataloader_len
+        loader = self.loader
+        self.loader = None  # only the first epoch is begun already
         if done == 0 or limit is None or state.train_dataloader is not loader or not _is_less(int(limit), loader):
             return
         if done >= int(limit):
             self.skip_epoch()
         else:
-            self.limit, state.dataloader_len = int(limit), int(limit) - done
+            self.limit = int(limit)
+            state.dataloader_len = int(limit) - done
 
     def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Restore the length of an epoch: Composer has begun to iterate."""
-        limit, self.limit = self.limit, None
+        limit = self.limit
+        self.limit = None
         if limit is not None:
             state.dataloader_len = limit
 
@@ -298,7 +312,8 @@ def driver_of(loader: StreamingDataLoader) -> Run | None:
 
 
 def _follower(loader: StreamingDataLoader) -> Run:
-    run, loaded = StreamingPosition(loader).run, plain_iterations_of(loader.streaming).state_for(loader)
+    run = StreamingPosition(loader).run
+    loaded = plain_iterations_of(loader.streaming).state_for(loader)
     if loaded is not None:  # the user gave it to the dataset
         run.load(loaded)
     return run

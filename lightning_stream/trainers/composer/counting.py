@@ -24,7 +24,9 @@ class BatchCounter:
     def __init__(
         self, loader: StreamingDataLoader, token_column: str = "input_ids", padding_id: int | None = None
     ) -> None:
-        self._loader, self._token_column, self._padding_id = loader, token_column, padding_id
+        self._loader = loader
+        self._token_column = token_column
+        self._padding_id = padding_id
         self.at_padding = False  # whether the current micro-batch is padding
 
     def num_samples(self, batch: Any) -> int | float:
@@ -76,7 +78,8 @@ class BatchCounter:
                 f"a micro-batch has whole samples, at least one; device_train_microbatch_size is {size}. "
                 "To cut samples themselves, pass split_batch= to data_spec"
             )
-        current, length = self._loader.last_batch, length_of(batch)
+        current = self._loader.last_batch
+        length = length_of(batch)
         if length is None:
             if current is not None and current.ids.size <= size:
                 return [batch]
@@ -107,7 +110,8 @@ class _Padded(list[Any]):
 
     def __init__(self, counter: BatchCounter, pieces: list[Any], num_real: int) -> None:
         super().__init__(pieces)
-        self._counter, self._num_real = counter, num_real
+        self._counter = counter
+        self._num_real = num_real
 
     def __iter__(self) -> Iterator[Any]:
         try:

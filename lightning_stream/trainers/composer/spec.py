@@ -83,7 +83,8 @@ def data_spec(
         MissingExtraError: Composer is not installed.
     """
     name_node()
-    workers, run = options_of(WorkerOptions, options), options_of(RunOptions, options)
+    workers = options_of(WorkerOptions, options)
+    run = options_of(RunOptions, options)
     of_dataset = {name: options[name] for name in options.keys() - workers.keys() - run.keys()}
     loader = StreamingDataLoader(
         dataset_of("data_spec", dataset, of_dataset),

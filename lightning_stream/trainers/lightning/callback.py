@@ -61,8 +61,10 @@ class StreamingCallback(Callback):
     def __init__(self, *, show_position: bool = True, is_passive: bool = False, **options: Unpack[RunOptions]) -> None:
         refuse_unknown(type(self).__name__, options, list(CallbackOptions.__annotations__))
         self.run = Run(**options)
-        self.is_passive, self.show_position = is_passive, show_position
-        self._changes, self._logging = ExitStack(), ExitStack()  # of the trainer during a fit; of its next logging
+        self.is_passive = is_passive
+        self.show_position = show_position
+        self._changes = ExitStack()  # of the trainer during a fit
+        self._logging = ExitStack()  # of its next logging
         self.make_loader: Callable[[], StreamingDataLoader] | None = None  # the data module's, where there is one
         self._from: Position | None = None  # where this fit begins
         self._start: Mapping[str, Any] | None = None  # another run's state to begin with
@@ -114,7 +116,8 @@ class StreamingCallback(Callback):
         if self._from is None and self._start is not None:
             self._from = loader.accept(self._start)
         if self._from is not None:
-            first, order = loader.first_position(), loader.settings(self._from.order).order
+            first = loader.first_position()
+            order = loader.settings(self._from.order).order
             if (first.snapshot, first.weights, order) == (self._from.snapshot, self._from.weights, self._from.order):
                 return self._from
             # A second fit over other data, or in another order: only the epochs count on.
@@ -137,7 +140,10 @@ class StreamingCallback(Callback):
         if self.run.is_attached:  # an error ended the fit before this one
             self._from = self.run.position
             self.run.detach()
-        self._was_asked, self._first_epoch, self._enters_at, self._resumed_epoch = False, 0, None, _NEVER
+        self._was_asked = False
+        self._first_epoch = 0
+        self._enters_at = None
+        self._resumed_epoch = _NEVER
         self._is_restored = self._continues_inside = False
         if trainer.global_step == 0:
             self._from = None
@@ -196,7 +202,8 @@ class StreamingCallback(Callback):
         loops.time_checkpoints(trainer, self.run, self._changes)
         if self.show_position:
             loops.show_in_bar(trainer, self.run, self._changes)
-        at, self._enters_at = self._enters_at, None
+        at = self._enters_at
+        self._enters_at = None
         self.run.clock.follow_length(self.run.position.epoch if at is None else at.epoch)
         is_inside = at is not None and at.epoch == self.run.position.epoch
         self.run.begin_epoch(at.batch if at is not None and is_inside else 0)  # as Lightning counts from here

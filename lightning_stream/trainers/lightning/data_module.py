@@ -106,8 +106,13 @@ class StreamingDataModule(LightningDataModule):
                 f"device), or batch_tokens= to the dataset; found global_batch_size={global_batch_size}, "
                 f"batch_size={batch_size}, batch_tokens={budget}"
             )
-        self.global_batch_size, self.batch_size, self.eval_batch_size = global_batch_size, batch_size, eval_batch_size
-        self.tail, self.pin_memory, self.replication, self.prepare = tail, pin_memory, replication, prepare
+        self.global_batch_size = global_batch_size
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.tail = tail
+        self.pin_memory = pin_memory
+        self.replication = replication
+        self.prepare = prepare
         self.on_mismatch = on_mismatch
         self.options = options
         self.num_workers = options.get("num_workers", 0)

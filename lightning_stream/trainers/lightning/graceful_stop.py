@@ -25,7 +25,8 @@ class TrainingInterrupted(Exception):
     """
 
     def __init__(self, signum: int, saved: str | os.PathLike[str] | None) -> None:
-        name, self.signum = signal.Signals(signum).name, signum
+        name = signal.Signals(signum).name
+        self.signum = signum
         self.saved = None if saved is None else os.fspath(saved)
         how = "no checkpoint was saved for it" if saved is None else f"resume with ckpt_path={self.saved!r}"
         super().__init__(f"{name} ended training; {how}")
@@ -66,7 +67,8 @@ class GracefulStop(Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the signal handlers; Python allows it in the main thread only."""
-        self._signum, self._step_before = None, trainer.global_step
+        self._signum = None
+        self._step_before = trainer.global_step
         self._is_rank_zero = trainer.is_global_zero
         if not self._handlers and threading.current_thread() is threading.main_thread():
             self._handlers = {signum: signal.signal(signum, self._handle) for signum in _SIGNALS}
@@ -74,7 +76,8 @@ class GracefulStop(Callback):
     def _handle(self, signum: int, _frame: object) -> None:
         now = time.monotonic()
         if self._signum is None:
-            self._signum, self._signalled_at = signum, now
+            self._signum = signum
+            self._signalled_at = now
             name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
             self._say(f"{name}: finishing this step, then saving a checkpoint (again to quit now).")
         elif now - self._signalled_at >= _SAME_SIGNAL_S:
@@ -110,7 +113,8 @@ class GracefulStop(Callback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Restore the signal handlers."""
-        handlers, self._handlers = self._handlers, {}
+        handlers = self._handlers
+        self._handlers = {}
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
 

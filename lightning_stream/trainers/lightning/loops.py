@@ -175,7 +175,8 @@ class LightningClock(TrainerClock):
     padding = False  # losses are weighted by the samples that count
 
     def __init__(self, trainer: Any, loader: StreamingDataLoader) -> None:
-        self._trainer, self._loader = trainer, loader
+        self._trainer = trainer
+        self._loader = loader
 
     @property
     def takes_whole_batches(self) -> bool:
@@ -205,12 +206,16 @@ class LightningClock(TrainerClock):
 
         It asks for a loader's length once, and would end a longer epoch there.
         """
-        trainer, loader, loop = self._trainer, self._loader, self._trainer.fit_loop
-        combined, fetcher = loop._combined_loader, loop._data_fetcher  # noqa: SLF001
+        trainer = self._trainer
+        loader = self._loader
+        loop = self._trainer.fit_loop
+        combined = loop._combined_loader  # noqa: SLF001
+        fetcher = loop._data_fetcher  # noqa: SLF001
         if combined is None or not loader.epochs_differ:
             return
         num_batches = limited(loader.num_batches(epoch), trainer.limit_train_batches)
-        combined.limits, loop.max_batches = [num_batches], num_batches
+        combined.limits = [num_batches]
+        loop.max_batches = num_batches
         if fetcher is not None:
             fetcher.length = num_batches
         interval = getattr(trainer, "val_check_interval", None)
@@ -243,7 +248,8 @@ def lacks_last(trainer: Any) -> bool:
 
 def logs_now(trainer: Any) -> bool:
     """Whether Lightning logs after the batch in training, by its own rule; the same on every rank."""
-    loop, every = trainer.fit_loop.epoch_loop, trainer.log_every_n_steps
+    loop = trainer.fit_loop.epoch_loop
+    every = trainer.log_every_n_steps
     if not every or (loop._should_accumulate() and trainer.lightning_module.automatic_optimization):  # noqa: SLF001
         return False
     return bool((loop._batches_that_stepped + 1) % every == 0)  # noqa: SLF001
@@ -277,7 +283,8 @@ def show_in_bar(trainer: Any, run: Run, changes: ExitStack) -> None:
     bar = trainer.progress_bar_callback
     if bar is None:
         return
-    metrics, whole = bar.get_metrics, run.loader.num_samples
+    metrics = bar.get_metrics
+    whole = run.loader.num_samples
 
     def with_position(*arguments: Any) -> dict[str, Any]:
         here = run.position
@@ -324,7 +331,8 @@ def let_ranks_stop_together(trainer: Any) -> None:
     then no longer match, and the run hangs (seen with its own launcher, which passes the signal on to ranks that were
     signalled already; Lightning's issue 20806). It also asks rank 0 before each step, where nothing can cross.
     """
-    loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector  # noqa: SLF001
+    loop = trainer.fit_loop.epoch_loop
+    connector = trainer._signal_connector  # noqa: SLF001
     vars(loop).pop("_broadcast_sigterm_tensor", None)  # ours, of a fit before this one
     ask = getattr(loop, "_broadcast_sigterm_tensor", None)
     handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
@@ -414,7 +422,8 @@ def loader_kept_as_it_is(loader: StreamingDataLoader) -> StreamingDataLoader:
 
 def sampler_replicas(trainer: Any) -> int:
     """The replicas of a distributed sampler: fewer than ranks under tensor parallelism."""
-    strategy, ranks = trainer.strategy, int(trainer.world_size)
+    strategy = trainer.strategy
+    ranks = int(trainer.world_size)
     if ranks == 1:
         return 1
     # Asked for by its plain name where several ranks train: a Lightning without it must fail loudly.
