@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from servers.web import LAST_MODIFIED, WebServer
 
+from lightning_stream import stores
 from lightning_stream.errors import (
     AccessError,
     AlreadyExistsError,
@@ -210,6 +211,18 @@ def test_a_file_url_is_decoded_and_names_no_other_host(tmp_path: Path) -> None:
     for url in ("file://data/set", "file://data"):
         with pytest.raises(ValueError, match="names the host 'data'"):
             open_store(url)
+
+
+def test_a_scheme_with_a_store_here_keeps_it_and_nothing_installed_is_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(stores, "entry_points", lambda **group: looked.extend(group) or [])
+    assert type(open_store("s3://bucket/x").store).__name__ == "S3Store"
+    assert not looked
+    with pytest.raises(ValueError, match="no store is known for mine://"):
+        open_store("mine://shelf")
+    assert looked
 
 
 def test_a_package_may_bring_a_store_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
