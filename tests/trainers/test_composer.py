@@ -55,6 +55,26 @@ def test_limited_epochs_of_torchs_loader_continue_exactly(shards: Path, tmp_path
             assert again.steps == from_step(whole.steps, stop)
 
 
+@pytest.mark.parametrize("hook", ["before_dataloader", "batch_start", "after_forward"])
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_a_checkpoint_in_an_epochs_first_batch_of_torchs_loader_is_refused(
+    shards: Path, tmp_path: Path, epoch: int, hook: str
+) -> None:
+    """Composer tells the dataset that no sample of the epoch was trained on, as it does at the end of an epoch."""
+
+    class Saves(Callback):
+        def run_event(self, event: Any, state: Any, logger: Any) -> None:
+            if event.value == hook and int(state.timestamp.epoch) == epoch:
+                state.state_dict()
+
+    dataset = StreamingDataset(remote=shards, shuffle=True, batch_size=16)
+    next(iter(dataset))
+    loader = torch.utils.data.DataLoader(dataset, 16)
+    run = Run(shards, tmp_path, max_duration="2ep", spec=loader, callbacks=[Saves()], raises=StateError)
+    assert isinstance(run.error, StateError)
+    assert "in an epoch's first one" in str(run.error)
+
+
 @pytest.mark.parametrize("source", ["bare", "DataSpec", "spec"])
 def test_a_checkpoint_from_before_the_first_batch_resumes_exactly(shards: Path, tmp_path: Path, source: str) -> None:
     class Saves(Callback):

@@ -23,6 +23,7 @@ from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.plain import PlainIterations
 from lightning_stream.trainers.agreement import gathered
 from lightning_stream.trainers.composer import private
+from lightning_stream.trainers.composer.private import is_in_batch as is_in_batch  # for torch's loader
 from lightning_stream.trainers.composer.private import state_that_asks
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.options import RunOptions

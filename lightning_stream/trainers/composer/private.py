@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from composer import State, Trainer
+from composer import Event, State, Trainer
 from composer.callbacks import CheckpointSaver
 from composer.trainer.trainer import TrainerMode
 from composer.utils import format_name_with_dist, reproducibility
@@ -43,6 +43,17 @@ def state_that_asks() -> State | None:
     frame = _frame_of_composer()
     state = None if frame is None else frame.f_locals.get("self", frame.f_locals.get("state"))
     return state if isinstance(state, State) else None
+
+
+def is_in_batch() -> bool:
+    """Whether a trainer asks in one of the events of a batch, before it has counted it."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        event = frame.f_locals.get("event")
+        if isinstance(event, Event):
+            return bool(event.value.startswith(("batch_", "before_", "after_")))
+        frame = frame.f_back
+    return False
 
 
 def run_folder(state: Any) -> Path | None:
