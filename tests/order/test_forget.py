@@ -52,7 +52,7 @@ def ids_of(run, epoch=0):
     return order.ids(0, order.num_samples)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=24, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_replay_equals_a_run_that_never_had_the_samples(data):
     run = run_of(
@@ -113,7 +113,7 @@ def test_a_replay_of_rearranged_windows_equals_a_run_that_never_had_the_samples(
         assert plan_replay(again, [7], [states[0]]).forgotten.ids.tolist() == sorted({7, *ids})
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data):
     packing = RowPacking(12, data.draw(st.integers(1, 30)), data.draw(st.sampled_from(["split", "drop"])))
@@ -144,7 +144,7 @@ def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_documents(data)
     assert replayed.position == never.position
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(st.data())
 def test_a_replay_of_packed_rows_equals_a_run_that_never_had_the_samples(data):
     long_documents = data.draw(st.sampled_from(["split", "truncate", "drop"]))

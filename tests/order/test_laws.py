@@ -26,7 +26,7 @@ from lightning_stream.order import (
 )
 
 METHODS = ("random", "stratified", "per_stream", "device_per_stream")
-law = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+law = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @dataclass(frozen=True)

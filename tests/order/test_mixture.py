@@ -87,7 +87,7 @@ def test_a_schedule_takes_points_and_weights_in_any_form_and_keeps_its_own_copy(
     assert made == plain
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(schedules(), st.integers(1, 700))
 def test_a_stream_is_within_a_sample_of_the_integral_at_every_batch(schedule: Schedule, batch_size: int) -> None:
     at = np.unique(np.append(np.arange(0, 6000, batch_size), np.arange(300)))
@@ -124,7 +124,7 @@ def test_nearly_all_mixtures_of_many_streams_stay_within_a_sample() -> None:
     assert max(bounds) < 1.1
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(schedules(), st.data())
 def test_any_position_is_read_as_in_sequence(schedule: Schedule, data: st.DataObject) -> None:
     sizes = [MANY] * len(schedule.streams)
@@ -267,7 +267,7 @@ def test_a_global_batch_is_the_same_in_every_world(method: str) -> None:
                 assert sorted(ids.tolist()) == sorted(run.epoch(epoch).ids(24 * k, 24 * k + 24).tolist())
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.integers(0, 3), st.integers(0, 239), st.sampled_from([4, 6, 12, 24]))
 def test_a_run_resumes_at_any_position_with_any_batch(epoch: int, position: int, batch_size: int) -> None:
     run = run_of(THREE)
@@ -374,7 +374,7 @@ def test_a_change_takes_effect_at_its_sample_and_leaves_what_came_before() -> No
     assert len(set(ids[1][360:][streams == 2][:20].tolist())) <= 20
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.integers(0, 900), schedules()), max_size=4), st.integers(0, 1400))
 def test_a_position_is_read_alike_with_any_changes(made: list[tuple[int, Schedule]], begin: int) -> None:
     schedule = Schedule(THREE.points, streams=tuple(NAMES[:4]))

@@ -48,7 +48,7 @@ def expect_found(run, epoch):
         assert run.where(sample_id, epoch).tolist() == np.flatnonzero(ids == sample_id).tolist()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(runs(), st.integers(0, 5))
 def test_where_equals_a_search_through_the_epoch(run, epoch):
     expect_found(run, epoch)
