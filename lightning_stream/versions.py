@@ -16,11 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
-from lightning_stream.errors import ConflictError, NotFoundError
+from lightning_stream.errors import ConflictError
 from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.hashing import digest, digest_parts, hashes_to_write
-from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, ShardEntry
+from lightning_stream.formats.index import FileEntry, Index, ShardEntry
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.model import MAX_FILE_BYTES, to_text
 from lightning_stream.formats.shard import open_shard
@@ -39,7 +39,7 @@ from lightning_stream.writer.base import finalize_shard
 from lightning_stream.writer.batch import batch_columns
 from lightning_stream.writer.lengths import put_lengths
 from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import Mode, Transaction
+from lightning_stream.writer.place import Transaction, begun
 
 _NAMING_HASH = "xxh3_128"  # of files of deleted samples
 _PUTS = 8  # shards of a column that are put at the same time
@@ -145,7 +145,7 @@ def delete_rows(
         raise ValueError("delete_rows takes either ids or where; pass one of them.")
     if callable(ids) or not (where is None or callable(where)):
         raise TypeError("delete_rows takes a function of a sample as where=, and ids without a name.")
-    place, base = _begun(out, "append", store_options)
+    place, base = begun(out, "append", store_options)
     if where is None:
         given = _checked(ids, base)
     else:
@@ -208,7 +208,7 @@ def add_column(
         ValueError: Another number of values, values that the encoding does not take, or an unknown encoding.
         ConflictError: Samples were appended meanwhile for which there are no values, or the dataset was compacted.
     """
-    place, base = _begun(out, "append", store_options)
+    place, base = begun(out, "append", store_options)
     url = place.store.url
     shards = list[bytes]()
     counts = [0]
@@ -247,7 +247,7 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
         ValueError: A shard with deleted samples or added columns is not of the MDS format.
         ConflictError: Another writer changed the dataset meanwhile; it stays as it is.
     """
-    place, index = _begun(out, "edit", store_options)
+    place, index = begun(out, "edit", store_options)
     if index.deleted is None and not index.joined:
         return 0
     cache = ShardCache(place.store)
@@ -317,17 +317,6 @@ def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_uns
         return reader.original_ids(np.flatnonzero(mask))
 
 
-def _begun(
-    out: str | os.PathLike[str], mode: Mode, store_options: Mapping[str, Any] | None
-) -> tuple[Transaction, Index]:
-    place = Transaction(os.fspath(out), store_options=store_options)
-    if not place.store.exists(INDEX_NAME):
-        raise NotFoundError(f"there is no dataset: {place.store.url} has no {INDEX_NAME}. Check the path.")
-    place.begin(mode)
-    assert place.base is not None
-    return place, place.base
-
-
 def _reader(stream: Stream, allow_unsafe_types: bool) -> SampleReader:
     return SampleReader(StreamShards([stream], config=ReaderConfig(allow_unsafe_types=allow_unsafe_types)))
 
@@ -377,6 +366,7 @@ def _put_column(
 
 def _computed(function: Callable[[dict[str, Any]], Any], reader: SampleReader, ids: NDArray[np.int64]) -> list[Any]:
     with reader.read_ahead(ids):
+        reader.open_for(int(ids[0]))  # what is put must come from the verified shard
         return [function(reader.sample(sample)) for sample in ids.tolist()]
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_stream.cache import ShardCache
-from lightning_stream.errors import FormatError, NotFoundError
-from lightning_stream.formats.index import INDEX_NAME, Index, ShardEntry
-from lightning_stream.formats.shard import open_shard
+from lightning_stream.convert.mds import temporary_reader
+from lightning_stream.errors import FormatError
+from lightning_stream.formats.index import Index
 from lightning_stream.processes import Progress, num_processes, refuse_in_worker, run_partitions
-from lightning_stream.shared_files import scratch_folder
-from lightning_stream.stores import LocalStore, absolute, open_store
-from lightning_stream.threads import DaemonPool
+from lightning_stream.reading.reader import SampleReader
+from lightning_stream.reading.stream_shards import ReaderConfig
+from lightning_stream.stores import absolute
 from lightning_stream.version_log import Edit
 from lightning_stream.writer.lengths import (
     LengthFunctions,
@@ -27,13 +25,12 @@ from lightning_stream.writer.lengths import (
     measure_batch,
     put_lengths,
 )
-from lightning_stream.writer.place import Place, Transaction
+from lightning_stream.writer.place import Place, begun
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_PARTITION_BYTES = 64 << 20  # the shards of a partition are fetched at the same time
-_FETCH_THREADS = 4
+_PARTITION_BYTES = 64 << 20  # of shards, which one process reads
 _ROWS = 256  # read at a time, so that a few images are decoded at once
 
 
@@ -78,17 +75,12 @@ def add_lengths(
     """
     refuse_in_worker("add_lengths()")
     functions = check_functions(lengths)
-    place = Transaction(os.fspath(out), store_options=store_options)
-    if not place.store.exists(INDEX_NAME):
-        raise NotFoundError(f"lengths are added to a dataset; {place.store.url} has no {INDEX_NAME}. Check the path.")
-    place.begin("edit")
-    index = place.base
-    assert index is not None
+    place, index = begun(out, "edit", store_options)
     for columns in index.column_sets:
         check_measurable(functions, columns)
     held = _held(index, functions, overwrite)
     cuts = enumerate(index.cut(_PARTITION_BYTES))
-    partitions = [_Shards(k, tuple(map(index.entries, range(*shards)))) for k, shards in cuts]
+    partitions = [_Shards(number, index.part(*shards)) for number, shards in cuts]
     progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
     task = _Measuring(absolute(out), store_options, functions, allow_unsafe_types).run
     report = lambda measured: progress(len(next(iter(measured.values()), ())))  # noqa: E731
@@ -121,10 +113,11 @@ class _Shards:
     """Some shards in a row, which one process reads."""
 
     number: int
-    entries: tuple[tuple[ShardEntry, ...], ...]  # of each shard, and of those joined to it
+    index: Index
 
     def __str__(self) -> str:
-        return f"the lengths of {self.entries[0][0].raw.basename} to {self.entries[-1][0].raw.basename}"
+        names = [self.index.entry(shard).raw.basename for shard in (0, len(self.index) - 1)]
+        return f"the lengths of {' to '.join(names)}"
 
 
 def _joined(names: Iterable[str], parts: Sequence[Lengths]) -> Lengths:
@@ -142,36 +135,19 @@ class _Measuring:
     allow_unsafe_types: bool
 
     def run(self, partition: _Shards) -> Lengths:
-        store = open_store(self.url, self.store_options)
         found: list[Lengths] = []
-        with (
-            scratch_folder() as folder,
-            DaemonPool(_FETCH_THREADS, "fetch") as pool,
-        ):
-            in_place = ShardCache(store)
-            copied = ShardCache(store, folder)
-            is_local = isinstance(store, LocalStore)
-            fetches = [
-                [
-                    (one, pool.submit((in_place if is_local and one.compressed is None else copied).ensure, one))
-                    for one in entries
-                ]
-                for entries in partition.entries
-            ]
-            for parts in fetches:
-                found += self._of_shard([(entry, fetch.result()) for entry, fetch in parts])
+        config = ReaderConfig(allow_unsafe_types=self.allow_unsafe_types)
+        with temporary_reader(self.url, self.store_options, index=partition.index, config=config) as reader:
+            offsets = reader.snapshot.shard_offsets.tolist()
+            with reader.read_ahead(np.arange(offsets[-1])):
+                for begin, end in pairwise(offsets):
+                    found += self._of_shard(reader, begin, end)
         return _joined(self.functions, found)
 
-    def _of_shard(self, parts: Sequence[tuple[ShardEntry, Path]]) -> Iterator[Lengths]:
-        """The lengths of the samples of a shard and those joined to it."""
-        unsafe = self.allow_unsafe_types
-        num_samples = parts[0][0].num_samples
-        shards = [open_shard(entry, folder, allow_unsafe_types=unsafe) for entry, folder in parts]
-        try:
-            for begin in range(0, num_samples, _ROWS):
-                rows = np.arange(begin, min(begin + _ROWS, num_samples))
-                columns = {name: values for shard in shards for name, values in shard.columns(rows).items()}
-                yield measure_batch(self.functions, columns, len(rows), columns)
-        finally:
-            for shard in shards:
-                shard.close()
+    def _of_shard(self, reader: SampleReader, begin: int, end: int) -> Iterator[Lengths]:
+        """The lengths of the samples [begin, end), which are those of a shard."""
+        for first in range(begin, end, _ROWS):
+            reader.open_for(first)  # what is put must come from the verified shard
+            ids = np.arange(first, min(first + _ROWS, end))
+            columns = reader.batch(ids)
+            yield measure_batch(self.functions, columns, len(ids), columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, redact
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.encodings.base import BinaryColumn
-from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import Stream
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
@@ -139,6 +139,7 @@ class MdsReader(Reader):
         raw = {name for name in kept if getattr(get_encoding(columns[name]), "layout", None) is None}
         for split in splits:
             with self._opened(columns, raw) as reader:
+                reader.open_for(split.begin)  # what is written must come from the verified shard
                 for first in range(split.begin, split.end or 0, _ROWS):
                     ids = np.arange(first, min(split.end or 0, first + _ROWS))
                     found = reader.batch(ids)
@@ -149,18 +150,36 @@ class MdsReader(Reader):
                     rows.lengths = {name: numbers[ids] for name, numbers in self.lengths.items()}
                     yield Batch(rows, f"{self._file.root}, samples {ids[0]:,} to {ids[-1]:,}")
 
-    @contextmanager
-    def _opened(self, columns: Mapping[str, str] | None, raw: Collection[str] = ()) -> Iterator[SampleReader]:
-        """A reader of the dataset, which decodes no `raw` column; what it downloads is deleted at the end."""
-        is_packed = columns is None or any(schema.compression for schema in self._index.schemas)
-        has_path = self._file.path is not None and not is_packed
-        version = self.version if columns is None else self._index.digest[:16]
+    def _opened(
+        self, columns: Mapping[str, str] | None, raw: Collection[str] = ()
+    ) -> AbstractContextManager[SampleReader]:
+        """A reader of the dataset, which decodes no `raw` column."""
+        url = self._file.root
         config = ReaderConfig(decoders=dict.fromkeys(raw, bytes))
-        with scratch_folder() as folder:
-            local = None if has_path else folder
-            stream = Stream(self._file.root, local=local, options=self.options, version=version)
-            with closing(SampleReader(StreamShards([stream], config=config))) as reader:
-                if columns is not None:
-                    is_mds = all(schema.format == "mds" for schema in self._index.schemas)
-                    reader.shards.indexes = (self._index.choose(list(columns)) if is_mds else self._index,)
-                yield reader
+        if columns is None:
+            return temporary_reader(url, self.options, version=self.version, config=config)
+        is_mds = all(schema.format == "mds" for schema in self._index.schemas)
+        index = self._index.choose(list(columns)) if is_mds else self._index
+        return temporary_reader(url, self.options, index=index, config=config)
+
+
+@contextmanager
+def temporary_reader(
+    url: str,
+    options: Mapping[str, Any] | None,
+    *,
+    index: Index | None = None,
+    version: int | str | None = None,
+    config: ReaderConfig | None = None,
+) -> Iterator[SampleReader]:
+    """A reader of a dataset, or of the shards of an index alone; what it downloads is deleted at the end.
+
+    Shards of this machine that are not compressed are read where they are.
+    """
+    is_here = index is not None and not is_remote(url) and not any(schema.compression for schema in index.schemas)
+    with scratch_folder() as folder:
+        stream = Stream(url, local=None if is_here else folder, options=options, version=version)
+        with closing(SampleReader(StreamShards([stream], config=config))) as reader:
+            if index is not None:
+                reader.shards.indexes = (index,)
+            yield reader

@@ -138,7 +138,7 @@ class ValidationSplit:
 
     def _hashed(self, values: Mapping[str, Any], num_rows: int) -> Iterable[Any]:
         if self.group_by is None:
-            encoder = MdsEncoder(self.columns, None, (), None)
+            encoder = MdsEncoder(self.columns)
             return encoder.encode_batch({name: values[name] for name in self.columns}, num_rows).rows()
         if self.group_by not in values:
             raise ValueError(f"group_by={self.group_by!r} is not a column; the columns are {', '.join(values)}.")
@@ -201,7 +201,7 @@ class PartitionTask:
 
     @cached_property
     def _encoder(self) -> MdsEncoder:
-        return MdsEncoder(self.columns, None, (), None)
+        return MdsEncoder(self.columns)
 
     def _write(self, batch: Batch, writers: Mapping[str, PartitionWriter], nulls: dict[str, int]) -> None:
         rows = batch.rows

@@ -19,8 +19,11 @@ from lightning_stream.formats.model import (
     FileEntry,
     Schema,
     ShardEntry,
+    array_text,
     check_basename,
+    index_text,
     version_name,
+    with_keys,
 )
 from lightning_stream.formats.scan import read_entry, read_shards, read_top, snapshot_of
 
@@ -201,6 +204,12 @@ class Index:
         """Return the bounds [begin, end) of groups of neighbouring shards, each of about so many raw bytes."""
         groups = (np.cumsum(self.raw_bytes) - self.raw_bytes) // num_bytes
         return list(pairwise([*np.flatnonzero(np.diff(groups, prepend=-1)).tolist(), self.num_shards]))
+
+    def part(self, begin: int, end: int) -> Index:
+        """Return an index of the shards [begin, end) and those joined to them; none of their samples is deleted."""
+        joined = [array_text(map(other.text, range(begin, min(end, len(other))))) for other in self.joined]
+        shards = index_text(map(self.text, range(begin, end)))
+        return Index(with_keys(shards, {"joined": array_text(joined) if joined else None}), self.where)
 
     def choose(self, names: Collection[str]) -> Index:
         """Return this index with some columns alone; joined shards that have none of them are not read then.

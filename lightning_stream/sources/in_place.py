@@ -126,7 +126,7 @@ class InPlace:
             FormatError: That file was changed since the index was made, or has values that cannot be read.
         """
         reader, split = self._origin_of(store, entry)
-        encoder = MdsEncoder(entry.schema.columns, None, (), None)
+        encoder = MdsEncoder(entry.schema.columns)
         with readable(split.file.uri, has_arguments=False), ShardDraft(encoder, entry.num_samples, to) as draft:
             where = self._add_rows(entry, reader, split, draft.add)
             split.file.check()  # it may have changed while it was read
@@ -148,7 +148,7 @@ class InPlace:
     def samples(self, store: Store, entry: ShardEntry, numbers: Sequence[int]) -> list[bytes]:
         """Return the bytes of some samples, as in the shard that `write` would make; errors as those of `write`."""
         reader, split = self._origin_of(store, entry)
-        encoder = MdsEncoder(entry.schema.columns, None, (), None)
+        encoder = MdsEncoder(entry.schema.columns)
         found = list[bytes]()
 
         def add(columns: dict[str, Any], num_rows: int) -> None:
@@ -218,7 +218,7 @@ class InPlace:
 
 def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[Piece]) -> bytes:
     """Return the keys of an index whose shards are these pieces of files."""
-    schema = MdsEncoder(columns, None, (), None).schema
+    schema = MdsEncoder(columns).schema
     entries = (to_text(_entry(schema, kind, number, piece)) for number, piece in enumerate(shards))
     return b'"shards": [' + b", ".join(entries) + b'], "version": 2'
 

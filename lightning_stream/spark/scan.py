@@ -9,8 +9,8 @@ pickles are the bytes that are stored.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -26,15 +26,15 @@ from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import StructField, StructType
 
 from lightning_stream.cache import ShardCache
+from lightning_stream.convert.mds import temporary_reader
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.formats.index import Index, ShardEntry
-from lightning_stream.formats.shard import Shard, open_shard
+from lightning_stream.formats.index import Index
 from lightning_stream.reading.deleted import deleted_samples
+from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
-from lightning_stream.shared_files import scratch_folder
+from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.sources.tables import fitting_rows
-from lightning_stream.stores import LocalStore, Store, open_store
 
 _BATCH_ROWS = 4096
 _BATCH_BYTES = 1 << 24  # of samples, decompressed
@@ -84,7 +84,7 @@ class Dataset:
         Raises:
             ValueError: There is no such column, a column has two encodings, or there are no shards.
         """
-        cache, index = self.open()
+        _, index = self.open()
         encodings = _encodings(index)
         if not encodings:
             raise ValueError(f"{index.where} lists no shards, so it has no columns. Pass .schema('...').")
@@ -95,18 +95,27 @@ class Dataset:
             )
         fields = []
         for name in self.columns or encodings:
-            kind = arrow_type_of(encodings[name], lambda name=name: self._first(cache, index, name))  # type: ignore[misc]
+            kind = arrow_type_of(encodings[name], lambda name=name: self._first(index, name))  # type: ignore[misc]
             fields.append(StructField(name, from_arrow_type(kind), _has_nulls(index.column_sets, name)))
         return StructType(fields)
 
-    def _first(self, cache: ShardCache, index: Index, name: str) -> Any:
+    def _first(self, index: Index, name: str) -> Any:
         """The first value of a column."""
-        for shard in range(len(index)):
-            entries = index.entries(shard)
-            if index.shard_sizes[shard] and any(name in entry.schema.names for entry in entries):
-                with _opened(cache.store, entries, [name]) as shards:
-                    return _values(shards, np.zeros(1, np.int64))[name][0]
+        for shard in np.flatnonzero(index.shard_sizes).tolist():
+            part = index.part(shard, shard + 1)
+            if name in part.columns:
+                with self.opened(part, [name]) as reader:
+                    return reader.batch(np.zeros(1, np.int64))[name][0]
         raise ValueError(f"{index.where} has no sample that shows the dimensions of {name!r}. Pass .schema('...').")
+
+    @contextmanager
+    def opened(self, index: Index, names: Sequence[str]) -> Iterator[SampleReader]:
+        """A reader of some columns of a shard; it decodes no value whose type Spark does not have."""
+        decoders = {name: found for name in names if (found := decoder_of(index.columns[name])) is not None}
+        config = ReaderConfig(decoders=decoders)
+        with temporary_reader(self.url, self.store_options, index=index.choose(names), config=config) as reader:
+            reader.open_for(0)  # what a query gets must come from the verified shard
+            yield reader
 
 
 def _encodings(index: Index) -> dict[str, str]:
@@ -127,47 +136,20 @@ def _has_nulls(column_sets: Sequence[Mapping[str, str]], name: str) -> bool:
     return any(columns.get(name, "json") == "json" for columns in column_sets)
 
 
-@contextlib.contextmanager
-def _opened(store: Store, entries: Sequence[ShardEntry], names: Sequence[str]) -> Iterator[list[Shard]]:
-    """Open those of a shard and the shards joined to it that have some of these columns, which alone are decoded.
-
-    They are read in place if they are local files, else in a temporary folder.
-    """
-    with contextlib.ExitStack() as held:
-        shards = []
-        for entry in entries:
-            if not (own := [name for name in names if name in entry.schema.names]):
-                continue
-            is_packed = any(packed is not None for _, packed in entry.files)
-            is_here = isinstance(store, LocalStore) and not is_packed
-            home = None if is_here else held.enter_context(scratch_folder())
-            folder = held.enter_context(ShardCache(store, home).lease(entry)).folder
-            encodings = entry.schema.columns
-            decoders = {name: found for name in own if (found := decoder_of(encodings[name])) is not None}
-            shard = open_shard(entry, folder, decoders=decoders, columns=own)
-            shards.append(held.enter_context(contextlib.closing(shard)))
-        yield shards
-
-
-def _values(shards: Sequence[Shard], rows: Rows) -> dict[str, Any]:
-    """The columns of some rows of a shard and those joined to it."""
-    return {name: values for shard in shards for name, values in shard.columns(rows).items()}
-
-
 @dataclass(frozen=True, repr=False)
 class ShardSpan(InputPartition):  # type: ignore[misc,unused-ignore]
     """Some shards of a dataset, for one task.
 
     Attributes:
-        entries: Those of each shard, and of the shards joined to it, in the index.
+        index: That of these shards alone.
         deleted: The samples of these shards that are deleted: int64[n].
     """
 
-    entries: tuple[tuple[ShardEntry, ...], ...]
+    index: Index
     deleted: Rows
 
     def __repr__(self) -> str:
-        return f"ShardSpan({len(self.entries)} shards)"
+        return f"ShardSpan({len(self.index)} shards)"
 
 
 class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
@@ -206,34 +188,35 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
             begin = ends[first] - index.shard_sizes[first]
             end = ends[last - 1]
             gone = deleted[(deleted >= begin) & (deleted < end)] - begin
-            spans.append(ShardSpan(tuple(map(index.entries, range(first, last))), gone))
+            spans.append(ShardSpan(index.part(first, last), gone))
         return spans
 
     def read(self, partition: InputPartition) -> Iterator[Any]:
         if not isinstance(partition, ShardSpan):  # Spark's own, for a dataset without shards
             return
-        store = open_store(self._dataset.url, self._dataset.store_options)
         begin = 0
-        for entries in partition.entries:
-            rows = np.setdiff1d(np.arange(entries[0].num_samples), partition.deleted - begin)
-            begin += entries[0].num_samples
+        for shard, num_samples in enumerate(partition.index.shard_sizes.tolist()):
+            rows = np.setdiff1d(np.arange(num_samples), partition.deleted - begin)
+            begin += num_samples
             if len(rows):
-                with _opened(store, entries, self._arrow.names) as shards:
-                    yield from self._batches(shards, entries, rows)
+                yield from self._batches(partition.index.part(shard, shard + 1), rows)
 
-    def _batches(self, shards: Sequence[Shard], entries: Sequence[ShardEntry], rows: Rows) -> Iterator[pa.RecordBatch]:
-        encodings = {name: encoding for entry in entries for name, encoding in entry.schema.columns.items()}
-        step = fitting_rows(entries[0].num_samples, entries[0].raw.num_bytes, _BATCH_ROWS, _BATCH_BYTES)
-        for at in range(0, len(rows), step):
-            chosen = rows[at : at + step]
-            values = _values(shards, chosen)
-            columns = [
-                arrow_array(field.name, encodings[field.name], values[field.name], field.type)
-                if field.name in values
-                else pa.nulls(len(chosen), field.type)
-                for field in self._arrow
-            ]
-            yield pa.RecordBatch.from_arrays(columns, schema=self._arrow)
+    def _batches(self, index: Index, rows: Rows) -> Iterator[pa.RecordBatch]:
+        """The rows of one shard."""
+        encodings = index.columns
+        names = [name for name in self._arrow.names if name in encodings]
+        step = fitting_rows(index.num_samples, index.entry(0).raw.num_bytes, _BATCH_ROWS, _BATCH_BYTES)
+        with self._dataset.opened(index, names) as reader:
+            for at in range(0, len(rows), step):
+                chosen = rows[at : at + step]
+                values = reader.batch(chosen) if names else {}
+                columns = [
+                    arrow_array(field.name, encodings[field.name], values[field.name], field.type)
+                    if field.name in values
+                    else pa.nulls(len(chosen), field.type)
+                    for field in self._arrow
+                ]
+                yield pa.RecordBatch.from_arrays(columns, schema=self._arrow)
 
 
 # MDS values as Arrow arrays of Spark's types

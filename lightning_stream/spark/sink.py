@@ -141,17 +141,17 @@ class SinkJob(SparkJob):
         if self.skip:
             return
         place = self.place
-        place.done = {name for receipt in receipts for name in receipt.files()}
+        written = {name for receipt in receipts for name in receipt.files()}
         try:
             if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
                 check(receipts, "the DataFrame", _FILL)
             self._check_files(place.store, receipts)
-            is_in = self._change(place, receipts)
+            is_in = self._change(place, receipts, written)
         except (ValueError, FileExistsError, ConflictError):
             _clean(place.store, self.job)
             raise
         if is_in:  # writes that are repeated under one key differ in the last digits, and the others are not in it
-            _clean(place.store, self.job[:-8], place.done)
+            _clean(place.store, self.job[:-8], written)
         else:
             _clean(place.store, self.job)
 
@@ -165,8 +165,8 @@ class SinkJob(SparkJob):
             seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
             check_seen(store, seen, {name: size for one in receipts for name, size in one.files().items()})
 
-    def _change(self, place: Transaction, receipts: Sequence[Receipt]) -> bool:
-        """Put the index or a change; return whether the rows are in the dataset by this write."""
+    def _change(self, place: Transaction, receipts: Sequence[Receipt], written: set[str]) -> bool:
+        """Put the index or a change; return whether the rows are in the dataset by this write, of these files."""
         entries = [to_text(entry) for receipt in receipts for entry in receipt.shards]
         lengths = joined_lengths(receipt.lengths for receipt in receipts)
         place.begin("overwrite" if self.overwrite else "merge")
@@ -177,23 +177,19 @@ class SinkJob(SparkJob):
                     f"{place.store.url} was changed while this write was going to replace it. Its dataset stays. "
                     "Write again."
                 )
+            place.done = written
             return place.commit(Edit("append", entries, lengths))
         if newest is None:
             text = with_lengths(index_text(entries), lengths)
-            names = place.done
-            place.done = set()  # which are needed if another writer was first
-            try:
+            with suppress(FileExistsError):  # another writer made a dataset meanwhile
                 place.swap(INDEX_NAME, with_first_key(text, self.key) if self.key else text)
                 return True
-            except FileExistsError:  # another writer made a dataset meanwhile
-                pass
-            finally:
-                place.done = names
         if self.if_exists == "error":
             raise _exists(place.store)
         if self.if_exists == "ignore":
             return False
         place.begin("append")
+        place.done = written
         assert place.base is not None
         check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)
         return place.commit(Edit("append", entries, lengths, self.message, self.key))

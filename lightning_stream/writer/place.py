@@ -318,6 +318,16 @@ class Transaction:
         return self.store.url
 
 
+def begun(out: Place, mode: Mode, store_options: Mapping[str, Any] | None) -> tuple[Transaction, Index]:
+    """Begin a change of a dataset that exists; return it with the dataset's index. NotFoundError if there is none."""
+    place = Transaction(os.fspath(out), store_options=store_options)
+    if not place.store.exists(INDEX_NAME):
+        raise errors.NotFoundError(f"there is no dataset: {place.store.url} has no {INDEX_NAME}. Check the path.")
+    place.begin(mode)
+    assert place.base is not None
+    return place, place.base
+
+
 def newest_text(store: Store) -> bytes | None:
     """The text of the index of the newest version; None if there is no dataset."""
     with contextlib.suppress(errors.NotFoundError, errors.FormatError):

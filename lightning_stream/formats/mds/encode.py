@@ -35,7 +35,11 @@ class MdsEncoder:
     per_sample_overhead = 4
 
     def __init__(
-        self, columns: Mapping[str, str], compression: str | None, hashes: tuple[str, ...], size_limit: int | None
+        self,
+        columns: Mapping[str, str],
+        compression: str | None = None,
+        hashes: tuple[str, ...] = (),
+        size_limit: int | None = None,
     ) -> None:
         check_columns(columns)
         names = tuple(sorted(columns))
