@@ -35,6 +35,7 @@ from lightning_stream.reading.mapped import MapReader
 
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 
+_WAITED = Path("/proc/thread-self/schedstat")  # what a thread computed, and waited for a core
 _log = logging.getLogger(__name__)
 
 
@@ -277,7 +278,7 @@ def clocks_of_processor(num_threads: int = 1) -> SampledClocks:
 def _queued_s() -> float:
     """Seconds that this thread could have computed so far, but waited for a core; 0 where the system does not tell."""
     try:
-        with Path("/proc/thread-self/schedstat").open("rb", buffering=0) as file:
+        with _WAITED.open("rb", buffering=0) as file:
             return int(file.read().split()[1]) / 1e9
     except OSError:
         return 0.0
