@@ -318,7 +318,9 @@ def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_uns
 
 
 def _reader(stream: Stream, allow_unsafe_types: bool) -> SampleReader:
-    return SampleReader(StreamShards([stream], config=ReaderConfig(allow_unsafe_types=allow_unsafe_types)))
+    """A reader of a version: what is written must come from verified shards."""
+    config = ReaderConfig(allow_unsafe_types=allow_unsafe_types, start_by_range=False)
+    return SampleReader(StreamShards([stream], config=config))
 
 
 def _refuse_compacted(base: Index, now: Index) -> None:
@@ -366,7 +368,6 @@ def _put_column(
 
 def _computed(function: Callable[[dict[str, Any]], Any], reader: SampleReader, ids: NDArray[np.int64]) -> list[Any]:
     with reader.read_ahead(ids):
-        reader.open_for(int(ids[0]))  # what is put must come from the verified shard
         return [function(reader.sample(sample)) for sample in ids.tolist()]
 
 

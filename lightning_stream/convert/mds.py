@@ -139,7 +139,6 @@ class MdsReader(Reader):
         raw = {name for name in kept if getattr(get_encoding(columns[name]), "layout", None) is None}
         for split in splits:
             with self._opened(columns, raw) as reader:
-                reader.open_for(split.begin)  # what is written must come from the verified shard
                 for first in range(split.begin, split.end or 0, _ROWS):
                     ids = np.arange(first, min(split.end or 0, first + _ROWS))
                     found = reader.batch(ids)
@@ -174,8 +173,9 @@ def temporary_reader(
 ) -> Iterator[SampleReader]:
     """A reader of a dataset, or of the shards of an index alone; what it downloads is deleted at the end.
 
-    Shards of this machine that are not compressed are read where they are.
+    All samples come from verified shards. Those of this machine that are not compressed are read where they are.
     """
+    config = replace(config or ReaderConfig(), start_by_range=False)
     is_here = index is not None and not is_remote(url) and not any(schema.compression for schema in index.schemas)
     with scratch_folder() as folder:
         stream = Stream(url, local=None if is_here else folder, options=options, version=version)

@@ -80,8 +80,8 @@ class PartialShards:
     def is_cheaper(self, number: int, indices: Int64s) -> bool:
         """Whether ranges for these samples of a shard cost less than the shard, with what was spent on it before.
 
-        Never if the user demands a hash, nor for shards that are compressed in one piece, of a format without such
-        ranges, or in the cache.
+        Never if the user demands a hash or whole shards, nor for shards that are compressed in one piece, of a format
+        without such ranges, or in the cache.
         """
         cache, entry = self._shards.entry(number)
         if isinstance(cache.store, DownloadHook) or not self._may_be_partial(number):
@@ -100,7 +100,8 @@ class PartialShards:
     def comes_soon(self, number: int, last: int) -> bool:
         """Whether the samples up to an index surely arrive well before the end of the shard, and can be read then.
 
-        Never if the user demands a hash, nor for shards that are compressed in one piece or of other formats.
+        Never if the user demands a hash or whole shards, nor for those that are compressed in one piece or of other
+        formats.
         """
         cache, entry = self._shards.entry(number)
         if entry.raw.origin is not None or not isinstance(cache.store, RetryingStore):
@@ -113,7 +114,7 @@ class PartialShards:
         cache, entry = self._shards.entry(number)
         has_frames = entry.format == "mds" and (entry.compressed is None or _is_seekable(entry))
         is_trusted = number not in self._distrusted and cache.config.validate_hash is None
-        return has_frames and is_trusted and not cache.in_place
+        return has_frames and is_trusted and not cache.in_place and self._shards.config.start_by_range is not False
 
     def arriving(self, number: int, indices: Int64s, has_come: Callable[[], bool]) -> PartialShard | None:
         """Samples of a shard that is being fetched, by any process, as soon as they are here.

@@ -411,8 +411,7 @@ class ShardPool:
 
     def of_batch(self, numbers: list[int], wanted: Mapping[int, Int64s]) -> dict[int, tuple[Shard, EarlyRead | None]]:
         """The shards of a batch by number, opened; of those that are not, the `wanted` samples alone may come."""
-        starts = self._config.start_by_range is not False
-        soon = {number for number in wanted if starts and self.partial.comes_soon(number, int(wanted[number][-1]))}
+        soon = {number for number in wanted if self.partial.comes_soon(number, int(wanted[number][-1]))}
         ranged, awaited = self._by_range(wanted, soon)
         missing = [number for number in numbers if number not in ranged]
         shards: dict[int, tuple[Shard, EarlyRead | None]] = {}

@@ -42,7 +42,7 @@ class ReaderConfig:
         allow_unsafe_types: Whether the ``pkl`` encoding may be decoded: it runs code that the data names.
         decoders: By column, a function from its stored bytes to a value, instead of its encoding.
         start_by_range: Whether samples may come by ranges while their shards are being fetched; None: where a whole
-            batch may, within the reader's `spare_requests`.
+            batch may, within the reader's `spare_requests`. False: all come from verified shards alone.
         load_images: Whether images are decoded when they are read, which finds damaged pixels, and not later.
     """
 

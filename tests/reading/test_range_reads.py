@@ -436,3 +436,12 @@ def test_a_subset_of_a_subset_has_one_reader_of_shards_which_close_closes(served
     assert len(held)
     dataset.reader.close()
     assert not held
+
+
+def test_nothing_unverified_is_read_where_shards_are_to_be_whole(served: Served, tmp_path: Path) -> None:
+    """Also of shards that nobody fetches yet: single samples, sparse batches and subsets."""
+    dataset = served.dataset(tmp_path, start_by_range=False)
+    assert dataset[7]["id"] == 7
+    part = dataset.subset([NUM_SAMPLES - 1])
+    assert next(iter(StreamingDataLoader(part, 1)))["id"].tolist() == [NUM_SAMPLES - 1]
+    assert all(value is None for _, value in served.asked())

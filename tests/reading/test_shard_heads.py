@@ -21,6 +21,7 @@ from lightning_stream.cache import ShardCache  # noqa: E402
 from lightning_stream.errors import StoreError  # noqa: E402
 from lightning_stream.reading import partial  # noqa: E402
 from lightning_stream.reading.partial import PartialShards  # noqa: E402
+from lightning_stream.reading.stream_shards import ReaderConfig  # noqa: E402
 from lightning_stream.stores import RetryingStore, open_store  # noqa: E402
 from lightning_stream.stores.retry import RetryPolicy  # noqa: E402
 
@@ -120,7 +121,9 @@ def test_nothing_is_read_early_against_the_users_wish(
 
 def parts_of(cache: ShardCache, entry: Any) -> PartialShards:
     """Parts of shards that must not be opened."""
-    shards: Any = SimpleNamespace(entry=lambda _: (cache, entry), open=lambda *_: pytest.fail("nothing is opened"))
+    shards: Any = SimpleNamespace(
+        entry=lambda _: (cache, entry), open=lambda *_: pytest.fail("nothing is opened"), config=ReaderConfig()
+    )
     return PartialShards(shards)
 
 
