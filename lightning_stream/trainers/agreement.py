@@ -49,9 +49,9 @@ def gathered_numbers(numbers: NDArray[np.float64]) -> NDArray[np.float64]:
         return numbers[np.newaxis]
     backends = torch.distributed.get_backend_config()  # e.g. "cpu:gloo,cuda:nccl"
     device = "cpu" if "cpu:" in backends else backends.partition(":")[0]
-    own = torch.from_numpy(numbers).to(device)
-    ranks = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(ranks, own)
+    local = torch.from_numpy(numbers).to(device)
+    ranks = [torch.empty_like(local) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(ranks, local)
     return torch.stack(ranks).cpu().numpy()
 
 
@@ -65,8 +65,8 @@ def compare(states: Sequence[Mapping[str, Any]]) -> None:
     for rank, state in enumerate(states):
         differs = [name for name, value in state.items() if value != states[0].get(name)]
         if differs:
-            found = ", ".join(f"{name}: {states[0].get(name)} and {state[name]}" for name in differs)
+            values = ", ".join(f"{name}: {states[0].get(name)} and {state[name]}" for name in differs)
             raise StateError(
-                f"all ranks train on one run of the same data, but ranks 0 and {rank} differ in {found}. The data was "
+                f"all ranks train on one run of the same data, but ranks 0 and {rank} differ in {values}. The data was "
                 "replaced while the run began, or a setting depends on the rank: correct that and start again"
             )

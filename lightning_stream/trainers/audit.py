@@ -48,7 +48,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, order=True)
-class _Stretch:
+class _StepRange:
     """Consecutive steps of an epoch in one world."""
 
     epoch: int
@@ -127,15 +127,17 @@ class DeliveryRecord:
         if (first.epoch, first.begin) != self._next:
             self._open(first)
         assert self._file is not None
-        whole = 0
+        batch_sum = 0
         for info in infos:
             keep = ~info.filler
-            whole += ledger.total(info.epoch, info.positions[keep], info.delivered[keep])
-        self._file.write(ledger.to_bytes(np.array([whole % ledger.MODULUS], dtype=np.uint64)))
-        listed = [one for info in infos for one in info.substitutions]
+            batch_sum += ledger.total(info.epoch, info.positions[keep], info.delivered[keep])
+        self._file.write(ledger.to_bytes(np.array([batch_sum % ledger.MODULUS], dtype=np.uint64)))
+        listed = [change for info in infos for change in info.substitutions]
         if listed:
             with Path(f"{self._file.name}{_SUBSTITUTIONS}").open("a", encoding="utf-8") as lines:
-                lines.writelines(f"{json.dumps([one.position, one.drawn, one.delivered])}\n" for one in listed)
+                lines.writelines(
+                    f"{json.dumps([change.position, change.drawn, change.delivered])}\n" for change in listed
+                )
         self._next = (first.epoch, first.end)
 
     def _open(self, first: MicroBatch) -> None:
@@ -154,8 +156,8 @@ class DeliveryRecord:
         _write_start(folder, begin, world.rank)
         size = settings.global_batch_size
         tail = settings.tail
-        stretch = _Stretch(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
-        path = stretch.path(folder, world.rank)
+        step_range = _StepRange(first.epoch, first.begin, size, tail, world.num_ranks, world.replication)
+        path = step_range.path(folder, world.rank)
         for former in (path, Path(f"{path}{_SUBSTITUTIONS}")):
             former.unlink(missing_ok=True)  # a run from the same checkpoint, as before, makes it void
         self._file = path.open("xb", buffering=0)
@@ -169,13 +171,13 @@ def _folder_of(folder: Path, here: Position, run: RunOrder) -> Path:
     schedule = here.order.schedule and structs.replace(here.order.schedule, changes=())
     order = structs.replace(here.order, schedule=schedule).to_state()
     name = json.dumps([order, here.weights, here.snapshot.digest], sort_keys=True).encode()
-    own = folder / f"run-{sha256(name).hexdigest()[:12]}"
+    run_folder = folder / f"run-{sha256(name).hexdigest()[:12]}"
     warnings.warn(
         f"The folder of record_delivery= belongs to one run, but {folder} has the record of a run with another order: "
-        f"this run's is in {own}. Give each run a folder of its own.",
+        f"this run's is in {run_folder}. Give each run a folder of its own.",
         stacklevel=2,
     )
-    return own
+    return run_folder
 
 
 def _is_of_run(start: Position, here: Position, run: RunOrder) -> bool:
@@ -197,14 +199,14 @@ def _cut_off(folder: Path, here: Position, run: RunOrder, world: World) -> None:
 
     The files stay, since the folders of other machines may have those of other ranks.
     """
-    for path, stretch, rank in _files(folder):
+    for path, step_range, rank in _files(folder):
         if rank != world.rank and rank < world.num_ranks:
             continue
         count = path.stat().st_size // _SUM_BYTES
-        kept = stretch.num_before(run, here.epoch, here.position, count)
-        if kept < count:
+        num_valid = step_range.num_before(run, here.epoch, here.position, count)
+        if num_valid < count:
             draft = path.with_suffix(f".draft-{world.rank}")
-            draft.write_bytes(path.read_bytes()[: kept * _SUM_BYTES])
+            draft.write_bytes(path.read_bytes()[: num_valid * _SUM_BYTES])
             draft.replace(path)  # not in place: a run that still writes it must not write into this one's
 
 
@@ -276,7 +278,7 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
 
 
 def _compare(folder: Path, start: Position, run: RunOrder) -> Verdict:
-    stretches = _read_stretches(folder)
+    recorded = _read_sums(folder)
     steps = 0
     epoch = start.epoch
     reached = start.position
@@ -284,57 +286,58 @@ def _compare(folder: Path, start: Position, run: RunOrder) -> Verdict:
     left = ""
     if (epoch, reached) != (0, 0):
         left = f"; the record begins at epoch {epoch}, position {reached}"
-    for stretch in sorted(stretches):
-        ranks = stretches[stretch]
+    for step_range in sorted(recorded):
+        ranks = recorded[step_range]
         if not (count := min(map(len, ranks))):
             continue  # made void by a run from a checkpoint before it
-        plan = stretch.plan(run)
-        if stretch.epoch == epoch + 1:
+        plan = step_range.plan(run)
+        if step_range.epoch == epoch + 1:
             if reached < end:
                 left += f"; epoch {epoch} was left at position {reached}"
-            epoch = stretch.epoch
+            epoch = step_range.epoch
             reached = 0
-        if stretch.epoch > epoch or stretch.begin > reached:
+        if step_range.epoch > epoch or step_range.begin > reached:
             sentence = f"nothing is recorded of the steps from epoch {epoch}, position {reached} on"
             return Verdict(steps, (epoch, reached), sentence)
         end = plan.end
-        wanted = _corrected(ledger.of_steps(plan, 0, count), plan, folder, stretch)
-        found = ledger.verify(wanted, ranks, replication=stretch.replication)
-        if found.first_difference is not None:
-            position = plan.bounds(found.first_difference)[0]
-            sentence = f"epoch {epoch}, position {position} is the first step that differs: {found.message}"
-            return Verdict(steps + found.first_difference, (epoch, position), sentence)
+        wanted = _corrected(ledger.of_steps(plan, 0, count), plan, folder, step_range)
+        comparison = ledger.verify(wanted, ranks, replication=step_range.replication)
+        if comparison.first_difference is not None:
+            position = plan.bounds(comparison.first_difference)[0]
+            sentence = f"epoch {epoch}, position {position} is the first step that differs: {comparison.message}"
+            return Verdict(steps + comparison.first_difference, (epoch, position), sentence)
         steps += count
         reached = max(reached, plan.bounds(count - 1)[1])
     return Verdict(steps, None, f"all {steps} recorded steps saw exactly the planned samples{left}")
 
 
-def _files(folder: Path, also: str = "") -> Iterator[tuple[Path, _Stretch, int]]:
+def _files(folder: Path, also: str = "") -> Iterator[tuple[Path, _StepRange, int]]:
     """The files of a record, also those with this suffix behind their names: what each has, and of which rank."""
     for path in folder.glob("*.ledger*"):
         if match := _PATTERN.fullmatch(path.name.removesuffix(also)):
             epoch, begin, size, tail, rank, ranks, replication = match.groups()
             world = (int(ranks), int(replication))
-            yield path, _Stretch(int(epoch), int(begin), int(size), tail, *world), int(rank)  # type: ignore[arg-type]
+            yield path, _StepRange(int(epoch), int(begin), int(size), tail, *world), int(rank)  # type: ignore[arg-type]
 
 
-def _read_stretches(folder: Path) -> Mapping[_Stretch, list[NDArray[np.uint64]]]:
-    found = {}
-    for stretch in {stretch for _, stretch, _ in _files(folder)}:
-        paths = [stretch.path(folder, rank) for rank in range(stretch.num_ranks)]
+def _read_sums(folder: Path) -> Mapping[_StepRange, list[NDArray[np.uint64]]]:
+    sums = {}
+    for step_range in {step_range for _, step_range, _ in _files(folder)}:
+        paths = [step_range.path(folder, rank) for rank in range(step_range.num_ranks)]
         absent = [rank for rank, path in enumerate(paths) if not path.exists()]
         if absent:
             raise LedgerError(
-                f"a record needs the files of all ranks, but of {stretch.num_ranks} ranks at epoch {stretch.epoch}, "
-                f"position {stretch.begin} those of {absent} are missing: put the folders of all machines together"
+                f"a record needs the files of all ranks, but of {step_range.num_ranks} ranks at epoch "
+                f"{step_range.epoch}, position {step_range.begin} those of {absent} are missing: put the folders of "
+                "all machines together"
             )
-        found[stretch] = [ledger.from_bytes(path.read_bytes()) for path in paths]
-    return found
+        sums[step_range] = [ledger.from_bytes(path.read_bytes()) for path in paths]
+    return sums
 
 
-def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, stretch: _Stretch) -> NDArray[np.uint64]:
+def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, step_range: _StepRange) -> NDArray[np.uint64]:
     """The planned sums with the substitutions that were listed."""
-    paths = [Path(f"{stretch.path(folder, rank)}{_SUBSTITUTIONS}") for rank in range(stretch.num_ranks)]
+    paths = [Path(f"{step_range.path(folder, rank)}{_SUBSTITUTIONS}") for rank in range(step_range.num_ranks)]
     changes = set()
     for path in paths:
         if path.exists():
@@ -342,7 +345,7 @@ def _corrected(wanted: NDArray[np.uint64], plan: BatchPlan, folder: Path, stretc
                 changes |= {ledger.Substitution(*json.loads(line)) for line in text.splitlines()}
     for k in range(len(wanted)):
         begin, end = plan.bounds(k)
-        here = [one for one in changes if begin <= one.position < end]
+        here = [change for change in changes if begin <= change.position < end]
         if here:
-            wanted[k] = ledger.substituted(int(wanted[k]), stretch.epoch, here)
+            wanted[k] = ledger.substituted(int(wanted[k]), step_range.epoch, here)
     return wanted

@@ -51,11 +51,11 @@ def position_of(content: Any, name: str) -> Mapping[str, Any]:
     if state and is_mosaic_state(state) and not state["sample_in_epoch"] and not clock.get("batch_in_epoch", 1):
         # At the end of an epoch that library saves the epoch that is over; Composer's clock has the next one.
         state = {**state, "epoch": max(state["epoch"], clock["epoch"])}
-    found = dict(_states_in(content)) if state is None else {name: state}
-    if len(found) == 1:
-        return next(iter(found.values()))
-    if found:
-        raise StateError(f"a checkpoint must hold one position of data; {name} holds some at {', '.join(found)}")
+    states = dict(_states_in(content)) if state is None else {name: state}
+    if len(states) == 1:
+        return next(iter(states.values()))
+    if states:
+        raise StateError(f"a checkpoint must hold one position of data; {name} holds some at {', '.join(states)}")
     raise StateError(
         f"a checkpoint written with StreamingDataModule, StreamingCallback or data_spec, or with the loader's "
         f"state_dict, holds the data's position; {name} holds none"
@@ -73,8 +73,8 @@ def _states_in(content: Any, at: str = "", depth: int = _DEEPEST) -> Iterator[tu
             for name, value in content.items():
                 yield from _states_in(value, f"{at}.{name}" if at else str(name), depth - 1)
     elif isinstance(content, (list, tuple)) and depth:
-        for number, value in enumerate(content):
-            yield from _states_in(value, f"{at}[{number}]", depth - 1)
+        for k, value in enumerate(content):
+            yield from _states_in(value, f"{at}[{k}]", depth - 1)
 
 
 def start_at(state: Mapping[str, Any], data: Any) -> None:

@@ -166,7 +166,7 @@ class RunReport:
         self.has_ended = False
         here = self.loader.position
         done = min(1.0, here.position / recent.epoch_positions) if recent.epoch_positions else 0.0
-        drawn = {name: number for name, number in drawn.items() if number}
+        drawn = {name: count for name, count in drawn.items() if count}
         self._append(Row, epochs=round(here.epoch + done, 6), stats=numbers_of(recent), drawn=drawn)
         self._row_began = perf_counter()  # behind the row's own time: or else the next one could come too soon
 

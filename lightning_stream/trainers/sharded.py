@@ -28,12 +28,12 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Find what torch writes into metadata; UnpicklingError for anything else."""
         if module in _MODULES and "." not in name:
-            found = super().find_class(module, name)
-            is_own = isinstance(found, type) and found.__module__ == metadata.__name__
-            is_path = isinstance(found, type) and issubclass(found, PurePath)
-            is_plain = isinstance(found, torch.dtype) or found in (torch.Size, filesystem._StorageInfo)  # noqa: SLF001
+            symbol = super().find_class(module, name)
+            is_own = isinstance(symbol, type) and symbol.__module__ == metadata.__name__
+            is_path = isinstance(symbol, type) and issubclass(symbol, PurePath)
+            is_plain = isinstance(symbol, torch.dtype) or symbol in (torch.Size, filesystem._StorageInfo)  # noqa: SLF001
             if is_own or is_path or is_plain or (module, name) in _FUNCTIONS:
-                return found
+                return symbol
         raise pickle.UnpicklingError(f"the metadata of a sharded checkpoint has no {module}.{name}")
 
 
@@ -45,14 +45,14 @@ def held_position(folder: Path, trusted: bool = False) -> Any:
         UnpicklingError: The metadata holds more than plain values, and is not trusted.
     """
     with (folder / METADATA).open("rb") as file:
-        found = pickle.load(file) if trusted else _Unpickler(file).load()  # noqa: S301
-    held = next((info for index, info in (found.storage_data or {}).items() if index.fqn == _KEY), None)
-    if held is not None and Path(held.relative_path).name != held.relative_path:
-        named = repr(held.relative_path)
+        content = pickle.load(file) if trusted else _Unpickler(file).load()  # noqa: S301
+    entry = next((info for index, info in (content.storage_data or {}).items() if index.fqn == _KEY), None)
+    if entry is not None and Path(entry.relative_path).name != entry.relative_path:
+        named = repr(entry.relative_path)
         raise StateError(f"a sharded checkpoint holds its files in one folder; the metadata of {folder} names {named}")
-    if held is not None and vars(held).get("transform_descriptors"):
+    if entry is not None and vars(entry).get("transform_descriptors"):
         raise StateError(f"the position in a sharded checkpoint must not be compressed; {folder} has it compressed")
-    return held
+    return entry
 
 
 def position_in(folder: Path, trusted: bool) -> dict[str, Any]:
@@ -62,10 +62,10 @@ def position_in(folder: Path, trusted: bool) -> dict[str, Any]:
         folder: The folder of the checkpoint.
         trusted: Whether its files may hold other objects than plain ones, which runs code that they name.
     """
-    held = held_position(folder, trusted)
-    if held is None:
+    entry = held_position(folder, trusted)
+    if entry is None:
         return {}
-    with (folder / held.relative_path).open("rb") as file:
-        file.seek(held.offset)
-        value = torch.load(BytesIO(file.read(held.length)), weights_only=not trusted)
+    with (folder / entry.relative_path).open("rb") as file:
+        file.seek(entry.offset)
+        value = torch.load(BytesIO(file.read(entry.length)), weights_only=not trusted)
     return {"state": {"dataset_state": {"train": {STATE_KEY: value}}}}

@@ -54,10 +54,10 @@ class _Loop(TrainerClock):
 
     def __init__(self) -> None:
         self.iteration: LoaderIterator | None = None
-        self.number = self.epoch = 0
+        self.batch_index = self.epoch = 0
 
     def micro_batch(self) -> int:
-        return self.number
+        return self.batch_index
 
     def step(self) -> int:
         """The epoch: the process may have resumed, and then its own steps count from 0."""
@@ -78,22 +78,22 @@ class _PlannedEpoch:
         self._batches = batches
         self._walk = batches.walk()
 
-    def take(self, number: int) -> MicroBatch:
+    def take(self, batch_index: int) -> MicroBatch:
         """The micro-batch of this number."""
-        j = number - self.first
+        j = batch_index - self.first
         if j < 0 or not self._batches.has(j):
             raise LedgerError(
                 f"an epoch has the micro-batches that were planned, {len(self._batches)} from here on, but the trainer "
                 f"asks for number {j}. The weights of the last checkpoint are still right: resume from it"
             )
-        if number != self.due:
+        if batch_index != self.due:
             self._walk = self._batches.walk(j)
-        self.due = number + 1
+        self.due = batch_index + 1
         return next(self._walk)
 
     def num_samples(self, begin: int, end: int) -> int:
         """Samples of the micro-batches from one number up to, and without, another."""
-        return sum(self._batches[number - self.first].num_samples for number in range(begin, end))
+        return sum(self._batches[k - self.first].num_samples for k in range(begin, end))
 
 
 class PositionTracker:
@@ -155,7 +155,7 @@ class PositionTracker:
         self._spans = False  # whether a whole global batch was trained on before it without a step
         self.records: list[RunRecord] = []  # of the run that it follows now
         self._settings: BatchSettings | None = None
-        self._own: LoaderIterator | None = None  # the run's own iteration
+        self._iterator: LoaderIterator | None = None  # the run's own iteration
         self._loop = _Loop()
         self.clock: TrainerClock = self._loop
         self._step = 0  # of the clock, when the run was last brought up to it
@@ -202,7 +202,7 @@ class PositionTracker:
         if self.is_attached:
             self.loader.cursor.release(self.loader.position)
         self.is_attached = False
-        self._own = None
+        self._iterator = None
         self.current = None
 
     @property
@@ -237,18 +237,18 @@ class PositionTracker:
         """Where the run's own iteration begins; None for any other."""
         if not self.clock.owns(iterator):
             return None
-        self._own = iterator
+        self._iterator = iterator
         return self.position
 
     def note_batch(self, iterator: LoaderIterator) -> None:
         """Take note of a batch that is about to be handed out."""
-        if iterator is self._own:
+        if iterator is self._iterator:
             self.current = iterator.last_batch
 
     @property
     def iteration(self) -> LoaderIterator | None:
         """The run's own iteration, if one began since the run's position was last set."""
-        return self._own
+        return self._iterator
 
     def reorder(self, order: OrderConfig) -> None:
         """Plan the rest of the epoch in an order that differs only in batches that were not handed out yet."""
@@ -283,9 +283,9 @@ class PositionTracker:
         self.resume(here)
         if self.clock.takes_states and here.epoch > (epoch := int(state["epoch"])):
             # At the end of an epoch's data the trainer may have yet to end that epoch: keep which it was.
-            whole = self.loader.micro_batches_from(replace(here, epoch=epoch, position=0)).plan.order
+            order = self.loader.micro_batches_from(replace(here, epoch=epoch, position=0)).plan.order
             reached = int(state["sample_in_epoch"] if self.is_of_mosaic else state["position"])
-            self.move_to(replace(here, epoch=epoch, position=min(reached, whole.num_samples)))
+            self.move_to(replace(here, epoch=epoch, position=min(reached, order.num_samples)))
         self.clock.follow_length(self.position.epoch)
 
     def move_to(self, position: Position) -> None:
@@ -297,13 +297,13 @@ class PositionTracker:
         """Continue from a position that a state gave."""
         self._proven = position
         self.is_resumed = True
-        self._own = None
+        self._iterator = None
         self.num_resumes += 1
         self.move_to(position)
 
-    def report_missing(self, found: str) -> None:
+    def report_missing(self, reason: str) -> None:
         """Raise or warn, as the user chose, where a checkpoint holds no position."""
-        sentence = f"A training run continues from the data position in its checkpoint, but {found}. "
+        sentence = f"A training run continues from the data position in its checkpoint, but {reason}. "
         if self.on_missing_state == "error":
             raise StateError(
                 sentence + "Load a checkpoint that holds one, or pass on_missing_state='restart' to keep the weights "
@@ -332,8 +332,8 @@ class PositionTracker:
         self.loader.compare_early()
         if self.is_resumed:
             here = self.position
-            found = f"{self.num_lost} lost, {self.num_repeated} repeated"
-            self.say(f"Trained up to epoch {here.epoch}, sample {here.position:,}: {found}")
+            summary = f"{self.num_lost} lost, {self.num_repeated} repeated"
+            self.say(f"Trained up to epoch {here.epoch}, sample {here.position:,}: {summary}")
             self.is_resumed = self._has_said = False
 
     def say(self, sentence: str) -> None:
@@ -341,10 +341,10 @@ class PositionTracker:
         if not self.settings.world.rank:
             self.output(sentence)
 
-    def begin_epoch(self, number: int) -> _PlannedEpoch:
+    def begin_epoch(self, first_batch: int) -> _PlannedEpoch:
         """Plan the rest of an epoch, whose first micro-batch has this number in the trainer's count."""
         self._settings = self.loader.settings()
-        self._planned = _PlannedEpoch(self.loader.micro_batches_from(self.position), number)
+        self._planned = _PlannedEpoch(self.loader.micro_batches_from(self.position), first_batch)
         return self._planned
 
     def take(self) -> MicroBatch:
@@ -353,16 +353,16 @@ class PositionTracker:
         Raises:
             LedgerError: It is not the one that was planned.
         """
-        number = self.clock.micro_batch()
+        batch_index = self.clock.micro_batch()
         epoch = self._planned
         if epoch is None or self.position.epoch > epoch.epoch:
             epoch = self.begin_epoch(self.loader.batches_before(self.position))
-        due = number if epoch.due is None else epoch.due
-        planned = epoch.take(number)
-        self.num_lost += epoch.num_samples(due, number)
-        self.num_repeated += epoch.num_samples(number, due)
+        due = batch_index if epoch.due is None else epoch.due
+        planned = epoch.take(batch_index)
+        self.num_lost += epoch.num_samples(due, batch_index)
+        self.num_repeated += epoch.num_samples(batch_index, due)
         if self.check_delivery:
-            _compare(planned, self.current, number)
+            _compare(planned, self.current, batch_index)
         self._spans |= self._place is not None and self._place.completes_step
         self._place = planned
         seen = self.current or planned
@@ -371,7 +371,7 @@ class PositionTracker:
             record.take(seen)
         if self.seed_steps is not None:
             step = self.clock.step() * 65536 + self.settings.world.rank
-            torch.manual_seed(sample_seed(self.seed_steps, step, number))
+            torch.manual_seed(sample_seed(self.seed_steps, step, batch_index))
         return seen
 
     def sync(self) -> None:
@@ -443,14 +443,14 @@ class PositionTracker:
         self.begin_epoch(first)
         batches = loop.iteration = iter(self.loader)
         loop.epoch = self.position.epoch
-        for loop.number, batch in enumerate(batches, first):
+        for loop.batch_index, batch in enumerate(batches, first):
             self.take()
             yield batch
         if not batches.num_batches:
             self.epoch_over()
 
 
-def _compare(planned: MicroBatch, delivered: MicroBatch | None, number: int) -> None:
+def _compare(planned: MicroBatch, delivered: MicroBatch | None, batch_index: int) -> None:
     """Raise LedgerError unless the worker delivered the planned micro-batch."""
     if delivered is None:
         reason = "nothing came out of the loader's own iteration"
@@ -461,9 +461,9 @@ def _compare(planned: MicroBatch, delivered: MicroBatch | None, number: int) -> 
     else:
         return
     raise LedgerError(
-        f"a batch trained on must be the one planned, but for micro-batch {number}, at epoch {planned.epoch}, position "
-        f"{planned.begin}, {reason}. The weights of the last checkpoint are still right: resume from it. If nobody "
-        "takes batches from the trainer's own iterator, this is an error of lightning_stream"
+        f"a batch trained on must be the one planned, but for micro-batch {batch_index}, at epoch {planned.epoch}, "
+        f"position {planned.begin}, {reason}. The weights of the last checkpoint are still right: resume from it. If "
+        "nobody takes batches from the trainer's own iterator, this is an error of lightning_stream"
     )
 
 

@@ -60,7 +60,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         }
         self._state: Any = None  # the trainer's
         self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
-        self._number = 0  # of the micro-batch that is taken next
+        self._batch_index = 0  # of the micro-batch that is taken next
         self._since: Mark | None = None  # when the trainer's latest event was over
 
     @property
@@ -81,7 +81,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
 
     def micro_batch(self) -> int:
         """The number of the batch that is taken next."""
-        return self._number
+        return self._batch_index
 
     def step(self) -> int:
         """How many steps there were."""
@@ -93,8 +93,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         if self._begins_epoch:
             run.move_to(run.loader.normalised(run.position))
             run.fetched = []
-            self._number = run.loader.batches_before(run.position)
-            run.begin_epoch(self._number)
+            self._batch_index = run.loader.batches_before(run.position)
+            run.begin_epoch(self._batch_index)
         return self._begins_epoch
 
     # The trainer's events
@@ -167,7 +167,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
             )
         for self.run.current in fetched:
             self.run.take()
-            self._number += 1
+            self._batch_index += 1
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint."""

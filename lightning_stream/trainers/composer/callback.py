@@ -109,7 +109,8 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self._num_resumes = run.num_resumes
         self.counts = True
         self._epoch_clock = int(clock.epoch)
-        has_fitted = any(isinstance(one, StreamingPosition) for one in trainer.state.callbacks)  # over another loader
+        # Over another loader:
+        has_fitted = any(isinstance(callback, StreamingPosition) for callback in trainer.state.callbacks)
         trainer.state.callbacks.insert(0, self)
         if int(clock.batch) > 0 and not (has_fitted or trainer.first_train_batch_complete or run.is_resumed):
             run.report_missing("the checkpoint was loaded without its data position")

@@ -97,7 +97,7 @@ class BatchCounter:
             return _changed(batch, lambda column: _take(column, slice(begin, end), length))
 
         if length < count:  # this rank has a sample less than others
-            rows = [min(number, length - 1) for number in range(count)]
+            rows = [min(k, length - 1) for k in range(count)]
             return _Padded(self, [cut(row, row + 1) for row in rows], length)
         # Full ones first where that makes as many, since shapes are then alike.
         evenly = -(-length // int(size)) != count
@@ -115,8 +115,8 @@ class _Padded(list[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            for number, piece in enumerate(super().__iter__()):
-                self._counter.at_padding = number >= self._num_real
+            for k, piece in enumerate(super().__iter__()):
+                self._counter.at_padding = k >= self._num_real
                 yield piece
         finally:
             self._counter.at_padding = False

@@ -30,7 +30,7 @@ class ComposerMixtureFeedback(Feedback, Callback):  # type: ignore[misc]  # Comp
         """Ask for weights, and change the mixture on all ranks from the next batch on. Collective."""
         metrics = {
             f"{label}/{name}": float(metric.compute())
-            for label, found in state.eval_metrics.items()
-            for name, metric in found.items()
+            for label, label_metrics in state.eval_metrics.items()
+            for name, metric in label_metrics.items()
         }  # collective where there are several ranks
         self.change(state.train_dataloader, metrics)

@@ -58,9 +58,9 @@ def is_in_batch() -> bool:
 
 def run_folder(state: Any) -> Path | None:
     """Where the log of a run is by default: beside its checkpoints, if these are in a local folder."""
-    for each in state.callbacks:
-        if isinstance(each, CheckpointSaver) and each.remote_uploader is None:
-            return Path(format_name_with_dist(each.folder, state.run_name))
+    for callback in state.callbacks:
+        if isinstance(callback, CheckpointSaver) and callback.remote_uploader is None:
+            return Path(format_name_with_dist(callback.folder, state.run_name))
     return None
 
 

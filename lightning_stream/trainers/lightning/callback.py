@@ -349,8 +349,8 @@ class StreamingCallback(Callback):
             state["position"] = next(filter(is_mosaic_state, others), None)
         if state["position"] is not None or checkpoint["global_step"] == 0:  # nothing was trained on yet
             return state
-        found = f" (it holds loader states with {sorted(map(str, others[0]))})" if others else ""
+        hint = f" (it holds loader states with {sorted(map(str, others[0]))})" if others else ""
         self.run.report_missing(
-            f"this one holds none of ours{found}: it was written without StreamingDataModule or StreamingCallback"
+            f"this one holds none of ours{hint}: it was written without StreamingDataModule or StreamingCallback"
         )
         return None

@@ -97,9 +97,11 @@ class StreamingDataModule(LightningDataModule):
     ) -> None:
         super().__init__()
         refuse_unknown(type(self).__name__, options, list(ModuleOptions.__annotations__))
-        given = {"train": train, "val": val, "test": test, "predict": predict}
-        self.datasets = {name: None if what is None else dataset_of(f"{name}=", what) for name, what in given.items()}
-        budget = next((one.batch_tokens for one in self.datasets.values() if one is not None), None)
+        arguments = {"train": train, "val": val, "test": test, "predict": predict}
+        self.datasets = {
+            name: None if what is None else dataset_of(f"{name}=", what) for name, what in arguments.items()
+        }
+        budget = next((dataset.batch_tokens for dataset in self.datasets.values() if dataset is not None), None)
         if (global_batch_size, batch_size, budget).count(None) != 2:
             raise ValueError(
                 "pass either global_batch_size= (samples of one optimizer step over all devices) or batch_size= (per "
@@ -133,7 +135,7 @@ class StreamingDataModule(LightningDataModule):
         if stage != "fit" or self.trainer is None:
             return
         callbacks = self.trainer.callbacks
-        for other in [one for one in callbacks if isinstance(one, StreamingCallback)]:
+        for other in [callback for callback in callbacks if isinstance(callback, StreamingCallback)]:
             if other.make_loader is None and not other.is_passive:
                 raise ValueError(
                     "one callback keeps the position, and StreamingDataModule brings its own: remove StreamingCallback "
@@ -159,9 +161,9 @@ class StreamingDataModule(LightningDataModule):
 
     def teardown(self, stage: str) -> None:
         """Let Lightning's warnings through again."""
-        for one in self._ignored:
-            if one in warnings.filters:
-                warnings.filters.remove(one)  # type: ignore[attr-defined]
+        for warning_filter in self._ignored:
+            if warning_filter in warnings.filters:
+                warnings.filters.remove(warning_filter)  # type: ignore[attr-defined]
         self._ignored = []
 
     def _ignore_advice(self) -> None:
@@ -172,7 +174,7 @@ class StreamingDataModule(LightningDataModule):
         before = list(warnings.filters)
         for text in advice:
             warnings.filterwarnings("ignore", text)
-        self._ignored += [one for one in warnings.filters if one not in before]
+        self._ignored += [warning_filter for warning_filter in warnings.filters if warning_filter not in before]
 
     @property
     def val_dataloader(self) -> Callable[[], Any]:

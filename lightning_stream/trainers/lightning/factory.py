@@ -20,7 +20,7 @@ class JoinsTrainer(Callback):
             return
         from lightning_stream.trainers.lightning.callback import StreamingCallback
 
-        if any(isinstance(one, StreamingCallback) for one in trainer.callbacks):
+        if any(isinstance(other, StreamingCallback) for other in trainer.callbacks):
             return
         callback = StreamingCallback(is_passive=True)
         trainer.callbacks.remove(self)

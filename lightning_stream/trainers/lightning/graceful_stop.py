@@ -63,7 +63,7 @@ class GracefulStop(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Move this callback to the end: what other callbacks keep must be up to date when it saves."""
-        trainer.callbacks = [*(one for one in trainer.callbacks if one is not self), self]
+        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Install the signal handlers; Python allows it in the main thread only."""

@@ -146,7 +146,7 @@ def end_restart(trainer: Any) -> None:
     if not loop.restarting:
         return
     loop.epoch_loop.restarting = False
-    monitored = {one.monitor for one in trainer.lr_scheduler_configs if one.reduce_on_plateau}
+    monitored = {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
     lacking = sorted(str(name) for name in monitored - set(trainer.callback_metrics))
     if lacking:
         warnings.warn(
@@ -199,7 +199,7 @@ class LightningClock(TrainerClock):
 
     def owns(self, iterator: LoaderIterator) -> bool:
         """Whether the fit loop takes its batches from this iteration."""
-        return any(one is iterator for one in iterators(self._trainer))
+        return any(active is iterator for active in iterators(self._trainer))
 
     def follow_length(self, epoch: int) -> None:
         """Let Lightning expect as many batches as an epoch has, where epochs differ.
@@ -228,7 +228,7 @@ def iterators(trainer: Any) -> list[LoaderIterator]:
     fetcher = trainer.fit_loop._data_fetcher  # noqa: SLF001
     combined = None if fetcher is None else fetcher._combined_loader  # noqa: SLF001
     mode = None if combined is None else combined._iterator  # noqa: SLF001
-    return [] if mode is None else [one for one in mode.iterators if isinstance(one, LoaderIterator)]
+    return [] if mode is None else [iterator for iterator in mode.iterators if isinstance(iterator, LoaderIterator)]
 
 
 def data_source_of(trainer: Any) -> Any:
@@ -284,13 +284,13 @@ def show_in_bar(trainer: Any, run: Run, changes: ExitStack) -> None:
     if bar is None:
         return
     metrics = bar.get_metrics
-    whole = run.loader.num_samples
+    num_samples = run.loader.num_samples
 
     def with_position(*arguments: Any) -> dict[str, Any]:
         here = run.position
         has_ended = not here.position and here.epoch > trainer.current_epoch
-        found = {**metrics(*arguments), "samples": f"{whole if has_ended else here.position}/{whole}"}
-        return {**found, **run.shown()}
+        values = {**metrics(*arguments), "samples": f"{num_samples if has_ended else here.position}/{num_samples}"}
+        return {**values, **run.shown()}
 
     _override(bar, "get_metrics", with_position, changes)
 
@@ -308,9 +308,9 @@ def time_checkpoints(trainer: Any, run: Run, changes: ExitStack) -> None:
 
 def _override(owner: Any, name: str, replacement: Callable[..., Any], changes: ExitStack) -> None:
     """Replace a method of one object until `changes` is closed."""
-    own = vars(owner).get(name)  # of the user's
+    user_method = vars(owner).get(name)  # of the user's
     setattr(owner, name, replacement)
-    changes.callback(*((vars(owner).pop, name, None) if own is None else (setattr, owner, name, own)))
+    changes.callback(*((vars(owner).pop, name, None) if user_method is None else (setattr, owner, name, user_method)))
 
 
 def say(trainer: Any, sentence: str) -> None:

@@ -84,18 +84,18 @@ def check_last(trainer: Any) -> None:
     if not lacks_last(trainer):
         return
     root = Path(trainer.default_root_dir)
-    given = [one.dirpath for one in trainer.callbacks if hasattr(one, "dirpath")]
-    folders = [Path(folder) for folder in given if folder]
-    if None in given or not given:  # ModelCheckpoint then saves in a folder of the logger, a new one for each run
-        logged = [Path(one.save_dir or root) / str(one.name) for one in trainer.loggers]
-        folders += [root / "checkpoints", *(found for folder in logged for found in folder.glob("*/checkpoints"))]
-    found = [path for folder in folders for path in folder.glob("*.ckpt")]
-    if not found:
+    dirpaths = [callback.dirpath for callback in trainer.callbacks if hasattr(callback, "dirpath")]
+    folders = [Path(folder) for folder in dirpaths if folder]
+    if None in dirpaths or not dirpaths:  # ModelCheckpoint then saves in a folder of the logger, a new one for each run
+        logged = [Path(logger.save_dir or root) / str(logger.name) for logger in trainer.loggers]
+        folders += [root / "checkpoints", *(path for folder in logged for path in folder.glob("*/checkpoints"))]
+    checkpoints = [path for folder in folders for path in folder.glob("*.ckpt")]
+    if not checkpoints:
         return
-    newest = str(max(found, key=lambda path: path.stat().st_mtime))
+    newest = str(max(checkpoints, key=lambda path: path.stat().st_mtime))
     raise StateError(
         f'ckpt_path="last" must find the last checkpoint, but none is marked as last for this run among the '
-        f"{len(found)} in {Path(newest).parent}: training would start again. Pass ModelCheckpoint(dirpath=..., "
+        f"{len(checkpoints)} in {Path(newest).parent}: training would start again. Pass ModelCheckpoint(dirpath=..., "
         f"save_last=True) from the first run on, or name the file: ckpt_path={newest!r}"
     )
 
@@ -105,7 +105,9 @@ def check_others(loaders: Sequence[Any], *, is_resumed: bool) -> None:
 
     A dataset that the user's own code has given a state continues from there.
     """
-    datasets = [found for loader in loaders if isinstance(found := getattr(loader, "dataset", None), StreamingDataset)]
+    datasets = [
+        dataset for loader in loaders if isinstance(dataset := getattr(loader, "dataset", None), StreamingDataset)
+    ]
     if not datasets:
         return
     if any(isinstance(loader, StreamingDataLoader) for loader in loaders):
