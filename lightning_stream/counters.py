@@ -41,15 +41,15 @@ _adding = lock_over_forks() if sysconfig.get_config_var("Py_GIL_DISABLED") else 
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 
 
-class _Spent(threading.local):
+class _OfThread(threading.local):
     """What a thread notes that makes batches: seconds that it waited for shards, or spent in functions of the user.
 
-    `early` has the samples of the batch in progress that were taken before their shards were verified; None where no
-    batch is made.
+    `unverified` has the samples of the batch in progress that were taken before their shards were verified; None where
+    no batch is made.
     """
 
     waited_s = transform_s = collate_s = 0.0
-    early: list[Any] | None = None
+    unverified: list[Any] | None = None
 
 
 class Counters:
@@ -61,13 +61,13 @@ class Counters:
         values: Where the numbers are, float64[len(NAMES)]; None for memory of this process alone.
 
     Attributes:
-        spent: `waited_s`, `transform_s` and `collate_s` of the thread that asks: seconds that it has waited for shards,
-            spent in the user's transform, and in collating.
+        of_thread: `waited_s`, `transform_s` and `collate_s` of the thread that asks: seconds that it has waited for
+            shards, spent in the user's transform, and in collating.
     """
 
     def __init__(self, values: NDArray[np.float64] | None = None) -> None:
         self.values = np.zeros(len(NAMES)) if values is None else values
-        self.spent = _Spent()
+        self.of_thread = _OfThread()
 
     def __reduce__(self) -> tuple[type[Counters], tuple[()]]:
         return Counters, ()
@@ -95,4 +95,4 @@ class Counters:
         try:
             yield
         finally:
-            self.spent.waited_s += perf_counter() - began
+            self.of_thread.waited_s += perf_counter() - began

@@ -274,8 +274,8 @@ class StreamingDataLoader(DataLoader[Any]):
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None:
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         batch = iterator.last_batch
-        if made.early and batch is not None:
-            self._source.reader.shards.delivered.add(made.early, batch.label)
+        if made.unverified and batch is not None:
+            self._source.reader.shards.delivered.add(made.unverified, batch.label)
         if iterator.is_measured:
             self.meter.note(asked, got, made, batch, iterator.num_batches == 1)
         self.cursor.handed_out(iterator)

@@ -142,7 +142,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_sessionfinish() -> None:
-    """What tests have read early and left is not compared when this process ends: their servers are gone."""
+    """What tests have read unverified and left is not compared when this process ends: their servers are gone."""
     if (proofs := sys.modules.get("lightning_stream.reading.proofs")) is not None:
         proofs._undecided.clear()
     gc.unfreeze()  # else extension modules report at exit that their functions were never freed

@@ -88,18 +88,20 @@ class BatchMaker:
         self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: SampledClocks | None = None
     ) -> Delivery:
         """Make one batch, whose planning took so long."""
-        spent = self.source.reader.counters.spent
+        of_thread = self.source.reader.counters.of_thread
         processor = processor or clocks_of_processor()
-        spent.waited_s = spent.transform_s = spent.collate_s = 0.0
+        of_thread.waited_s = of_thread.transform_s = of_thread.collate_s = 0.0
         processor.begin()
         began = perf_counter()
-        batch, info, early = readable(self.source.reader, self.source.bad_data, planned, order, self._batch)
+        batch, info, unverified = readable(self.source.reader, self.source.bad_data, planned, order, self._batch)
         ended = perf_counter()
-        making_s = ended - began - spent.waited_s
-        read_s = making_s - spent.transform_s - spent.collate_s
-        stages = (planning_s, spent.waited_s, read_s, spent.transform_s, spent.collate_s)
+        making_s = ended - began - of_thread.waited_s
+        read_s = making_s - of_thread.transform_s - of_thread.collate_s
+        stages = (planning_s, of_thread.waited_s, read_s, of_thread.transform_s, of_thread.collate_s)
         thread_s, process_s, queued_s = processor.passed(making_s)
-        made = Made(began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s, early)
+        made = Made(
+            began - planning_s, ended, stages, planning_s + thread_s, planning_s + process_s, queued_s, unverified
+        )
         return batch, info, made
 
     def _batch(self, batch: MicroBatch) -> Any:
@@ -110,7 +112,7 @@ class BatchMaker:
             samples = self._samples(batch)
             began = perf_counter()
             collated = self._collated(samples, batch)
-        self.source.reader.counters.spent.collate_s += perf_counter() - began
+        self.source.reader.counters.of_thread.collate_s += perf_counter() - began
         return collated
 
     def _collated(self, samples: list[Any], batch: MicroBatch) -> Any:
@@ -214,7 +216,7 @@ class BatchMaker:
         began = perf_counter()
         with self._named("transforming", ids):
             transformed = transform(sample, epoch, position)
-        self.source.reader.counters.spent.transform_s += perf_counter() - began
+        self.source.reader.counters.of_thread.transform_s += perf_counter() - began
         return transformed
 
     def _preserved(self) -> AbstractContextManager[None]:
@@ -235,9 +237,9 @@ class BatchMaker:
         reader = self.source.reader
         for delivery in batches:
             reader.shards.delivered.compare_arrived()
-            while (early := delivery[2].early) and not reader.is_right(early, wait=False):
+            while (unverified := delivery[2].unverified) and not reader.is_right(unverified, wait=False):
                 info = delivery[1]
-                _log.warning("The batch at %s was read early and wrong: it is made again.", info.label)
+                _log.warning("The batch at %s was read unverified and wrong: it is made again.", info.label)
                 delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
             yield delivery
             del delivery  # or its memory would stay in use while the next one is made

@@ -144,12 +144,12 @@ class PlainIterations:
         for batch in planned:
             source.reader.shards.delivered.compare_arrived()
             while True:
-                samples, _, early = readable(source.reader, source.bad_data, batch, order, maker.samples)
+                samples, _, unverified = readable(source.reader, source.bad_data, batch, order, maker.samples)
                 # In a worker nobody could compare it later.
-                if worker is None or source.reader.is_right(early, wait=True):
+                if worker is None or source.reader.is_right(unverified, wait=True):
                     break
-            if worker is None and early:
-                source.reader.shards.delivered.add(early, batch.label)
+            if worker is None and unverified:
+                source.reader.shards.delivered.add(unverified, batch.label)
             for sample in samples:
                 self._num_yielded += 1
                 yield sample

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lightning_stream.counters import NAMES, Counters
 from lightning_stream.monitoring.stats import PARTS, STAGES, LoaderStats
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.reading.proofs import EarlyRead
+from lightning_stream.reading.proofs import UnverifiedRead
 
 _SHORT_S = 0.001
 _UNMEASURED = 15  # after the measured one of the batches or steps that take less time
@@ -30,8 +30,8 @@ class Made(NamedTuple):
     """When a batch was made (`perf_counter`, which all processes of a machine share), and the seconds of its stages.
 
     `cpu_s` is the processor time of the thread that made it, and `all_cpu_s` that of all threads of the process.
-    `queued_s` is how long the thread could have computed, but waited for a processor core. `early` has the samples that
-    were read before their shards were verified.
+    `queued_s` is how long the thread could have computed, but waited for a processor core. `unverified` has the samples
+    that were read before their shards were verified.
     """
 
     began: float
@@ -40,7 +40,7 @@ class Made(NamedTuple):
     cpu_s: float
     all_cpu_s: float
     queued_s: float = 0.0
-    early: tuple[EarlyRead, ...] = ()
+    unverified: tuple[UnverifiedRead, ...] = ()
 
 
 class _GarbageCollections:

@@ -18,7 +18,7 @@ from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.ledger import Substitution, replacements
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.packing import RowSpans
-from lightning_stream.reading.proofs import EarlyRead
+from lightning_stream.reading.proofs import UnverifiedRead
 from lightning_stream.reading.reader import SampleReader
 
 T = TypeVar("T")
@@ -172,7 +172,7 @@ class BadData:
 
 def readable(
     reader: SampleReader, bad: BadData, info: MicroBatch, order: EpochOrder, read: Callable[[MicroBatch], T]
-) -> tuple[T, MicroBatch, tuple[EarlyRead, ...]]:
+) -> tuple[T, MicroBatch, tuple[UnverifiedRead, ...]]:
     """Read a micro-batch under a policy for bad data: the result, and the micro-batch with its substitutions.
 
     The third has the samples that were read before their shards were verified. Where the user's code fails on some that
@@ -181,18 +181,18 @@ def readable(
     Raises:
         FormatError, NotFoundError: Data cannot be read and the policy is to raise.
     """
-    spent = reader.counters.spent
+    of_thread = reader.counters.of_thread
     whole = info
     if (bad.found or bad.shards) and bad.suspects(reader, info.sample_ids):
         whole = bad.replaced(reader, info, order)
     while True:
-        spent.early = early = list[EarlyRead]()
+        of_thread.unverified = unverified = list[UnverifiedRead]()
         try:
             if whole is info:
-                return read(info), info, tuple(early)
+                return read(info), info, tuple(unverified)
             instead = [one.delivered for one in whole.substitutions] if whole.rows is None else whole.sample_ids
             with reader.read_ahead(np.array(instead)):
-                return read(whole), whole, tuple(early)
+                return read(whole), whole, tuple(unverified)
         except UNREADABLE:
             if whole is not info or not bad.policy.substitutes:
                 raise
@@ -202,8 +202,8 @@ def readable(
         except LightningStreamError:
             raise
         except Exception as error:
-            if reader.is_right(early, wait=True):
+            if reader.is_right(unverified, wait=True):
                 raise
-            _log.warning("The batch at %s was read early and wrong (%r): it is made again.", info.label, error)
+            _log.warning("The batch at %s was read unverified and wrong (%r): it is made again.", info.label, error)
         finally:
-            spent.early = None
+            of_thread.unverified = None

@@ -37,7 +37,7 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import SEEKABLE, FileEntry, ShardEntry
 from lightning_stream.formats.seekable import Frames
 from lightning_stream.formats.shard import Shard
-from lightning_stream.reading.proofs import EarlyRead
+from lightning_stream.reading.proofs import UnverifiedRead
 from lightning_stream.reading.stream import DownloadHook
 from lightning_stream.stores import RetryingStore
 from lightning_stream.threads import DaemonPool
@@ -60,7 +60,7 @@ _MOST_OF_SHARD = 0.5  # is read while the rest arrives
 _log = logging.getLogger(__name__)
 
 
-PartialShard = tuple[Shard, EarlyRead]  # whose sample k is that of index ``read.indices[k]`` in the whole one
+PartialShard = tuple[Shard, UnverifiedRead]  # whose sample k is that of index ``read.indices[k]`` in the whole one
 
 
 class PartialShards:
@@ -224,7 +224,7 @@ class PartialShards:
             path = Path(file.name)
             raw = replace(entry.raw, basename=path.name, num_bytes=int(offsets[-1]), hashes={})
             shard = self._shards.open(number, replace(small, raw=raw), path.parent)
-        return shard, EarlyRead.of(number, indices.tolist(), samples, is_awaited)
+        return shard, UnverifiedRead.of(number, indices.tolist(), samples, is_awaited)
 
 
 def table_bytes(entry: ShardEntry) -> int:

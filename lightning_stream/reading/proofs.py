@@ -35,18 +35,18 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class EarlyRead:
+class UnverifiedRead:
     """Samples of a shard that were read before it was verified."""
 
-    number: int  # of the shard
+    shard_id: int
     indices: tuple[int, ...]  # ascending
     digest: str  # of their bytes
     is_awaited: bool  # whether the whole shard is being fetched, or was; else these samples came by ranges alone
 
     @classmethod
-    def of(cls, number: int, indices: Sequence[int], parts: Sequence[_Bytes], is_awaited: bool) -> EarlyRead:
+    def of(cls, shard_id: int, indices: Sequence[int], parts: Sequence[_Bytes], is_awaited: bool) -> UnverifiedRead:
         """Note the samples of these indices, which have these bytes."""
-        return cls(number, tuple(indices), digest_parts([_HASH], parts)[_HASH], is_awaited)
+        return cls(shard_id, tuple(indices), digest_parts([_HASH], parts)[_HASH], is_awaited)
 
     def agrees(self, shard: Shard, row_of: Callable[[int], Any] = int) -> bool:
         """Whether a shard has the same bytes; `row_of` gives where in it a sample is."""
@@ -54,45 +54,45 @@ class EarlyRead:
         return digest_parts([_HASH], parts)[_HASH] == self.digest
 
 
-class EarlyReads:
-    """What one process has read early for nobody who compares it, until it opens the whole shard. Thread-safe."""
+class UnverifiedReads:
+    """What one process has read unverified for nobody who compares it, until it opens the whole shard. Thread-safe."""
 
     def __init__(self) -> None:
-        self._by_shard: dict[int, set[EarlyRead]] = {}
+        self._by_shard: dict[int, set[UnverifiedRead]] = {}
         self._guard = threading.Lock()
 
-    def add(self, reads: Sequence[EarlyRead]) -> None:
+    def add(self, reads: Sequence[UnverifiedRead]) -> None:
         """Note samples that are about to be delivered."""
         with self._guard:
             for read in reads:
-                self._by_shard.setdefault(read.number, set()).add(read)
+                self._by_shard.setdefault(read.shard_id, set()).add(read)
 
-    def unproven(self, reads: Sequence[EarlyRead]) -> list[EarlyRead]:
+    def unproven(self, reads: Sequence[UnverifiedRead]) -> list[UnverifiedRead]:
         """Those that are to be compared: for samples that come by ranges alone, two answers that agree suffice."""
         with self._guard:
-            return [read for read in reads if read.is_awaited or read not in self._by_shard.get(read.number, ())]
+            return [read for read in reads if read.is_awaited or read not in self._by_shard.get(read.shard_id, ())]
 
-    def compare(self, shard: Shard, number: int, where: str) -> None:
+    def compare(self, shard: Shard, shard_id: int, where: str) -> None:
         """Raise StoreError where a verified shard differs from samples of it that were read; forget these."""
         with self._guard:
-            reads = self._by_shard.pop(number, set())
+            reads = self._by_shard.pop(shard_id, set())
         if wrong := [read for read in reads if not read.agrees(shard)]:
             raise _difference(where, wrong)
 
 
 class Deliveries:
-    """The early samples of batches that were handed out, until they are compared; of one process."""
+    """The unverified samples of batches that were handed out, until they are compared; of one process."""
 
     def __init__(self, shards: StreamShards) -> None:
         self._shards = shards
-        self._reads: list[tuple[str, EarlyRead]] = []
+        self._reads: list[tuple[str, UnverifiedRead]] = []
         self._looked = 0.0
 
     def __reduce__(self) -> tuple[type[Deliveries], tuple[StreamShards]]:
         return Deliveries, (self._shards,)
 
-    def add(self, reads: Sequence[EarlyRead], batch: str) -> None:
-        """Note the early samples of a batch, and where it is in the run."""
+    def add(self, reads: Sequence[UnverifiedRead], batch: str) -> None:
+        """Note the unverified samples of a batch, and where it is in the run."""
         self._reads += [(batch, read) for read in reads]
         _undecided[id(self)] = os.getpid(), self
         if parent_process() is not None:  # a process that `multiprocessing` forked runs no other exit hooks
@@ -122,14 +122,14 @@ class Deliveries:
         self._reads = [(batch, read) for batch, read in self._reads if not agreeing.get(read)]
         if wrong := [(batch, read) for batch, read in self._reads if read in agreeing]:
             _undecided.pop(id(self), None)  # the caller is told now
-            number = wrong[0][1].number
-            reads = [read for _, read in wrong if read.number == number]
-            raise _difference(self._shards.url_of(number), reads, list(dict.fromkeys(batch for batch, _ in wrong)))
+            shard_id = wrong[0][1].shard_id
+            reads = [read for _, read in wrong if read.shard_id == shard_id]
+            raise _difference(self._shards.url_of(shard_id), reads, list(dict.fromkeys(batch for batch, _ in wrong)))
         if not self._reads:
             self.forget()
 
 
-def _difference(where: str, reads: Sequence[EarlyRead], batches: Sequence[str] = ()) -> StoreError:
+def _difference(where: str, reads: Sequence[UnverifiedRead], batches: Sequence[str] = ()) -> StoreError:
     """The error for samples of a shard that were delivered before it was verified, and differ from it."""
     indices = sorted({index for read in reads for index in read.indices})
     of_batches = f" in the batches at {_shown('; ', batches)}" if batches else ""
@@ -161,7 +161,7 @@ def _compare_at_exit() -> None:
             if pid == os.getpid():
                 deliveries.compare()
     except (LightningStreamError, OSError) as error:
-        _log.error("Samples that were delivered early cannot be shown to be right: %s", error)
+        _log.error("Samples that were delivered unverified cannot be shown to be right: %s", error)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -26,7 +26,7 @@ from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.length_expression import LengthExpression, is_expression
 from lightning_stream.reading.lengths import MappedDigests, read_lengths
-from lightning_stream.reading.proofs import EarlyRead
+from lightning_stream.reading.proofs import UnverifiedRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
 from lightning_stream.reading.stream import name_of
 from lightning_stream.reading.stream_shards import StreamShards
@@ -241,17 +241,17 @@ class SampleReader:
             where = f"sample {original_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
         if read is not None:
-            self._note_early([read])
+            self._note_unverified([read])
         return sample
 
-    def _note_early(self, reads: list[EarlyRead]) -> None:
+    def _note_unverified(self, reads: list[UnverifiedRead]) -> None:
         """Note the samples of this read that came before their shards were verified."""
-        spent = self.counters.spent
-        early = self.shards.pool.early
-        if spent.early is None:
-            early.add(reads)
+        of_thread = self.counters.of_thread
+        unverified = self.shards.pool.unverified
+        if of_thread.unverified is None:
+            unverified.add(reads)
         else:
-            spent.early += early.unproven(reads)
+            of_thread.unverified += unverified.unproven(reads)
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard, without reading from it."""
@@ -306,7 +306,7 @@ class SampleReader:
         return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
-        reads: list[EarlyRead] = []
+        reads: list[UnverifiedRead] = []
         of_shard, within = self._locate(ids)
         mixed = self.shards.mixed_columns
         if self.shards.num_joined:
@@ -320,10 +320,10 @@ class SampleReader:
         for name, values in columns.items() if self.shards.config.load_images else ():
             load_images(name, values)
         if reads:
-            self._note_early(reads)
+            self._note_unverified(reads)
         return columns
 
-    def _joined(self, of_shard: Int64s, within: Int64s, reads: list[EarlyRead]) -> list[Group]:
+    def _joined(self, of_shard: Int64s, within: Int64s, reads: list[UnverifiedRead]) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
         groups: list[Group] = []
         for joined, rows in self.shards.parts(of_shard):
@@ -336,7 +336,9 @@ class SampleReader:
             groups += [(rows[members], columns) for members, columns in gather_groups(*opened)]
         return groups
 
-    def _opened(self, of_shard: Int64s, within: Int64s, reads: list[EarlyRead]) -> tuple[list[Shard], Int64s, Int64s]:
+    def _opened(
+        self, of_shard: Int64s, within: Int64s, reads: list[UnverifiedRead]
+    ) -> tuple[list[Shard], Int64s, Int64s]:
         """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
         pool = self.shards.pool
         numbers, which = np.unique(of_shard, return_inverse=True)
@@ -376,8 +378,8 @@ class SampleReader:
         spread = np.arange(num_few) * num_samples // max(1, num_few)  # as if they lay evenly in it
         return self.shards.pool.partial.is_cheaper(number, spread)
 
-    def is_right(self, reads: Sequence[EarlyRead], *, wait: bool) -> bool:
-        """Whether samples that were read early have the bytes of their verified shards, as far as these are here.
+    def is_right(self, reads: Sequence[UnverifiedRead], *, wait: bool) -> bool:
+        """Whether samples that were read unverified have the bytes of their verified shards, as far as these are here.
 
         With `wait`, for their shards: all of them.
         """

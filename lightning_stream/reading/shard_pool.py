@@ -25,7 +25,7 @@ from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.partial import PartialShards, num_ranges
-from lightning_stream.reading.proofs import EarlyRead, EarlyReads
+from lightning_stream.reading.proofs import UnverifiedRead, UnverifiedReads
 from lightning_stream.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ class ShardPool:
         self.wanted: Counter[int] = Counter()  # the batches that want a shard, or read it, by its number
         self.plans: dict[int, NextUse] = {}  # of the running iterations, by id
         self.partial = PartialShards(shards)
-        self.early = EarlyReads()
+        self.unverified = UnverifiedReads()
         self.spare_requests = 0  # for ranges of shards that are being fetched anyway
         self.num_fetched_again = 0
         self._repairs = threading.RLock()  # held while a damaged shard is fetched again
@@ -409,12 +409,14 @@ class ShardPool:
             self.fetches.clear()
             self.open.close_all_but(0)
 
-    def of_batch(self, numbers: list[int], wanted: Mapping[int, Int64s]) -> dict[int, tuple[Shard, EarlyRead | None]]:
+    def of_batch(
+        self, numbers: list[int], wanted: Mapping[int, Int64s]
+    ) -> dict[int, tuple[Shard, UnverifiedRead | None]]:
         """The shards of a batch by number, opened; of those that are not, the `wanted` samples alone may come."""
         soon = {number for number in wanted if self.partial.comes_soon(number, int(wanted[number][-1]))}
         ranged, awaited = self._by_range(wanted, soon)
         missing = [number for number in numbers if number not in ranged]
-        shards: dict[int, tuple[Shard, EarlyRead | None]] = {}
+        shards: dict[int, tuple[Shard, UnverifiedRead | None]] = {}
         with self.reading(numbers):
             # This thread may as well fetch the only one that is missing, if nobody does yet and it comes whole: that
             # saves a change of threads, 40 us of a sample in a shard on the disk.
@@ -473,7 +475,7 @@ class ShardPool:
                 continue
             shard, lease = opened
             self.partial.drop(number)
-            self.early.compare(shard, number, self._shards.url_of(number))
+            self.unverified.compare(shard, number, self._shards.url_of(number))
             with self.lock:
                 # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
                 if lease.is_held and (self.num_fetched_again == before or lease.is_current()):
@@ -518,22 +520,22 @@ class ShardPool:
             again.close()
         return True
 
-    def verdicts(self, reads: Sequence[EarlyRead], *, wait: bool) -> dict[EarlyRead, bool]:
-        """Whether early reads have the bytes of their verified shards; without `wait`, where these are here.
+    def verdicts(self, reads: Sequence[UnverifiedRead], *, wait: bool) -> dict[UnverifiedRead, bool]:
+        """Whether unverified reads have the bytes of their verified shards; without `wait`, where these are here.
 
         Samples of shards that nobody fetches are read by ranges a second time instead.
 
         Raises:
             StoreError, FormatError, CacheError: A shard cannot be fetched.
         """
-        by_shard: dict[int, list[EarlyRead]] = {}
+        by_shard: dict[int, list[UnverifiedRead]] = {}
         for read in reads:
-            by_shard.setdefault(read.number, []).append(read)
+            by_shard.setdefault(read.shard_id, []).append(read)
         here = set(filter(self.is_present, by_shard))
-        alone = by_shard.keys() - here - {read.number for read in reads if read.is_awaited}
+        alone = by_shard.keys() - here - {read.shard_id for read in reads if read.is_awaited}
         if wait:
             self.fetch_first(sorted(by_shard.keys() - here - alone))
-        verdicts: dict[EarlyRead, bool] = {}
+        verdicts: dict[UnverifiedRead, bool] = {}
         for number in sorted(by_shard if wait else here):
             indices = np.unique(np.concatenate([read.indices for read in by_shard[number]]))
             with self.reading([number]):
