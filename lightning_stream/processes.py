@@ -40,7 +40,7 @@ _task: Any = None  # in a worker process: what it does with each partition
 class ShardRange:
     """Whole shards that a process works on at a time: those of numbers [begin, end)."""
 
-    number: int
+    partition_id: int
     begin: int
     end: int
 
@@ -55,10 +55,10 @@ def run_partitions(
     report: Callable[[Any], None],
     remedy: str = "use fewer num_workers or smaller partition_bytes; num_workers=1 shows what happens in this process",
 ) -> dict[int, Any]:
-    """Do a picklable task for all partitions, in this process if one is enough; return the results by number.
+    """Do a picklable task for all partitions, in this process if one is enough; return the results by partition id.
 
     Args:
-        task: Called with a partition, which has a `number`.
+        task: Called with a partition, which has a `partition_id`.
         partitions: The partitions to do.
         workers: Where: in at most so many processes, or in the executors of a Spark session.
         report: Called with each result.
@@ -70,7 +70,7 @@ def run_partitions(
     done: dict[int, Any] = {}
 
     def take(partition: Any, result: Any) -> None:
-        done[partition.number] = result
+        done[partition.partition_id] = result
         report(result)
 
     if not isinstance(workers, int):
@@ -82,13 +82,13 @@ def run_partitions(
         return done
     data = pickled(task)
     tries = Counter[int]()
-    while missing := [each for each in partitions if each.number not in done]:
+    while missing := [each for each in partitions if each.partition_id not in done]:
         running: dict[Future[Any], Any] = {}
         try:
             _run_pool(data, missing, min(workers, len(missing)), running, take)
         except BrokenProcessPool:
-            tries.update(partition.number for partition in running.values())
-            suspects = [str(partition) for partition in running.values() if tries[partition.number] == _MAX_TRIES]
+            tries.update(partition.partition_id for partition in running.values())
+            suspects = [str(partition) for partition in running.values() if tries[partition.partition_id] == _MAX_TRIES]
             if suspects:
                 raise LightningStreamError(
                     f"worker processes died {_MAX_TRIES} times while they worked on {' or '.join(suspects)}. If memory "

@@ -19,7 +19,7 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.processes import Progress, run_partitions
-from lightning_stream.sources.base import Found, Partition, Piece, Source, partitions_of, read_splits
+from lightning_stream.sources.base import Partition, Piece, Source, SourceSchema, partitions_of, read_splits
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
 from lightning_stream.sources.nulls import NullRule, settled_columns, widened_columns
@@ -68,7 +68,7 @@ class Conversion:
     overwrite: bool
     force: bool
     lengths: LengthFunctions = field(default_factory=dict)
-    found: Found | None = None  # the columns of the source, if they are known already
+    found: SourceSchema | None = None  # the columns of the source, if they are known already
 
     @cached_property
     def about(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class Conversion:
                 raise
             check_unchanged(self.source.files)
             for split, publication in begun.items():
-                about = {**_as_json({**found.about, "read": found.columns}), **self.about}
+                about = {**_as_json({**found.notes, "read": found.columns}), **self.about}
                 digest = self._source_digest(splits, in_order[split]) if by_piece else ""
                 publication.publish(in_order[split], True, about, digest)
             shuffle.clean()
@@ -208,7 +208,7 @@ class Conversion:
         limit = self.writer["size_limit"]
         return limit if self.by_piece or limit != "auto" else _SHARD_BYTES
 
-    def _splits(self, found: Found, num_bytes: int) -> tuple[list[Piece], bool]:
+    def _splits(self, found: SourceSchema, num_bytes: int) -> tuple[list[Piece], bool]:
         """The parts of the source, and whether each becomes a shard."""
         source = self.source
         if self.shuffle and source.reader.is_listing:
@@ -224,7 +224,7 @@ class Conversion:
         )  # fmt: skip
         return splits, False
 
-    def _settled(self, found: Found, splits: Sequence[Piece]) -> Found:
+    def _settled(self, found: SourceSchema, splits: Sequence[Piece]) -> SourceSchema:
         """The columns as where the source is read in place: they hold the values of all files, and known nulls."""
         if self.columns is not None or self.transform.function is not None:
             return found
@@ -251,7 +251,7 @@ class Conversion:
         except FormatError:
             return ""
 
-    def _columns(self, found: Found, splits: Sequence[Piece]) -> dict[str, str]:
+    def _columns(self, found: SourceSchema, splits: Sequence[Piece]) -> dict[str, str]:
         """What is written."""
         if self.transform.function is None or self.columns is not None:
             return dict(self.columns or found.columns)
@@ -260,7 +260,7 @@ class Conversion:
             return infer_columns(sample)
         raise ValueError("transform returned no sample to infer columns from. Pass columns=.")
 
-    def _spec(self, out: Any, columns: Mapping[str, str], found: Found, size_limit: Any) -> OutputSpec:
+    def _spec(self, out: Any, columns: Mapping[str, str], found: SourceSchema, size_limit: Any) -> OutputSpec:
         writer = {**self.writer, "size_limit": size_limit, "max_workers": 1, "lengths": self.all_lengths}
         if writer["compression"] == "auto":
             media = () if self.transform.function is not None else found.media
@@ -269,7 +269,7 @@ class Conversion:
         return OutputSpec(out, self.keep_local, self.store_options, columns, writer, self.fingerprint)
 
     def _task(
-        self, found: Found, columns: Mapping[str, str], specs: Mapping[str, OutputSpec], by_piece: bool
+        self, found: SourceSchema, columns: Mapping[str, str], specs: Mapping[str, OutputSpec], by_piece: bool
     ) -> PartitionTask:
         split = None
         if self.val_fraction is not None:
@@ -304,7 +304,7 @@ class Conversion:
         if self.shuffle and not self.source.reader.is_listing:
             receipts = shuffle.write(task, partitions, done, run)
         else:
-            receipts = run(task, [each for each in partitions if each.number not in done], "converting")
+            receipts = run(task, [each for each in partitions if each.partition_id not in done], "converting")
         for number in done:
             receipts.setdefault(number, {split: spec.receipt(number) for split, spec in task.specs.items()})
         return receipts

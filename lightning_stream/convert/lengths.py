@@ -85,7 +85,7 @@ def add_lengths(
     task = _Measuring(absolute(out), store_options, functions, allow_unsafe_types).run
     report = lambda measured: progress(len(next(iter(measured.values()), ())))  # noqa: E731
     done = run_partitions(task, partitions, spark or num_processes(num_workers), report)
-    found = _joined(functions, [done[partition.number] for partition in partitions])
+    found = _joined(functions, [done[partition.partition_id] for partition in partitions])
     hashes = index.schemas[0].hashes if index.schemas else ()
     files = put_lengths(place, found, hashes)
     place.commit(Edit("lengths", (), {**held, **files}))
@@ -112,7 +112,7 @@ def _held(index: Index, functions: LengthFunctions, overwrite: bool) -> dict[str
 class _Shards:
     """Some shards in a row, which one process reads."""
 
-    number: int
+    partition_id: int
     index: Index
 
     def __str__(self) -> str:

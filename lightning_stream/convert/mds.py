@@ -19,7 +19,7 @@ from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import Stream
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.shared_files import scratch_folder
-from lightning_stream.sources.base import Asked, Batch, Found, MeasuredColumns, Piece, Reader, Source
+from lightning_stream.sources.base import Asked, Batch, MeasuredColumns, Piece, Reader, Source, SourceSchema
 from lightning_stream.sources.choose import SPLIT_OF
 from lightning_stream.sources.files import SourceFile, split_place
 from lightning_stream.stores import absolute, is_remote, open_store
@@ -107,7 +107,7 @@ class MdsReader(Reader):
         """Bytes of all samples."""
         return int(self._index.raw_bytes.sum())
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Return the columns of the index. ValueError where shards differ in them and none are asked for."""
         sets = self._index.column_sets
         if asked is None and len(sets) > 1:
@@ -117,7 +117,7 @@ class MdsReader(Reader):
         with suppress(StoreError, ValueError, KeyError, TypeError):
             about = {"classes": dict(json.loads(self._file.beside("manifest.json"))["classes"])}
         known_columns = {name: kind for one in sets for name, kind in one.items()}
-        return Found({name: _ROW_ENCODINGS.get(kind, kind) for name, kind in known_columns.items()}, about)
+        return SourceSchema({name: _ROW_ENCODINGS.get(kind, kind) for name, kind in known_columns.items()}, about)
 
     def scan(
         self,

@@ -100,13 +100,15 @@ class GatherTask:
         receipts = {}
         for split, spec in self.specs.items():
             numbers = range(self.num_partitions)
-            keyed = [each for number in numbers for each in self._slices(self.spills[split], number, bucket.number)]
+            keyed = [
+                each for number in numbers for each in self._slices(self.spills[split], number, bucket.partition_id)
+            ]
             rows = [row for _, row in sorted(keyed, key=itemgetter(0))]
             names = list(spec.writer.get("lengths") or ())
             width = 4 * len(names)
             heads = np.frombuffer(b"".join(row[:width] for row in rows), "<u4").reshape(len(rows), len(names))
             lengths = dict(zip(names, heads.T.astype(np.uint32), strict=True))
-            with PartitionWriter(spec, bucket.number) as writer:
+            with PartitionWriter(spec, bucket.partition_id) as writer:
                 writer.write_encoded(encoded_rows([row[width:] for row in rows] if width else rows), lengths)
             receipts[split] = spec.put(writer.receipt("", {}))
         return receipts
@@ -173,7 +175,7 @@ class Shuffle:
         if missing:
             self._make_folder()
             scatter = ScatterTask(**{**vars(task), "specs": spills}, seed=self.seed)
-            unread = [each for each in partitions if not all(spill.has(each.number) for spill in spills.values())]
+            unread = [each for each in partitions if not all(spill.has(each.partition_id) for spill in spills.values())]
             spilled = run(scatter, unread, "reading")
             if not all(receipt.is_good for each in spilled.values() for receipt in each.values()):
                 return spilled

@@ -167,7 +167,7 @@ class PartitionTask:
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
-        number = partition.number
+        number = partition.partition_id
         nulls = dict[str, int]()
         writers = {split: self.writer(spec, number) for split, spec in self.specs.items()}
         try:

@@ -250,12 +250,12 @@ class Evaluation:
         missing = list(parts)
         while missing and time.monotonic() - begin < _ALONE_S:
             part = missing.pop(0)
-            kept[part.number] = self(part)
-            progress(len(kept[part.number]))
+            kept[part.partition_id] = self(part)
+            progress(len(kept[part.partition_id]))
         kept |= run_partitions(
             self, missing, self._num_workers(len(missing)), lambda part: progress(len(part)), _REMEDY
         )
-        answers = np.packbits(np.concatenate([kept[part.number] for part in parts])).tobytes()
+        answers = np.packbits(np.concatenate([kept[part.partition_id] for part in parts])).tobytes()
         self._folder.keep_result(self.name, answers, parts=map(self._result_of, parts))
         return answers
 

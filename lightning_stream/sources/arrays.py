@@ -38,8 +38,8 @@ def _blocks(
             yield from read(block if place.rows is None else [block[row] for row in place.rows], columns)
 
     def pieces() -> list[Piece]:
-        each = num_bytes // max(1, len(begins))
-        return [Piece(file, k, k + 1, each, min(rows, num_rows - first)) for k, first in enumerate(begins)]
+        block_bytes = num_bytes // max(1, len(begins))
+        return [Piece(file, k, k + 1, block_bytes, min(rows, num_rows - first)) for k, first in enumerate(begins)]
 
     return Table(schema, pieces, batches)
 
@@ -66,8 +66,8 @@ class NumpyReader(TableReader):
             raise FormatError(f"{file.uri} cannot be read as a NumPy file: {reason}. Write it again.") from error
 
         def read(rows: Sequence[int], columns: Iterable[str] | None) -> list[pa.RecordBatch]:
-            found = rows_of(rows)
-            return [pa.RecordBatch.from_pydict({name: _arrow_array(found[name]) for name in columns or found})]
+            arrays = rows_of(rows)
+            return [pa.RecordBatch.from_pydict({name: _arrow_array(arrays[name]) for name in columns or arrays})]
 
         return _blocks(file, schema, num_rows, num_bytes, block_rows, read)
 
@@ -96,8 +96,8 @@ class NumpyReader(TableReader):
             spans = [(first + row * width, first + (row + 1) * width) for row in rows]
             if isinstance(rows, range) and spans:
                 spans = [(spans[0][0], spans[-1][1])]
-            found = file.views(spans)
-            data = found[0] if len(found) == 1 else b"".join(found)
+            views = file.views(spans)
+            data = views[0] if len(views) == 1 else b"".join(views)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
         return (read, shape[0], shape[0] * width, fitting_rows(shape[0], shape[0] * width, _BLOCK_ROWS))
@@ -113,7 +113,12 @@ class NumpyReader(TableReader):
             raise ValueError(f"its arrays must have one number of rows; found {lengths}")
         num_bytes = sum(array.nbytes for array in arrays.values())
         rows = max(1, int(num_rows * min(1.0, _WHOLE_BYTES / max(1, num_bytes))))  # few blocks: each reads all
-        return lambda some: {name: one[np.array(some, int)] for name, one in arrays.items()}, num_rows, num_bytes, rows
+        return (
+            lambda some: {name: array[np.array(some, int)] for name, array in arrays.items()},
+            num_rows,
+            num_bytes,
+            rows,
+        )
 
     def _named(self, array: Any) -> dict[str, Any]:
         names = array.dtype.names

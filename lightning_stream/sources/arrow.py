@@ -185,9 +185,9 @@ def encoding_of(kind: pa.DataType) -> str:
         shape.append(element.list_size if pa.types.is_fixed_size_list(element) else 0)
         element = element.value_type
     if _sort(element) == "number":
-        number = _NUMBERS[str(element)]
+        dtype = _NUMBERS[str(element)]
         fixed = ":" + ",".join(map(str, shape)) if all(shape) else ""
-        return f"ndarray:{number}{fixed}" if shape else number
+        return f"ndarray:{dtype}{fixed}" if shape else dtype
     if _sort(kind) in _ENCODING:
         return _ENCODING[_sort(kind)]
     _check_json(kind)
@@ -244,13 +244,13 @@ def settle_nulls(
 
 def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, Values]:
     """Return a plain batch as values that `MDSWriter.write_batch` takes; loops over rows only where it must."""
-    found = {}
+    values = {}
     for name, encoding in columns.items():
         try:
-            found[name] = _values(batch.column(name), encoding)
+            values[name] = _values(batch.column(name), encoding)
         except (ValueError, TypeError, pa.ArrowInvalid) as error:
             raise ValueError(f"column {name!r}: {error}") from error
-    return found
+    return values
 
 
 def _values(column: pa.Array, encoding: str) -> Values:
@@ -271,7 +271,7 @@ def _values(column: pa.Array, encoding: str) -> Values:
     if sort == "list":
         wanted = np.dtype(encoding.split(":")[1]) if ":" in encoding else None
         arrays = _nested(column)
-        return _cast(arrays, wanted) if isinstance(arrays, np.ndarray) else [_cast(each, wanted) for each in arrays]
+        return _cast(arrays, wanted) if isinstance(arrays, np.ndarray) else [_cast(array, wanted) for array in arrays]
     return column  # the writer takes views of texts and bytes
 
 
@@ -345,9 +345,9 @@ _JSON_VALUES: dict[str, Callable[[Any], Any]] = {
 def _json_value(kind: pa.DataType) -> Callable[[Any], Any]:
     """What turns a value of this type into what json knows."""
     sort = _sort(kind)
-    inner = {name: _json_value(each) for name, each in _inner(kind, sort).items()}
+    inner = {name: _json_value(inner_kind) for name, inner_kind in _inner(kind, sort).items()}
     if sort == "struct":
-        make: Any = lambda value: {name: inner[name](each) for name, each in value.items()}  # noqa: E731
+        make: Any = lambda value: {name: inner[name](item) for name, item in value.items()}  # noqa: E731
     elif sort == "map":
         make = lambda value: {str(inner["key"](key)): inner["item"](item) for key, item in value}  # noqa: E731
     elif sort == "list":

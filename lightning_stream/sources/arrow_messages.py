@@ -70,18 +70,18 @@ def messages(file: BinaryIO, where: str, num_bytes: int) -> Iterator[Message]:
     raise _damaged(where, f"no mark of the end in {num_bytes:,} bytes")
 
 
-def _damaged(where: str, found: str) -> FormatError:
-    return FormatError(f"{where} must be an Arrow file or stream; found {found}. It may be cut off: copy it again.")
+def _damaged(where: str, problem: str) -> FormatError:
+    return FormatError(f"{where} must be an Arrow file or stream; found {problem}. It may be cut off: copy it again.")
 
 
 def _parsed(header: bytes) -> tuple[int, int, int, Sequence[int]]:
     """The type of a message, the bytes of its body, and the rows and nulls of the record batch that it holds."""
     message = _Table(header, struct.unpack_from("<I", header)[0])
-    kind = message.number(1, "<B")
-    body = message.number(3, "<q")
+    kind = message.value(1, "<B")
+    body = message.value(3, "<q")
     inner = message.offset(2)
     records = _Table(header, inner + struct.unpack_from("<I", header, inner)[0]) if inner else message
-    rows = records.number(0, "<q") if inner else 0
+    rows = records.value(0, "<q") if inner else 0
     nulls = ()
     if kind == _RECORDS and (nodes := records.offset(1)):  # pairs of rows and nulls
         nodes += struct.unpack_from("<I", header, nodes)[0]
@@ -106,7 +106,7 @@ class _Table:
         inside: int = struct.unpack_from("<H", self._data, self._fields + 4 + 2 * field)[0]
         return self._at + inside if inside else 0
 
-    def number(self, field: int, form: str) -> int:
+    def value(self, field: int, form: str) -> int:
         """A field's value; 0 if the table lacks it."""
         at = self.offset(field)
         return int(struct.unpack_from(form, self._data, at)[0]) if at else 0

@@ -62,12 +62,12 @@ class Piece(NamedTuple):
 class Partition:
     """What one process writes at a time."""
 
-    number: int
+    partition_id: int
     splits: tuple[Piece, ...]
 
     def __str__(self) -> str:
         files = f" ({self.splits[0].file.uri}{' and others' if len(self.splits) > 1 else ''})" if self.splits else ""
-        return f"partition {self.number}{files}"
+        return f"partition {self.partition_id}{files}"
 
 
 class Batch(NamedTuple):
@@ -84,11 +84,11 @@ class MeasuredColumns(dict[str, Any]):
 
 
 @dataclass(frozen=True)
-class Found:
+class SourceSchema:
     """What the beginning of a source shows about all of it."""
 
     columns: dict[str, str]  # with their encodings
-    about: Mapping[str, Any] = field(default_factory=dict)  # for the manifest, e.g. class names
+    notes: Mapping[str, Any] = field(default_factory=dict)  # for the manifest, e.g. class names
     identity: tuple[str, ...] = ()  # the columns that tell rows apart for the validation split; empty for all
     media: tuple[str, ...] = ()  # columns of bytes that are compressed already, e.g. sound
 
@@ -122,7 +122,7 @@ class Reader(ABC):
         """Look at the list of all files, those of all splits, before anything else."""
 
     @abstractmethod
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
@@ -146,8 +146,8 @@ class Reader(ABC):
         Only headers, footers and indexes are read, of several files at once in the pool. FormatError for a file that
         has not these columns.
         """
-        for found in [pool.submit(self.pieces_of, file, columns) for file in files]:
-            yield from found.result()
+        for future in [pool.submit(self.pieces_of, file, columns) for file in files]:
+            yield from future.result()
 
     def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> Iterable[Piece]:
         """Return the pieces of one file."""
@@ -216,17 +216,17 @@ class Source:
         files = [{"name": file.name, "bytes": file.num_bytes, "stamp": file.stamp} for file in listed]
         return {**self.identity, "name": self.name, "files": files}
 
-    def find_columns(self, asked: Asked | None) -> Found:
+    def find_columns(self, asked: Asked | None) -> SourceSchema:
         """Return the columns that are read: those asked for, or all; ValueError for one that there is not."""
         with readable(self.name):
-            found = self.reader.find_columns(self.files, asked)
-        missing = [name for name in asked or () if name not in found.columns]
+            schema = self.reader.find_columns(self.files, asked)
+        missing = [name for name in asked or () if name not in schema.columns]
         if missing:
-            raise ValueError(f"{self.name} has no column {', '.join(missing)}; it has {', '.join(found.columns)}.")
+            raise ValueError(f"{self.name} has no column {', '.join(missing)}; it has {', '.join(schema.columns)}.")
         for encoding in filter(None, (asked or {}).values()):
             get_encoding(encoding)
-        wanted = asked or dict.fromkeys(found.columns)
-        return replace(found, columns={name: encoding or found.columns[name] for name, encoding in wanted.items()})
+        wanted = asked or dict.fromkeys(schema.columns)
+        return replace(schema, columns={name: encoding or schema.columns[name] for name, encoding in wanted.items()})
 
     @property
     def has_pieces(self) -> bool:
@@ -304,19 +304,19 @@ def read_splits(reader: Reader, splits: Sequence[Piece], columns: Mapping[str, s
 
 def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:
     """Yield rows, each given with where it is, in batches of at most 256 rows and about ``max_bytes``."""
-    held: list[Row] = []
+    pending: list[Row] = []
     first = ""
     num_bytes = 0
     for row, where in rows:
-        first = first if held else where
-        held.append(row)
+        first = first if pending else where
+        pending.append(row)
         num_bytes += sum(map(_num_bytes, row.values()))
-        if num_bytes >= max_bytes or len(held) == _BATCH_ROWS:
-            yield Batch(held, first if first == where else f"{first} to {where}")
-            held = []
+        if num_bytes >= max_bytes or len(pending) == _BATCH_ROWS:
+            yield Batch(pending, first if first == where else f"{first} to {where}")
+            pending = []
             num_bytes = 0
-    if held:
-        yield Batch(held, first if first == where else f"{first} to {where}")
+    if pending:
+        yield Batch(pending, first if first == where else f"{first} to {where}")
 
 
 def _num_bytes(value: Any) -> int:

@@ -53,19 +53,19 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         left_out = 0
         splits = dict[str, tuple[SourceFile, ...]]()
     else:
-        found = find_files(source, store_options, hidden=hidden)
-        files, reader = reader_of(found, kind, options)
-        name = found.name
-        left_out = len(found.left_out)
+        listing = find_files(source, store_options, hidden=hidden)
+        files, reader = reader_of(listing, kind, options)
+        name = listing.name
+        left_out = len(listing.left_out)
         splits = _by_split(files) if isinstance(source, (str, os.PathLike)) and reader.kind != "delta" else {}
     if root := options.get("media_root"):
         reader.media = media_store(root, files[0].root, store_options)
-    reader.begin([file for each in splits.values() for file in each] or files)
+    reader.begin([file for split in splits.values() for file in split] or files)
     return Source(name, tuple(files), reader, splits, left_out)
 
 
 def reader_of(
-    found: Listing, kind: str | None = None, options: Mapping[str, Any] | None = None
+    listing: Listing, kind: str | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[Sequence[SourceFile], Reader]:
     """Return the files of one kind, or of one version of a table, among all files of a source; and their reader.
 
@@ -73,27 +73,29 @@ def reader_of(
         NotFoundError: There are none.
         ValueError: There are several kinds; or it is a Delta table and none is asked for, or the other way round.
     """
-    if found.log and kind in (None, "delta"):
+    if listing.log and kind in (None, "delta"):
         table: Any = _made("delta", options)
-        return table.open_log(found), table
-    if found.is_table:
+        return table.open_log(listing), table
+    if listing.is_table:
         raise ValueError(
-            f"{found.name} is a Delta table, whose files hold deleted rows, too. Pass its folder, and no format."
+            f"{listing.name} is a Delta table, whose files hold deleted rows, too. Pass its folder, and no format."
         )
     if kind == "delta" or (options or {}).get("version") is not None:
-        raise ValueError(f"{found.name} is no Delta table: it has no {DELTA_LOG}. Pass no version=, or another format.")
-    listed = _saved_files(found.files)
-    chosen = kind or _only_kind(listed, found.name)
-    own: list[SourceFile] = []
+        raise ValueError(
+            f"{listing.name} is no Delta table: it has no {DELTA_LOG}. Pass no version=, or another format."
+        )
+    listed = _saved_files(listing.files)
+    chosen = kind or _only_kind(listed, listing.name)
+    matching: list[SourceFile] = []
     strange: list[SourceFile] = []
     for file in listed:
         known = _KIND_OF.get(file.ending)
-        (own if known == chosen or kind == "files" else strange if known is None else []).append(file)
+        (matching if known == chosen or kind == "files" else strange if known is None else []).append(file)
     reader = _made(chosen, options)
-    files = own or strange  # files of any name may be of the kind that is named
+    files = matching or strange  # files of any name may be of the kind that is named
     if not files:
         raise NotFoundError(
-            f"{found.name} holds no file of the format {chosen!r}; it holds {_counted(listed)}. Name another."
+            f"{listing.name} holds no file of the format {chosen!r}; it holds {_counted(listed)}. Name another."
         )
     return files, reader
 
@@ -115,8 +117,8 @@ def reader_class(kind: str) -> type[Reader]:
         raise ValueError(f"a format must be one of {', '.join(sorted(_KINDS))}; got {kind!r}.")
     module, _, name = _KINDS[kind][1].partition(".")
     with needs("pyarrow", "parquet", "reading Parquet, Arrow, CSV and NumPy files"):
-        found: type[Reader] = getattr(import_module(f"lightning_stream.sources.{module}"), name)
-    return found
+        reader_type: type[Reader] = getattr(import_module(f"lightning_stream.sources.{module}"), name)
+    return reader_type
 
 
 def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
@@ -126,18 +128,18 @@ def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
         ValueError: Beside the splits there are other files.
     """
     folders = split_folders(files)
-    found = {name: SPLIT_OF[name.lower()] for name in folders if name.lower() in SPLIT_OF}
-    if not found:
+    split_of = {name: SPLIT_OF[name.lower()] for name in folders if name.lower() in SPLIT_OF}
+    if not split_of:
         return {}
-    others = sorted(folders.keys() - found.keys())
-    if others or len(set(found.values())) < len(found):
+    others = sorted(folders.keys() - split_of.keys())
+    if others or len(set(split_of.values())) < len(split_of):
         raise ValueError(
-            f"{redact(files[0].root)} holds the splits {', '.join(sorted(found))}"
+            f"{redact(files[0].root)} holds the splits {', '.join(sorted(split_of))}"
             + (f", and beside them {others[0]}" if others else "")
             + ". Convert each by itself, or pass a list of files or folders to write them as one dataset."
         )
-    in_order = sorted(found, key=lambda name: (found[name] != "train", name))
-    return {found[name]: tuple(folders[name]) for name in in_order}
+    in_order = sorted(split_of, key=lambda name: (split_of[name] != "train", name))
+    return {split_of[name]: tuple(folders[name]) for name in in_order}
 
 
 def split_folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
@@ -149,13 +151,13 @@ def split_folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
         root = "/".join(part for part in (file.root, above, first) if part)
         below = replace(file, root=root, name=rest) if slash else file
         folders.setdefault(first if slash else re.split("[-_.]", first)[0], []).append(below)
-    found = [SPLIT_OF[name.lower()] for name in folders if name.lower() in SPLIT_OF]
-    return folders if "train" in found and len(found) > 1 else {}
+    splits = [SPLIT_OF[name.lower()] for name in folders if name.lower() in SPLIT_OF]
+    return folders if "train" in splits and len(splits) > 1 else {}
 
 
-def _saved_files(found: Sequence[SourceFile]) -> Sequence[SourceFile]:
+def _saved_files(files: Sequence[SourceFile]) -> Sequence[SourceFile]:
     """The Arrow files that Hugging Face's ``save_to_disk`` noted, in its order; any other files as they are."""
-    by_name = {file.name: file for file in found}
+    by_name = {file.name: file for file in files}
     noted: list[SourceFile] = []
     for name, file in by_name.items():
         folder, _, last = name.rpartition("/")
@@ -163,34 +165,34 @@ def _saved_files(found: Sequence[SourceFile]) -> Sequence[SourceFile]:
             continue
         try:
             state = json.loads(file.read())
-            held = [each["filename"] for each in state["_data_files"]] if "_data_files" in state else []
-            chosen = held and state.get("_indices_data_files")
+            file_names = [entry["filename"] for entry in state["_data_files"]] if "_data_files" in state else []
+            chosen = file_names and state.get("_indices_data_files")
         except (ValueError, TypeError, KeyError) as error:
             raise FormatError(f"{file.uri} must be the state of a saved dataset ({error!r}). Save it again.") from error
-        paths = [f"{folder}/{each}".lstrip("/") for each in held]
+        paths = [f"{folder}/{file_name}".lstrip("/") for file_name in file_names]
         if missing := [path for path in paths if path not in by_name]:
             raise FormatError(f"{file.uri} names {missing[0]}, which is not there. Copy the dataset again.")
         if chosen:
             raise FormatError(f"{file.uri} chooses rows by other files. Call flatten_indices() and save it again.")
         noted += [by_name[path] for path in paths]
-    return noted or found
+    return noted or files
 
 
-def _only_kind(found: Sequence[SourceFile], name: str) -> str:
-    known = [file.ending for file in found if file.ending in _KIND_OF]
-    kinds = {_KIND_OF[ending] for ending in [each for each in known if each not in _BESIDE] or known}
+def _only_kind(files: Sequence[SourceFile], name: str) -> str:
+    known = [file.ending for file in files if file.ending in _KIND_OF]
+    kinds = {_KIND_OF[ending] for ending in [ending for ending in known if ending not in _BESIDE] or known}
     if len(kinds) == 1:
         return kinds.pop()
     remedy = "Name one: format= of a stream, kind= of convert."
     if not kinds:
         raise NotFoundError(
-            f"{name} holds no file of a known format; it holds {_counted(found)}. {remedy} 'files' takes any files, "
+            f"{name} holds no file of a known format; it holds {_counted(files)}. {remedy} 'files' takes any files, "
             "each as a sample."
         )
-    raise ValueError(f"a dataset must be of one format; {name} holds {_counted(found)}. {remedy}")
+    raise ValueError(f"a dataset must be of one format; {name} holds {_counted(files)}. {remedy}")
 
 
-def _counted(found: Sequence[SourceFile]) -> str:
+def _counted(files: Sequence[SourceFile]) -> str:
     """How many files of each format there are, for messages."""
-    counts = Counter(_KIND_OF.get(file.ending, f"*{file.ending}" if file.ending else file.name) for file in found)
+    counts = Counter(_KIND_OF.get(file.ending, f"*{file.ending}" if file.ending else file.name) for file in files)
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(5)) or "no files"

@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.base import SAMPLED_ROWS, Asked, Batch, Found, Piece, Reader, present, spread
+from lightning_stream.sources.base import SAMPLED_ROWS, Asked, Batch, Piece, Reader, SourceSchema, present, spread
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.lines import check_on_bad, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
@@ -50,7 +50,7 @@ class CsvReader(Reader):
     def __post_init__(self) -> None:
         check_on_bad(self.on_bad)
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
         columns: dict[str, list[Any]] = {}
         for file in spread(files):
@@ -61,10 +61,10 @@ class CsvReader(Reader):
                 left -= batch.num_rows
                 if left <= 0:
                     break
-        found = {name: pa.chunked_array(chunks) for name, chunks in columns.items()}
-        if not any(map(len, found.values())):
+        arrays = {name: pa.chunked_array(chunks) for name, chunks in columns.items()}
+        if not any(map(len, arrays.values())):
             raise ValueError(f"{files[0].root} is empty: there is nothing to write.")
-        return Found({name: _inferred(texts) for name, texts in found.items()})
+        return SourceSchema({name: _inferred(texts) for name, texts in arrays.items()})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut between lines, unless values are quoted: these may hold line ends."""

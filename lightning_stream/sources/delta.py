@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
-from lightning_stream.sources.base import Asked, Batch, Found, Piece
+from lightning_stream.sources.base import Asked, Batch, Piece, SourceSchema
 from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader
 from lightning_stream.stores import Store
@@ -47,28 +47,30 @@ class DeltaReader(ParquetReader):
     deleted: Sequence[int] = ()
     absent: Sequence[str] = ()
 
-    def open_log(self, found: Listing) -> list[SourceFile]:
+    def open_log(self, listing: Listing) -> list[SourceFile]:
         """Read the log of a table; return the files of this version, among those that were found, sorted by name."""
-        store = found.log[0].store
+        store = listing.log[0].store
         assert store is not None
         with needs("deltalake", "delta", f"reading the Delta table {store.url}"):
             from deltalake import DeltaTable
         with scratch_folder() as folder:
-            _copy(store, found.log, folder)
+            _copy(store, listing.log, folder)
             try:
                 table = DeltaTable(folder, version=self.version)
                 if table.metadata().configuration.get("delta.columnMapping.mode", "none") != "none":
                     raise FormatError(f"{store.url}: columns with mapped names cannot be read. Convert the table.")
                 self.version = table.version()  # of two versions, the files may be the same
                 self._schema = pa.schema(table.schema().to_arrow())
-                actions = sorted(pa.table(table.get_add_actions(flatten=True)).to_pylist(), key=lambda one: one["path"])
-                self._vectors = self._deletions(table, store, found.files, Path(folder))
+                actions = sorted(
+                    pa.table(table.get_add_actions(flatten=True)).to_pylist(), key=lambda action: action["path"]
+                )
+                self._vectors = self._deletions(table, store, listing.files, Path(folder))
             except LightningStreamError:
                 raise
             except Exception as error:  # deltalake's own classes are many
                 raise FormatError(f"{store.url} cannot be read as a Delta table: {error}") from error
-        self._actions = {_named_by_log(unquote(one["path"]), store): one for one in actions}
-        by_name = {file.name: file for file in found.files}
+        self._actions = {_named_by_log(unquote(action["path"]), store): action for action in actions}
+        by_name = {file.name: file for file in listing.files}
         if missing := [name for name in self._actions if name not in by_name]:
             raise NotFoundError(
                 f"{store.url}/{missing[0]} belongs to version {self.version} of the Delta table, but is gone: it may "
@@ -77,22 +79,22 @@ class DeltaReader(ParquetReader):
         return [by_name[name] for name in self._actions]
 
     def _deletions(
-        self, table: Any, store: Store, found: Sequence[SourceFile], folder: Path
+        self, table: Any, store: Store, files: Sequence[SourceFile], folder: Path
     ) -> dict[str, np.ndarray[Any, Any]]:
         """The numbers of the deleted rows of each file."""
         if "deletionVectors" not in (table.protocol().reader_features or ()):
             return {}
-        _copy(store, [file for file in found if "deletion_vector_" in file.name and file.ending == ".bin"], folder)
+        _copy(store, [file for file in files if "deletion_vector_" in file.name and file.ending == ".bin"], folder)
         _check_vectors(folder / DELTA_LOG, store)
-        vectors = pa.table(table.deletion_vectors()).to_pylist()
+        rows = pa.table(table.deletion_vectors()).to_pylist()
         prefix = f"{folder.as_uri()}/"
         return {
-            unquote(str(one["filepath"]).removeprefix(prefix)): np.flatnonzero(~np.array(one["selection_vector"], bool))
-            for one in vectors
+            unquote(str(row["filepath"]).removeprefix(prefix)): np.flatnonzero(~np.array(row["selection_vector"], bool))
+            for row in rows
         }
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
-        return Found(arrow_columns(self._schema, asked))
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+        return SourceSchema(arrow_columns(self._schema, asked))
 
     def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         action = self._actions[file.name]
@@ -105,7 +107,7 @@ class DeltaReader(ParquetReader):
             groups = table.pieces()
         absent = [name for name in self._schema.names if name not in stored and name not in names]
         nulls = [*absent, *(name for name, (value, _) in partition.items() if value is None)]
-        found = []
+        pieces = []
         begin = 0
         deleted = self._vectors.get(file.name, np.empty(0, np.int64))
         for group in groups:
@@ -115,8 +117,8 @@ class DeltaReader(ParquetReader):
             rows = group.num_rows - len(here)
             begin += group.num_rows
             if rows:
-                found.append(group._replace(num_rows=rows, settings=settings, nulls=(*group.nulls, *nulls)))
-        return found
+                pieces.append(group._replace(num_rows=rows, settings=settings, nulls=(*group.nulls, *nulls)))
+        return pieces
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield the rows of a row group that are not deleted, with the columns of the table."""
@@ -131,7 +133,7 @@ class DeltaReader(ParquetReader):
     ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
         constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}
         return [name for name in columns if name not in constants], {
-            name: one for name, one in constants.items() if name in columns
+            name: constant for name, constant in constants.items() if name in columns
         }
 
 
@@ -150,8 +152,8 @@ def _copy(store: Store, files: Iterable[SourceFile], folder: Path | str) -> None
 
 def _named_by_log(path: str, store: Store) -> str:
     """The name of a file below the table's root; FormatError for one that lies elsewhere."""
-    own = next((root for root in (f"{store.url}/", f"file://{store.url}/") if path.startswith(root)), "")
-    return named_in_data(path.removeprefix(own), store.url)
+    prefix = next((root for root in (f"{store.url}/", f"file://{store.url}/") if path.startswith(root)), "")
+    return named_in_data(path.removeprefix(prefix), store.url)
 
 
 def _check_vectors(log: Path, store: Store) -> None:
@@ -159,8 +161,8 @@ def _check_vectors(log: Path, store: Store) -> None:
     texts = [path.read_text() for path in log.glob("*.json")]
     adds = [json.loads(line).get("add") for text in texts for line in text.splitlines() if line]
     for path in log.glob("*.parquet"):
-        kept = pq.read_table(path)
-        adds += kept["add"].to_pylist() if "add" in kept.column_names else []
+        checkpoint = pq.read_table(path)
+        adds += checkpoint["add"].to_pylist() if "add" in checkpoint.column_names else []
     for vector in [add["deletionVector"] for add in adds if add and add.get("deletionVector")]:
         if vector["storageType"] == "p":
             _named_by_log(unquote(vector["pathOrInlineDv"]), store)

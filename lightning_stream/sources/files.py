@@ -170,7 +170,7 @@ class SourceFile:
             else:
                 ranges.append((begin, end))
         with DaemonPool(_CONNECTIONS, "ranges") as pool:
-            fetched = [fetch.result() for fetch in [pool.submit(self.view, *one) for one in ranges]]
+            fetched = [fetch.result() for fetch in [pool.submit(self.view, *span) for span in ranges]]
         numbers = [bisect_right(ranges, (begin, self.num_bytes)) - 1 for begin, _ in spans]
         firsts = [ranges[k][0] for k in numbers]
         return [
@@ -203,9 +203,9 @@ class SourceFile:
                 view: memoryview = np.empty(end - begin, np.uint8).data  # joined parts would need twice the memory
                 at = 0
                 for chunk in stream:
-                    kept = chunk[: len(view) - at]
-                    view[at : at + len(kept)] = kept
-                    at += len(kept)
+                    part = chunk[: len(view) - at]
+                    view[at : at + len(part)] = part
+                    at += len(part)
         except NotFoundError as error:
             raise self._gone() from error
         return view[:at]
@@ -293,7 +293,7 @@ class RangedFile(io.RawIOBase):
     def __init__(self, file: SourceFile, window: int = _BUFFER_BYTES) -> None:
         self._file = file
         self._at = 0
-        self._held = memoryview(b"")
+        self._view = memoryview(b"")
         self._begin = 0
         self._least = window
         self._window = window
@@ -316,15 +316,15 @@ class RangedFile(io.RawIOBase):
 
     def _bytes(self, most: int) -> memoryview:
         """The next bytes, at most so many."""
-        past = self._at - self._begin - len(self._held)
+        past = self._at - self._begin - len(self._view)
         if past >= 0 or self._at < self._begin:
-            is_close = self._held and 0 <= past < _CLOSE_BYTES
+            is_close = self._view and 0 <= past < _CLOSE_BYTES
             self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else self._least
             end = min(self._at + max(self._window, most), self._file.num_bytes)
             self._begin = self._at
-            self._held = self._file.view(self._at, end)
+            self._view = self._file.view(self._at, end)
         first = self._at - self._begin
-        return self._held[first : first + most]
+        return self._view[first : first + most]
 
 
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
@@ -337,8 +337,8 @@ def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint
     if not width or not len(begins):
         return np.empty((len(begins), width), np.uint8)
     cells: Any = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping, one at every position
-    found: NDArray[np.uint8] = cells[begins].view(np.uint8).reshape(len(begins), width)
-    return found
+    rows: NDArray[np.uint8] = cells[begins].view(np.uint8).reshape(len(begins), width)
+    return rows
 
 
 class Listing(NamedTuple):
@@ -362,15 +362,15 @@ class Listing(NamedTuple):
 def find_files(source: Uris, options: Mapping[str, Any] | None = None, *, hidden: bool = False) -> Listing:
     """Return the files of a source: those of a folder or pattern, of one name, or of a list of these in its order."""
     uris = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-    found = [_listed(os.fspath(uri), options, hidden) for uri in uris]
-    files = [file for one in found for file in one.files]
+    listings = [_listed(os.fspath(uri), options, hidden) for uri in uris]
+    files = [file for listing in listings for file in listing.files]
     twice = [uri for uri, count in Counter(file.uri for file in files).items() if count > 1]
     if twice:
         raise ValueError(f"a source must name each file once; it names {twice[0]} twice. Remove one of them.")
-    log = found[0].log if len(found) == 1 else ()
+    log = listings[0].log if len(listings) == 1 else ()
     name = redact(f"{', '.join(os.fspath(uri) for uri in uris):.200}")
-    left_out = [name for one in found for name in one.left_out]
-    return Listing(name, files, log, any(one.is_table for one in found), left_out)
+    left_out = [name for listing in listings for name in listing.left_out]
+    return Listing(name, files, log, any(listing.is_table for listing in listings), left_out)
 
 
 def _listed(uri: str, options: Mapping[str, Any] | None, hidden: bool) -> Listing:
@@ -379,12 +379,12 @@ def _listed(uri: str, options: Mapping[str, Any] | None, hidden: bool) -> Listin
     parts = place.split("/")
     literal = next((k for k, part in enumerate(parts) if WILD.search(part)), len(parts))
     names = "/".join(parts[literal:])
-    found = files_of(open_store("/".join(parts[:literal]) or "/", options), names, hidden=hidden)
-    if not names and not found.files and not found.log:  # one file
-        found = files_of(open_store("/".join(parts[:-1]) or "/", options), parts[-1], hidden=hidden)
-    if not found.files:
+    listing = files_of(open_store("/".join(parts[:literal]) or "/", options), names, hidden=hidden)
+    if not names and not listing.files and not listing.log:  # one file
+        listing = files_of(open_store("/".join(parts[:-1]) or "/", options), parts[-1], hidden=hidden)
+    if not listing.files:
         raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
-    return found
+    return listing
 
 
 def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
@@ -473,31 +473,31 @@ def _names_of(pattern: str) -> Iterator[str]:
         yield pattern
         return
     first, last, rest = parts
-    for number in range(int(first), int(last) + 1):
-        yield from (f"{begin}{number:0{len(first)}}{end}" for end in _names_of(rest))
+    for value in range(int(first), int(last) + 1):
+        yield from (f"{begin}{value:0{len(first)}}{end}" for end in _names_of(rest))
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     """A pattern as a regular expression, short for a range of any size; all names if it is empty."""
     wild = {"**/": "(.*/)?", "*": "[^/]*", "?": "[^/]"}
     begin, *rest = _PARTS.split(text)
-    found = re.escape(begin)
+    expression = re.escape(begin)
     for part, first, last, after in zip(*(rest[k::4] for k in range(4)), strict=True):
-        found += (wild.get(part) or _numbers(first, last)) + re.escape(after)
-    return re.compile(found or ".*", re.DOTALL)  # a name may hold a line end
+        expression += (wild.get(part) or _numbers(first, last)) + re.escape(after)
+    return re.compile(expression or ".*", re.DOTALL)  # a name may hold a line end
 
 
 def _numbers(first: str, last: str) -> str:
     """An expression for the numbers of a range, in blocks whose last digits may be any."""
     blocks = []
-    number = int(first)
-    while number <= int(last):
-        text = f"{number:0{len(first)}}"
+    value = int(first)
+    while value <= int(last):
+        text = f"{value:0{len(first)}}"
         size = 0
-        while size < len(text) and number % 10 ** (size + 1) == 0 and number + 10 ** (size + 1) <= int(last) + 1:
+        while size < len(text) and value % 10 ** (size + 1) == 0 and value + 10 ** (size + 1) <= int(last) + 1:
             size += 1
         blocks.append(f"{text[: len(text) - size]}[0-9]{{{size}}}")
-        number += 10**size
+        value += 10**size
     return f"(?:{'|'.join(blocks) or '(?!)'})"
 
 

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched, spread
+from lightning_stream.sources.base import Asked, Batch, Piece, Reader, Row, SourceSchema, batched, spread
 from lightning_stream.sources.files import SourceFile, named_in_data
 from lightning_stream.threads import DaemonPool
 
@@ -60,13 +60,13 @@ class FileFolderReader(Reader):
         """Find all classes: of all splits, so that a class has the same number in each."""
         self.classes = tuple(sorted({_class_of(file) for file in files}))
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Return ``data`` or ``image``, ``label`` (omitted where there is one folder only) and ``name``."""
         known = {self.column: self._encoding(files), "label": "int", "name": "str"}
         if len(self.classes) < 2:
             del known["label"]
-        about = {"classes": {"label": list(self.classes)}} if "label" in known else {}
-        return Found(known, about, identity=(self.column,), media=(self.column,))
+        notes = {"classes": {"label": list(self.classes)}} if "label" in known else {}
+        return SourceSchema(known, notes, identity=(self.column,), media=(self.column,))
 
     def _encoding(self, files: Sequence[SourceFile]) -> str:
         return "bytes"
@@ -76,16 +76,18 @@ class FileFolderReader(Reader):
 
     def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         labels = {name: label for label, name in enumerate(self.classes)}
-        held = list[SourceFile]()
+        pending = list[SourceFile]()
         num_bytes = 0
         for file, after in zip_longest(files, files[1:]):
-            held.append(file)
+            pending.append(file)
             num_bytes += file.num_bytes
             is_last = after is None or after.root != file.root  # a source may name several folders
-            if num_bytes >= _PIECE_BYTES or len(held) == _PIECE_FILES or is_last:
-                listed = [(each.name, each.num_bytes, each.stamp, labels[_class_of(each)]) for each in held]
-                yield Piece(held[0], 0, len(held), num_bytes, len(held), {"listed": listed})
-                held = []
+            if num_bytes >= _PIECE_BYTES or len(pending) == _PIECE_FILES or is_last:
+                listed = [
+                    (member.name, member.num_bytes, member.stamp, labels[_class_of(member)]) for member in pending
+                ]
+                yield Piece(pending[0], 0, len(pending), num_bytes, len(pending), {"listed": listed})
+                pending = []
                 num_bytes = 0
 
     def has_rows(self, file: SourceFile) -> bool:
@@ -97,13 +99,13 @@ class FileFolderReader(Reader):
             first = splits[0].file
             rows = splits[0].rows
             listed = self.listed if rows is None else [self.listed[row] for row in rows]
-            each = [
+            labelled = [
                 (replace(first, name=named_in_data(name, first.root), num_bytes=size, stamp=stamp, mark=""), label)
                 for name, size, stamp, label in listed
             ]
         else:
-            each = [(split.file, labels[_class_of(split.file)]) for split in splits]
-        return batched(self._rows(each, columns), _BATCH_BYTES)
+            labelled = [(split.file, labels[_class_of(split.file)]) for split in splits]
+        return batched(self._rows(labelled, columns), _BATCH_BYTES)
 
     def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
         with DaemonPool(_CONNECTIONS, "files") as pool:

@@ -71,17 +71,17 @@ class InPlace:
             NotFoundError: There is no file of a format that can be read.
             FormatError: A file is damaged, or has not the columns of the first one.
         """
-        found = files_of(store, self.names, hidden=self.hidden)
-        if not found.files:
+        listed = files_of(store, self.names, hidden=self.hidden)
+        if not listed.files:
             raise NotFoundError(f"{store.url} holds no files{f' named {self.names}' if self.names else ''}.")
-        listing = json.dumps({"listing": stamps_of([*found.files, *found.log])})[:-1].encode()
-        marks = marks_of(found.files)
+        listing = json.dumps({"listing": stamps_of([*listed.files, *listed.log])})[:-1].encode()
+        marks = marks_of(listed.files)
         if before is not None and before.startswith(listing):
             known = _MARKS.match(before, len(listing))  # none in older indexes
             if known is None or not is_other_mark(known[1].decode(), marks):
                 return before
         with readable(store.url):
-            files, reader = self._reader(found)
+            files, reader = self._reader(listed)
             reader.media = self.media
             source = Source(files[0].uri, tuple(files), reader)
             columns = self._columns(source)
@@ -92,23 +92,23 @@ class InPlace:
             columns = settled_columns(reader, columns, shards)
         _refuse_nulls(shards, columns)
         version = reader.settings.get("version")
-        about = b"" if version is None else b', "table_version": %d' % version
+        keys = b"" if version is None else b', "table_version": %d' % version
         if marks:
-            about += b', "marks": "%s"' % marks.encode()
-        return listing + about + b", " + shards_text(reader.kind, columns, shards) + b"}"
+            keys += b', "marks": "%s"' % marks.encode()
+        return listing + keys + b", " + shards_text(reader.kind, columns, shards) + b"}"
 
-    def _reader(self, found: Listing) -> tuple[Sequence[SourceFile], Reader]:
+    def _reader(self, listing: Listing) -> tuple[Sequence[SourceFile], Reader]:
         """The files that are read, and what reads them."""
-        data = [file for file in found.files if file.name != INDEX_NAME]
+        data = [file for file in listing.files if file.name != INDEX_NAME]
         options = {} if self.version is None else {"version": self.version}
-        files, reader = reader_of(found._replace(files=data), self.kind, options)
+        files, reader = reader_of(listing._replace(files=data), self.kind, options)
         if reader.kind == "delta":
             return files, reader
         if "*" not in self.names and (splits := split_folders(files)):
             names = ", ".join(sorted(splits))
             raise ValueError(
-                f"a stream must be one split; {found.name} holds {names}. Pass split= if these are folders, or a "
-                f"pattern as remote, e.g. {found.name}/**/train*."
+                f"a stream must be one split; {listing.name} holds {names}. Pass split= if these are folders, or a "
+                f"pattern as remote, e.g. {listing.name}/**/train*."
             )
         for file in files:
             if not file.name.isprintable() or "\\" in file.name or file.name[1:2] == ":":
@@ -149,16 +149,16 @@ class InPlace:
         """Return the bytes of some samples, as in the shard that `write` would make; errors as those of `write`."""
         reader, split = self._origin_of(store, entry)
         encoder = MdsEncoder(entry.schema.columns)
-        found = list[bytes]()
+        samples = list[bytes]()
 
         def add(columns: dict[str, Any], num_rows: int) -> None:
-            found.extend(map(bytes, encoder.encode_batch(columns, num_rows).rows()))
+            samples.extend(map(bytes, encoder.encode_batch(columns, num_rows).rows()))
 
         with readable(split.file.uri, has_arguments=False):
             where = self._add_rows(entry, reader, split._replace(rows=numbers), add)
-        if len(found) != len(numbers):
-            raise FormatError(f"{where}: {len(numbers)} rows were asked for; found {len(found)}. Start again.")
-        return found
+        if len(samples) != len(numbers):
+            raise FormatError(f"{where}: {len(numbers)} rows were asked for; found {len(samples)}. Start again.")
+        return samples
 
     @property
     def identity(self) -> str:
@@ -219,7 +219,7 @@ class InPlace:
 def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[Piece]) -> bytes:
     """Return the keys of an index whose shards are these pieces of files."""
     schema = MdsEncoder(columns).schema
-    entries = (to_text(_entry(schema, kind, number, piece)) for number, piece in enumerate(shards))
+    entries = (to_text(_entry(schema, kind, shard_index, piece)) for shard_index, piece in enumerate(shards))
     return b'"shards": [' + b", ".join(entries) + b'], "version": 2'
 
 
@@ -242,7 +242,7 @@ def _warn_of_others(shards: Sequence[Piece], columns: Mapping[str, str]) -> None
 def changed_files(former: Index, now: Index) -> str:
     """Describe which files of a dataset in another format differ between two indexes; empty if they have none."""
     before, after = (
-        {name: about for shard in range(index.num_shards) for name, *about in _files_of(index.entry(shard))}
+        {name: size_stamp for shard in range(index.num_shards) for name, *size_stamp in _files_of(index.entry(shard))}
         for index in (former, now)
     )
     kinds = {
@@ -250,10 +250,10 @@ def changed_files(former: Index, now: Index) -> str:
         "New files": [name for name in after if name not in before],
         "Files that are gone": [name for name in before if name not in after],
     }
-    found = [f"{kind}: {_some(names)}." for kind, names in kinds.items() if names]
+    sentences = [f"{kind}: {_some(names)}." for kind, names in kinds.items() if names]
     if former.table_version != now.table_version:
-        found.append(f"The Delta table was at version {former.table_version} and is at {now.table_version} now.")
-    return " ".join(found)
+        sentences.append(f"The Delta table was at version {former.table_version} and is at {now.table_version} now.")
+    return " ".join(sentences)
 
 
 def _files_of(entry: ShardEntry) -> list[Any]:
@@ -262,7 +262,7 @@ def _files_of(entry: ShardEntry) -> list[Any]:
     if origin is None:
         return []
     listed = json.loads(origin.settings or "{}").get("listed")
-    return [one[:3] for one in listed] if listed else [(origin.name, origin.num_bytes, origin.stamp)]
+    return [file[:3] for file in listed] if listed else [(origin.name, origin.num_bytes, origin.stamp)]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -274,19 +274,19 @@ def is_made(index: Index) -> bool:
     return index.num_shards > 0 and index.entry(0).raw.origin is not None
 
 
-def _nulls(where: str, found: str) -> FormatError:
+def _nulls(where: str, problem: str) -> FormatError:
     return FormatError(
-        f"{where}: only json columns may have nulls; found {found}. Pass columns= without these columns, or with the "
+        f"{where}: only json columns may have nulls; found {problem}. Pass columns= without these columns, or with the "
         "encoding 'json' for them."
     )
 
 
-def _entry(schema: Schema, kind: str, number: int, piece: Piece) -> ShardEntry:
+def _entry(schema: Schema, kind: str, shard_index: int, piece: Piece) -> ShardEntry:
     file = piece.file
     settings = json.dumps(piece.settings) if piece.settings else ""
     end = piece.end or file.num_bytes
     origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, end, settings)
     # Shards of another version have other names.
     mark = xxhash.xxh3_64_hexdigest(f"{(origin, schema.columns)!r}{file.mark}".encode())
-    raw = FileEntry(f"shard.{number:05}.{mark}.mds", piece.num_bytes, {}, origin=origin, mark=file.mark)
+    raw = FileEntry(f"shard.{shard_index:05}.{mark}.mds", piece.num_bytes, {}, origin=origin, mark=file.mark)
     return schema.shard(piece.num_rows, raw)

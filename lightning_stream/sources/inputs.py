@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_stream.fingerprint import function_text, value_digest
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, batched
+from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.writer.infer import infer_columns
 
@@ -47,12 +47,12 @@ class FunctionReader(Reader):
         """The function, and all that it uses."""
         return {"kind": self.kind, "function": function_text(self.function)}
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         if asked is not None:
-            return Found({name: encoding for name, encoding in asked.items() if encoding is not None})
+            return SourceSchema({name: encoding for name, encoding in asked.items() if encoding is not None})
         for file in files:
             for sample in islice(self.function(file.value), 1):
-                return Found(infer_columns(sample))
+                return SourceSchema(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
@@ -60,10 +60,10 @@ class FunctionReader(Reader):
         return batched((sample, file.uri) for file in files for sample in self.function(file.value))
 
 
-def input_items(given: Inputs) -> tuple[SourceFile, ...]:
+def input_items(source: Inputs) -> tuple[SourceFile, ...]:
     """Return the inputs as if they were files of one byte, each with a digest of its whole value."""
-    stamps = [f"{given.stamp} {value_digest(each)}" for each in given.inputs]
+    stamps = [f"{source.stamp} {value_digest(value)}" for value in source.inputs]
     return tuple(
-        SourceFile("", f"{k:05}", 1, stamp, value=each)
-        for k, (each, stamp) in enumerate(zip(given.inputs, stamps, strict=True))
+        SourceFile("", f"{k:05}", 1, stamp, value=value)
+        for k, (value, stamp) in enumerate(zip(source.inputs, stamps, strict=True))
     )

@@ -16,7 +16,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
 
-from .base import SAMPLED_ROWS, Asked, Batch, Found, Piece, Reader, Row, batched, spread
+from .base import SAMPLED_ROWS, Asked, Batch, Piece, Reader, Row, SourceSchema, batched, spread
 from .files import SourceFile
 from .nulls import LARGEST_FLOAT
 
@@ -89,7 +89,7 @@ class JsonlReader(Reader):
     def __post_init__(self) -> None:
         check_on_bad(self.on_bad)
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Look at some rows of some files: where they can be cut, from all over."""
         rows: list[Row] = []
         for file in (sampled := spread(files)):
@@ -97,9 +97,9 @@ class JsonlReader(Reader):
             num_pieces = _SAMPLED_PIECES if file.path is not None else -(-_SAMPLED_PIECES // len(sampled))
             splits = self.input_splits(file, max(_BLOCK_BYTES, file.num_bytes // num_pieces))
             for split in splits:
-                for found, _ in islice(self._rows(split, SAMPLED_ROWS // len(splits)), 1):
-                    rows += found
-        return Found(_inferred(rows, files[0].root))
+                for batch_rows, _ in islice(self._rows(split, SAMPLED_ROWS // len(splits)), 1):
+                    rows += batch_rows
+        return SourceSchema(_inferred(rows, files[0].root))
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut anywhere, unless the file is compressed, or one array of objects."""
@@ -114,9 +114,9 @@ class JsonlReader(Reader):
             return sum(_num_filled(block) for _, block in line_blocks(split))
 
         splits = [split for file in files for split in self.input_splits(file, _PIECE_BYTES)]
-        for one, counted in zip(splits, [pool.submit(num_rows, split) for split in splits], strict=True):
+        for piece, counted in zip(splits, [pool.submit(num_rows, split) for split in splits], strict=True):
             if rows := counted.result():
-                yield one._replace(num_rows=rows)
+                yield piece._replace(num_rows=rows)
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in splits:
@@ -142,9 +142,9 @@ class JsonlReader(Reader):
         with suppress(ValueError):  # NaN, infinite numbers, lone surrogates; or a line is wrong
             return list(map(_decode_object, lines))  # all that it decodes, it decodes as Python's json
         rows = []
-        for number, line in enumerate(lines, 1):
+        for line_number, line in enumerate(lines, 1):
             try:
-                rows.append(_parsed_line(line, number, where))
+                rows.append(_parsed_line(line, line_number, where))
             except FormatError as error:
                 if self.on_bad != "skip":
                     raise
@@ -165,15 +165,17 @@ def check_on_bad(on_bad: str) -> None:
         raise ValueError(f"on_bad must be 'raise' or 'skip'; got {on_bad!r}.")
 
 
-def _parsed_line(line: bytes, number: int, where: str) -> Row:
+def _parsed_line(line: bytes, line_number: int, where: str) -> Row:
     try:
         text = line.decode().strip()
         row, end = _scan(text, 0)
     except ValueError as error:
-        raise FormatError(f"{where}: line {number} of them is not JSON ({error}): {line[:60]!r}. {_SKIP}") from error
+        raise FormatError(
+            f"{where}: line {line_number} of them is not JSON ({error}): {line[:60]!r}. {_SKIP}"
+        ) from error
     if end != len(text) or type(row) is not dict:
         raise FormatError(
-            f"{where}: each line must be one JSON object; line {number} of them is {line[:60]!r}. {_SKIP}"
+            f"{where}: each line must be one JSON object; line {line_number} of them is {line[:60]!r}. {_SKIP}"
         )
     return row
 
@@ -191,13 +193,13 @@ def _inferred(rows: Sequence[Row], where: str) -> dict[str, str]:
     return {name: _fitting({_encoding(name, value) for value in of_name}) for name, of_name in values.items()}
 
 
-def _fitting(found: set[str]) -> str:
-    if "large" in found:  # a whole number that no float may be equal to
-        return "int64" if found <= {"large", "int64"} else "json"
+def _fitting(kinds: set[str]) -> str:
+    if "large" in kinds:  # a whole number that no float may be equal to
+        return "int64" if kinds <= {"large", "int64"} else "json"
     for numbers in ({"int64", "float64"}, {"ndarray:int64", "ndarray:float64"}):
-        if found == numbers:
+        if kinds == numbers:
             return min(numbers)
-    return found.pop() if len(found) == 1 else "json"
+    return kinds.pop() if len(kinds) == 1 else "json"
 
 
 def _encoding(name: str, value: Any) -> str:
@@ -207,7 +209,7 @@ def _encoding(name: str, value: Any) -> str:
         return "large" if -(1 << 63) <= value < 1 << 63 else "json"
     if type(value) is list:
         kinds = {type(element) for element in value}
-        if kinds == {int, float} and any(type(number) is int and abs(number) > LARGEST_FLOAT for number in value):
+        if kinds == {int, float} and any(type(element) is int and abs(element) > LARGEST_FLOAT for element in value):
             return "json"
         if kinds and kinds <= {int, float}:
             return "ndarray:float64" if float in kinds else "ndarray:int64"
@@ -227,18 +229,18 @@ class TextReader(Reader):
     kind = "text"
     lines: bool = False
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
-        return Found({"text": "str"} if self.lines else {"text": "str", "name": "str"})
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+        return SourceSchema({"text": "str"} if self.lines else {"text": "str", "name": "str"})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         return line_splits(file, partition_bytes) if self.lines else super().input_splits(file, partition_bytes)
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         if not self.lines:
-            return batched((self._whole(split.file, columns), split.file.uri) for split in splits)
+            return batched((self._text_row(split.file, columns), split.file.uri) for split in splits)
         return (batch for split in splits for batch in self._by_line(split))
 
-    def _whole(self, file: SourceFile, columns: Mapping[str, str]) -> Row:
+    def _text_row(self, file: SourceFile, columns: Mapping[str, str]) -> Row:
         with file.unpacked("text in UTF-8") as plain:
             row = {"text": plain.read().removeprefix(_BOM).decode(), "name": file.name}
             return {name: row[name] for name in columns}

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
+from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, present
 from lightning_stream.sources.files import SourceFile, rows_at
 from lightning_stream.threads import DaemonPool
 
@@ -70,15 +70,15 @@ class LitDataReader(Reader):
     def begin(self, files: Sequence[SourceFile]) -> None:
         where = f"{files[0].root}/{INDEX_NAME}"
         try:
-            about = json.loads(files[0].beside(INDEX_NAME))
-            config = about["config"]
-            self.formats = [str(one) for one in config["data_format"]]
+            index = json.loads(files[0].beside(INDEX_NAME))
+            config = index["config"]
+            self.formats = [str(form) for form in config["data_format"]]
             self.compression = (config.get("compression_level") or "chunk") if config.get("compression") else None
             spec = json.loads(config["data_spec"])[1] if config.get("data_spec") else {}
             self.names = _leaves(spec) if spec else []
             may_have_rows = str(spec.get("type")).endswith("dict") and set(self.formats) <= _OF_ROWS
             self._types = dict(_types(config.get("types") or {})) if may_have_rows else {}
-            self._chunks = {str(one["filename"]): int(one["chunk_size"]) for one in about["chunks"]}
+            self._chunks = {str(chunk["filename"]): int(chunk["chunk_size"]) for chunk in index["chunks"]}
         except NotFoundError as error:
             raise FormatError(f"{files[0].uri} must lie beside LitData's {INDEX_NAME}. Copy that, too.") from error
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -91,12 +91,12 @@ class LitDataReader(Reader):
         if config.get("encryption"):
             raise FormatError(f"{where}: encrypted chunks cannot be read. Write them without encryption.")
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Return the columns of the index; ValueError for values that cannot be read, such as pickled ones."""
         formats = dict(zip(self.names, self.formats, strict=True))
         formats |= {name: form for name, (form, _) in self._types.items()}  # of all rows, not of the first alone
         wanted = formats if asked is None else [name for name in asked if name in formats]
-        return Found({name: _encoding(name, formats[name], files[0].root) for name in wanted})
+        return SourceSchema({name: _encoding(name, formats[name], files[0].root) for name in wanted})
 
     def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
         by_name = {file.name: file for file in files}
@@ -146,12 +146,12 @@ class LitDataReader(Reader):
                 raise FormatError(f"{file.uri} must be a chunk of LitData; an item's values do not fit it.")
             sizes = heads
         begins = offsets[1:, None] - np.cumsum(sizes[:, ::-1], axis=1)[:, ::-1]
-        found = {
+        values = {
             name: _values(name, form, data, begins[:, k], sizes[:, k], file, columns[name])
             for k, (name, form) in enumerate(zip(self.names, self.formats, strict=True))
             if name in columns
         }
-        return {name: found.get(name, [None] * (len(offsets) - 1)) for name in columns}
+        return {name: values.get(name, [None] * (len(offsets) - 1)) for name in columns}
 
     def _items(self, file: SourceFile, data: memoryview) -> tuple[memoryview, NDArray[np.int64]]:
         """The uncompressed items of a chunk, and where each begins, and the last one ends."""
@@ -199,8 +199,8 @@ def _types(
     fields: Mapping[str, Any], above: str = "", is_optional: bool = False
 ) -> Iterator[tuple[str, tuple[str, bool]]]:
     """The name of each value of all rows, as `_leaves` names it, with its format, and whether it may be absent."""
-    for key, about in fields.items():
-        kind = about if isinstance(about, dict) else {"type": about}
+    for key, spec in fields.items():
+        kind = spec if isinstance(spec, dict) else {"type": spec}
         is_absent = is_optional or bool(kind.get("optional"))
         if kind.get("type") == "struct" and kind.get("fields"):
             yield from _types(kind["fields"], f"{above}{key}.", is_absent)
@@ -248,7 +248,7 @@ def _nested_column(batch: Any, name: str) -> Any:
 
     column = batch
     while name:
-        names = [each.name for each in (column.schema if column is batch else column.type)]
+        names = [field.name for field in (column.schema if column is batch else column.type)]
         key = next((key for key in names if name == key or name.startswith(f"{key}.")), None)
         if key is None:
             return pa.nulls(batch.num_rows)
@@ -306,9 +306,9 @@ def _values(
     if encoding == "json":
         values = [_json(bytes(view), where) for view in views]
         return [np.array(value, wanted.split(":")[1]) for value in values] if ":" in wanted else values
-    found = BinaryColumn(views)
-    found.encoding = encoding if encoding in ("str", "pil") else "bytes"
-    return found
+    column = BinaryColumn(views)
+    column.encoding = encoding if encoding in ("str", "pil") else "bytes"
+    return column
 
 
 def _json(data: bytes, where: str) -> Any:
@@ -340,7 +340,7 @@ class _Tagged:
             return self._bytes(1) != b"\0"
         if tag in (11, 0x10):
             return None
-        return self._list(tag, self._number())
+        return self._list(tag, self._count())
 
     def _list(self, tag: int, count: int) -> Any:
         if tag == 0:
@@ -355,17 +355,17 @@ class _Tagged:
 
     def _dicts(self, tag: int) -> Any:
         """One dict, or a list of dicts with the same keys."""
-        count = self._number()
+        count = self._count()
         if tag == 5:
             return {self._text(): self.value() for _ in range(count)}
-        keys = [self._text() for _ in range(self._number())]
+        keys = [self._text() for _ in range(self._count())]
         return [{key: self.value() for key in keys} for _ in range(count if keys else 0)]
 
-    def _number(self) -> int:
+    def _count(self) -> int:
         return int.from_bytes(self._bytes(4), "little")
 
     def _text(self) -> str:
-        return self._bytes(self._number()).decode()
+        return self._bytes(self._count()).decode()
 
     def _bytes(self, count: int) -> bytes:
         data = self._data[self._at : self._at + count]

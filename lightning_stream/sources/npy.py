@@ -24,5 +24,5 @@ def read_head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]] | 
 def load(file: Any) -> Any:
     """The array of a file, or a dict of the arrays of an ``.npz``; nothing is unpickled."""
     with _LOCK:
-        found = np.load(file, allow_pickle=False)
-        return {name: found[name] for name in found.files} if hasattr(found, "files") else found
+        loaded = np.load(file, allow_pickle=False)
+        return {name: loaded[name] for name in loaded.files} if hasattr(loaded, "files") else loaded

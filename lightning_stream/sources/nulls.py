@@ -66,14 +66,14 @@ class NullRule:
         needed = {name for name, encoding in columns.items() if encoding != "json"}
         if self.drop:
             rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
-        held = {name: [row.get(name) for row in rows] for name in columns}
-        for name in held.keys() & self.fill.keys():
-            held[name] = [self.fill[name] if value is None else value for value in held[name]]
+        lists = {name: [row.get(name) for row in rows] for name in columns}
+        for name in lists.keys() & self.fill.keys():
+            lists[name] = [self.fill[name] if value is None else value for value in lists[name]]
         for name in needed:
-            count = sum(value is None for value in held[name])  # not list.count: arrays compare by element
+            count = sum(value is None for value in lists[name])  # not list.count: arrays compare by element
             if count:
                 nulls[name] = nulls.get(name, 0) + count
-        return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in held.items()}
+        return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in lists.items()}
 
 
 def _fitted(name: str, values: list[Any], encoding: str) -> Any:
@@ -108,7 +108,7 @@ def _array(value: list[Any], encoding: str) -> Any:
     if dtype is None or array.dtype == dtype:
         return array
     cast = array.astype(dtype)
-    whole = cast.dtype.kind in "iu" and not np.array_equal(cast, array)
-    if whole or array.dtype.kind not in "iufb":
+    is_rounded = cast.dtype.kind in "iu" and not np.array_equal(cast, array)
+    if is_rounded or array.dtype.kind not in "iufb":
         raise ValueError(f"{value!s:.60} does not fit {encoding}.")
     return cast

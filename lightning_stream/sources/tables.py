@@ -18,7 +18,7 @@ from lightning_stream.errors import FormatError, LightningStreamError
 from lightning_stream.lazy import kept
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, present
+from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, present
 from lightning_stream.sources.files import RangedFile, SourceFile, read_below
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.stores import Store
@@ -58,7 +58,7 @@ class TableReader(Reader):
     # The types of the first file, of columns whose encodings follow from them.
     types: Mapping[str, pa.DataType] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Read the first file's schema; columns in the names of folders come behind its own."""
         with self._opened(files[0], headers=True) as table:
             schema = table.schema
@@ -76,14 +76,16 @@ class TableReader(Reader):
             is_number &= not str((asked or {}).get(name)).startswith("str")
             kind = pa.int64() if is_number else pa.string()
             schema = schema.append(pa.field(name, kind))
-        found = _found(schema, firsts, asked)
-        own = [name for name in found.columns if name not in files[0].partition and not (asked and asked[name])]
-        self.types = {name: plain_type(schema.field(name).type) for name in own if name not in media}
+        source_schema = _source_schema(schema, firsts, asked)
+        inferred = [
+            name for name in source_schema.columns if name not in files[0].partition and not (asked and asked[name])
+        ]
+        self.types = {name: plain_type(schema.field(name).type) for name in inferred if name not in media}
         if empty := [name for name, kind in self.types.items() if pa.types.is_null(kind)]:
             _LOG.warning("%s: %s can only be null, and becomes json.", files[0].uri, ", ".join(empty))
-        nulls = {name for name in found.columns if any(file.partition.get(name, "") is None for file in files)}
-        columns = {name: "json" if name in nulls else encoding for name, encoding in found.columns.items()}
-        return replace(found, columns=columns)
+        nulls = {name for name in source_schema.columns if any(file.partition.get(name, "") is None for file in files)}
+        columns = {name: "json" if name in nulls else encoding for name, encoding in source_schema.columns.items()}
+        return replace(source_schema, columns=columns)
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         for split in _joined(splits):
@@ -106,27 +108,27 @@ class TableReader(Reader):
             try:
                 stored, _ = self._stored(table.schema.names, columns, file)
                 if stored:
-                    _found(table.schema, {}, {name: columns[name] for name in stored})
+                    _source_schema(table.schema, {}, {name: columns[name] for name in stored})
             except ValueError as error:
                 raise FormatError(f"{file.uri}: {error}") from error
             others = tuple(name for name in (*table.schema.names, *file.partition) if name not in columns)
             media = _files(_noted(table.schema))
             types = self._other_types(table.schema, stored, file)
-            found = [piece._replace(others=others, types=types) for piece in table.pieces() if piece.num_rows]
-            return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in found]
+            pieces = [piece._replace(others=others, types=types) for piece in table.pieces() if piece.num_rows]
+            return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in pieces]
 
     def _other_types(self, schema: pa.Schema, stored: Sequence[str], file: SourceFile) -> dict[str, pa.DataType]:
         """The types of columns for which those of the first file are too narrow."""
-        found = {}
+        types = {}
         for name in self.types.keys() & set(stored):
             try:
-                found[name] = common_type(self.types[name], plain_type(schema.field(name).type))
+                types[name] = common_type(self.types[name], plain_type(schema.field(name).type))
             except ValueError as error:
                 raise FormatError(
                     f"all files must have types that fit those of the first; column {name!r} of {file.uri} does not: "
                     f"{error}. Cast it, or name the encodings: columns={{{name!r}: ...}}."
                 ) from error
-        return {name: kind for name, kind in found.items() if kind != self.types[name]}
+        return {name: kind for name, kind in types.items() if kind != self.types[name]}
 
     def _stored(
         self, names: Sequence[str], columns: Mapping[str, str], file: SourceFile
@@ -163,13 +165,13 @@ class TableReader(Reader):
 
 def _joined(splits: Sequence[Piece]) -> list[Piece]:
     """Join pieces that follow each other in a file, so that it is opened once."""
-    found: list[Piece] = []
+    joined: list[Piece] = []
     for split in splits:
-        if found and (found[-1].file, found[-1].end) == (split.file, split.begin):
-            found[-1] = found[-1]._replace(end=split.end)
+        if joined and (joined[-1].file, joined[-1].end) == (split.file, split.begin):
+            joined[-1] = joined[-1]._replace(end=split.end)
         else:
-            found.append(split)
-    return found
+            joined.append(split)
+    return joined
 
 
 def pieces_of(
@@ -190,10 +192,10 @@ def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str
 
 def _type_of(name: str) -> pa.DataType:
     """The type of a name: Arrow knows those that have no zone, precision or scale."""
-    if found := re.fullmatch(r"timestamp\[(\w+), tz=(.+)\]", name):
-        return pa.timestamp(*found.groups())
-    if found := re.fullmatch(r"decimal128\((\d+), (-?\d+)\)", name):
-        return pa.decimal128(*map(int, found.groups()))
+    if match := re.fullmatch(r"timestamp\[(\w+), tz=(.+)\]", name):
+        return pa.timestamp(*match.groups())
+    if match := re.fullmatch(r"decimal128\((\d+), (-?\d+)\)", name):
+        return pa.decimal128(*map(int, match.groups()))
     return pa.type_for_alias(name)
 
 
@@ -245,19 +247,21 @@ class ParquetReader(TableReader):
 def _nulls(group: Any, names: Collection[str]) -> tuple[str, ...]:
     """The columns of a row group that have nulls, by its statistics, which know nothing of nested columns."""
     columns = map(group.column, range(group.num_columns))
-    flat = [each for each in columns if each.path_in_schema in names and each.statistics is not None]
-    return tuple(each.path_in_schema for each in flat if each.statistics.has_null_count and each.statistics.null_count)
+    flat = [column for column in columns if column.path_in_schema in names and column.statistics is not None]
+    return tuple(
+        column.path_in_schema for column in flat if column.statistics.has_null_count and column.statistics.null_count
+    )
 
 
 def _known(schema: pa.Schema, nulls: Sequence[int]) -> tuple[str, ...]:
     """The columns of a record batch that have nulls, or whose nested values have some."""
-    found = []
+    names = []
     at = 0
-    for each in schema:
-        end = at + sum(1 for _ in _storage_types(each.type))
-        found += [each.name] if any(nulls[at:end]) else []
+    for column in schema:
+        end = at + sum(1 for _ in _storage_types(column.type))
+        names += [column.name] if any(nulls[at:end]) else []
         at = end
-    return tuple(found) if at == len(nulls) else ()
+    return tuple(names) if at == len(nulls) else ()
 
 
 def _storage_types(kind: pa.DataType) -> Iterator[pa.DataType]:
@@ -290,11 +294,11 @@ class ArrowReader(TableReader):
 
         def batches(place: Piece, _: list[str] | None) -> Iterator[pa.RecordBatch]:
             stored = file.view(place.begin, place.end)
-            inner = (kind for each in schema.types for kind in _storage_types(each))
+            inner = (kind for column_type in schema.types for kind in _storage_types(column_type))
             if any(map(pa.types.is_dictionary, inner)):  # each batch needs all dictionaries before it
-                before = (each for each in messages(plain, file.uri, file.num_bytes) if each.is_dictionary)
+                before = (message for message in messages(plain, file.uri, file.num_bytes) if message.is_dictionary)
                 spans = [(head.begin, head.end)]
-                spans += [(each.begin, each.end) for each in before if each.begin < place.begin]
+                spans += [(message.begin, message.end) for message in before if message.begin < place.begin]
                 parts = [file.view(*span) for span in spans]
                 yield from pa.ipc.open_stream(pa.BufferReader(b"".join([*parts, stored])))
                 return
@@ -310,7 +314,7 @@ def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
     return head, pa.ipc.read_schema(pa.BufferReader(file.view(head.begin, head.end)))
 
 
-def _found(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | None) -> Found:
+def _source_schema(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | None) -> SourceSchema:
     """The columns of a schema: with what Hugging Face's ``datasets`` notes in it about images, classes and shapes.
 
     ``first``: the first values of the columns of images and the like, as far as they are known.
@@ -329,10 +333,10 @@ def _found(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | 
         elif shape and all(shape) and columns.get(name, "").count(":") == 1:
             columns[name] += f":{','.join(map(str, shape))}"
     classes = {name: kind["names"] for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
-    about: dict[str, Any] = {"schema": {each.name: str(each.type) for each in schema}}
+    notes: dict[str, Any] = {"schema": {column.name: str(column.type) for column in schema}}
     if classes:
-        about["classes"] = {name: names for name, names in classes.items() if name in columns}
-    return Found(columns, about, media=tuple(files))
+        notes["classes"] = {name: names for name, names in classes.items() if name in columns}
+    return SourceSchema(columns, notes, media=tuple(files))
 
 
 def _first_value(column: pa.Array, file: SourceFile, media: Store | None) -> bytes | None:

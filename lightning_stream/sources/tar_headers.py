@@ -63,7 +63,7 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
     Raises:
         FormatError: A header is damaged or cut off, or describes what has no bytes of its own.
     """
-    found = list[int]()
+    entries = list[int]()
     odd = dict[int, str]()
     extensions = list[int]()
     end = len(data)
@@ -72,7 +72,7 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
         field, kind, prefix = _HEADER.unpack_from(data, at)
         size, width = (-1, 0) if prefix else _plain_size(field)
         if width and kind == _PLAIN:
-            found += start, at, size
+            entries += start, at, size
             start = at = at + width
             alike = alike + 1 if size == last else 0
             last = size
@@ -80,25 +80,25 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
                 alike = 0
                 count = _num_alike(data, at - width, width)
                 for begin in range(at, at + width * count, width):
-                    found += begin, begin, size
+                    entries += begin, begin, size
                 start = at = at + width * count
         elif width and kind == _PAX and _is_harmless(data, at + BLOCK, size):
             extensions.append(at)
             at += width
         else:
             is_zero = not kind and not any(data[at : at + BLOCK])
-            one = None if is_zero else _by_tarfile(data, start, where, is_whole)
-            if one is None:
+            entry = None if is_zero else _by_tarfile(data, start, where, is_whole)
+            if entry is None:
                 break
-            member, width = one
+            member, width = entry
             if member.isreg():
-                odd[len(found) // 3] = member.name
-                found += start, start + member.offset_data - BLOCK, member.size
+                odd[len(entries) // 3] = member.name
+                entries += start, start + member.offset_data - BLOCK, member.size
             start = at = start + width
     is_end = start == at <= end - BLOCK and not any(data[at : at + BLOCK])
     if is_whole and not is_end and (start != at or at != end):
         raise _damaged(where, f"a header or a file that ends behind the end, at byte {end:,}")
-    starts, files, sizes = np.array(found, np.int64).reshape(-1, 3).T
+    starts, files, sizes = np.array(entries, np.int64).reshape(-1, 3).T
     for headers in (files, np.array(extensions, np.int64)) if checked else ():
         for k in range(0, len(headers), _CHECKED):
             _check_sums(data, headers[k : k + _CHECKED], where)
@@ -108,9 +108,9 @@ def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Walk
 @lru_cache(1 << 12)
 def _plain_size(field: bytes) -> tuple[int, int]:
     """The size in a header, and the bytes up to the next one; 0 of these if it is not plain."""
-    found = _OCTAL.fullmatch(field)
-    size = int(found[1], 8) if found else -1
-    return size, BLOCK + -(-size // BLOCK) * BLOCK if found else 0
+    match = _OCTAL.fullmatch(field)
+    size = int(match[1], 8) if match else -1
+    return size, BLOCK + -(-size // BLOCK) * BLOCK if match else 0
 
 
 def _num_alike(data: memoryview, at: int, width: int) -> int:
@@ -158,8 +158,8 @@ def _check_sums(data: memoryview, headers: NDArray[np.int64], where: str) -> Non
             raise _damaged(where, f"a damaged header at byte {at:,}: {error}") from error
 
 
-def _damaged(where: str, found: str) -> FormatError:
-    return FormatError(f"{where} must be a whole tar; found {found}. Fetch it again.")
+def _damaged(where: str, problem: str) -> FormatError:
+    return FormatError(f"{where} must be a whole tar; found {problem}. Fetch it again.")
 
 
 def refusal(member: tarfile.TarInfo, archive: tarfile.TarFile) -> str:

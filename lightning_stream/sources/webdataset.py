@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources import npy
-from lightning_stream.sources.base import Asked, Batch, Found, Piece, Reader, Row, batched
+from lightning_stream.sources.base import Asked, Batch, Piece, Reader, Row, SourceSchema, batched
 from lightning_stream.sources.files import SourceFile, rows_at
 from lightning_stream.sources.tar_headers import BLOCK, Members, walk
 
@@ -46,7 +46,7 @@ class TarReader(Reader):
 
     kind = "webdataset"
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> Found:
+    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         """Look at the names of the first 100 samples, and at the heads of arrays."""
         file = files[0]
         known = {KEY: "str"}
@@ -55,16 +55,16 @@ class TarReader(Reader):
             for part in _parts(Piece(file, 0, None, 0), read, is_scan=True):
                 count -= part.is_continued
                 for ending, numbers in part.files.items():
-                    sample, number = next(iter(numbers.items()))
+                    sample, member_index = next(iter(numbers.items()))
                     if ending not in known and count + sample < _SAMPLED:
-                        known[ending] = part.encoding(ending, number, read)
+                        known[ending] = part.encoding(ending, member_index, read)
                 count += len(part.keys)
                 if count >= _SAMPLED:
                     break
         if len(known) == 1:
             raise ValueError(f"{file.uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
-        return Found(known, media=media)
+        return SourceSchema(known, media=media)
 
     def has_pieces(self, files: Sequence[SourceFile]) -> bool:
         return not any(map(_is_packed, files))
@@ -86,15 +86,15 @@ class TarReader(Reader):
         others = tuple(name for name in endings if name not in columns)
         wanted = [name for name, encoding in columns.items() if name != KEY and encoding != "json"]
         nulls = tuple(name for name in wanted if endings[name] < len(samples))
-        found = []
+        pieces = []
         first = 0
         while first < len(samples):
             end = max(first + 1, int(np.searchsorted(samples, samples[first] + _PIECE_BYTES)))
             begin = int(samples[first])
             stop = int(samples[end]) if end < len(samples) else file.num_bytes
-            found.append(Piece(file, begin, stop, stop - begin, end - first, nulls=nulls, others=others))
+            pieces.append(Piece(file, begin, stop, stop - begin, end - first, nulls=nulls, others=others))
             first = end
-        return found
+        return pieces
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
         """Yield samples by column; row by row where one of them lacks a column, or has a wrong value."""
@@ -144,7 +144,7 @@ class _Part(NamedTuple):
         firsts = list[int]()
         files = dict[str, dict[int, int]]()
         by_case = dict[bytes, dict[int, int]]()
-        for number, name in enumerate(_names(data, members)):
+        for member_index, name in enumerate(_names(data, members)):
             folder, slash, last = name.rpartition(b"/")
             stem, dot, ending = last.partition(b".")
             if not dot or not stem or stem[:2] == b"__":
@@ -154,30 +154,30 @@ class _Part(NamedTuple):
                 key = this
                 sample = sample + 1
                 keys.append(key)
-                firsts.append(number)
+                firsts.append(member_index)
             numbers = by_case.get(ending)
             if numbers is None:
                 numbers = by_case[ending] = files.setdefault(_text(ending).lower(), {})
             if sample in numbers:
                 raise FormatError(f"{file.uri}: sample {_text(key)!r} has two files {_text(ending).lower()!r}.")
-            numbers[sample] = number
+            numbers[sample] = member_index
         return cls(file, at, data, members, keys, firsts, files, keys[:1] == [before])
 
     def drop_last(self) -> int:
         """Drop the last sample, which may go on behind the part; return where it begins in the part."""
         self.keys.pop()
-        for ending, found in list(self.files.items()):
-            found.pop(len(self.keys), None)
-            if not found:
+        for ending, by_sample in list(self.files.items()):
+            by_sample.pop(len(self.keys), None)
+            if not by_sample:
                 del self.files[ending]
         return int(self.members.starts[self.firsts.pop()])
 
-    def encoding(self, ending: str, number: int, read: Read) -> str:
+    def encoding(self, ending: str, member_index: int, read: Read) -> str:
         """The encoding of the files with an ending: by that, and by the head of one of them if they are arrays."""
         encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
         if encoding != "ndarray":
             return encoding
-        data = read(self.at + int(self.members.headers[number]) + BLOCK, int(self.members.sizes[number]))
+        data = read(self.at + int(self.members.headers[member_index]) + BLOCK, int(self.members.sizes[member_index]))
         try:
             return f"ndarray:{npy.load(io.BytesIO(data)).dtype.name}"
         except (ValueError, EOFError) as error:
@@ -189,10 +189,10 @@ class _Part(NamedTuple):
         """The values of all samples. LookupError, ValueError if a sample lacks one, or a value is not right."""
         if name == KEY:
             return _texts(self.keys)
-        found = self.files[name]
-        if len(found) < len(self.keys):
+        by_sample = self.files[name]
+        if len(by_sample) < len(self.keys):
             raise LookupError(name)
-        numbers = np.fromiter(found.values(), np.int64, len(found))
+        numbers = np.fromiter(by_sample.values(), np.int64, len(by_sample))
         return _values(self.data, self.members.headers[numbers] + BLOCK, self.members.sizes[numbers], encoding)
 
     def rows(self, columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
@@ -202,9 +202,11 @@ class _Part(NamedTuple):
         for sample, key in enumerate(self.keys):
             row: dict[str, Any] = {KEY: _text(key)}
             where = f"{self.file.uri}: sample {row[KEY]!r}"
-            held = [(ending, k) for ending, found in self.files.items() if (k := found.get(sample)) is not None]
+            sample_files = [
+                (ending, k) for ending, by_sample in self.files.items() if (k := by_sample.get(sample)) is not None
+            ]
             try:
-                for ending, k in held:
+                for ending, k in sample_files:
                     if ending in columns:
                         row[ending] = _value(bytes(self.data[begins[k] : begins[k] + sizes[k]]), columns[ending])
             except (ValueError, EOFError) as error:
@@ -253,10 +255,10 @@ def _parts(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
     while not is_end:
         data = read(at, room)
         is_whole = bool(piece.end) or len(data) < room
-        found = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
-        part = _Part.of(file, at, data, found.members, before)
-        step = found.next
-        is_end = found.is_end or bool(piece.end)
+        walked = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
+        part = _Part.of(file, at, data, walked.members, before)
+        step = walked.next
+        is_end = walked.is_end or bool(piece.end)
         if is_whole and not is_end:
             raise FormatError(
                 f"{file.uri} must be a whole tar; it has no end mark, or ends within a file. It may be cut off: fetch "
@@ -272,7 +274,7 @@ def _parts(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
             before = part.keys[-1]
         at += step
         if is_scan:
-            room = _PART_BYTES if step <= _SMALL_BYTES * len(found.members.sizes) else _HEAD_BYTES
+            room = _PART_BYTES if step <= _SMALL_BYTES * len(walked.members.sizes) else _HEAD_BYTES
     if not piece.end and any(read(at, _PART_BYTES).tobytes().strip(b"\0")):
         raise FormatError(f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`.")
 
@@ -283,7 +285,7 @@ def _names(data: memoryview, members: Members) -> list[bytes]:
     names: list[bytes] = chars.view(f"S{_NAME_BYTES}")[:, 0].tolist()
     text = b"\n".join(names)
     if members.odd or any(mark in text for mark in _ODD):
-        plain = [members.odd.get(number, _text(name.partition(b"\0")[0])) for number, name in enumerate(names)]
+        plain = [members.odd.get(k, _text(name.partition(b"\0")[0])) for k, name in enumerate(names)]
         names = [str(PurePosixPath(name)).encode("utf-8", "surrogateescape") for name in plain]
     return names
 
@@ -324,9 +326,9 @@ def _arrays(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[
 def _texts(values: Sequence[bytes | memoryview]) -> BinaryColumn:
     """The bytes of texts; ValueError if they are not UTF-8."""
     b"\n".join(values).decode()
-    found = BinaryColumn(values)
-    found.encoding = "str"
-    return found
+    column = BinaryColumn(values)
+    column.encoding = "str"
+    return column
 
 
 def _value(data: bytes, encoding: str) -> Any:

@@ -55,7 +55,7 @@ def excluded_ids(
         asking = _Asking(stream, filter, reader.snapshot.digest)
         parts = [ShardRange(number, *pair) for number, pair in enumerate(reader.indexes[0].cut(_PART_BYTES))]
         answers = run_partitions(asking, parts, spark, lambda _: None)
-        kept = np.concatenate([answers[part.number] for part in parts])
+        kept = np.concatenate([answers[part.partition_id] for part in parts])
         return reader.original_ids(np.flatnonzero(~kept))
 
 

@@ -190,7 +190,7 @@ import os
 from lightning_stream.convert import convert, task
 put, count = task.PartitionTask.run, 0
 def run(self, partition):
-    if partition.number == 2:
+    if partition.partition_id == 2:
         os._exit(9)
     return put(self, partition)
 task.PartitionTask.run = run

@@ -240,9 +240,9 @@ from pathlib import Path
 from lightning_stream.processes import ShardRange, run_partitions
 
 def work(partition):
-    Path({folder!r}, f"works{{partition.number}}").touch()
+    Path({folder!r}, f"works{{partition.partition_id}}").touch()
     print("works", flush=True)
-    while not Path({folder!r}, f"works{{partition.number ^ 1}}").exists():
+    while not Path({folder!r}, f"works{{partition.partition_id ^ 1}}").exists():
         time.sleep(0.01)  # for the other process
     time.sleep(0.5)
     return os.getpid()

@@ -343,7 +343,7 @@ def test_a_conversion_that_was_interrupted_is_continued_with_the_same_shards(
     def interrupted(task: Any, partition: Any) -> Any:
         if len(done) == 1:
             raise KeyboardInterrupt
-        done.append(partition.number)
+        done.append(partition.partition_id)
         return run(task, partition)
 
     with monkeypatch.context() as patched:

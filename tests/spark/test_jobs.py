@@ -136,7 +136,7 @@ def test_a_dataset_that_changes_while_it_is_asked_about_is_an_error(
 
     def changed(task: Callable[[Any], Any], pieces: list[Any], *_: Any) -> dict[int, Any]:
         delete_rows(out, [0])
-        return {piece.number: task(piece) for piece in pieces}
+        return {piece.partition_id: task(piece) for piece in pieces}
 
     monkeypatch.setattr("lightning_stream.spark.filter.run_partitions", changed)
     with pytest.raises(SnapshotMismatch, match="was changed while its samples were asked about"):
