@@ -86,7 +86,7 @@ def _resume_ms(lengths: np.ndarray, packing: RowPacking, world: World) -> float:
     times = []
     for place in range(12):
         start = known.num_samples * place // 12
-        landmark = known.landmark(start)
+        landmark = known.counted_windows(start)
         run = run_of(lengths, packing=packing)
         run.epoch(0)  # so that only counting is timed
         began = time.process_time()

@@ -216,7 +216,7 @@ class StreamingDataLoader(DataLoader[Any]):
 
     def num_batches(self, epoch: int) -> int:
         """Micro-batches of this rank in one epoch. Where epochs differ, this plans all of its batches."""
-        start = Start(epoch, landmark=self.position.landmark)  # what a state has counted is not planned again
+        start = Start(epoch, counted_windows=self.position.landmark)  # what a state has counted is not planned again
         return len(self.settings().micro_batches(self._source, start))
 
     def batches_before(self, position: Position) -> int:
@@ -497,7 +497,7 @@ class StreamingDataLoader(DataLoader[Any]):
         if after_steps < 0:
             raise ValueError(f"after_steps counts steps from the last one trained on, from 0; found {after_steps}")
         run = self._source.order(order)
-        landmark = here.order_in(run).landmark(here.position)  # holds after the change too, and saves counting again
+        counted = here.order_in(run).counted_windows(here.position)  # the change keeps them: they need no new count
         seen = [here, replace(here, position=here.position + after_steps * self.settings().global_batch_size)]
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
         at = run.next_change((one.epoch, one.position) for one in seen)
@@ -510,11 +510,11 @@ class StreamingDataLoader(DataLoader[Any]):
             )
             return end
         if iteration is not None:
-            iteration.reorder(order, landmark)
+            iteration.reorder(order, counted)
         if self.cursor.driver is not None:
             self.cursor.driver.reorder(order)
         elif iteration is None:
-            self.cursor.seek(replace(here, order=order, landmark=landmark))
+            self.cursor.seek(replace(here, order=order, landmark=counted))
         return at
 
     def batches_from(self, start: Position, settings: BatchSettings | None = None) -> MadeBatches:

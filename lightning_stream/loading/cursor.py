@@ -12,7 +12,7 @@ from lightning_stream.errors import StateError
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import OrderConfig, Position, RunOrder, ledger
 from lightning_stream.order.micro_batches import MicroBatch
-from lightning_stream.order.rows import Landmark
+from lightning_stream.order.rows import CountedWindows
 
 _LOOKS_BEFORE_WARNING = 3
 _ALONE = -1  # the turn of an iteration that ended before another loader was asked for a batch
@@ -70,13 +70,13 @@ class Walk:
         """Whether some, but not all of the epoch was handed out."""
         return self.last_batch is not None and not self.last_batch.ends_epoch
 
-    def reorder(self, order: OrderConfig, landmark: Landmark | None) -> None:
+    def reorder(self, order: OrderConfig, counted: CountedWindows | None) -> None:
         """Continue in another order, which is the same up to `upcoming`; a global batch in progress is completed.
 
-        ``landmark`` is what is known of both orders here.
+        ``counted`` is what is known of both orders here.
         """
         if self.start is not None:
-            self.start = replace(self.start, order=order, landmark=landmark)
+            self.start = replace(self.start, order=order, landmark=counted)
             self.is_outdated = True
 
     def ended(self) -> Walk:
@@ -329,8 +329,8 @@ class Cursor:
             total = 0
         order = position.order_in(run)
         grown = ledger.expected(order, begin, position.position)
-        landmark = order.landmark(position.position)
-        return self.builds_on(replace(position, ledger=(total + grown) % ledger.MODULUS, landmark=landmark))
+        counted = order.counted_windows(position.position)
+        return self.builds_on(replace(position, ledger=(total + grown) % ledger.MODULUS, landmark=counted))
 
     def builds_on(self, proven: Position) -> Position:
         """Continue with the ledger's sum of this position, instead of summing again what came before."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from lightning_stream.order import Position
-from lightning_stream.order.rows import Landmark
+from lightning_stream.order.rows import CountedWindows
 from lightning_stream.threads import lock_over_forks
 
 _MAX_WORKERS = 1024
@@ -33,12 +33,12 @@ _SHARED = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("lat
 class Start:
     """Where an iteration starts: an epoch, and samples of it that were consumed already (all replicas).
 
-    A landmark makes a start inside an epoch of packed rows fast; a `SharedPosition` does not keep it.
+    Counted windows make a start inside an epoch of packed rows fast; a `SharedPosition` does not keep them.
     """
 
     epoch: int = 0
     position: int = 0
-    landmark: Landmark | None = field(default=None, compare=False)
+    counted_windows: CountedWindows | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, position: Position) -> Start:

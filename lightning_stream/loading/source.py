@@ -58,7 +58,7 @@ class BatchSettings:
         """The global batches from a start to the end of its epoch."""
         run = source.order(self.order)
         return BatchPlan(
-            replace(run.epoch(start.epoch, start.landmark), following=run.following(start.epoch)),
+            replace(run.epoch(start.epoch, start.counted_windows), following=run.following(start.epoch)),
             batch_size=self.global_batch_size,
             world=self.world,
             tail=self.tail,

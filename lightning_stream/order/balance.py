@@ -58,19 +58,19 @@ class Balance:
         costs = self.costs or np.asarray
         rows = order.spans(at)
         if rows is not None:
-            given = rows.ids if self.lengths is None else rows.num_tokens
-            return np.add.reduceat(whole_costs(costs(given), len(given)), rows.edges[:-1])
+            inputs = rows.ids if self.lengths is None else rows.num_tokens
+            return np.add.reduceat(whole_costs(costs(inputs), len(inputs)), rows.edges[:-1])
         ids = order.ids(at)
         return whole_costs(costs(ids if self.lengths is None else self.lengths()[ids].astype(np.int64)), len(at))
 
 
-def whole_costs(given: ArrayLike, count: int) -> Ints:
+def whole_costs(values: ArrayLike, count: int) -> Ints:
     """The costs of ``count`` samples as whole numbers of at most 2**32: fractions and larger ones are scaled to that.
 
     Raises:
         ValueError: They are not so many numbers of at least 0.
     """
-    costs = np.asarray(given)
+    costs = np.asarray(values)
     is_number = costs.dtype.kind in "iuf"
     costs = costs.astype(np.float64) if costs.dtype.kind == "f" else costs
     if costs.shape != (count,) or not is_number or not ((costs >= 0) & (costs < 2**63)).all():
@@ -96,14 +96,14 @@ def deal(costs: Ints, sizes: Sequence[int]) -> list[Ints]:
     """
     groups: list[list[int]] = [[] for _ in sizes]
     open_groups = [(0, group) for group, size in enumerate(sizes) if size]  # ordered, hence a heap
-    each = costs.tolist()
+    cost_of = costs.tolist()
     for index in np.argsort(-costs, kind="stable").tolist():
         cost, group = open_groups[0]
         groups[group].append(index)
         if len(groups[group]) == sizes[group]:
             heappop(open_groups)
         else:
-            heapreplace(open_groups, (cost + each[index], group))
+            heapreplace(open_groups, (cost + cost_of[index], group))
     if len(groups) > 1 and 1 < len(groups[0]) <= _EXCHANGED and len({*sizes}) == 1:
         return [*np.sort(_exchanged(costs, np.array(groups)), axis=1)]
     return [np.array(sorted(group), dtype=np.int64) for group in groups]
@@ -118,15 +118,17 @@ def _exchanged(costs: Ints, groups: Ints) -> Ints:
     half = len(groups) // 2
     bound = max(int(costs.sum()) // len(groups), int(costs.max()))
     for _ in range(_MOST_EXCHANGES):
-        each = costs[groups]
-        sums = each.sum(axis=1)
+        group_costs = costs[groups]
+        sums = group_costs.sum(axis=1)
         order = np.argsort(sums, kind="stable")
         if sums[order[-1]] <= bound + bound // 1000:
             break
         low = order[:half]
         high = order[::-1][:half]
         gap = sums[high] - sums[low]
-        left = np.abs(gap[:, None, None] - 2 * (each[high][:, :, None] - each[low][:, None, :])).reshape(half, -1)
+        left = np.abs(gap[:, None, None] - 2 * (group_costs[high][:, :, None] - group_costs[low][:, None, :])).reshape(
+            half, -1
+        )
         best = left.argmin(axis=1)
         helps = left[np.arange(half), best] < gap
         if not helps.any():
@@ -157,17 +159,17 @@ def balanced_split(
     replicas = world.num_replicas
     grouped = np.argsort(canonical, kind="stable")
     per_group = replicas // num_groups(len(np.unique(canonical)), world)
-    group, number = divmod(world.replica, per_group)
+    group, place = divmod(world.replica, per_group)
     edges = num_samples * np.arange(group * per_group, (group + 1) * per_group + 1) // replicas
     candidates = np.sort(grouped[edges[0] : edges[-1]])
-    own = candidates[deal(costs[candidates], np.diff(edges).tolist())[number]]
-    length = ceil_div(num_samples, replicas) if equal else max(1, len(own))
-    filler = np.arange(length) >= len(own)
+    samples = candidates[deal(costs[candidates], np.diff(edges).tolist())[place]]
+    length = ceil_div(num_samples, replicas) if equal else max(1, len(samples))
+    filler = np.arange(length) >= len(samples)
     if filler.any():
-        near = own[costs[own].argmin()] if len(own) else grouped[min(edges[0], num_samples - 1)]
-        own = np.append(own, near)
-    order, ends = _cut(costs[own], min(num_micro_batches, length))
-    return own[order], filler[order], ends
+        near = samples[costs[samples].argmin()] if len(samples) else grouped[min(edges[0], num_samples - 1)]
+        samples = np.append(samples, near)
+    order, ends = _cut(costs[samples], min(num_micro_batches, length))
+    return samples[order], filler[order], ends
 
 
 def _cut(costs: Ints, count: int) -> tuple[Ints, tuple[int, ...]]:

@@ -18,7 +18,7 @@ from .arrays import Ints
 from .cuts import CountedCuts, Cuts
 from .orders import Interleave, Order, ceil_div, positions_of
 from .placement import Placement, num_readers, placement_of
-from .rows import ByLength, Landmark, PackedRows
+from .rows import ByLength, CountedWindows, PackedRows
 from .shares import ByBlock, ByNode, ReplicaBatch
 from .world import World
 
@@ -109,10 +109,10 @@ class EpochOrder:
         rows = self.order.spans(at)
         return (self.order.ids(at), at) if rows is None else (rows.ids, np.repeat(at, np.diff(rows.edges)))
 
-    def landmark(self, position: int) -> Landmark | None:
+    def counted_windows(self, position: int) -> CountedWindows | None:
         """What a state holds so that a resume at this position is fast; None where every position is."""
         windows = self.order.cursor(position)
-        return None if windows is None else Landmark(self.epoch, windows)
+        return None if windows is None else CountedWindows(self.epoch, windows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,7 +159,9 @@ class BatchPlan:
 
     def __reduce__(self) -> tuple[partial[BatchPlan], tuple[()]]:
         """Pickle what the plan was made of, not what was computed from it."""
-        return partial(BatchPlan, **{one.name: getattr(self, one.name) for one in fields(self) if one.init}), ()
+        return partial(
+            BatchPlan, **{attribute.name: getattr(self, attribute.name) for attribute in fields(self) if attribute.init}
+        ), ()
 
     @cached_property
     def placement(self) -> Placement | None:

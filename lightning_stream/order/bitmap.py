@@ -15,9 +15,9 @@ _WORD = 64
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte
 
 
-def as_ids(given: Iterable[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
+def as_ids(ids: Iterable[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
     """The ids that a user gave under this name, as an array. Raises TypeError for others, such as a mask."""
-    array = given if isinstance(given, np.ndarray) else np.array(list(given))
+    array = ids if isinstance(ids, np.ndarray) else np.array(list(ids))
     if array.size and array.dtype.kind not in "iu":
         raise TypeError(f"{name} are whole numbers; found {array.dtype} values like {array.ravel()[0]!r}")
     return array
@@ -84,19 +84,19 @@ class Bitmap:
         counts: Ints = self._before[words] + members.sum(axis=1, dtype=np.int64)
         return counts
 
-    def select(self, numbers: Ints) -> Ints:
-        """The members of these numbers, in [0, len): they count the members in ascending order."""
-        words = segment_of(self._before, numbers)
+    def select(self, indices: Ints) -> Ints:
+        """The members of these indices, in [0, len): they count the members in ascending order."""
+        words = segment_of(self._before, indices)
         members = self._unpacked(words).cumsum(axis=1, dtype=np.uint8)
-        within = (members > (numbers - self._before[words])[:, None]).argmax(axis=1)
+        within = (members > (indices - self._before[words])[:, None]).argmax(axis=1)
         ids: Ints = words * _WORD + within
         return ids
 
-    def __getitem__(self, number: int) -> int:
-        """As `select`, for one number; a small part of its time, which each read of a single sample takes."""
-        word = int(self._before.searchsorted(number, side="right")) - 1
+    def __getitem__(self, index: int) -> int:
+        """As `select`, for one index; a small part of its time, which each read of a single sample takes."""
+        word = int(self._before.searchsorted(index, side="right")) - 1
         bits = int.from_bytes(self.bits[8 * word : 8 * word + 8].tobytes(), "little")
-        for _ in range(number - int(self._before[word])):
+        for _ in range(index - int(self._before[word])):
             bits &= bits - 1  # without the lowest member
         return word * _WORD + (bits & -bits).bit_length() - 1
 

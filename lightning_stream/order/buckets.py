@@ -74,7 +74,7 @@ class LengthBuckets:
         if batch_tokens is not None:
             longest, mean = kept(_SUMMARIES, digest, lambda _: _summary(lengths), 4) if digest else _summary(lengths)
             room = batch_tokens // longest
-            multiple = batch_size or max(one for one in _MULTIPLES if one <= max(room, 1))
+            multiple = batch_size or max(size for size in _MULTIPLES if size <= max(room, 1))
             if multiple > room:
                 raise ValueError(
                     f"batch_tokens must have room for {multiple} samples of the greatest length, {longest:,}, which is "

@@ -139,7 +139,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         if self.schedule is not None and not wrong:
             yield from self._schedule_problems(self.schedule)
         places = [(switch.epoch, switch.position) for switch in self.switches]
-        if places != sorted(places) or not all(is_count(number, 0) for place in places for number in place):
+        if places != sorted(places) or not all(is_count(value, 0) for place in places for value in place):
             yield f"Switches of versions must follow each other, but they are at {places}."
 
     def _schedule_problems(self, schedule: Schedule) -> Iterator[str]:
@@ -263,17 +263,17 @@ def _default_nodes(batch_size: int | None, algorithm: str | None, mosaic: Mosaic
 
 
 def _resolve_mosaic(
-    given: MosaicConfig | None, resumed: OrderConfig | None, world: World, device_batch_size: int | None
+    config: MosaicConfig | None, resumed: OrderConfig | None, world: World, device_batch_size: int | None
 ) -> MosaicConfig:
     """Fill in what was left open: from the state, else from the first run's world."""
-    given = given or MosaicConfig()
+    config = config or MosaicConfig()
     first = (resumed and resumed.mosaic) or MosaicConfig()
     here = None if device_batch_size is None else device_batch_size * world.num_replicas
     return structs.replace(
-        given,
-        initial_physical_nodes=given.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
-        ranks_per_node=given.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
-        batch_size=given.batch_size or first.batch_size or here,
+        config,
+        initial_physical_nodes=config.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
+        ranks_per_node=config.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
+        batch_size=config.batch_size or first.batch_size or here,
     )
 
 

@@ -87,7 +87,7 @@ class CountedCuts(Cuts):
         order = self._order
         window = order.window_of(self.start)
         ends = order.ends(window)
-        counts = WindowCounts(order.num_windows, lambda number: len(order.ends(number)), (window, 0, len(ends)))
+        counts = WindowCounts(order.num_windows, lambda index: len(order.ends(index)), (window, 0, len(ends)))
         return counts, bisect_right(ends, self.start)
 
     @property

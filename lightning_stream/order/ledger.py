@@ -52,11 +52,11 @@ class Substitution:
     delivered: int
 
 
-def substituted(whole: int, epoch: int, substitutions: Sequence[Substitution]) -> int:
-    """An expected sum (``whole``), corrected for the substitutions among its positions."""
-    rows = [(one.position, one.drawn, one.delivered) for one in substitutions]
+def substituted(expected: int, epoch: int, substitutions: Sequence[Substitution]) -> int:
+    """An expected sum, corrected for the substitutions among its positions."""
+    rows = [(entry.position, entry.drawn, entry.delivered) for entry in substitutions]
     position, drawn, delivered = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    return (whole - total(epoch, position, drawn) + total(epoch, position, delivered)) % MODULUS
+    return (expected - total(epoch, position, drawn) + total(epoch, position, delivered)) % MODULUS
 
 
 def replacements(snapshot: Snapshot, seed: int, epoch: int, position: int, drawn: int) -> Iterator[int]:
@@ -69,8 +69,8 @@ def replacements(snapshot: Snapshot, seed: int, epoch: int, position: int, drawn
     count = int(snapshot.stream_samples[stream])
     if count < 2:
         return
-    for number in random_u64(RngStream.SUBSTITUTE, seed, epoch, position, size=_ATTEMPTS).tolist():
-        yield first + (drawn - first + 1 + number % (count - 1)) % count
+    for random_number in random_u64(RngStream.SUBSTITUTE, seed, epoch, position, size=_ATTEMPTS).tolist():
+        yield first + (drawn - first + 1 + random_number % (count - 1)) % count
 
 
 def to_bytes(sums: NDArray[np.uint64]) -> bytes:

@@ -52,7 +52,7 @@ class MicroBatch(Samples, Place):
         """int64[n]: the delivered sample ids, after substitutions."""
         if not self.substitutions:
             return self.ids
-        instead = {(one.position, one.drawn): one.delivered for one in self.substitutions}
+        instead = {(entry.position, entry.drawn): entry.delivered for entry in self.substitutions}
         pairs = zip(self.positions.tolist(), self.ids.tolist(), strict=True)
         return np.array([instead.get(pair, pair[1]) for pair in pairs], np.int64)
 
@@ -123,15 +123,15 @@ class MicroBatches:
 
     def place(self, j: int) -> Place:
         """The place of micro-batch j. O(1)."""
-        k, number, count = self._locate(j)
-        completes_step = number == count - 1
+        k, index, count = self._locate(j)
+        completes_step = index == count - 1
         ends_epoch = completes_step and not self.plan.has(k + 1)
         return Place(self.plan.order.epoch, *self.plan.bounds(k), completes_step, ends_epoch)
 
     def __getitem__(self, j: int) -> MicroBatch:
         """Micro-batch j, planned on its own. O(samples of its global batch)."""
-        k, number, count = self._locate(j)
-        return next(self._made(k, self.plan.share(k), count, range(number, number + 1)))
+        k, index, count = self._locate(j)
+        return next(self._made(k, self.plan.share(k), count, range(index, index + 1)))
 
     def walk(self, first: int = 0, step: int = 1) -> Iterator[MicroBatch]:
         """Yield micro-batches first, first + step, ...: many are planned together, which costs less than one by one.
@@ -143,26 +143,26 @@ class MicroBatches:
         batches = self._batches(first, step)
         while planned := list(islice(batches, together)):
             shares = self.plan.shares([k for k, _, _ in planned])
-            for (k, number, count), share in zip(planned, shares, strict=True):
-                yield from self._made(k, share, count, range(number, count, step))
+            for (k, index, count), share in zip(planned, shares, strict=True):
+                yield from self._made(k, share, count, range(index, count, step))
 
     def _batches(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
         """For each global batch of a walk: the result of `_locate` for its first micro-batch in the walk."""
         j = first
         while self.has(j):
-            k, number, count = self._locate(j)
-            yield k, number, count
-            j += ceil_div(count - number, step) * step
+            k, index, count = self._locate(j)
+            yield k, index, count
+            j += ceil_div(count - index, step) * step
 
-    def _made(self, k: int, share: ReplicaBatch, count: int, numbers: range) -> Iterator[MicroBatch]:
+    def _made(self, k: int, share: ReplicaBatch, count: int, indices: range) -> Iterator[MicroBatch]:
         """Some of the micro-batches that a share is cut into."""
         epoch = self.plan.order
         begin, end = self.plan.bounds(k)
         version = epoch.order.version_at(begin)
         parts = share.micro_batches(count)
-        for number in numbers:
-            part = parts[number]
-            is_last = number == count - 1
+        for index in indices:
+            part = parts[index]
+            is_last = index == count - 1
             place = epoch.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1)
             made = MicroBatch(*place, part.ids, part.positions, part.filler, part.rows, version=version)
             yield made if self._padding else made.without_padding()

@@ -28,7 +28,7 @@ _BITS = 10  # anchors are multiples of 1 / 1024 sample
 _MOST_IN_PIECE = 2**20  # samples, so that products of two numbers of 1/1024 samples fit in 64 bits
 _MOST_PIECES = 2**20  # of a section: a linear one is then within 1/32 sample of its integral up to 10**11 samples
 _MOST_COUNTS = 2**20  # at once
-_SEARCHED_AT_ONCE = 65  # stretches: each round leaves one 64th of the range
+_SEARCHED_AT_ONCE = 65  # blocks: each round leaves one 64th of the range
 _AHEAD = 3  # samples, more than the deviation of any node
 _SEARCHED = 12  # streams: for up to so many the best tree is searched for, which takes up to half a second
 Shares = tuple[Fraction, ...]
@@ -52,7 +52,7 @@ class Mixture:
     Args:
         schedule: With the names of the streams.
         sizes: Samples of each stream.
-        stretch_length: Consecutive samples of a stream that stay together; all numbers here count such stretches.
+        block_length: Consecutive samples of a stream that stay together; all numbers here count such blocks.
         step_length: Samples of an optimizer step, for a schedule in steps; its tokens, if there are mean lengths.
 
     Example::
@@ -62,13 +62,13 @@ class Mixture:
     """
 
     def __init__(
-        self, schedule: Schedule, sizes: Sequence[int], *, stretch_length: int = 1, step_length: int = 1
+        self, schedule: Schedule, sizes: Sequence[int], *, block_length: int = 1, step_length: int = 1
     ) -> None:
         self._schedule = schedule
-        self._stretch = stretch_length
-        unit = Fraction(step_length if schedule.unit == "steps" else 1, stretch_length)
+        self._block_length = block_length
+        unit = Fraction(step_length if schedule.unit == "steps" else 1, block_length)
         rates = tuple(unit / length for length in schedule.lengths)  # of a stream that has the whole weight
-        limits = [size // stretch_length if stop else None for size, stop in zip(sizes, schedule.stops, strict=True)]
+        limits = [size // block_length if stop else None for size, stop in zip(sizes, schedule.stops, strict=True)]
         shares = [schedule.shares(weights) for _, weights in schedule.points]
         tree = plan_tree(tuple(_normal(_products(weights, rates)) for weights in shares))
         starts = [at for at, _ in schedule.points]
@@ -80,18 +80,18 @@ class Mixture:
         for change in schedule.changes:
             if change.weights is not None:
                 weights = schedule.shares(change.weights)
-                at = change.at // stretch_length
+                at = change.at // block_length
                 start = at if self.end is None else min(at, self.end)
                 era = make(start, self._counts(start), [Section(None, weights, weights)])
                 self._eras = [*(earlier for earlier in self._eras if earlier.start < start), era]
 
     def counts(self, at: Ints) -> Ints:
-        """int64[n, streams]: how many of the first ``at`` stretches of the run are of each stream; ``at`` rises."""
+        """int64[n, streams]: how many of the first ``at`` blocks of the run are of each stream; ``at`` rises."""
         parts = np.split(at, np.searchsorted(at, [era.start for era in self._eras[1:]]))
         return np.concatenate([era.counts(part) for era, part in zip(self._eras, parts, strict=True)])
 
     def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
-        """For stretches [begin, end) of the run: the stream of each, and its number in that stream's own sequence."""
+        """For blocks [begin, end) of the run: the stream of each, and its index in that stream's own sequence."""
         step = max(1, _MOST_COUNTS // self._eras[0].num_streams)  # memory does not grow with the number of streams
         parts = []
         for first in range(begin, max(end, begin + 1), step):
@@ -102,25 +102,25 @@ class Mixture:
         return streams, self._numbers(streams, numbers)
 
     def ends(self, at: int) -> Ints:
-        """int64[streams]: the number that follows the last one of each stream in the first ``at`` stretches."""
+        """int64[streams]: the index that follows the last one of each stream in the first ``at`` blocks."""
         counts = self._counts(at)
         return self._numbers(np.arange(len(counts)), counts)
 
-    def find(self, stream: int, number: int, begin: int, end: int) -> int | None:
-        """The stretch of the run that has this number of a stream: one of [begin, end), or None if it is skipped."""
+    def find(self, stream: int, index: int, begin: int, end: int) -> int | None:
+        """The block of the run that has this index of a stream: one of [begin, end), or None if it is skipped."""
         for which, first, skipped in self._skips:
-            if which == stream and first <= number < first + skipped:
+            if which == stream and first <= index < first + skipped:
                 return None
-            number -= skipped * (which == stream and number >= first)
+            index -= skipped * (which == stream and index >= first)
         while end - begin > 1:
             at = np.unique(np.linspace(begin, end, _SEARCHED_AT_ONCE).astype(np.int64))
-            after = int(np.searchsorted(self.counts(at)[:, stream], number, side="right"))
+            after = int(np.searchsorted(self.counts(at)[:, stream], index, side="right"))
             begin, end = at[after - 1 : after + 1].tolist()
         return begin
 
     @property
     def end(self) -> int | None:
-        """Stretches of the run until every stream has ended; None if it never ends."""
+        """Blocks of the run until every stream has ended; None if it never ends."""
         return self._eras[-1].end
 
     def _counts(self, at: int) -> Ints:
@@ -137,13 +137,13 @@ class Mixture:
 
     @cached_property
     def _skips(self) -> list[tuple[int, int, int]]:
-        """For each skip: the stream, the number it begins at (skips excluded), and how many stretches it omits."""
+        """For each skip: the stream, the index it begins at (skips excluded), and how many blocks it omits."""
         skips = []
         for change in self._schedule.changes:
-            before = self._counts(change.at // self._stretch)
+            before = self._counts(change.at // self._block_length)
             for name, skipped in change.skip.items():
                 stream = self._schedule.streams.index(name)
-                skips.append((stream, int(before[stream]), -(-int(skipped) // self._stretch)))
+                skips.append((stream, int(before[stream]), -(-int(skipped) // self._block_length)))
         return skips
 
 
@@ -169,7 +169,7 @@ class _Era:
         self._before = before  # what each stream gave before the start
         self._tree = tree
         self._rates = rates
-        self._left = [limit and limit - given for limit, given in zip(limits, before.tolist(), strict=True)]
+        self._left = [limit and limit - count for limit, count in zip(limits, before.tolist(), strict=True)]
         self._alive = [left is None or left > 0 for left in self._left]
         self._base = [Fraction(0)] * len(rates)
         self._rows = [np.zeros((1, len(rates)), dtype=np.int64)]
@@ -251,11 +251,11 @@ class _Era:
         if not slope:
             return needed / begin if begin else None
 
-        def given(step: int) -> Fraction:
+        def samples_to(step: int) -> Fraction:
             place = length * Fraction(step, 2**48)
             return begin * place + slope * place * place / (2 * length)
 
-        return length * Fraction(bisect_left(range(2**48), needed, key=given), 2**48)
+        return length * Fraction(bisect_left(range(2**48), needed, key=samples_to), 2**48)
 
     def _advance(self, section: Section, length: Fraction) -> None:
         """Add the anchors of a section, and move the base to its end; it keeps 40 bits behind the point."""
@@ -290,14 +290,14 @@ class _Table:
         self.anchors = anchors
         self._sums: dict[Tree, Ints] = {}
 
-    def walk(self, node: Tree, given: Ints, counts: Ints) -> None:
-        """Fill in the numbers of the streams under a node that has given so many samples."""
+    def walk(self, node: Tree, samples: Ints, counts: Ints) -> None:
+        """Fill in the counts of the streams under a node that has given so many samples."""
         if not isinstance(node, tuple):
-            counts[:, node] = given
+            counts[:, node] = samples
             return
-        left = _left_part(given, self._sum(node), self._sum(node[0]))
+        left = _left_part(samples, self._sum(node), self._sum(node[0]))
         self.walk(node[0], left, counts)
-        self.walk(node[1], given - left, counts)
+        self.walk(node[1], samples - left, counts)
 
     def _sum(self, node: Tree) -> Ints:
         if node not in self._sums:
@@ -305,9 +305,9 @@ class _Table:
         return self._sums[node]
 
 
-def _left_part(given: Ints, anchors: Ints, left_anchors: Ints) -> Ints:
-    """How many of the ``given`` samples of a node are of its left child, by both nodes' anchors."""
-    units = given << _BITS
+def _left_part(samples: Ints, anchors: Ints, left_anchors: Ints) -> Ints:
+    """How many of the samples of a node are of its left child, by both nodes' anchors."""
+    units = samples << _BITS
     row = np.clip(segment_of(anchors, units), 0, len(anchors) - 2)
     base = anchors[row]
     first = left_anchors[row]

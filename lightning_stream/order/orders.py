@@ -32,9 +32,9 @@ Counted = tuple[int, int, int]
 """A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
 
 
-def ceil_div(number: int, divisor: int) -> int:
-    """``number / divisor`` rounded up."""
-    return (number + divisor - 1) // divisor
+def ceil_div(dividend: int, divisor: int) -> int:
+    """``dividend / divisor`` rounded up."""
+    return (dividend + divisor - 1) // divisor
 
 
 def positions_of(begin: int, end: int) -> Ints:
@@ -212,7 +212,7 @@ class Composed(Order):
         """The member of each position, and the position there."""
 
     @abstractmethod
-    def member(self, number: int) -> Order:
+    def member(self, index: int) -> Order:
         """A member; not all of them need be in memory."""
 
     def ids(self, at: Ints) -> Ints:
@@ -222,10 +222,10 @@ class Composed(Order):
         return self._gathered(at, lambda order, inside: order.nodes(inside))
 
     def _gathered(self, at: Ints, read: Callable[[Order, Ints], Ints]) -> Ints:
-        numbers, inside = self.locate(at)
+        indices, inside = self.locate(at)
         out = np.empty_like(at)
-        for number, places in places_by(numbers):
-            out[places] = read(self.member(number), inside[places])
+        for index, places in places_by(indices):
+            out[places] = read(self.member(index), inside[places])
         return out
 
 
@@ -241,23 +241,23 @@ class Repeated(Composed):
     def locate(self, at: Ints) -> tuple[Ints, Ints]:
         return np.divmod(at, self._length)
 
-    def member(self, number: int) -> Order:
-        return self._make(number)
+    def member(self, index: int) -> Order:
+        return self._make(index)
 
     def find(self, sample_id: int) -> list[int]:
-        numbers = range(self._begin // self._length, ceil_div(self.size, self._length))
-        positions = (number * self._length + at for number in numbers for at in self.member(number).find(sample_id))
+        indices = range(self._begin // self._length, ceil_div(self.size, self._length))
+        positions = (index * self._length + at for index in indices for at in self.member(index).find(sample_id))
         return [position for position in positions if self._begin <= position < self.size]
 
 
 class Merge(Protocol):
-    """Which of several sequences each entry of a merge is of, and its number there."""
+    """Which of several sequences each entry of a merge is of, and its index there."""
 
     def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
-        """The sequence and the number of each entry in [begin, end)."""
+        """The sequence and the index of each entry in [begin, end)."""
 
-    def find(self, stream: int, number: int, begin: int, end: int, /) -> int | None:
-        """The entry of [begin, end) that has a number of a sequence; None if it is left out."""
+    def find(self, stream: int, index: int, begin: int, end: int, /) -> int | None:
+        """The entry of [begin, end) that has an index of a sequence; None if it is left out."""
 
 
 class EvenMerge:
@@ -282,26 +282,26 @@ class EvenMerge:
         high = np.clip(np.ceil(above).astype(np.int64) + 1, 0, self._counts)
         starts = starts_of(high - low)
         sequence = np.repeat(np.arange(len(low)), high - low)
-        number = np.arange(len(sequence)) - (starts[:-1] - low)[sequence]
-        order = np.argsort(self._keys(sequence, number), kind="stable")
+        index = np.arange(len(sequence)) - (starts[:-1] - low)[sequence]
+        order = np.argsort(self._keys(sequence, index), kind="stable")
         skipped = begin - int(low.sum())
         order = order[skipped : skipped + end - begin]
-        return sequence[order], number[order]
+        return sequence[order], index[order]
 
-    def find(self, stream: int, number: int, begin: int, end: int) -> int:
-        key = float(self._keys(np.array([stream]), np.array([number]))[0])
+    def find(self, stream: int, index: int, begin: int, end: int) -> int:
+        key = float(self._keys(np.array([stream]), np.array([index]))[0])
         near = int(key * self._total)
         margin = len(self._counts) + 2
         begin = max(near - margin, begin)
-        sequences, numbers = self.read(begin, min(near + margin, end))
-        return begin + int(np.flatnonzero((sequences == stream) & (numbers == number))[0])
+        sequences, indices = self.read(begin, min(near + margin, end))
+        return begin + int(np.flatnonzero((sequences == stream) & (indices == index))[0])
 
-    def _keys(self, sequence: Ints, number: Ints) -> NDArray[np.float64]:
+    def _keys(self, sequence: Ints, index: Ints) -> NDArray[np.float64]:
         if self._salt is None:
-            return (number + 0.5) / self._counts[sequence]
-        scattered = mix64(self._salt[sequence] + number.astype(np.uint64) * MIX_STEP)
+            return (index + 0.5) / self._counts[sequence]
+        scattered = mix64(self._salt[sequence] + index.astype(np.uint64) * MIX_STEP)
         jitter = (scattered >> np.uint64(12)).astype(np.float64) * 2.0**-52
-        keys: NDArray[np.float64] = (number + jitter) / self._counts[sequence]
+        keys: NDArray[np.float64] = (index + jitter) / self._counts[sequence]
         return keys
 
 
@@ -346,11 +346,11 @@ class Interleave(Composed):
         ends: list[int] = self._borders[1:].tolist()
         return ends
 
-    def member(self, number: int) -> Order:
-        return self._orders[number]
+    def member(self, index: int) -> Order:
+        return self._orders[index]
 
     def locate(self, at: Ints) -> tuple[Ints, Ints]:
-        """The sequence of each position, and the sample's number there."""
+        """The sequence of each position, and the sample's index there."""
         located = self._located  # of the same array, since ids follow nodes
         if located is None or located[0] is not at:
             located = self._located = (at, *self._locate(at))
@@ -358,32 +358,32 @@ class Interleave(Composed):
 
     def _locate(self, at: Ints) -> tuple[Ints, Ints]:
         sequence = np.empty_like(at)
-        number = np.empty_like(at)
+        index = np.empty_like(at)
         num_full = int(np.searchsorted(at, self.full_end))
         if num_full:
             blocks = at[:num_full] // self.block
             first = int(blocks[0])
             begin = self._blocks[0] + first
-            which, numbers = self._merge.read(begin, begin + int(blocks[-1]) - first + 1)
+            which, indices = self._merge.read(begin, begin + int(blocks[-1]) - first + 1)
             sequence[:num_full] = which[blocks - first]
-            number[:num_full] = numbers[blocks - first] * self.block + at[:num_full] % self.block
+            index[:num_full] = indices[blocks - first] * self.block + at[:num_full] % self.block
         rest = at[num_full:]
         entry = segment_of(self._borders, rest)
         sequence[num_full:] = self._with_remainder[entry]
-        number[num_full:] = self._counts[sequence[num_full:]] * self.block + rest - self._borders[entry]
-        return sequence, number
+        index[num_full:] = self._counts[sequence[num_full:]] * self.block + rest - self._borders[entry]
+        return sequence, index
 
     def find(self, sample_id: int) -> list[int]:
-        numbers = [(which, number) for which, order in enumerate(self._orders) for number in order.find(sample_id)]
-        positions = [self._position(*number) for number in numbers]
+        places = [(which, index) for which, order in enumerate(self._orders) for index in order.find(sample_id)]
+        positions = [self._position(*place) for place in places]
         return sorted(position for position in positions if position is not None)
 
-    def _position(self, which: int, number: int) -> int | None:
-        """The inverse of `locate`; None for a number that a mixture skips."""
-        block, inside = divmod(number, self.block)
+    def _position(self, which: int, index: int) -> int | None:
+        """The inverse of `locate`; None for an index that a mixture skips."""
+        block, inside = divmod(index, self.block)
         begin, end = self._blocks
         if block < self._counts[which]:
             entry = self._merge.find(which, block, begin, end)
             return None if entry is None else (entry - begin) * self.block + inside
         place = int(np.searchsorted(self._with_remainder, which))
-        return int(self._borders[place]) + number - int(self._counts[which]) * self.block
+        return int(self._borders[place]) + index - int(self._counts[which]) * self.block

@@ -35,7 +35,7 @@ class Placement:
     """
 
     places: Ints  # int64[C]: the place of each canonical node in the row
-    seats: tuple[int, ...]  # of each node: which stretch of the row it reads
+    seats: tuple[int, ...]  # of each node: which part of the row it reads
 
     def seated(self, world: World) -> World:
         """The first rank of the replica that would read, if all nodes sat in their order, what this one reads."""
@@ -56,12 +56,12 @@ def reader_of(world: World) -> int:
 
 def disks_of(world: World, reports: Sequence[Report]) -> Disks:
     """What the nodes hold, from the reports of all ranks; () unless all nodes reported."""
-    found: dict[int, Ints] = {}
+    by_node: dict[int, Ints] = {}
     for node, samples in reports:
-        found[node] = np.maximum(found.get(node, 0), samples)
-    if len(found) < num_readers(world) or NO_REPORT in reports:
+        by_node[node] = np.maximum(by_node.get(node, 0), samples)
+    if len(by_node) < num_readers(world) or NO_REPORT in reports:
         return ()
-    return tuple(tuple(found[node].tolist()) for node in sorted(found))
+    return tuple(tuple(by_node[node].tolist()) for node in sorted(by_node))
 
 
 @lru_cache(maxsize=16)
@@ -78,16 +78,16 @@ def placement_of(canonical_nodes: int, num_nodes: int, disks: Disks) -> Placemen
     sticky = sticky_placement(canonical_nodes, num_nodes)
     if not any(map(any, disks)):
         return sticky
-    held = np.array(disks).reshape(num_nodes, -1, canonical_nodes).sum(axis=1)
+    samples = np.array(disks).reshape(num_nodes, -1, canonical_nodes).sum(axis=1)
     seat = np.arange(num_nodes)[:, None]
     place = np.arange(canonical_nodes)
     reads = (place * num_nodes < (seat + 1) * canonical_nodes) & ((place + 1) * num_nodes > seat * canonical_nodes)
-    at_place = np.empty_like(held)
-    at_seat = np.empty_like(held)
-    at_place[:, sticky.places] = held
+    at_place = np.empty_like(samples)
+    at_seat = np.empty_like(samples)
+    at_place[:, sticky.places] = samples
     seats = np.array(sticky.seats)
     seats = seats[_exchanged(seats, reads @ at_place.T)]
-    at_seat[seats] = held
+    at_seat[seats] = samples
     places = sticky.places[_exchanged(sticky.places, reads.T @ at_seat)]
     return Placement(places, tuple(seats.tolist()))
 
@@ -107,10 +107,10 @@ def sticky_placement(canonical_nodes: int, num_nodes: int) -> Placement:
 
 def _grown(canonical_nodes: int, num_nodes: int) -> list[list[int]]:
     """The canonical nodes of each node, as even as whole numbers can be."""
-    held = [[*range(canonical_nodes)]]
+    owned = [[*range(canonical_nodes)]]
     for count in range(2, num_nodes + 1):
-        held.append([max(held, key=len).pop() for _ in range(canonical_nodes // count)])
-    return held
+        owned.append([max(owned, key=len).pop() for _ in range(canonical_nodes // count)])
+    return owned
 
 
 def _in_row(groups: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

@@ -21,7 +21,7 @@ from .config import NATIVE_NAMES, ORDER_VERSION, PUBLIC_NAMES, OrderConfig
 from .draw import weights_digest
 from .forget import first_seen
 from .orders import Counted, ceil_div
-from .rows import Landmark
+from .rows import CountedWindows
 from .rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
 from .run import RunOrder
 from .snapshot import Snapshot
@@ -93,7 +93,7 @@ class Position:
         order, weights, snapshot: The run's order settings, the digest of its streams' weights, and its data.
         ledger: Sum of the ledger hashes of positions [0, position) of this epoch, modulo 2**64.
         batch_changes: ``(position, B from there on)``, beginning with position 0, if B changed in this epoch; else ().
-        landmark: Of packed rows and batches of a budget: what makes a resume fast, see `EpochOrder`; else None.
+        landmark: Of packed rows and batches of a budget: windows counted so far, which make a resume fast; else None.
 
     Example::
 
@@ -110,7 +110,7 @@ class Position:
     snapshot: SnapshotSummary
     ledger: int = 0
     batch_changes: tuple[tuple[int, int], ...] = ()
-    landmark: Landmark | None = field(default=None, compare=False)
+    landmark: CountedWindows | None = field(default=None, compare=False)
 
     @classmethod
     def start(cls, run: RunOrder, *, batch_size: int, tail: Tail, epoch: int = 0) -> Position:
@@ -133,7 +133,7 @@ class Position:
         return replace(self, position=position, ledger=(self.ledger + grown) % ledgers.MODULUS)
 
     def order_in(self, run: RunOrder) -> EpochOrder:
-        """The order of this position's epoch. A landmark of this data and these settings makes it fast to read here."""
+        """The order of this position's epoch. Windows counted with this data and settings make it fast to read."""
         is_known = (self.order, self.weights, self.snapshot.digest) == (
             run.config, weights_digest(run.weights), run.origin.digest
         )  # fmt: skip
@@ -199,11 +199,11 @@ class Position:
             raise ValueError(f"on_mismatch must be 'error' or 'warn', not {on_mismatch!r}.")
         data = self._data_difference(run)
         settings = self._setting_differences(run, tail)
-        found = [sentence for sentence in (data, settings) if sentence]
-        if found and on_mismatch == "error":
-            raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(found))
+        differences = [sentence for sentence in (data, settings) if sentence]
+        if differences and on_mismatch == "error":
+            raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(differences))
         if on_mismatch == "warn":
-            return found
+            return differences
         order = None if run.config.mosaic is not None else self.order_in(run)
         if order is not None and not order.order.reads_to(self.position):
             raise _damaged([f"position is {self.position}, but epoch {self.epoch} ends at {order.num_samples}."])
@@ -268,13 +268,13 @@ class Position:
             names = [name for name in names if name not in (*NATIVE_NAMES, "even_rows")]
         pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
         differences = [(PUBLIC_NAMES.get(name, name), old, new) for name, old, new in pairs if old != new]
-        found = [f"{name} was {old!r} and is {new!r} now." for name, old, new in differences]
+        sentences = [f"{name} was {old!r} and is {new!r} now." for name, old, new in differences]
         if (new_weights := weights_digest(run.weights)) != self.weights:
-            found.append(f"The streams' weights had digest {self.weights} and have {new_weights} now.")
-        if not found:
+            sentences.append(f"The streams' weights had digest {self.weights} and have {new_weights} now.")
+        if not sentences:
             return ""
         return (
-            f"A run must continue under the order settings it began with, but: {' '.join(found)} Pass the former "
+            f"A run must continue under the order settings it began with, but: {' '.join(sentences)} Pass the former "
             "values, or accept another order from here on with on_mismatch='warn'."
         )
 
@@ -322,17 +322,17 @@ class Position:
             ledger=int(state["ledger"], 16),
             # A state may hold two changes at one position, as older versions wrote them: the later one holds.
             batch_changes=tuple(dict(state["batch_changes"]).items()),
-            landmark=Landmark(state["epoch"], _windows_of(state.get("landmark"))),
+            landmark=CountedWindows(state["epoch"], _windows_of(state.get("landmark"))),
         )
 
 
 def _windows_of(differences: Sequence[Counted] | None) -> tuple[Counted, ...]:
-    """The windows of a landmark, from the differences between them that a state holds."""
+    """The windows that a state has counted, from the differences between them."""
     return tuple(zip(*map(accumulate, zip(*differences or (), strict=True)), strict=True))
 
 
-def _is_landmark(value: Any) -> bool:
-    """Whether a state can hold this as its landmark."""
+def _are_windows(value: Any) -> bool:
+    """Whether a state can hold these differences of windows."""
     if not _DIFFERENCES.accepts(value):
         return False
     windows = _windows_of(value)
@@ -398,7 +398,7 @@ _RULES = {
         "a list of [position, batch size] pairs",
         list[tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=1)]]],
     ),
-    "landmark": Rule("None or a list of differences of [window, rows before, rows behind]", _is_landmark),
+    "landmark": Rule("None or a list of differences of [window, rows before, rows behind]", _are_windows),
     "tail": one_of(*TAILS),
     "order": Rule("a dict of order settings", lambda value: isinstance(value, Mapping)),
     "weights": TEXT,

@@ -38,8 +38,8 @@ _ALL = 2**62
 
 
 @dataclass(frozen=True)
-class Landmark:
-    """What a state holds of an epoch's rows: for each sequence a window, and the rows before it and before the next.
+class CountedWindows:
+    """What a state has counted of an epoch: for each sequence a window, and the rows before it and before the next one.
 
     With a budget of tokens there is one sequence, and batches are counted. () is the beginning of the epoch.
     """
@@ -94,10 +94,10 @@ class WindowCounts:
         base, counts = self._until(lambda behind, _: behind >= window, window < self._known[0])
         return counts[window - base]
 
-    def find(self, number: int) -> Counted:
-        """The window that has a row or batch with this number; behind the last one, the end."""
-        base, counts = self._until(lambda _, count: count > number, number < self._known[1][0])
-        place = bisect_right(counts, number) - 1
+    def find(self, index: int) -> Counted:
+        """The window that has the row or batch of this index; behind the last one, the end."""
+        base, counts = self._until(lambda _, count: count > index, index < self._known[1][0])
+        place = bisect_right(counts, index) - 1
         return base + place, counts[place], counts[min(place + 1, len(counts) - 1)]
 
     def _until(self, is_enough: Callable[[int, int], bool], again: bool = False) -> tuple[int, list[int]]:
@@ -127,12 +127,12 @@ class Regrouped(ABC, Generic[Planned]):
         self.num_windows = ceil_div(below.size, length)
         self._windows: dict[int, Planned] = {}
 
-    def window(self, number: int) -> Planned:
+    def window(self, index: int) -> Planned:
         """The plan of a window; the last few are kept."""
-        return kept(self._windows, number, self.plan, _KEPT_WINDOWS)
+        return kept(self._windows, index, self.plan, _KEPT_WINDOWS)
 
     @abstractmethod
-    def plan(self, number: int) -> Planned:
+    def plan(self, index: int) -> Planned:
         """Plan a window, from what the order below has in its place."""
 
     def positions(self, window: int) -> Ints:
@@ -140,9 +140,9 @@ class Regrouped(ABC, Generic[Planned]):
         begin = window * self._length
         return positions_of(begin, min(begin + self._length, self._below.size))
 
-    def permuted(self, purpose: RngStream, number: int, count: int) -> Ints:
+    def permuted(self, purpose: RngStream, index: int, count: int) -> Ints:
         """The random order of what a window was divided into."""
-        return np.arange(count) if self._key is None else permutation(purpose, *self._key, number, size=count)
+        return np.arange(count) if self._key is None else permutation(purpose, *self._key, index, size=count)
 
 
 class PackedSequence(Regrouped[PackedWindow]):
@@ -172,15 +172,15 @@ class PackedSequence(Regrouped[PackedWindow]):
         self._packing = packing
         self._even = even
         self._rows: dict[int, RowSpans] = {}
-        self.counts = WindowCounts(self.num_windows, lambda number: self.window(number).num_rows, counted)
+        self.counts = WindowCounts(self.num_windows, lambda index: self.window(index).num_rows, counted)
 
     @property
     def size(self) -> int:
         """All rows. This counts those of every window."""
         return self.counts.up_to(_ALL)
 
-    def plan(self, number: int) -> PackedWindow:
-        ids = self._below.ids(self.positions(number))
+    def plan(self, index: int) -> PackedWindow:
+        ids = self._below.ids(self.positions(index))
         return PackedWindow(ids, self._lengths[ids], self._packing)
 
     def rows(self, window: int) -> RowSpans:
@@ -207,7 +207,7 @@ class PackedSequence(Regrouped[PackedWindow]):
             rows = self.rows(window)
             if len(rows) != behind - before:
                 raise StateError(
-                    f"The landmark of a state must be of its order: window {window} has {len(rows)} rows, not "
+                    f"The counted windows of a state must be of its order: window {window} has {len(rows)} rows, not "
                     f"{behind - before}. The state is damaged; load another checkpoint."
                 )
             places.append(np.flatnonzero((at >= before) & (at < behind)))
@@ -224,7 +224,7 @@ class PackedSequence(Regrouped[PackedWindow]):
 
 
 def evened(order: Ints, costs: Ints) -> Ints:
-    """A random order changed so that every stretch of it costs nearly the same, however long global batches are.
+    """A random order changed so that every part of it costs nearly the same, however long global batches are.
 
     Of the two most expensive things the first goes into the first half of the order and the other into the second, then
     of the next two; and so on in each half. So canonical nodes, which are balanced each by itself, have nearly equal
@@ -277,7 +277,7 @@ class PackedRows(Order):
         documents: The order of the samples that are packed.
         lengths, packing: See `PackedSequence`.
         key: (seed, epoch); None where samples are not shuffled.
-        counted: The windows that a state has counted, see `Landmark`; of another number of sequences they are ignored.
+        counted: The `CountedWindows` of a state; those of another number of sequences are ignored.
         even: See `PackedSequence`.
     """
 
@@ -296,8 +296,8 @@ class PackedRows(Order):
         parts = documents.sequences(max(1, documents.size // packing.window))
         starts = counted if len(counted) == len(parts) else [None] * len(parts)
         self._sequences = [
-            PackedSequence(part, lengths, packing, key and (*key, number), start, even)
-            for number, (part, start) in enumerate(zip(parts, starts, strict=True))
+            PackedSequence(part, lengths, packing, key and (*key, index), start, even)
+            for index, (part, start) in enumerate(zip(parts, starts, strict=True))
         ]
 
     @property
@@ -346,7 +346,7 @@ class PackedRows(Order):
     def spans(self, at: Ints) -> RowSpans:
         sequence, row = self.locate(at)
         groups = list(places_by(sequence))
-        spans = [self._sequences[number].spans(row[places]) for number, places in groups]
+        spans = [self._sequences[index].spans(row[places]) for index, places in groups]
         return RowSpans.joined(spans, [places for _, places in groups])
 
     def ids(self, at: Ints) -> Ints:
@@ -364,7 +364,7 @@ class PackedRows(Order):
     def find(self, sample_id: int) -> list[int]:
         """All positions whose rows hold a sample. Counts the rows of the windows before it."""
         places = [divmod(at, len(self._sequences)) for at in self._documents.find(sample_id)]
-        windows = {(sequence, number // self._packing.window) for number, sequence in places}
+        windows = {(sequence, inside // self._packing.window) for inside, sequence in places}
         rows = [
             (place, row) for place, window in windows for row in self._sequences[place].rows_with(sample_id, window)
         ]
@@ -384,8 +384,8 @@ class PackedRows(Order):
         if self.reaches(position + 1):
             (last,), (row,) = self.locate(np.array([position]))
         windows = []
-        for number, sequence in enumerate(self._sequences):
-            rows = sequence.counts.up_to(int(row) + (number < last))  # that come before the position
+        for index, sequence in enumerate(self._sequences):
+            rows = sequence.counts.up_to(int(row) + (index < last))  # that come before the position
             window, before, behind = sequence.counts.find(rows)
             # A change of the mixture may still change the rows of a window that is not begun.
             windows.append((window, before, before if rows == before else behind))
@@ -457,7 +457,7 @@ class ByLength(Regrouped[_Sorted], Composed):
         buckets: How they are rearranged.
         streams_of: The stream of each sample.
         key: (seed, epoch); None where samples are not shuffled.
-        counted: The window that a state has counted, of a budget; see `Landmark`.
+        counted: The window that a state has counted, of a budget; see `CountedWindows`.
     """
 
     def __init__(
@@ -475,7 +475,7 @@ class ByLength(Regrouped[_Sorted], Composed):
         self._buckets = buckets
         self._streams_of = streams_of
         start = counted[0] if len(counted) == 1 else None
-        self._counts = WindowCounts(self.num_windows, lambda number: len(self.ends(number)), start)
+        self._counts = WindowCounts(self.num_windows, lambda index: len(self.ends(index)), start)
 
     @property
     def full_end(self) -> int:
@@ -497,43 +497,43 @@ class ByLength(Regrouped[_Sorted], Composed):
     def locate(self, at: Ints) -> tuple[Ints, Ints]:
         return np.divmod(at, self._length)
 
-    def member(self, number: int) -> Order:
-        return self.window(number)
+    def member(self, index: int) -> Order:
+        return self.window(index)
 
     def unchanged_from(self, position: int) -> int:
         return min(ceil_div(position, self._length) * self._length, self.size)
 
     def find(self, sample_id: int) -> list[int]:
         positions = []
-        for number in sorted({at // self._length for at in self._below.find(sample_id)}):
-            positions += [number * self._length + at for at in self.window(number).find(sample_id)]
+        for index in sorted({at // self._length for at in self._below.find(sample_id)}):
+            positions += [index * self._length + at for at in self.window(index).find(sample_id)]
         return positions
 
-    def plan(self, number: int) -> _Sorted:
-        at = self.positions(number)
+    def plan(self, index: int) -> _Sorted:
+        at = self.positions(index)
         ids = self._below.ids(at)
         nodes = self._below.nodes(at)
         if self.has_budget:
-            return self._within_budget(number, ids, nodes)
+            return self._within_budget(index, ids, nodes)
         group = nodes * 2**32 + self._streams_of(ids)
         size = self._buckets.batch_size
         num_full = len(at) // size
         # The batch of each position, by its place in the order of lengths; a last partial batch stays the last.
-        batch = np.append(self.permuted(RngStream.BUCKETS, number, num_full), num_full)
+        batch = np.append(self.permuted(RngStream.BUCKETS, index, num_full), num_full)
         places = np.lexsort((np.repeat(batch, size)[: len(at)], group))
         ids[places] = ids[np.lexsort((self._lengths[ids], group))]
         return _Sorted(ids, nodes)
 
-    def _within_budget(self, number: int, ids: Ints, nodes: Ints) -> _Sorted:
+    def _within_budget(self, index: int, ids: Ints, nodes: Ints) -> _Sorted:
         # The longest samples first; every node gives one in turn.
         by_node = np.lexsort((-self._lengths[ids].astype(np.int64), nodes))
         starts = np.searchsorted(nodes[by_node], nodes[by_node])
         order = by_node[np.lexsort((nodes[by_node], np.arange(len(ids)) - starts))]
         batches = np.split(order, self._batch_ends(self._lengths[ids[order]])[:-1])
         rest = [batches.pop()] if len(ids) % self._buckets.batch_size else []  # the last batch of the epoch
-        batches = [batches[place] for place in self.permuted(RngStream.BUCKETS, number, len(batches)).tolist()] + rest
+        batches = [batches[place] for place in self.permuted(RngStream.BUCKETS, index, len(batches)).tolist()] + rest
         order = np.concatenate(batches)
-        ends = number * self._length + np.cumsum([len(batch) for batch in batches])
+        ends = index * self._length + np.cumsum([len(batch) for batch in batches])
         return _Sorted(ids[order], nodes[order], tuple(ends.tolist()))
 
     def _batch_ends(self, lengths: NDArray[np.integer]) -> list[int]:

@@ -20,7 +20,7 @@ from .forget import Forgotten
 from .mixture import Mixture
 from .mosaic.epoch import MosaicOrder
 from .orders import Counted, EvenMerge, Interleave, Listed, Order, Repeated, positions_of
-from .rows import Amounts, ByLength, Landmark, PackedRows
+from .rows import Amounts, ByLength, CountedWindows, PackedRows
 from .schedule import Schedule
 from .snapshot import Snapshot, max_active
 from .spread import deal_shards
@@ -128,8 +128,8 @@ class RunOrder:
         """Samples drawn per epoch."""
         if self.lists is not None:
             return self.lists.num_samples
-        own = None if self.config.schedule is None else self.config.epoch_size
-        return sum(self._draw.chosen) if own is None else own
+        epoch_size = None if self.config.schedule is None else self.config.epoch_size
+        return sum(self._draw.chosen) if epoch_size is None else epoch_size
 
     @property
     def num_drawn(self) -> tuple[int, ...]:
@@ -146,21 +146,21 @@ class RunOrder:
         step = config.batch_size or 1
         if config.packing is not None:
             step *= config.packing.row_length  # of tokens
-        return Mixture(config.schedule, sizes, stretch_length=length, step_length=step)
+        return Mixture(config.schedule, sizes, block_length=length, step_length=step)
 
-    def epoch(self, epoch: int, landmark: Landmark | None = None) -> EpochOrder:
+    def epoch(self, epoch: int, counted: CountedWindows | None = None) -> EpochOrder:
         """The order of one epoch; the last few are kept. O(parts).
 
-        ``landmark`` is what a state of the same settings has counted of packed rows or batches of a budget: counting
+        ``counted`` is what a state of the same settings has counted of packed rows or batches of a budget: counting
         begins there. That of another epoch is ignored.
         """
         if epoch < 0:
             raise ValueError(f"Epochs count from 0; found {epoch}.")
-        counted = () if landmark is None or landmark.epoch != epoch else landmark.windows
+        windows = () if counted is None or counted.epoch != epoch else counted.windows
         from_begin = self._epochs.get((epoch, ()))
         if from_begin is not None and from_begin.order.is_counted:
-            counted = ()  # nothing is left that a landmark could save
-        return kept(self._epochs, (epoch, counted), self._epoch, _KEPT_EPOCHS)
+            windows = ()  # nothing is left to count
+        return kept(self._epochs, (epoch, windows), self._epoch, _KEPT_EPOCHS)
 
     def following(self, epoch: int) -> Callable[[], EpochOrder] | None:
         """What makes the order of the epoch behind this one; None where a sampler must be asked for it."""
@@ -268,8 +268,8 @@ class RunOrder:
         samples = np.zeros(count, dtype=np.int64)
         for together in [(stream,) for stream in streams] if self.config.batching.is_mixed else [tuple(streams)]:
             parts = self._drawn_shards(0, together).parts
-            owned = [parts.of_node(node, count) for node in range(count)]
-            samples += [int(one.sizes[is_here[one.shard]].sum()) for one in owned]
+            parts_of_nodes = [parts.of_node(node, count) for node in range(count)]
+            samples += [int(node_parts.sizes[is_here[node_parts.shard]].sum()) for node_parts in parts_of_nodes]
         return tuple(samples.tolist())
 
     def _window(self, epoch: int, streams: tuple[int, ...], key: int) -> Order:

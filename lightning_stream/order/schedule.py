@@ -71,7 +71,7 @@ class Schedule(Struct, frozen=True, omit_defaults=True):
     streams: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        points = [(_whole(at), dict(weights)) for at, weights in self.points]
+        points = [(_whole_number(at), dict(weights)) for at, weights in self.points]
         names = dict.fromkeys(name for _, weights in points for name in weights)
         values = {  # copies: callers may change their own mappings
             "points": tuple((at, _named(weights)) for at, weights in points),
@@ -202,10 +202,10 @@ class Schedule(Struct, frozen=True, omit_defaults=True):
             yield f"{where} names {', '.join(unknown)}, but the streams are {', '.join(self.streams)}."
 
 
-def _whole(number: Any) -> Any:
+def _whole_number(value: Any) -> Any:
     """A whole number that may be written as a float (20e9); others stay, for the message."""
-    is_whole = isinstance(number, float | np.integer | np.floating) and float(number).is_integer()
-    return int(number) if is_whole else number
+    is_whole = isinstance(value, float | np.integer | np.floating) and float(value).is_integer()
+    return int(value) if is_whole else value
 
 
 def _interned(value: Any) -> Any:

@@ -73,7 +73,7 @@ class ReplicaBatch(Samples):
             return padded.changed(filler=padded.filler | (at >= len(self))).micro_batches(count)
         block = self.device_block if ceil_div(len(self), self.device_block) >= count else 1
         blocks = ceil_div(len(self), block)
-        ends = [min(blocks * number // count * block, len(self)) for number in range(count + 1)]
+        ends = [min(blocks * index // count * block, len(self)) for index in range(count + 1)]
         if self.ends is not None and len(self.ends) == count:
             ends = [0, *self.ends]
         return [self.take(slice(*bounds)) for bounds in pairwise(ends)]

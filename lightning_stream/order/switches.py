@@ -34,11 +34,11 @@ class DataVersion:
     snapshot: Snapshot
     members: Bitmap
 
-    def ids(self, own: Ints) -> Ints:
+    def ids(self, version_ids: Ints) -> Ints:
         """The ids among all data of the samples with these ids in this version."""
         count = self.snapshot.num_samples
         is_prefix = not count or self.members[count - 1] == count - 1  # as after appends
-        return own if is_prefix else self.members.select(own)
+        return version_ids if is_prefix else self.members.select(version_ids)
 
 
 class SwitchedRun(RunOrder):
@@ -57,7 +57,7 @@ class SwitchedRun(RunOrder):
         super().__init__(snapshot, weights, self._plain)
         self.config = config
         self._versions = tuple(versions[: 1 + len(config.switches)])
-        self._runs = [RunOrder(one.snapshot, weights, self._plain) for one in self._versions]
+        self._runs = [RunOrder(version.snapshot, weights, self._plain) for version in self._versions]
 
     def __reduce__(self) -> tuple[type[SwitchedRun], tuple[object, ...]]:  # type: ignore[override]
         return SwitchedRun, (self.snapshot, self.weights, self.config, self._versions)
@@ -78,7 +78,7 @@ class SwitchedRun(RunOrder):
 
     def place_of_step(self, step: int, batch_size: int, tail: Tail) -> tuple[int, int]:
         """The epoch and the position at which an optimizer step of the run begins, with batches of one size."""
-        edges = sorted({edge for one in self.config.switches for edge in (one.epoch, one.epoch + 1)})
+        edges = sorted({edge for switch in self.config.switches for edge in (switch.epoch, switch.epoch + 1)})
         epoch = 0
         for edge in (*edges, None):  # the epochs up to an edge have one length
             if edge == epoch:
@@ -96,30 +96,30 @@ class SwitchedRun(RunOrder):
 
     def order_of_samples(self, epoch: int) -> Order:
         switches = self.config.switches
-        number = sum((switch.epoch, switch.position) <= (epoch, 0) for switch in switches)
-        order = self._runs[number].order_of_samples(epoch)
-        parts = [_Part(0, number, order, (self._versions[number].ids,))]
+        index = sum((switch.epoch, switch.position) <= (epoch, 0) for switch in switches)
+        order = self._runs[index].order_of_samples(epoch)
+        parts = [_Part(0, index, order, (self._versions[index].ids,))]
         pieces = VersionedOrder(parts, order.size)
-        for number, switch in enumerate(switches, 1):
+        for index, switch in enumerate(switches, 1):
             if switch.epoch == epoch and switch.position:
-                pieces = self._switched(pieces, epoch, switch.position, number)
+                pieces = self._switched(pieces, epoch, switch.position, index)
         return pieces
 
-    def _switched(self, order: VersionedOrder, epoch: int, position: int, number: int) -> VersionedOrder:
+    def _switched(self, order: VersionedOrder, epoch: int, position: int, index: int) -> VersionedOrder:
         """An epoch's order up to a position, and behind it the samples of a version that have not come yet."""
         if position > order.size:
             raise ValueError(f"A switch must be in its epoch, which has {order.size} samples; found {position}.")
-        version = self._versions[number]
+        version = self._versions[index]
         is_left = version.members.mask.copy()
         for at in chunks_of(0, position):
             is_left[order.ids(at)] = False
         left = Bitmap.of_mask(is_left[version.members.mask])
         parts = [part for part in order.parts if part.begin < position]
         if len(left):
-            (seed,) = random_u64(RngStream.VERSIONS, self.config.seed, epoch, number, size=1).tolist()
+            (seed,) = random_u64(RngStream.VERSIONS, self.config.seed, epoch, index, size=1).tolist()
             config = structs.replace(self._plain, seed=seed >> 1)
             rest = RunOrder(version.snapshot.subset(left), self.weights, config).order_of_samples(epoch)
-            parts.append(_Part(position, number, rest, (left.select, version.ids)))
+            parts.append(_Part(position, index, rest, (left.select, version.ids)))
         return VersionedOrder(parts, position + len(left))
 
 
@@ -154,11 +154,11 @@ class VersionedOrder(Composed):
         self._begins = np.array([part.begin for part in parts])
 
     def locate(self, at: Ints) -> tuple[Ints, Ints]:
-        number = segment_of(self._begins, at)
-        return number, at - self._begins[number]
+        index = segment_of(self._begins, at)
+        return index, at - self._begins[index]
 
-    def member(self, number: int) -> Order:
-        return self.parts[number]
+    def member(self, index: int) -> Order:
+        return self.parts[index]
 
     def version_at(self, position: int) -> int:
         return [part.version for part in self.parts if part.begin <= position][-1]
@@ -174,21 +174,21 @@ def switch_difference(
     """
     wanted = run.config.switches
     origin = run.origin
-    past = [one for one in made if (one.epoch, one.position) <= (here[0], 0)]
+    past = [switch for switch in made if (switch.epoch, switch.position) <= (here[0], 0)]
     if not wanted and len(past) == len(made) and past[-1].digest == origin.digest:
         return ""  # this epoch and all later ones are those of the last version alone
     if data[0] != origin.digest or tuple(made) != wanted[: len(made)]:
-        declared = [(0, data[1]), *((one.step, one.versions) for one in made)]
+        declared = [(0, data[1]), *((switch.step, switch.versions) for switch in made)]
         lists = [
             "[" + ", ".join(f"({step}, {versions[stream]!r})" for step, versions in declared) + "]"
             for stream in range(min(len(versions) for _, versions in declared))
         ]
         return (
             "A run must continue over the data it began with, and keep its switches of versions. Pass to Stream or "
-            f"StreamingDataset: {' and '.join(f'version={one}' for one in lists)}, perhaps with switches at later "
+            f"StreamingDataset: {' and '.join(f'version={text}' for text in lists)}, perhaps with switches at later "
             "steps; or accept another order from here on with on_mismatch='warn'."
         )
-    if late := [one.step for one in wanted[len(made) :] if (one.epoch, one.position) < here]:
+    if late := [switch.step for switch in wanted[len(made) :] if (switch.epoch, switch.position) < here]:
         return (
             f"A switch of versions must not lie before the state, which is at epoch {here[0]}, sample {here[1]:,}, but "
             f"that at step {late[0]:,} does. Declare it at a later step."

@@ -40,11 +40,11 @@ class Uniform(ReadInChunks):
 class _Picked(Stored):
     """The drawn samples shard by shard; of one that gives only some, these are the first of a permutation of it."""
 
-    def picked(self, number: int, at: Ints) -> Ints:
-        shard = int(self.shard[number])
+    def picked(self, index: int, at: Ints) -> Ints:
+        shard = int(self.shard[index])
         key = self.draw.key_of_subset(self.epoch, shard)
         begin = int(self.draw.snapshot.shard_offsets[shard])
-        return scattered(at, int(self.sizes[number]), RngStream.DRAW_SAMPLES, *key) + begin
+        return scattered(at, int(self.sizes[index]), RngStream.DRAW_SAMPLES, *key) + begin
 
 
 def scattered(at: Ints, size: int, purpose: RngStream, *numbers: int) -> Ints:
@@ -55,12 +55,12 @@ def scattered(at: Ints, size: int, purpose: RngStream, *numbers: int) -> Ints:
     """
     bits = max(_LEAST_BITS, (size - 1).bit_length())
     keys = random_u64(purpose, *numbers, size=_ROUNDS)
-    found = _permuted(at.astype(np.uint64), bits, keys)
-    outside = np.flatnonzero(found >= size)
+    entries = _permuted(at.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(entries >= size)
     while len(outside):
-        found[outside] = _permuted(found[outside], bits, keys)
-        outside = outside[found[outside] >= size]
-    return found.astype(np.int64)
+        entries[outside] = _permuted(entries[outside], bits, keys)
+        outside = outside[entries[outside] >= size]
+    return entries.astype(np.int64)
 
 
 def _permuted(numbers: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -69,6 +69,6 @@ def _permuted(numbers: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) 
     halves = [numbers & ((np.uint64(1) << low_bits) - np.uint64(1)), numbers >> low_bits]
     masks = [(np.uint64(1) << size) - np.uint64(1) for size in (low_bits, np.uint64(bits) - low_bits)]
     for round_number, key in enumerate(keys):
-        turn = round_number % 2
-        halves[turn] = halves[turn] ^ (mix64(halves[1 - turn] * MIX_STEP + key) & masks[turn])
+        side = round_number % 2
+        halves[side] = halves[side] ^ (mix64(halves[1 - side] * MIX_STEP + key) & masks[side])
     return halves[1] << low_bits | halves[0]

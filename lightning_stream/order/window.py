@@ -160,7 +160,7 @@ class Stored(Order):
         self.shard = drawn.shard
         self._begins = starts_of(drawn.count)
         self.sizes = drawn.size
-        self._whole = drawn.count - drawn.count % np.maximum(self.sizes, 1)  # samples of whole passes
+        self._in_passes = drawn.count - drawn.count % np.maximum(self.sizes, 1)  # samples of whole passes
         self.size = int(self._begins[-1])
         self._subsets: dict[int, Ints] = {}
 
@@ -168,35 +168,35 @@ class Stored(Order):
         entry = segment_of(self._begins, at)
         inside = at - self._begins[entry]
         ids = self.draw.snapshot.shard_offsets[self.shard[entry]] + inside % self.sizes[entry]
-        rest = np.flatnonzero(inside >= self._whole[entry])
-        for number in np.unique(entry[rest]).tolist() if len(rest) else ():
-            places = rest[entry[rest] == number]
-            ids[places] = self.picked(number, inside[places] - int(self._whole[number]))
+        rest = np.flatnonzero(inside >= self._in_passes[entry])
+        for index in np.unique(entry[rest]).tolist() if len(rest) else ():
+            places = rest[entry[rest] == index]
+            ids[places] = self.picked(index, inside[places] - int(self._in_passes[index]))
         return self.draw.delivered(self.epoch, ids)
 
-    def picked(self, number: int, at: Ints) -> Ints:
+    def picked(self, index: int, at: Ints) -> Ints:
         """Some of the ids that are drawn of a shard beside its whole passes; here they ascend."""
-        return self._subset(number)[at]
+        return self._subset(index)[at]
 
     def find(self, sample_id: int) -> list[int]:
         """All positions of a sample. O(passes over its shard)."""
         positions: list[int] = []
         for drawn_id in self.draw.drawn_for(self.epoch, sample_id):
             (shard,), (place,) = self.draw.snapshot.locate(np.array([drawn_id]))
-            for number in np.flatnonzero(self.shard == shard).tolist():
-                begin = int(self._begins[number])
-                whole = int(self._whole[number])
-                positions += range(begin + int(place), begin + whole, int(self.sizes[number]))
-                positions += (begin + whole + np.flatnonzero(self._subset(number) == drawn_id)).tolist()
+            for index in np.flatnonzero(self.shard == shard).tolist():
+                begin = int(self._begins[index])
+                in_passes = int(self._in_passes[index])
+                positions += range(begin + int(place), begin + in_passes, int(self.sizes[index]))
+                positions += (begin + in_passes + np.flatnonzero(self._subset(index) == drawn_id)).tolist()
         return sorted(positions)
 
-    def _subset(self, number: int) -> Ints:
+    def _subset(self, index: int) -> Ints:
         """The ids that are drawn of a shard beside its whole passes, ascending."""
-        return kept(self._subsets, number, self._drawn_subset, 2)
+        return kept(self._subsets, index, self._drawn_subset, 2)
 
-    def _drawn_subset(self, number: int) -> Ints:
-        count = int(self._begins[number + 1] - self._begins[number] - self._whole[number])
-        return self.draw.ids(self.epoch, int(self.shard[number]), count, np.arange(count))
+    def _drawn_subset(self, index: int) -> Ints:
+        count = int(self._begins[index + 1] - self._begins[index] - self._in_passes[index])
+        return self.draw.ids(self.epoch, int(self.shard[index]), count, np.arange(count))
 
 
 class _NodeWindow:
@@ -275,8 +275,8 @@ class _NodeWindow:
         window = self._order.window
         if place >= self._order.stored_parts:
             entry = place_in_permutation(RngStream.SAMPLES, *self._key, place, size=size, index=entry)
-        number = bisect_right(piece_begins(size, min(place, window), window), entry) - 1
-        block = min(place + number, len(self._sizes) - 1)
+        piece = bisect_right(piece_begins(size, min(place, window), window), entry) - 1
+        block = min(place + piece, len(self._sizes) - 1)
         *earlier, (_, first, _) = self._pieces(block)[: place - block or None]
         index = sum(end - begin for _, begin, end in earlier) + entry - first
         begin, end = self._begins[block : block + 2].tolist()
@@ -321,7 +321,7 @@ def piece_begins(size: int, place: int, window: int) -> tuple[int, ...]:
     filling = max(0, window - 1 - place)
     half = size // (2 * window)
     even, longer = divmod(size - half * filling, window - filling)
-    number = np.arange(window + 1)
-    late = np.maximum(number - filling, 0)
-    begins = half * np.minimum(number, filling) + even * late + np.minimum(late, longer)
+    piece = np.arange(window + 1)
+    late = np.maximum(piece - filling, 0)
+    begins = half * np.minimum(piece, filling) + even * late + np.minimum(late, longer)
     return tuple(begins.tolist())

@@ -117,7 +117,7 @@ def test_a_state_resumes_in_a_new_process_and_knows_its_steps(lengths, tokens, w
     at = plan.bounds(k)[0]
     before = Position.start(run, batch_size=size, tail="pad", epoch=2).advanced(run, at)
     order = run.epoch(2)
-    state = json.loads(json.dumps(Position(**{**vars(before), "landmark": order.landmark(at)}).to_state()))
+    state = json.loads(json.dumps(Position(**{**vars(before), "landmark": order.counted_windows(at)}).to_state()))
     assert len(json.dumps(state)) < 1024
     fresh = pickle.loads(pickle.dumps(run))
     here = Position.from_state(state)
@@ -135,7 +135,7 @@ def test_a_resume_far_in_an_epoch_plans_few_windows():
     run = run_of(lengths, tokens=50_000, window=4096)
     order = run.epoch(0)
     at = next(end for end in order.order.ends(150_000 // 4096) if end > 150_000)
-    mark, steps = order.landmark(at), order.order.batches_before(at)
+    mark, steps = order.counted_windows(at), order.order.batches_before(at)
     fresh = run_of(lengths, tokens=50_000, window=4096).epoch(0, mark)
     planned = []
     plan = fresh.order.plan

@@ -157,7 +157,8 @@ class Chain:
         """The state of every rank, whatever that has read before."""
         fresh = run_of(self.one, self.data, resumed=after.order)
         states = [
-            replace(after, landmark=after.order_in(one).landmark(after.position)).to_state() for one in (run, fresh)
+            replace(after, landmark=after.order_in(one).counted_windows(after.position)).to_state()
+            for one in (run, fresh)
         ]
         assert states[0] == states[1]
         assert len(json.dumps(states[0])) <= 1024

@@ -31,7 +31,7 @@ from lightning_stream.order import (
 from lightning_stream.order.micro_batches import MicroBatches
 from lightning_stream.order.packing import RowPacking, RowSpans
 from lightning_stream.order.permutation import RngStream, random_u64
-from lightning_stream.order.rows import Landmark, PackedSequence
+from lightning_stream.order.rows import CountedWindows, PackedSequence
 
 prop = settings(max_examples=60, deadline=None, derandomize=True)
 lengths_of = st.lists(st.integers(0, 25), min_size=1, max_size=80)
@@ -121,7 +121,7 @@ def test_a_state_resumes_with_the_same_rows_in_a_new_process(lengths, packing, d
     whole = epoch_rows(run, 1)
     at = data.draw(st.integers(0, len(whole)))
     before = Position.start(run, batch_size=8, tail="pad", epoch=1).advanced(run, at)
-    state = json.dumps(replace(before, landmark=run.epoch(1).landmark(at)).to_state())
+    state = json.dumps(replace(before, landmark=run.epoch(1).counted_windows(at)).to_state())
     position = Position.from_state(json.loads(state))
     order = position.order_in(run_of(lengths, packing, even_rows=even_rows))
     assert rows_of(order.rows(at, len(whole))) == whole[at:]
@@ -176,7 +176,7 @@ def test_threads_that_share_an_order_read_the_same_rows():
     sys.setswitchinterval(1e-6)
     try:
         for attempt in range(5):
-            order = run_of(lengths, packing).epoch(0, run_of(lengths, packing).epoch(0).landmark(300)).order
+            order = run_of(lengths, packing).epoch(0, run_of(lengths, packing).epoch(0).counted_windows(300)).order
 
             def read(seed, order=order):
                 at = np.random.default_rng(seed).integers(0, len(whole), (40, 5))
@@ -216,8 +216,8 @@ def test_a_position_behind_the_last_row_and_a_landmark_of_other_rows_are_refused
     assert at.check(run) == []
     with pytest.raises(StateError, match=f"position is {size + 1}, but epoch 0 ends at {size}"):
         replace(at, position=size + 1).check(run)
-    count = len(run.epoch(0).landmark(600).windows)
-    order = run_of(np.arange(900) % 61, RowPacking(128, 100)).epoch(0, Landmark(0, ((0, 0, 29),) * count))
+    count = len(run.epoch(0).counted_windows(600).windows)
+    order = run_of(np.arange(900) % 61, RowPacking(128, 100)).epoch(0, CountedWindows(0, ((0, 0, 29),) * count))
     with pytest.raises(StateError, match=r"window 0 has \d+ rows, not 29"):
         order.rows(0, 1)
 
@@ -225,7 +225,7 @@ def test_a_position_behind_the_last_row_and_a_landmark_of_other_rows_are_refused
 def test_a_resume_plans_one_window_of_the_sequences_that_a_rank_reads():
     lengths, packing = np.arange(4000) % 61, RowPacking(128, 100)
     run = run_of(lengths, packing)
-    landmark = run.epoch(0).landmark(600)
+    landmark = run.epoch(0).counted_windows(600)
     again = run_of(lengths, packing).epoch(0, landmark)
     plan = BatchPlan(again, batch_size=8, world=World(1, 4), start=600)
     assert len(plan.share(0)) == 2
@@ -236,13 +236,13 @@ def test_a_landmark_at_the_border_of_a_window_holds_after_a_change_there():
     lengths, packing = np.arange(900) % 61, RowPacking(128, 100)
     schedule = Schedule([(0, {"a": 2, "b": 1})])
     run = run_of(lengths, packing, streams=2, schedule=schedule)
-    window, _, border = run.epoch(0).landmark(50).windows[0]
+    window, _, border = run.epoch(0).counted_windows(50).windows[0]
     at = run.settled(0, border)
     assert at == 100 * (window + 1)
     assert run.settled(0, border + 1) == at + 100
     assert run.settled(0, run.epoch(0).num_samples + 1) == 1000
     changed = partial(run_of, lengths, packing, streams=2, schedule=schedule.changed(at, {"b": 1}))
-    order = changed().epoch(0, run.epoch(0).landmark(border))
+    order = changed().epoch(0, run.epoch(0).counted_windows(border))
     assert rows_of(order.rows(border, order.num_samples)) == epoch_rows(changed())[border:]
     assert epoch_rows(changed())[:border] == epoch_rows(run)[:border]
 
@@ -252,9 +252,9 @@ def test_a_landmark_of_another_epoch_or_other_data_is_ignored():
     run, other = run_of(lengths, packing), run_of(lengths[::-1], packing)
     wanted = epoch_rows(run, 1)
     again = run_of(lengths, packing)
-    order = again.epoch(1, run.epoch(0).landmark(600))
+    order = again.epoch(1, run.epoch(0).counted_windows(600))
     assert rows_of(order.rows(0, order.num_samples)) == wanted
-    foreign = replace(Position.start(other, batch_size=8, tail="pad"), landmark=other.epoch(0).landmark(600))
+    foreign = replace(Position.start(other, batch_size=8, tail="pad"), landmark=other.epoch(0).counted_windows(600))
     elsewhere = replace(foreign, snapshot=structs.replace(foreign.snapshot, digest="0" * 32))
     assert rows_of(elsewhere.order_in(run).rows(600, 640)) == epoch_rows(run)[600:640]
 
@@ -263,7 +263,9 @@ def test_a_state_has_at_most_1_kb():
     lengths = random_u64(RngStream.SAMPLES, 3, size=200_000) % np.uint64(700)
     run = run_of(lengths, RowPacking(512, 256, lengths="0" * 32), batch_size=64, shards=200)
     at = run.epoch(0).num_samples - 5
-    state = replace(Position.start(run, batch_size=64, tail="pad"), position=at, landmark=run.epoch(0).landmark(at))
+    state = replace(
+        Position.start(run, batch_size=64, tail="pad"), position=at, landmark=run.epoch(0).counted_windows(at)
+    )
     assert len(json.dumps(state.to_state())) <= 1024
 
 
@@ -275,7 +277,7 @@ def test_a_state_far_in_an_epoch_of_a_billion_documents_has_less_than_a_kilobyte
     begins = np.array([3800, 5_400_000, 5_401_400]) + rng.integers([-9] * 2 + [0], [9, 9000, 9], (16, 3)).cumsum(axis=0)
     windows = tuple(map(tuple, np.sort(begins, axis=1).tolist()))
     start = Position.start(run, batch_size=1024, tail="pad", epoch=3)
-    position = replace(start, position=86_000_000, ledger=2**64 - 1, landmark=Landmark(3, windows))
+    position = replace(start, position=86_000_000, ledger=2**64 - 1, landmark=CountedWindows(3, windows))
     state = json.dumps(position.to_state())
     assert len(state) <= 1024
     assert Position.from_state(json.loads(state)).landmark == position.landmark

@@ -41,7 +41,7 @@ def _state(run: RunOrder, size: int) -> dict[str, Any]:
     at = 48 if size == 48 else 0
     here = Position.start(run, batch_size=24 if size == 48 else size, tail="pad").advanced(run, at)
     here = here.rebased_on(run, batch_size=size, tail="pad").advanced(run, at + 2 * size)
-    landmark = run.epoch(0).landmark(at + 2 * size)
+    landmark = run.epoch(0).counted_windows(at + 2 * size)
     return json.loads(json.dumps(replace(here, landmark=landmark).to_state()))  # type: ignore[no-any-return]
 
 

@@ -79,7 +79,7 @@ class Code:
     def at(position: Position, run: Any, at: int) -> Position:
         """The position further on in its epoch, as a loader saves it."""
         there = position.advanced(run, at)
-        return replace(there, landmark=there.order_in(run).landmark(at))
+        return replace(there, landmark=there.order_in(run).counted_windows(at))
 
     @staticmethod
     def resumed(position: Position, run: Any, **settings: Any) -> Position:

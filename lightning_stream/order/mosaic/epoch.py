@@ -180,12 +180,12 @@ class _ByTable(ByNode):
         takes = self._takes(part)
         has_some: Bools = np.any(takes, axis=2)
         givers = np.where(has_some[:, replica], replica, has_some.argmax(axis=1))
-        given = np.arange(len(takes)), givers
-        mask = takes[given]
-        filler = ~table.counted[part][given] | (givers != replica)[:, None]
+        chosen = np.arange(len(takes)), givers
+        mask = takes[chosen]
+        filler = ~table.counted[part][chosen] | (givers != replica)[:, None]
         ends = np.cumsum(mask.sum(axis=1)).tolist()
-        positions = table.positions(part)[given][mask] + self._shift
-        return ReplicaBatch(table.rows[part][given][mask], positions, filler[mask], ends=tuple(ends))
+        positions = table.positions(part)[chosen][mask] + self._shift
+        return ReplicaBatch(table.rows[part][chosen][mask], positions, filler[mask], ends=tuple(ends))
 
     places = share  # its ids are in a table
 
