@@ -66,13 +66,13 @@ def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Sto
         ValueError: The store does not have such an option, or there is no store for the URL.
     """
     text = str(url)
-    given = dict(options or {})
-    policy = RetryPolicy(**{name: given.pop(name) for name in _POLICY & set(given)})
+    store_options = dict(options or {})
+    policy = RetryPolicy(**{name: store_options.pop(name) for name in _POLICY & set(store_options)})
     scheme = "dbfs" if text.startswith("dbfs:") else _scheme(text)
     if scheme is None or scheme == "file":
-        return LocalStore.from_url(text, given)
-    ask = asked(given.pop("credentials", None), text)
-    store = _store_class(scheme, text).from_url(text, {**given, "timeout_s": policy.timeout_s})
+        return LocalStore.from_url(text, store_options)
+    ask = asked(store_options.pop("credentials", None), text)
+    store = _store_class(scheme, text).from_url(text, {**store_options, "timeout_s": policy.timeout_s})
     if ask is not None:
         store.credentials = Credentials(ask, store.url, store.key_names)
     return RetryingStore(store, policy)

@@ -69,11 +69,11 @@ class AzureStore(BucketStore):
         scheme = url.partition("://")[0]
         place, prefix = split_url(url)
         container, at, host = place.partition("@")
-        found = re.fullmatch(r"([a-z0-9]+)\.(?:dfs|blob)(\..+)", host)
-        if at and found is None:
+        match = re.fullmatch(r"([a-z0-9]+)\.(?:dfs|blob)(\..+)", host)
+        if at and match is None:
             raise ValueError(f"an ADLS URL is abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/FOLDER; got {redact(url)}")
-        if found is not None:
-            options = {"account": found[1], "endpoint_url": f"https://{found[1]}.blob{found[2]}", **options}
+        if match is not None:
+            options = {"account": match[1], "endpoint_url": f"https://{match[1]}.blob{match[2]}", **options}
         return cls(container, prefix, read_options(AzureOptions, options, f"{scheme}://"), url)
 
     @property
@@ -96,8 +96,8 @@ class AzureStore(BucketStore):
             request.headers["Authorization"] = f"Bearer {token}"
 
     def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
-        about = {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
-        super()._upload(method, url, body, num_bytes, {**headers, **about})
+        headers = {**headers, "x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
+        super()._upload(method, url, body, num_bytes, headers)
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": self._prefix + prefix}
@@ -131,8 +131,8 @@ class AzureStore(BucketStore):
                 "SharedAccessSignature": options.sas_token or first_set("AZURE_STORAGE_SAS_TOKEN"),
                 "BlobEndpoint": options.endpoint_url or first_set("AZURE_STORAGE_ENDPOINT"),
             }
-        given: dict[str, Any] = dict(part.partition("=")[::2] for part in text.strip().strip(";").split(";"))
-        fields = {"DefaultEndpointsProtocol": "https", "EndpointSuffix": "core.windows.net", **given}
+        pairs: dict[str, Any] = dict(part.partition("=")[::2] for part in text.strip().strip(";").split(";"))
+        fields = {"DefaultEndpointsProtocol": "https", "EndpointSuffix": "core.windows.net", **pairs}
         if name := fields.get("AccountName"):
             host = f"{name}.blob.{fields['EndpointSuffix']}"
             fields.setdefault("BlobEndpoint", f"{fields['DefaultEndpointsProtocol']}://{host}")
@@ -165,8 +165,8 @@ class AzureStore(BucketStore):
         login = DefaultAzureCredential()
 
         def ask() -> Keys:
-            found = login.get_token(_SCOPE)
-            return lasting({"token": found.token}, found.expires_on)
+            token = login.get_token(_SCOPE)
+            return lasting({"token": token.token}, token.expires_on)
 
         return _Login(address, account or "", Renewed(ask))
 

@@ -358,20 +358,20 @@ class BaseStore(Store):
         except (LightningStreamError, MissingExtraError):
             raise
         except Exception as error:
-            found = self._translated(error, f"{self.url}/{name}")
-            if found is None:
+            store_error = self._translated(error, f"{self.url}/{name}")
+            if store_error is None:
                 raise
         try:
-            raise found
+            raise store_error
         finally:
-            found.__context__ = None  # what the caller was handling
-            del found
+            store_error.__context__ = None  # what the caller was handling
+            del store_error
 
     def _translated(self, error: Exception, where: str) -> Exception | None:
         if isinstance(error, OSError) and error.errno == errno.EMFILE:
             return None  # the store is not the reason
-        if (found := self._special_error(error, where)) is not None:
-            return found
+        if (special := self._special_error(error, where)) is not None:
+            return special
         status = self._status(error)
         reason = redact(str(error)) if isinstance(error, AnswerError) else summarize(error)
         kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -406,7 +406,7 @@ def already_exists(where: str | Path) -> AlreadyExistsError:
     return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
 
 
-def refuse_larger(found: int | None, promised: int | None, where: str) -> None:
+def refuse_larger(num_bytes: int | None, promised: int | None, where: str) -> None:
     """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
-    if promised is not None and found is not None and found > promised:
-        raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {found:,} or more. {REMEDY}")
+    if promised is not None and num_bytes is not None and num_bytes > promised:
+        raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {num_bytes:,} or more. {REMEDY}")

@@ -129,7 +129,7 @@ class Credentials:
             if keys is not None and now < keys.renew_at:
                 return keys
             try:
-                self._keys = self._renewed(lambda found: now < found.renew_at)
+                self._keys = self._renewed(lambda other: now < other.renew_at)
             except LightningStreamError as error:
                 if keys is None or time.time() >= keys.ends:
                     raise
@@ -159,7 +159,7 @@ class Credentials:
             if useless is not None and useless.values == refused.values and time.time() < useless.ends:
                 return None
             if self._keys is None or self._keys.values == refused.values:
-                self._keys = self._renewed(lambda found: found.values != refused.values and time.time() < found.ends)
+                self._keys = self._renewed(lambda other: other.values != refused.values and time.time() < other.ends)
             return None if self._keys.values == refused.values else self._keys
 
     def _renewed(self, is_usable: Callable[[Keys], bool]) -> Keys:
@@ -170,8 +170,8 @@ class Credentials:
             path = self.folder.control / f"keys-{self._labelled()}.json"
 
             def left() -> Keys | None:
-                found = _read(path)
-                return found if found is not None and is_usable(found) else None
+                keys = _read(path)
+                return keys if keys is not None and is_usable(keys) else None
 
             def ask() -> Keys:
                 keys = self._new()
@@ -194,15 +194,15 @@ class Credentials:
         raise kind(message)  # without a link to the error, whose frames and text may hold keys
 
     def _checked(self, returned: object) -> Keys:
-        given = returned if isinstance(returned, Mapping) else {}
-        values = {name: value for name, value in given.items() if value is not None}
+        fields = returned if isinstance(returned, Mapping) else {}
+        values = {name: value for name, value in fields.items() if value is not None}
         now = time.time()
         ends = _seconds(values.pop("expires_at", None))
         if not values or (self._names and not self._names >= values.keys()):
             names = ", ".join(sorted(self._names)) or "options of the store"
-            found = ", ".join(sorted(map(str, values))) or f"no keys, but a {type(returned).__name__}"
+            actual = ", ".join(sorted(map(str, values))) or f"no keys, but a {type(returned).__name__}"
             raise AccessError(
-                f"{self._where}: credentials= returns {names}, and expires_at, as a dict; it returned {found}. "
+                f"{self._where}: credentials= returns {names}, and expires_at, as a dict; it returned {actual}. "
                 "Correct the function."
             )
         if ends <= now or now + _FAR_S < ends < math.inf:
@@ -238,10 +238,10 @@ class Named:
         try:
             if not is_path and module not in points:
                 raise LookupError("no such entry point")
-            found = getattr(import_module(module), name) if is_path else points[module].load()
-            if not callable(found):
-                raise TypeError(f"it is a {type(found).__name__}")
-            return found  # type: ignore[no-any-return]
+            function = getattr(import_module(module), name) if is_path else points[module].load()
+            if not callable(function):
+                raise TypeError(f"it is a {type(function).__name__}")
+            return function  # type: ignore[no-any-return]
         except Exception as error:  # noqa: BLE001 - whatever a module of the user raises when it is imported
             known = ", ".join(sorted(points)) or "none is installed"
             raise ValueError(
@@ -251,22 +251,24 @@ class Named:
             ) from None
 
 
-def asked(given: Any, url: str) -> Callable[[], Mapping[str, Any]] | None:
+def asked(credentials: Any, url: str) -> Callable[[], Mapping[str, Any]] | None:
     """What returns the keys of a URL: what the user gave, or what the variable names for it; None for neither."""
-    if given is None and (value := os.environ.get(VARIABLE)):
+    if credentials is None and (value := os.environ.get(VARIABLE)):
         root, _, name = value.rpartition("=")
         if ":/" not in root:
             raise ValueError(f"{VARIABLE} is URL=NAME, e.g. s3://bucket=my_keys:train_bucket; got {value!r}")
         if f"{url}/".startswith(f"{root.rstrip('/')}/"):
-            given = name
-    if given is None:
+            credentials = name
+    if credentials is None:
         return None
-    if isinstance(given, str):
-        given = Named(given)
-        given.function()
-    if not callable(given):
-        raise TypeError(f"credentials= is a function without arguments, or its name; got a {type(given).__name__}")
-    return given  # type: ignore[no-any-return]
+    if isinstance(credentials, str):
+        credentials = Named(credentials)
+        credentials.function()
+    if not callable(credentials):
+        raise TypeError(
+            f"credentials= is a function without arguments, or its name; got a {type(credentials).__name__}"
+        )
+    return credentials  # type: ignore[no-any-return]
 
 
 def _seconds(when: Any) -> float:
@@ -287,8 +289,8 @@ def _read(path: Path) -> Keys | None:
     except FileNotFoundError:
         return None
     with os.fdopen(fd, "rb") as file:
-        about = os.fstat(fd)
-        if about.st_uid != os.getuid() or stat.S_IMODE(about.st_mode) & 0o077:
+        status = os.fstat(fd)
+        if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
             return None
         try:
             return Keys(**json.load(file))

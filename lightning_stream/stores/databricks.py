@@ -108,8 +108,8 @@ class DatabricksStore(HttpDialect):
             return _complete(host), lambda: {"Authorization": f"Bearer {token}"}
         with needs("databricks-sdk", "databricks", f"using {self.url}"):
             from databricks.sdk.config import Config
-        given = {"host": options.host, "token": options.token, "profile": options.profile}
-        config = Config(**{key: value for key, value in given.items() if value})
+        settings = {"host": options.host, "token": options.token, "profile": options.profile}
+        config = Config(**{key: value for key, value in settings.items() if value})
         return _complete(config.host or ""), config.authenticate
 
 

@@ -62,14 +62,14 @@ class GcsStore(BucketStore):
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
         url = f"gs://{url.partition('://')[2]}"
-        given = read_options(GcsOptions, options, "gs://")
-        key = given.access_key_id or os.environ.get("GCS_KEY")
-        secret = given.secret_access_key or os.environ.get("GCS_SECRET")
-        if (given.access_key_id and not secret) or (given.secret_access_key and not key):
+        settings = read_options(GcsOptions, options, "gs://")
+        key = settings.access_key_id or os.environ.get("GCS_KEY")
+        secret = settings.secret_access_key or os.environ.get("GCS_SECRET")
+        if (settings.access_key_id and not secret) or (settings.secret_access_key and not key):
             raise ValueError("access_key_id and secret_access_key (GCS_KEY, GCS_SECRET) come together; one is missing.")
         if key and secret:
-            endpoint = given.endpoint_url or _HOME
-            interop = S3Options(endpoint, "auto", None, key, secret, anonymous=False, timeout_s=given.timeout_s)
+            endpoint = settings.endpoint_url or _HOME
+            interop = S3Options(endpoint, "auto", None, key, secret, anonymous=False, timeout_s=settings.timeout_s)
             return S3Store(*split_url(url), interop, url)
         return super().from_url(url, options)
 
@@ -98,9 +98,9 @@ class GcsStore(BucketStore):
         generation = "0" if if_absent else if_version
         url = self._call("/upload", None, uploadType="multipart", ifGenerationMatch=generation)
         mark = uuid.uuid4().hex
-        about = {"name": self._prefix + name, "md5Hash": content_md5(file)}
+        metadata = {"name": self._prefix + name, "md5Hash": content_md5(file)}
         kinds = (f"Content-Type: {kind}\r\n\r\n" for kind in ("application/json", "application/octet-stream"))
-        head = f"--{mark}\r\n{next(kinds)}{json.dumps(about)}\r\n--{mark}\r\n{next(kinds)}".encode()
+        head = f"--{mark}\r\n{next(kinds)}{json.dumps(metadata)}\r\n--{mark}\r\n{next(kinds)}".encode()
         tail = f"\r\n--{mark}--\r\n".encode()
         body = itertools.chain([head], file_chunks(file, num_bytes), [tail])
         headers = {"Content-Type": f"multipart/related; boundary={mark}"}
@@ -122,8 +122,8 @@ class GcsStore(BucketStore):
         self._request("DELETE", self._call("", self._prefix + name)).read()
 
     def _endpoint(self) -> str:
-        given = self._options.endpoint_url or first_set("STORAGE_EMULATOR_HOST") or _HOME
-        return (given if "://" in given else f"http://{given}").rstrip("/")
+        endpoint = self._options.endpoint_url or first_set("STORAGE_EMULATOR_HOST") or _HOME
+        return (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
 
     def _connect(self) -> tuple[Any, Any] | None:
         """Return the credentials, and what they are renewed with; None where nothing is signed."""
@@ -136,10 +136,10 @@ class GcsStore(BucketStore):
             auth: Any = importlib.import_module("google.auth")
             transport: Any = importlib.import_module("google.auth.transport.requests")
         try:
-            found = auth.load_credentials_from_file(path, scopes=[_SCOPE]) if path else auth.default(scopes=[_SCOPE])
+            login = auth.load_credentials_from_file(path, scopes=[_SCOPE]) if path else auth.default(scopes=[_SCOPE])
         except auth.exceptions.DefaultCredentialsError:
             # The bucket may be public, unless the user has set credentials, which are wrong then.
             if path or os.environ.get("GOOGLE_APPLICATION_CREDENTIALS") or wish is False:
                 raise
             return None
-        return found[0], transport.Request()
+        return login[0], transport.Request()

@@ -36,12 +36,12 @@ class FsspecStore(BaseStore):
     """Files of any file system of fsspec, which gets the options; only sftp gets the timeout."""
 
     def __init__(self, url: str, options: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> None:
-        self._given = url.rstrip("/")
+        self._url = url.rstrip("/")
         self._options = dict(options or {})
         self._scheme = url.partition("://")[0]
         self._timeout_s = timeout_s
         # A name before the @ is a user's, or (oci) the bucket's.
-        self.url = redact(self._given) if self._scheme in _WITH_USERS else self._given
+        self.url = redact(self._url) if self._scheme in _WITH_USERS else self._url
         # One connection per thread: not every file system (sftp) can share one between threads.
         self._of_thread = PerProcess(threading.local)
 
@@ -78,15 +78,15 @@ class FsspecStore(BaseStore):
         system, root = self._at(None)
         below = prefix.rpartition("/")[0]
         try:
-            found: dict[str, Any] = system.find(f"{root}/{below}" if below else root, detail=True)
+            files: dict[str, Any] = system.find(f"{root}/{below}" if below else root, detail=True)
         except FileNotFoundError:
             return
         root = root.rstrip("/")
-        for path, about in found.items():
+        for path, details in files.items():
             name = path[len(root) + 1 :] if root else path  # empty if the root is a file
             if name and name.startswith(prefix) and ".draft-" not in name:
-                version = next((about[key] for key in _VERSIONS if about.get(key)), "")
-                yield ObjectEntry(name, about["size"], str(version))
+                version = next((details[key] for key in _VERSIONS if details.get(key)), "")
+                yield ObjectEntry(name, details["size"], str(version))
 
     def _delete(self, name: str) -> None:
         system, path = self._at(name)
@@ -106,7 +106,7 @@ class FsspecStore(BaseStore):
             import fsspec
         try:
             # No shared instances: neither two stores nor a forked child may use the same connection.
-            system, path = fsspec.core.url_to_fs(self._given, skip_instance_cache=True, **self._options, **keys)
+            system, path = fsspec.core.url_to_fs(self._url, skip_instance_cache=True, **self._options, **keys)
         except ImportError as error:
             package = _PACKAGES.get(self._scheme, "its fsspec package")
             raise MissingExtraError(

@@ -146,8 +146,8 @@ class HttpDialect(BaseStore):
         self._upload("PUT", self._address(name), file, num_bytes, headers)
 
     def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
-        about = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream", **headers}
-        answer = self._request(method, url, about, body)
+        headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream", **headers}
+        answer = self._request(method, url, headers, body)
         said = answer.read()
         if answer.status == 200 and said.lstrip()[:1] == b"<":
             raise UnavailableError(
@@ -391,8 +391,8 @@ def _origin(address: str) -> tuple[str, str, int | None]:
 
 @lru_cache  # not of failures
 def _looked_up(host: str) -> list[Any]:
-    found = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
-    addresses = [ipaddress.ip_address(str(where[0]).partition("%")[0]) for *_, where in found]
+    answers = socket.getaddrinfo(host, None, proto=socket.IPPROTO_TCP)
+    addresses = [ipaddress.ip_address(str(where[0]).partition("%")[0]) for *_, where in answers]
     return [getattr(address, "ipv4_mapped", None) or address for address in addresses]
 
 
@@ -527,13 +527,13 @@ class HuggingFaceStore(HttpStore):
     def __init__(self, url: str, options: HttpOptions | None = None) -> None:
         refuse_query(url)
         path = url.partition("://")[2].strip("/")
-        found = re.fullmatch(r"(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", path)
-        if found is None:
+        match = re.fullmatch(r"(datasets/|spaces/)?([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?", path)
+        if match is None:
             raise ValueError(f"a Hugging Face URL is hf://datasets/ORG/NAME[@REVISION][/FOLDER]; got {redact(url)!r}")
-        kind = found[1] or ""
-        repository = found[2]
-        revision = found[3] or "main"
-        self._folder = found[4] or ""
+        kind = match[1] or ""
+        repository = match[2]
+        revision = match[3] or "main"
+        self._folder = match[4] or ""
         revision = quote(unquote(revision), safe="")
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
         address = f"{hub}/{kind}{repository}/resolve/{revision}"

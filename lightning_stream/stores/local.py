@@ -57,11 +57,11 @@ class LocalStore(BaseStore):
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:
         file = (self.folder / name).open("rb", buffering=0)
-        about = os.fstat(file.fileno())
-        begin = min(begin, about.st_size)
-        stop = about.st_size if end is None else min(end, about.st_size)
+        status = os.fstat(file.fileno())
+        begin = min(begin, status.st_size)
+        stop = status.st_size if end is None else min(end, status.st_size)
         file.seek(begin)
-        return ObjectStream(file_chunks(file, stop - begin), max(0, stop - begin), _version(about), file.close)
+        return ObjectStream(file_chunks(file, stop - begin), max(0, stop - begin), _version(status), file.close)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         path = self.folder / name
@@ -103,18 +103,18 @@ class LocalStore(BaseStore):
         return None
 
 
-def _version(about: os.stat_result) -> str:
+def _version(status: os.stat_result) -> str:
     # Without the inode: mounts in user space (Databricks volumes, gcsfuse) may give a file a new one.
-    return f"{about.st_mtime_ns:x}-{about.st_size:x}"
+    return f"{status.st_mtime_ns:x}-{status.st_size:x}"
 
 
-def change_mark(about: os.stat_result) -> str:
+def change_mark(status: os.stat_result) -> str:
     """The time of a file's last change of any kind, which no program can set, on this machine.
 
     Other machines may see another time of the same file, so theirs say nothing: see `is_other_mark`. The inode says
     nothing either: mounts in user space may give a file a new one.
     """
-    return f"{crc32(os.uname().nodename.encode()):08x}.{about.st_ctime_ns:x}"
+    return f"{crc32(os.uname().nodename.encode()):08x}.{status.st_ctime_ns:x}"
 
 
 def is_other_mark(mark: str, now: str) -> bool:

@@ -97,7 +97,7 @@ class RetryingStore(Store):
         return self._open(name, begin, end, self._budget(name), restarts=False)
 
     def get(self, name: str, to: Path, num_bytes: int | None = None, connections: int = 1) -> int:
-        return self._whole(name, lambda budget: self._get(name, to, num_bytes, connections, budget))
+        return self._read_unchanged(name, lambda budget: self._get(name, to, num_bytes, connections, budget))
 
     def put(self, name: str, source: Path | bytes, *, if_absent: bool = False, if_version: str | None = None) -> None:
         budget = self._budget(name)
@@ -131,8 +131,8 @@ class RetryingStore(Store):
         """Connect; where an object seems to end before the range, ask for the whole object whether that is so."""
         stream = self.connect(name, begin, end)
         if stream.past_end:
-            with self.connect(name, 0, None) as whole:
-                if whole.past_end or (whole.num_bytes or 0) > begin:
+            with self.connect(name, 0, None) as complete:
+                if complete.past_end or (complete.num_bytes or 0) > begin:
                     raise UnavailableError(f"{stream.where}: the server says that byte {begin:,} is not there; it is.")
         return stream
 
@@ -192,7 +192,7 @@ class RetryingStore(Store):
                 raise _ReadAgainError(error) if restarts else error
             yield from stream
 
-    def _whole(self, name: str, read: Callable[[RetryBudget], T]) -> T:
+    def _read_unchanged(self, name: str, read: Callable[[RetryBudget], T]) -> T:
         """Read an object; if it is replaced meanwhile, or ends early, read it again from the beginning."""
         budget = self._budget(name)
         num_repeats = 0
@@ -210,7 +210,7 @@ class RetryingStore(Store):
             with self._open(name, begin, end, budget) as stream:
                 return b"".join(stream)
 
-        return self._whole(name, read)
+        return self._read_unchanged(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
         draft = _Draft(os.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666), num_bytes)
@@ -279,10 +279,10 @@ class _Draft:
     def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
         """Write a range of an object at its position; return its size and the object's tag."""
         begin = position
-        whole = stream.total
-        if whole is None and stream.num_bytes is not None:
-            whole = begin + stream.num_bytes
-        refuse_larger(whole, self.promised_bytes, stream.where)
+        full_size = stream.total
+        if full_size is None and stream.num_bytes is not None:
+            full_size = begin + stream.num_bytes
+        refuse_larger(full_size, self.promised_bytes, stream.where)
         for chunk in stream:
             refuse_larger(position + len(chunk), self.promised_bytes, stream.where)
             view = memoryview(chunk)
@@ -363,8 +363,8 @@ class RetryBudget:
 
 def requests_in_flight() -> list[str]:
     """The operations of this process that have not ended: the object, for how long, and the failures so far."""
-    found = [budget for ref in _in_flight.valuerefs() if (budget := ref()) is not None]
-    return [str(budget) for budget in found if budget.pid == os.getpid()]
+    budgets = [budget for ref in _in_flight.valuerefs() if (budget := ref()) is not None]
+    return [str(budget) for budget in budgets if budget.pid == os.getpid()]
 
 
 def _changed(first: ObjectStream, rest: ObjectStream, left: int | None) -> StoreError | None:

@@ -255,14 +255,14 @@ class _Login:
         self._signer = S3SigV4Auth
         self._request = AWSRequest
         self._credentials = Credentials
-        self._botocore = found = botocore.session.Session(profile=options.profile)
+        self._botocore = aws_session = botocore.session.Session(profile=options.profile)
         if options.access_key_id:
-            found.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
-        self.credentials = None if options.anonymous else found.get_credentials()
-        self.authorities = found.get_config_variable("ca_bundle")
+            aws_session.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
+        self.credentials = None if options.anonymous else aws_session.get_credentials()
+        self.authorities = aws_session.get_config_variable("ca_bundle")
         self._addresses: list[str] = []  # also those before another thread has found the bucket in another region
         region = options.region or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
-        self._move(region or found.get_config_variable("region") or "us-east-1")
+        self._move(region or aws_session.get_config_variable("region") or "us-east-1")
 
     def _move(self, region: str) -> None:
         """Find the address in a region: by AWS's rules, with FIPS, dual stack, access points and directory buckets."""

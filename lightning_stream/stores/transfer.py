@@ -229,10 +229,10 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
                 store.delete(other)
             if len(made_at) > len(dead):
                 continue
-            found = None
+            version = None
             with contextlib.suppress(NotFoundError):
-                found = content_version(store.read(name))
-            yield found
+                version = content_version(store.read(name))
+            yield version
             return
         finally:
             store.delete(claim)

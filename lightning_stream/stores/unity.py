@@ -60,20 +60,20 @@ class UnityStore(Store):
             self._files.url = self.url
         self._is_dbfs = url.startswith("dbfs:")
         self._folder: SharedFolder | None = None
-        self._found: dict[bool, Store] = {}  # to read, and to write
+        self._stores: dict[bool, Store] = {}  # to read, and to write
         self._finding = PerProcess(threading.Lock)
 
     @classmethod
     def from_url(cls, url: str, options: Mapping[str, Any]) -> UnityStore:
         """Make the store of a URL; ValueError for an incomplete URL, or an option that this store does not have."""
         refuse_query(url)
-        given = read_options(UnityOptions, options, f"{url.partition(':')[0]}:/")
-        if found := _TABLE.fullmatch(url):
-            return cls(url, "table", found[1], found[2] or "", given)
-        if found := _VOLUME.fullmatch(url):
-            place = f"{'/'.join(found.group(2, 3, 4))}/{found[5] or ''}"
-            shown = f"dbfs:/Volumes/{place}" if found[1].startswith("dbfs:") else url
-            return cls(shown, "volume", ".".join(found.group(2, 3, 4)), found[5] or "", given)
+        settings = read_options(UnityOptions, options, f"{url.partition(':')[0]}:/")
+        if match := _TABLE.fullmatch(url):
+            return cls(url, "table", match[1], match[2] or "", settings)
+        if match := _VOLUME.fullmatch(url):
+            place = f"{'/'.join(match.group(2, 3, 4))}/{match[5] or ''}"
+            shown = f"dbfs:/Volumes/{place}" if match[1].startswith("dbfs:") else url
+            return cls(shown, "volume", ".".join(match.group(2, 3, 4)), match[5] or "", settings)
         raise ValueError(
             "the URL of a table is uc://CATALOG.SCHEMA.TABLE, that of a volume uc://CATALOG/SCHEMA/VOLUME/FOLDER or "
             f"dbfs:/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER; got {redact(url)!r}. Move files of the old DBFS to a volume; "
@@ -86,13 +86,13 @@ class UnityStore(Store):
 
     @property
     def traits(self) -> StoreTraits:  # type: ignore[override]
-        found = self._place().traits
+        traits = self._place().traits
         # A listing of dbfs: has no versions, see `list_page`.
-        return StoreTraits(ranges=found.ranges) if self._is_dbfs else found
+        return StoreTraits(ranges=traits.ranges) if self._is_dbfs else traits
 
     def share_keys(self, folder: SharedFolder) -> None:
         self._folder = folder
-        for store in (self._catalog, *self._found.values()):
+        for store in (self._catalog, *self._stores.values()):
             store.share_keys(folder)
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
@@ -112,9 +112,9 @@ class UnityStore(Store):
 
     def _place(self, writes: bool = False) -> Store:
         with self._finding():
-            if writes not in self._found:
-                self._found[writes] = self._find(writes)
-            return self._found[writes]
+            if writes not in self._stores:
+                self._stores[writes] = self._find(writes)
+            return self._stores[writes]
 
     def _find(self, writes: bool) -> Store:
         """The store in which the files are; or that of Databricks' own interface for files."""
@@ -132,17 +132,17 @@ class UnityStore(Store):
             if self._files is None:
                 raise
             _log.warning("%s Until then, its files come by the Files interface of the workspace, more slowly.", error)
-        self._found[False] = self._files  # whoever writes there compares with the versions that are read there
+        self._stores[False] = self._files  # whoever writes there compares with the versions that are read there
         return self._files
 
     def _storage(self, writes: bool) -> Store:
         from . import RetryingStore, open_store
 
-        about = self._catalog.ask("GET", f"{self._kind}s/{self._name}")
-        location = about.get("storage_location") or ""
-        form = about.get("data_source_format", "PARQUET")
+        details = self._catalog.ask("GET", f"{self._kind}s/{self._name}")
+        location = details.get("storage_location") or ""
+        form = details.get("data_source_format", "PARQUET")
         if not _STORED.fullmatch(location) or form not in _FORMATS:
-            kind = " ".join(filter(None, map(about.get, ("table_type", "data_source_format")))) or self._kind
+            kind = " ".join(filter(None, map(details.get, ("table_type", "data_source_format")))) or self._kind
             raise StoreError(
                 f"{self.url}: volumes and {' and '.join(_FORMATS)} tables in S3, Azure and Google are read; this is a "
                 f"{kind} at {shown_url(location) or 'no place'}. Write its rows into one: CREATE TABLE ... AS "
@@ -151,7 +151,7 @@ class UnityStore(Store):
         url = f"{location.rstrip('/')}/{self._path}".rstrip("/")
         if url.startswith(("file:", "/")):  # of a catalog on this machine
             return open_store(url)
-        asked = {f"{self._kind}_id": about[f"{self._kind}_id"], "operation": _OPERATIONS[self._kind][writes]}
+        asked = {f"{self._kind}_id": details[f"{self._kind}_id"], "operation": _OPERATIONS[self._kind][writes]}
         keys = _Vended(self._catalog, json.dumps(asked))
         opened = open_store(url, {"timeout_s": self._options.timeout_s, **self._options.storage, "credentials": keys})
         assert isinstance(opened, RetryingStore)
@@ -183,8 +183,9 @@ class _Catalog(DatabricksStore):
         """Return what the catalog says."""
 
         def call() -> dict[str, Any]:
-            about = {"Content-Type": "application/json"} if body else {}
-            return self._parsed(self._request(method, self._call(_API, path), about, body.encode() or None), json.loads)
+            headers = {"Content-Type": "application/json"} if body else {}
+            answer = self._request(method, self._call(_API, path), headers, body.encode() or None)
+            return self._parsed(answer, json.loads)
 
         return self._attempt("", call)
 
