@@ -32,8 +32,8 @@ def download(store: Store, file: FileEntry, to: Path, counters: Counters, connec
 def check_size(path: Path, file: FileEntry, where: str) -> None:
     """Raise DigestError unless a file has the size in its index; `where` names it in the message."""
     if not is_here(path, file):
-        found = size_of(path) or 0
-        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {found:,}. {REMEDY}")
+        size = size_of(path) or 0
+        raise DigestError(f"{where}: the index promises {file.num_bytes:,} bytes; there are {size:,}. {REMEDY}")
 
 
 def verify(
@@ -52,8 +52,8 @@ def verify(
             f"{has}. Choose one of these, or None."
         )
     name = validate_hash or next((name for name in FASTEST_FIRST if name in file.hashes), None)
-    if name is not None and (found := digest_of([name], path)[name]) != file.hashes[name]:
-        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {found}. {REMEDY}")
+    if name is not None and (digest := digest_of([name], path)[name]) != file.hashes[name]:
+        raise DigestError(f"{where}: the index promises {name} {file.hashes[name]}; the bytes have {digest}. {REMEDY}")
 
 
 def is_here(path: Path, file: FileEntry) -> bool:

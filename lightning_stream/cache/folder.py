@@ -96,10 +96,10 @@ def default_folder(identity: str) -> Path:
 
 def cache_root() -> Path:
     """Return the folder that holds the default caches, one for each store."""
-    if given := os.environ.get("LIGHTNING_STREAM_CACHE"):
-        return Path(given).expanduser().absolute()
-    if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given).absolute() / "lightning_stream"
+    if path := os.environ.get("LIGHTNING_STREAM_CACHE"):
+        return Path(path).expanduser().absolute()
+    if path := os.environ.get("XDG_CACHE_HOME"):
+        return Path(path).absolute() / "lightning_stream"
     home = Path(os.path.expanduser("~"))  # noqa: PTH111 (Path.home() raises if there is none)
     if home.is_absolute() and os.access(home, os.W_OK):
         return home / ".cache" / "lightning_stream"
@@ -152,8 +152,8 @@ class CacheFolder:
             return
         if self.path.is_relative_to(base := _temporary_base()):
             make_folder(base)
-            about = base.lstat()  # all users may write into the folder for temporary files
-            if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o022:
+            status = base.lstat()  # all users may write into the folder for temporary files
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
                 raise CacheError(
                     f"the default cache {base} must be a folder that only user {_user(os.getuid())} may write to; "
                     f"it {_owner(base)}. Set LIGHTNING_STREAM_CACHE to another folder, or pass `local`."
@@ -195,9 +195,9 @@ class CacheFolder:
         Such small files have a hash of their content at their end.
         """
         with self.translated_errors(), contextlib.suppress(FileNotFoundError):
-            kept = self._result(name).read_bytes()
-            content = kept[:-_DIGEST_BYTES]
-            digest = kept[-_DIGEST_BYTES:]
+            stored = self._result(name).read_bytes()
+            content = stored[:-_DIGEST_BYTES]
+            digest = stored[-_DIGEST_BYTES:]
             return content if xxh3_64_digest(content) == digest else None
         return None
 
@@ -339,7 +339,7 @@ def _user(uid: int) -> str:
 
 def _owner(path: Path) -> str:
     try:
-        about = path.stat()
+        status = path.stat()
     except OSError:
         return "cannot be read"
-    return f"belongs to {_user(about.st_uid)} (mode {stat.S_IMODE(about.st_mode):o})"
+    return f"belongs to {_user(status.st_uid)} (mode {stat.S_IMODE(status.st_mode):o})"

@@ -124,9 +124,11 @@ class ShardCache:
         self.other = other
         self.counters = counters or Counters()
         chosen = None if folder is None else Path(folder).expanduser().absolute()
-        own = self.store.folder if isinstance(self.store, LocalStore) else None
-        self.in_place = own is not None and (chosen is None or os.path.realpath(chosen) == os.path.realpath(own))
-        self._source = own if self.in_place else None
+        store_folder = self.store.folder if isinstance(self.store, LocalStore) else None
+        self.in_place = store_folder is not None and (
+            chosen is None or os.path.realpath(chosen) == os.path.realpath(store_folder)
+        )
+        self._source = store_folder if self.in_place else None
         identity = self.store.identity + ("" if other is None else other.identity)
         self.folder = default_folder(identity) if chosen is None or self.in_place else chosen
         self._place = CacheFolder(self.folder, self.config.shared)
@@ -229,7 +231,7 @@ class ShardCache:
 
     def present(self, entry: ShardEntry) -> bool:
         """Return whether every raw file of the shard is here, with its size."""
-        return self._find(self._held(entry).raw) is not None
+        return self._find(self._cached_entry(entry).raw) is not None
 
     def arriving(self, entry: ShardEntry) -> Path:
         """Return the path of a shard's file while it is being fetched, by any process of the machine.
@@ -256,12 +258,12 @@ class ShardCache:
             CacheFullError: There is no space on the disk, or under the limit.
             LockTimeoutError: Another process was still fetching at the deadline.
         """
-        held = self._held(entry)
-        if self._source is not None and held is entry and (lease := self._in_place(entry)):
+        cached = self._cached_entry(entry)
+        if self._source is not None and cached is entry and (lease := self._in_place(entry)):
             return lease
-        pin = partial(self._pin, held.raw, entry)
+        pin = partial(self._pin, cached.raw, entry)
         fetch = partial(self._fetch, entry, connections)
-        return self._run_once(held.raw.basename, pin, fetch, wait_s)
+        return self._run_once(cached.raw.basename, pin, fetch, wait_s)
 
     def fetch_again(self, entry: ShardEntry, lease: Lease | None) -> Lease | None:
         """Fetch a shard again whose files could not be read under `lease`. Only one thread per shard may call this.
@@ -272,7 +274,7 @@ class ShardCache:
             None if that cannot help: the files are the only copy, their bytes match the index, or this process has
             fetched them again before.
         """
-        raw = self._held(entry).raw
+        raw = self._cached_entry(entry).raw
         name = raw.basename
         home = self._find(raw)
         if home is None or (lease is not None and not lease.is_current()):
@@ -305,23 +307,23 @@ class ShardCache:
         if self.in_place or not self.present(entry):
             return False
         self._place.prepare()
-        removed = [self._space.remove(held) for held in self._marked([entry])]
+        removed = [self._space.remove(cached) for cached in self._marked([entry])]
         return any(removed)
 
     def _marked(self, entries: Iterable[ShardEntry]) -> list[CacheEntry]:
         """What this cache has fetched of the shards. Former releases held rows as they are."""
         names = {form.raw.basename for entry in entries for form in (entry, as_mds(entry))}
-        return [held for held in self._space.entries() if held.names[0] in names]
+        return [cached for cached in self._space.entries() if cached.names[0] in names]
 
     def _drop(self, entries: Sequence[ShardEntry]) -> None:
         """Delete the shards of a former index; what must stay is compared with its hash before it is read again."""
-        for held in self._marked(entries):
-            if not self._space.remove(held):
-                self._space.doubt(held)
+        for cached in self._marked(entries):
+            if not self._space.remove(cached):
+                self._space.doubt(cached)
         for entry in entries:
             self._space.compared(entry.raw.basename).unlink(missing_ok=True)
 
-    def _held(self, entry: ShardEntry) -> ShardEntry:
+    def _cached_entry(self, entry: ShardEntry) -> ShardEntry:
         """The shard as the cache holds it, in one file: rows as MDS."""
         return as_mds(entry, self._mark(entry))
 
@@ -399,7 +401,7 @@ class ShardCache:
 
     def _fetch(self, entry: ShardEntry, connections: int, lock: FileLock, *, fresh: bool = False) -> Lease:
         """Fetch, check and publish every file of a shard; under its lock. `fresh`: no file that is here is used."""
-        raw = self._held(entry).raw
+        raw = self._cached_entry(entry).raw
         place = self._place
         name = raw.basename
         reserved = _reserved(raw, entry)

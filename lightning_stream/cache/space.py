@@ -183,7 +183,7 @@ class Space:
             growth = entry.num_bytes - (marked.num_bytes if is_marked else 0)
             total, counted_at = _counted(os.pread(lock.fd, _VALUE_BYTES, 0))
             if (counts and total + growth > limit_bytes) or abs(time.time() - counted_at) >= _SCAN_EVERY_S:
-                total = sum(held.num_bytes for held in self.entries())
+                total = sum(cached.num_bytes for cached in self.entries())
                 counted_at = time.time()
             if total + growth > limit_bytes:
                 return total + growth - limit_bytes
