@@ -37,10 +37,10 @@ def cache_need(
         run = run.altered(window=window, switches=())
     sizes = np.concatenate([index.raw_bytes for index in reader.indexes])
     packed = _packed_ratio(reader)
-    kept = packed if reader.shards.defaults.config.keep_zip else 0.0
+    cached = packed if reader.shards.defaults.config.keep_zip else 0.0
     size = settings.device_batch_size
     world = settings.world
-    return need_of_node(run, sizes, ahead, device_batch_size=size, world=world, packed=packed, kept=kept)
+    return need_of_node(run, sizes, ahead, device_batch_size=size, world=world, packed=packed, cached=cached)
 
 
 def _packed_ratio(reader: SampleReader) -> float:

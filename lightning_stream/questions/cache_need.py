@@ -51,11 +51,11 @@ def need_of_node(
     device_batch_size: int,
     world: World,
     packed: float,
-    kept: float,
+    cached: float,
 ) -> CacheNeed:
     """The bytes that a node's cache must hold at once, from those of all shards: int64[shards].
 
-    ``packed`` and ``kept`` are compressed bytes for each raw one: of what is fetched, and of what stays in the cache.
+    ``packed`` and ``cached`` are compressed bytes for each raw one: of what is fetched, and of what stays in the cache.
     """
     nodes = world.num_nodes
     active = run.active_shards()
@@ -68,7 +68,7 @@ def need_of_node(
     entering = min(_entering(run, span), len(sizes) - active)
     return CacheNeed(
         -(-active // nodes),
-        int((1 + kept) * sizes[:active].sum()) // nodes,
+        int((1 + cached) * sizes[:active].sum()) // nodes,
         -(-entering // nodes),
         int((1 + packed) * sizes[active : active + entering].sum()) // nodes,
     )

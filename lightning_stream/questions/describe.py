@@ -57,18 +57,18 @@ class Stage:
     def to_json(self) -> dict[str, Any]:
         """The stage as plain values, without what is empty; functions and other settings as text."""
         settings = {name: value if _is_plain(value) else _text(value) for name, value in self.settings.items()}
-        found = {**vars(self), "settings": settings, "parts": [part.to_json() for part in self.parts]}
-        return {name: value for name, value in found.items() if value}
+        entries = {**vars(self), "settings": settings, "parts": [part.to_json() for part in self.parts]}
+        return {name: value for name, value in entries.items() if value}
 
     def lines(self) -> list[str]:
         """The stage on a screen, at most 98 columns wide."""
-        found = _block(self._texts, self.digest) if self._texts or not self.parts else []
+        lines = _block(self._texts, self.digest) if self._texts or not self.parts else []
         for part in self.parts[:_PARTS]:
-            about = "; ".join(part._texts)  # noqa: SLF001 - of this class
-            found += _block([f"{part.name}: {about}" if about else part.name], part.digest)
+            text = "; ".join(part._texts)  # noqa: SLF001 - of this class
+            lines += _block([f"{part.name}: {text}" if text else part.name], part.digest)
         if (more := len(self.parts) - _PARTS) > 0:
-            found.append(f"... and {more:,} more")
-        return [f"{name:<{_NAME}} {line}".rstrip() for name, line in zip_longest([self.name], found, fillvalue="")]
+            lines.append(f"... and {more:,} more")
+        return [f"{name:<{_NAME}} {line}".rstrip() for name, line in zip_longest([self.name], lines, fillvalue="")]
 
     @property
     def _texts(self) -> list[str]:
@@ -91,10 +91,10 @@ class Chain:
 
     def __getitem__(self, name: str) -> Stage:
         """The stage of this name. Raises KeyError if the chain has none."""
-        found = next((stage for stage in self.stages if stage.name == name), None)
-        if found is None:
-            raise KeyError(f"the chain has no stage {name!r}; it has {', '.join(one.name for one in self.stages)}")
-        return found
+        stage = next((stage for stage in self.stages if stage.name == name), None)
+        if stage is None:
+            raise KeyError(f"the chain has no stage {name!r}; it has {', '.join(stage.name for stage in self.stages)}")
+        return stage
 
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
@@ -184,9 +184,9 @@ def _schedule(schedule: Schedule) -> Stage:
     counts = {"points": len(schedule.points), "changes": len(schedule.changes)}
     parts = [Stage(f"from {at:,}", dict(weights)) for at, weights in schedule.points]
     for change in schedule.changes:
-        skipped = {f"{name} skipped": number for name, number in change.skip.items()}
+        skipped = {f"{name} skipped": count for name, count in change.skip.items()}
         parts.append(Stage(f"changed at sample {change.at:,}", dict(change.weights or {}), skipped))
-    shown = {name: number for name, number in counts.items() if number}
+    shown = {name: count for name, count in counts.items() if count}
     return Stage("schedule", _shown(schedule, "unit", "interpolation", "exhausted"), shown, parts=tuple(parts))
 
 
@@ -240,11 +240,11 @@ def _packed(pack: RowPacking, run: RunOrder | None, epoch: int, count_rows: bool
 
 def readable(num_bytes: float) -> str:
     """A number of bytes as text, e.g. ``"12.3 MB"``."""
-    number = 0
-    while num_bytes >= 1000 and number < len(_UNITS) - 1:
+    unit = 0
+    while num_bytes >= 1000 and unit < len(_UNITS) - 1:
         num_bytes = num_bytes / 1000
-        number = number + 1
-    return f"{num_bytes:.{min(number, 1)}f} {_UNITS[number]}"
+        unit = unit + 1
+    return f"{num_bytes:.{min(unit, 1)}f} {_UNITS[unit]}"
 
 
 def duration(seconds: float) -> str:
@@ -279,8 +279,8 @@ def counted(counts: Mapping[str, Any]) -> str:
         if name.endswith("bytes"):
             shown = f"{readable(value)} {name.removesuffix('bytes')}".rstrip()
         else:
-            number = f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
-            shown = f"{number} {_PLURAL.sub('', name, 1) if number == '1' else name}"
+            amount = f"{value:,}" if isinstance(value, int) else f"{value:,.1f}"
+            shown = f"{amount} {_PLURAL.sub('', name, 1) if amount == '1' else name}"
         text += f", {shown}" if text else shown
     return text
 

@@ -97,19 +97,19 @@ def warning_about(run: RunOrder, *, batch_size: int, world: World, factor: float
         return None
     config = run.config
     nodes = world.num_nodes
-    found = (
+    cost = (
         f"With num_canonical_nodes={config.canonical_nodes} on {nodes} nodes and batches of {batch_size} samples, "
         f"{factor:.2f} times the data will be downloaded."
     )
     if not config.shuffle:
-        return f"{found} Index order needs nearly every shard on every node: set shuffle=True if the order may change."
+        return f"{cost} Index order needs nearly every shard on every node: set shuffle=True if the order may change."
     mixed = config.batching.mixes_streams and run.snapshot.num_streams > 1
     better = better_canonical_nodes(batch_size, nodes, mixed=mixed)
     if better is None:
-        return f"{found} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."
+        return f"{cost} Choose a global batch size that is a multiple of {nodes}, and num_canonical_nodes={nodes}."
     if better != config.canonical_nodes:
-        return f"{found} num_canonical_nodes={better} fits best; set it when a run starts."
-    return f"{found} The cause is the mixture of streams or the small number of shards: write smaller shards."
+        return f"{cost} num_canonical_nodes={better} fits best; set it when a run starts."
+    return f"{cost} The cause is the mixture of streams or the small number of shards: write smaller shards."
 
 
 def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = False) -> int | None:
@@ -125,8 +125,8 @@ def better_canonical_nodes(batch_size: int, num_nodes: int, *, mixed: bool = Fal
 def _readers(world: World) -> list[list[int]]:
     """The data nodes that read each replica's share: more than one where a group of ranks spans machines unevenly."""
     readers: list[set[int]] = [set() for _ in range(world.num_replicas)]
-    for one in (replace(world, rank=rank) for rank in range(world.num_ranks)):
-        readers[one.replica].add(one.node)
+    for member in (replace(world, rank=rank) for rank in range(world.num_ranks)):
+        readers[member.replica].add(member.node)
     return [sorted(nodes) for nodes in readers]
 
 
@@ -139,11 +139,11 @@ def _reads_of(plans: Sequence[BatchPlan]) -> Iterator[tuple[int, Ints]]:
     plan = plans[0]
     size = plans[0].batch_size
     replicas = range(len(plans))
-    whole = plan.num_whole_batches if plan.splits_samples else 0
+    num_whole = plan.num_whole_batches if plan.splits_samples else 0
     step = max(1, _CHUNK // size)
-    for k in range(0, whole, step):
-        at = positions_of(plan.bounds(k)[0], plan.bounds(min(k + step, whole) - 1)[1])
+    for k in range(0, num_whole, step):
+        at = positions_of(plan.bounds(k)[0], plan.bounds(min(k + step, num_whole) - 1)[1])
         ids = plan.order.order.ids(at)[plan.offsets_in(at, replicas)]
         yield from ((replica, ids[:, replica]) for replica in replicas)
-    for k in range(whole, plan.num_batches):
+    for k in range(num_whole, plan.num_batches):
         yield from ((replica, replica_plan.share(k).sample_ids) for replica, replica_plan in enumerate(plans))

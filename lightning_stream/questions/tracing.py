@@ -141,7 +141,7 @@ def where(
     Raises:
         ValueError: There is no such sample or epoch; or the batches do not follow the order (see `BatchPlan`).
     """
-    found: list[Occurrence] = []
+    occurrences: list[Occurrence] = []
     for epoch in (position.epoch,) if epochs is None else epochs:
         segments = _segments(run, position, epoch, delivery.world, delivery.accumulate)
         if not all(plan.follows_order for plan, _, _ in segments):
@@ -153,8 +153,10 @@ def where(
             for plan, before, end in segments:
                 k = _steps_until(plan, at)
                 if before + k < end and plan.bounds(k)[0] <= at:
-                    found += (Occurrence(epoch, before + k, *place) for place in _delivered(plan, k, at, delivery))
-    return found
+                    occurrences += (
+                        Occurrence(epoch, before + k, *place) for place in _delivered(plan, k, at, delivery)
+                    )
+    return occurrences
 
 
 def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator[tuple[int, int, int]]:
@@ -165,10 +167,10 @@ def _delivered(plan: BatchPlan, k: int, at: int, delivery: Delivery) -> Iterator
         if not ((share.positions == at) & ~share.filler).any():
             continue
         count = plan.num_micro_batches(k, delivery.device_batch_size)
-        for number, piece in enumerate(share.micro_batches(count)):
+        for micro_batch, piece in enumerate(share.micro_batches(count)):
             rows = np.arange(len(piece)) if delivery.padding else np.flatnonzero(~piece.filler)
-            own = (piece.positions[rows] == at) & ~piece.filler[rows]
-            yield from ((rank, number, row) for row in np.flatnonzero(own).tolist())
+            matches = (piece.positions[rows] == at) & ~piece.filler[rows]
+            yield from ((rank, micro_batch, row) for row in np.flatnonzero(matches).tolist())
         return  # a position is on one replica
 
 
