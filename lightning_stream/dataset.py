@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from lightning_stream.cache import CacheConfig
 from lightning_stream.distributed import Dimensions, WorldLike
 from lightning_stream.errors import suggesting
-from lightning_stream.formats.sizes import parse_bytes, parse_count, whole
+from lightning_stream.formats.sizes import parse_bytes, parse_count, whole_number
 from lightning_stream.former_names import taking_former
 from lightning_stream.loading.describe import as_html, described, described_without_batches
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
@@ -210,10 +210,10 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         counts = _whole_numbers(shuffle_block_size=shuffle_block_size, num_canonical_nodes=num_canonical_nodes)
         self.shuffle_block_size, self.num_canonical_nodes = counts
         self.shuffle = shuffle
-        self.shuffle_seed = whole(shuffle_seed)
+        self.shuffle_seed = whole_number(shuffle_seed)
         self.shuffle_algo = shuffle_algo or "window"
         self.sampling_method = sampling_method
-        self.sampling_granularity = whole(sampling_granularity)
+        self.sampling_granularity = whole_number(sampling_granularity)
         self.batching_method = batching_method
         self.partition_algo = partition_algo
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit, "cache_limit") or None
@@ -223,7 +223,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "seed": self.shuffle_seed,
             "algorithm": shuffle_algo,
             "canonical_nodes": self.num_canonical_nodes,
-            "window": whole(window),
+            "window": whole_number(window),
             "quick_start": quick_start,
             "batching_method": batching_method,
             "sampling_method": sampling_method,
@@ -461,7 +461,7 @@ def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
 
 def _whole_numbers(**given: float | None) -> list[int | None]:
     """Numbers that may be floats (``1e9``) or None, as whole numbers; raise ValueError for others."""
-    numbers = {name: whole(value) for name, value in given.items()}
+    numbers = {name: whole_number(value) for name, value in given.items()}
     rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
     if problems := violations(numbers, rules):
         raise ValueError(" ".join(problems))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_stream.dataset import StreamingDataset, check_blocks, plain_iterations_of, source_of
 from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import StateError, suggesting
-from lightning_stream.formats.sizes import whole
+from lightning_stream.formats.sizes import whole_number
 from lightning_stream.loading.accelerate import Prepared, is_prepared
 from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.checks import check_run
@@ -112,8 +112,8 @@ class StreamingDataLoader(DataLoader[Any]):
     ) -> None:
         for_processes = worker_init_fn or multiprocessing_context
         refuse_order((shuffle, sampler, batch_sampler, generator), in_order, workers, for_processes)
-        batch_size = whole(batch_size)
-        global_batch_size = whole(global_batch_size)
+        batch_size = whole_number(batch_size)
+        global_batch_size = whole_number(global_batch_size)
         if not isinstance(dataset, StreamingDataset):
             raise TypeError(
                 f"StreamingDataLoader loads a StreamingDataset; found {type(dataset).__name__}. Pass "

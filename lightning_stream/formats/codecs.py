@@ -67,7 +67,7 @@ def _compress_whole(codec: str, data: Any, _: int) -> bytes:
     return bytes((library.compress_raw if codec == "snappy" else library.compress)(bytes(data)))
 
 
-def _whole(codec: str, max_ratio: int, file: BinaryIO, num_bytes: int) -> Iterator[Any]:
+def _decompress_whole(codec: str, max_ratio: int, file: BinaryIO, num_bytes: int) -> Iterator[Any]:
     """Decompress by a codec without a bounded stream: one call into a buffer of the promised size.
 
     The index may be wrong, so the memory is only taken if the compressed bytes can hold so many: at most ``max_ratio``
@@ -91,14 +91,14 @@ _CODECS: Mapping[str, _Codec] = {
     "gz": _Codec(
         9, range(10), partial(gzip.compress, mtime=0), lambda file, size: _pieces(gzip.GzipFile(fileobj=file), size)
     ),
-    "snappy": _Codec(0, range(0), partial(_compress_whole, "snappy"), partial(_whole, "snappy", 22)),
+    "snappy": _Codec(0, range(0), partial(_compress_whole, "snappy"), partial(_decompress_whole, "snappy", 22)),
     "zstd": _Codec(3, range(1, 23), lambda data, level: _module("zstandard").compress(data, level), _zstd),
     # At level 6, frames of text are about as small as one frame of it at zstd's level 3.
     SEEKABLE: _Codec(6, range(1, 23), compress_frames, _zstd),
-    "lz4": _Codec(0, range(0), partial(_compress_whole, "lz4"), partial(_whole, "lz4", 255)),
+    "lz4": _Codec(0, range(0), partial(_compress_whole, "lz4"), partial(_decompress_whole, "lz4", 255)),
 }
 
-_MDS = [(family, about.levels) for family, about in _CODECS.items() if family not in ("lz4", SEEKABLE)]
+_MDS = [(family, codec.levels) for family, codec in _CODECS.items() if family not in ("lz4", SEEKABLE)]
 COMPRESSIONS = tuple(sorted(name for family, levels in _MDS for name in (family, *(f"{family}:{k}" for k in levels))))
 """The 58 names of MDS, with and without a level. Mosaic cannot read lz4, and an index calls seekable files zstd."""
 
@@ -143,9 +143,9 @@ def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> No
                     break
                 out.write(piece)
         if written != num_bytes:
-            found = "more" if written > num_bytes else f"only {written}"
+            amount = "more" if written > num_bytes else f"only {written}"
             rule = f"must hold {num_bytes} bytes when decompressed, says its index"
-            raise FormatError(f"{source}: {rule}; it holds {found}.")
+            raise FormatError(f"{source}: {rule}; it holds {amount}.")
     except BaseException:
         target.unlink(missing_ok=True)
         raise
@@ -153,13 +153,13 @@ def decompress_file(name: str, source: Path, target: Path, num_bytes: int) -> No
 
 def _split(name: str) -> tuple[str, int]:
     family, colon, text = (name, "", "") if name in _CODECS else str(name).rpartition(":")
-    about = _CODECS.get(family)
-    if about is None:
+    codec = _CODECS.get(family)
+    if codec is None:
         raise ValueError(f"compression must be one of {', '.join(_CODECS)}, or with a level: got {name!r}.")
     if not colon:
-        return family, about.default
-    if not text.isdecimal() or int(text) not in about.levels or str(int(text)) != text:
-        known = f"{family}:{about.levels[0]} to {family}:{about.levels[-1]}" if about.levels else f"{family}, no level"
+        return family, codec.default
+    if not text.isdecimal() or int(text) not in codec.levels or str(int(text)) != text:
+        known = f"{family}:{codec.levels[0]} to {family}:{codec.levels[-1]}" if codec.levels else f"{family}, no level"
         raise ValueError(f"compression level out of range: got {name!r}; known are {known}.")
     return family, int(text)
 

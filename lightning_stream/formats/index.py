@@ -131,8 +131,8 @@ class Index:
     @property
     def table_version(self) -> int | None:
         """The version of the Delta table whose files are read in place; None of any other dataset."""
-        found = re.match(rb'\{"listing": "[^"]*", "table_version": ([0-9]+)', self.data)
-        return None if found is None else int(found[1])
+        match = re.match(rb'\{"listing": "[^"]*", "table_version": ([0-9]+)', self.data)
+        return None if match is None else int(match[1])
 
     @cached_property
     def lengths(self) -> dict[str, tuple[FileEntry, ...]]:

@@ -41,11 +41,11 @@ class MappedFile:
     def __init__(self, path: Path, num_bytes: int | None) -> None:
         self.where = str(path)
         with path.open("rb") as file:
-            found = os.fstat(file.fileno()).st_size
-            if num_bytes not in (None, found):
-                raise FormatError(f"{path}: its index says {num_bytes} bytes; it has {found}. Fetch it again.")
-            mapped: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS) if found else b""
-        self.num_bytes = found
+            size = os.fstat(file.fileno()).st_size
+            if num_bytes not in (None, size):
+                raise FormatError(f"{path}: its index says {num_bytes} bytes; it has {size}. Fetch it again.")
+            mapped: Any = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **MAP_OPTIONS) if size else b""
+        self.num_bytes = size
         self.view = memoryview(mapped)
         self.array: NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
         self.address: int = self.array.__array_interface__["data"][0]
@@ -57,9 +57,9 @@ def sample_offsets(table: MappedFile, num_samples: int, end: int) -> NDArray[np.
     FormatError for another number of samples than the index says, or offsets that are not in order up to ``end``.
     """
     table_end = 8 + 4 * num_samples
-    found = int.from_bytes(table.view[:4], "little")
-    if table.num_bytes < table_end or found != num_samples:
-        raise FormatError(f"{table.where}: must hold {num_samples} samples, as its index says; it holds {found}.")
+    count = int.from_bytes(table.view[:4], "little")
+    if table.num_bytes < table_end or count != num_samples:
+        raise FormatError(f"{table.where}: must hold {num_samples} samples, as its index says; it holds {count}.")
     offsets: NDArray[np.uint32] = table.array[4:table_end].view("<u4")
     if int(offsets[-1]) != end or not (offsets[1:] >= offsets[:-1]).all():
         raise offsets_error(table.where, num_samples)

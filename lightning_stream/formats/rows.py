@@ -46,20 +46,20 @@ def _text(value: Any) -> str:
     return value
 
 
-def _number(value: Any) -> float:
+def _as_float(value: Any) -> float:
     if isinstance(value, (str, bytes)):
         raise TypeError("not a number")
     return float(value)
 
 
 def _int64(value: Any) -> int:
-    number = int(value) if isinstance(value, str) else operator.index(value)
-    if not -(1 << 63) <= number < 1 << 63:
-        raise ValueError(f"a number of {number.bit_length()} bits is no int64")
-    return number
+    integer = int(value) if isinstance(value, str) else operator.index(value)
+    if not -(1 << 63) <= integer < 1 << 63:
+        raise ValueError(f"a number of {integer.bit_length()} bits is no int64")
+    return integer
 
 
-_CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": operator.index, "float": _number}
+_CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": operator.index, "float": _as_float}
 _FROM_JSON = {**_CASTS, "int": _int64}
 _FROM_TEXT: dict[str, Callable[[Any], Any]] = {"str": str, "int": _int64, "float": float}
 

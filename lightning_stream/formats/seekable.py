@@ -109,12 +109,12 @@ class Frames:
             if end + 3 > num_bytes:
                 return end + 3
             file.seek(end)
-            about = int.from_bytes(file.read(3), "little")
-            if not about:
+            header = int.from_bytes(file.read(3), "little")
+            if not header:
                 raise self._error("a frame has an empty block")
-            is_last = about & 1
-            kind = about >> 1 & 3
-            end += 3 + (1 if kind == _REPEATED else about >> 3)
+            is_last = header & 1
+            kind = header >> 1 & 3
+            end += 3 + (1 if kind == _REPEATED else header >> 3)
         return end + _CHECKSUM_BYTES
 
     def samples(self, frame: int, content: bytes) -> Iterator[tuple[int, bytes]]:

@@ -21,16 +21,16 @@ def parse_count(value: float | str, name: str = "count") -> int:
     return _parse(value, _COUNTS, name, '100k"')
 
 
-def whole(value: Any) -> Any:
+def whole_number(value: Any) -> Any:
     """Return a whole number of any type as an int, and any other value as it is."""
     if isinstance(value, (int, str)) or not isinstance(value, Real):
         return value
-    number = float(value)
-    return int(number) if number.is_integer() else value
+    as_float = float(value)
+    return int(as_float) if as_float.is_integer() else value
 
 
 def _parse(value: float | str, units: dict[str, int], name: str, example: str) -> int:
-    value = whole(value)
+    value = whole_number(value)
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 0:
             raise ValueError(f"{name} must not be negative: got {value}.")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_stream.errors import FormatError, needs, suggesting
 from lightning_stream.formats.encodings.base import type_name
-from lightning_stream.formats.sizes import whole
+from lightning_stream.formats.sizes import whole_number
 from lightning_stream.media.jpeg import DECODERS, Decoder, Photo, Pixels
 
 _TRIES = 10  # random parts that are tried until one lies within the photo, as torchvision does
@@ -22,7 +22,7 @@ class _DecodeCrop:
     """The base of both transforms: it puts the decoded part of a sample's photo in the place of the photo."""
 
     def __init__(self, size: int | tuple[int, int], column: str, decoder: str) -> None:
-        self.size = tuple(map(whole, size if isinstance(size, Iterable) else (size, size)))
+        self.size = tuple(map(whole_number, size if isinstance(size, Iterable) else (size, size)))
         self.column = column
         self.decoder = decoder
         if len(self.size) != 2 or not all(isinstance(one, int) and one > 0 for one in self.size):
@@ -158,7 +158,7 @@ class DecodeCenterCrop(_DecodeCrop):
         self, size: int | tuple[int, int], *, resize: int | None = None, column: str = "image", decoder: str = "auto"
     ) -> None:
         super().__init__(size, column, decoder)
-        self.resize = max(self.size) if resize is None else whole(resize)
+        self.resize = max(self.size) if resize is None else whole_number(resize)
         if not isinstance(self.resize, int) or self.resize < max(self.size):
             raise ValueError(f"resize must be a whole number of at least {max(self.size)}, the size; found {resize!r}.")
 

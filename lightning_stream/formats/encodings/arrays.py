@@ -174,7 +174,7 @@ class _Tensors(ViewEncoding):
     def encode(self, value: Any) -> bytes:
         if not isinstance(value, Mapping) or any(not isinstance(name, str) or name == _METADATA for name in value):
             raise TypeError(f"tensors takes a dict of names and arrays; got {describe(value)}.")
-        arrays = {name: as_array(one, "tensors") for name, one in value.items()}
+        arrays = {name: as_array(entry, "tensors") for name, entry in value.items()}
         for name, array in arrays.items():
             if array.dtype.name not in _TENSOR_DTYPES:
                 raise ValueError(f"tensors takes arrays of {', '.join(_TENSOR_DTYPES)}; {name!r} is of {array.dtype}.")

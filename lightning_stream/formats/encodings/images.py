@@ -160,8 +160,8 @@ def file_bytes(image: Image.Image) -> bytes:
 def load_images(column: str, value: Any) -> None:
     """Read the pixels of an image, or of all images in a list; FormatError if they are damaged."""
     if isinstance(value, list):
-        for one in value:
-            load_images(column, one)
+        for image in value:
+            load_images(column, image)
     elif type(value).__module__.startswith("PIL."):
         try:
             value.load()

@@ -39,9 +39,9 @@ class _Number(ViewEncoding):
     def _encode_other(self, value: Any) -> bytes:
         """Encode a number of NumPy or torch, or a whole float; TypeError or ValueError for what is none."""
         try:
-            number = _as_number(value, self._is_float)
-            if number is not None:
-                return self._pack(number)
+            scalar = _as_number(value, self._is_float)
+            if scalar is not None:
+                return self._pack(scalar)
         except (struct.error, OverflowError) as error:
             raise ValueError(f"{describe(value)} is out of range for {self.name}.") from error
         kind = "a number" if self._is_float else "a whole number"
@@ -71,8 +71,8 @@ def _as_number(value: Any, is_float: bool) -> int | float | None:
     array = np.asarray(value) if hasattr(value, "__array__") or isinstance(value, float) else None
     if array is None or array.shape != () or array.dtype.kind not in "fiub":
         return None
-    number = array.item()
-    return number if is_float else int(number) if number == number // 1 else None
+    scalar = array.item()
+    return scalar if is_float else int(scalar) if scalar == scalar // 1 else None
 
 
 ENCODINGS: dict[str, Callable[[str], Encoding]] = {

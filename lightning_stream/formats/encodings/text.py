@@ -97,12 +97,12 @@ class _StrFloat(ViewEncoding):
         if dims or isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
             raise TypeError(f"str_float takes a number; got {describe(value)}.")
         try:
-            number = float(value)
+            as_float = float(value)
         except (OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"str_float takes a number that is a float; got {describe(value)}: {error}") from error
         # whole numbers and numpy's numbers keep their own text
-        own = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
-        return str(value if own else number).encode()
+        has_text = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
+        return str(value if has_text else as_float).encode()
 
     def decode(self, data: Stored) -> float:
         return float(bytes(data))

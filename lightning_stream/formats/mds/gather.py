@@ -60,7 +60,7 @@ class SpanTable:
         self._window: AddressWindow | None = None
         self._lock = threading.Lock()
 
-    def add(self, number: int, mapped: Mapped) -> None:
+    def add(self, shard: int, mapped: Mapped) -> None:
         """Add a mapped shard. One of another layout is ignored."""
         with self._lock:
             if self._files and mapped.layout is not self._layout:
@@ -71,26 +71,26 @@ class SpanTable:
                 begin = min(begin, self._window.begin)
                 end = max(end, self._window.end)
             self._window = AddressWindow(begin, end)
-            self._files[number] = mapped
-            self._spans[number] = mapped.span
+            self._files[shard] = mapped
+            self._spans[shard] = mapped.span
 
-    def remove(self, number: int) -> None:
+    def remove(self, shard: int) -> None:
         """Remove a shard; it is unmapped when the rows that were found in it are gone."""
         with self._lock:
-            self._spans[number] = 0
-            self._files = {other: mapped for other, mapped in self._files.items() if other != number}
+            self._spans[shard] = 0
+            self._files = {other: mapped for other, mapped in self._files.items() if other != shard}
 
-    def find(self, numbers: Int64s, indices: Int64s) -> MappedRows | None:
-        """Return samples ``indices[k]`` of shards ``numbers[k]``; None if not all of them are here."""
+    def find(self, which: Int64s, indices: Int64s) -> MappedRows | None:
+        """Return samples ``indices[k]`` of shards ``which[k]``; None if not all of them are here."""
         with self._lock:
             files = self._files
             layout = self._layout
             window = self._window
-            spans = self._spans.take(numbers, 0).T
+            spans = self._spans.take(which, 0).T
         here = np.count_nonzero(indices.view(np.uint64) < spans[3].view(np.uint64))  # negative indices are huge then
         if window is None or layout is None or here < len(indices):
             return None
-        return MappedRows(layout, window, spans, numbers, indices, files)
+        return MappedRows(layout, window, spans, which, indices, files)
 
 
 def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
@@ -129,13 +129,13 @@ def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: 
     groups: list[Group] = []
     for layout in dict.fromkeys(layouts):
         table = SpanTable(len(shards))
-        for number, shard in enumerate(shards):
-            if layouts[number] is layout:
-                table.add(number, shard.mapped)
+        for index, shard in enumerate(shards):
+            if layouts[index] is layout:
+                table.add(index, shard.mapped)
         rows = np.flatnonzero(np.array([other is layout for other in layouts])[which])
-        found = table.find(which[rows], indices[rows])
-        assert found is not None
-        groups.append((rows, gather_rows(found, out if len(rows) == len(which) else None)))
+        mapped_rows = table.find(which[rows], indices[rows])
+        assert mapped_rows is not None
+        groups.append((rows, gather_rows(mapped_rows, out if len(rows) == len(which) else None)))
     return groups
 
 
@@ -294,8 +294,8 @@ def buffer_array(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], name: s
         needed = math.prod(shape) * dtype.itemsize
         array = raw[:needed].view(dtype).reshape(shape) if len(raw) >= needed else raw
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous or not array.flags.writeable:
-        found = f"{array.dtype} and shape {array.shape}"
-        raise ValueError(f"out: column {name!r} takes writable C-contiguous {dtype} of shape {shape}; got {found}.")
+        actual = f"{array.dtype} and shape {array.shape}"
+        raise ValueError(f"out: column {name!r} takes writable C-contiguous {dtype} of shape {shape}; got {actual}.")
     return array
 
 

@@ -87,8 +87,8 @@ def record_layout(schema: Schema, **settings: Unpack[Reading]) -> RecordLayout:
         frozenset(chosen.items()),
         unread,
     )
-    if (found := _LAYOUTS.get(key)) is not None:
-        return found
+    if (layout := _LAYOUTS.get(key)) is not None:
+        return layout
     if absent := set(chosen) - set(schema.names):
         raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(schema.names)}.")
     columns_read = []
