@@ -198,8 +198,8 @@ class ShardWriter(ABC):
             self._check_fits(encoder, num_bytes, num_bytes + encoder.per_sample_overhead)
             self._send(encoder)
             self._buffer.add_sample(parts, encoder.per_sample_overhead, MAX_FILE_BYTES)
-        for name, number in lengths.items():
-            self._lengths[name].append(number)
+        for name, length in lengths.items():
+            self._lengths[name].append(length)
         self.num_samples += 1
 
     def write_batch(self, batch: Any) -> None:
@@ -299,11 +299,11 @@ class ShardWriter(ABC):
         self._show_columns(encoder.schema.columns)
         return encoder
 
-    def _report_extra_columns(self, encoder: ShardEncoder, given: Iterable[str]) -> None:
+    def _report_extra_columns(self, encoder: ShardEncoder, names: Iterable[str]) -> None:
         """Warn once about values that belong to no column. ValueError if the caller did not choose the columns."""
         if self._has_reported_extra:
             return
-        extra = ", ".join(sorted(repr(name) for name in set(given) - set(encoder.schema.names)))
+        extra = ", ".join(sorted(repr(name) for name in set(names) - set(encoder.schema.names)))
         columns = ", ".join(encoder.schema.names)
         if self._columns is None:
             known = "the dataset appended to has them" if self._mode == "append" else "inferred from the first sample"

@@ -39,10 +39,10 @@ def _columns(batch: Any) -> dict[str, Any]:
 
 def _distinct(names: Iterable[str]) -> list[str]:
     """Return the names of columns; ValueError if two columns have the same name."""
-    found = list(names)
-    if twice := sorted({name for name in found if found.count(name) > 1}):
+    columns = list(names)
+    if twice := sorted({name for name in columns if columns.count(name) > 1}):
         raise ValueError(f"columns of a batch must have different names; found {twice} more than once. Rename them.")
-    return found
+    return columns
 
 
 def _values(values: Any, name: str) -> Any:

@@ -30,10 +30,12 @@ def infer_column(name: str, values: Any) -> str:
         if values.ndim > 1:
             return f"ndarray:{values.dtype.name}:{','.join(map(str, values.shape[1:]))}"
         return "uint8" if values.dtype.kind == "b" else values.dtype.name
-    found = {infer_encoding(name, value) for value in values}
-    if len(found) != 1:
-        raise TypeError(f"column {name!r}: its values have several types ({', '.join(sorted(found))}). Pass columns=.")
-    return found.pop()
+    encodings = {infer_encoding(name, value) for value in values}
+    if len(encodings) != 1:
+        raise TypeError(
+            f"column {name!r}: its values have several types ({', '.join(sorted(encodings))}). Pass columns=."
+        )
+    return encodings.pop()
 
 
 def infer_encoding(name: str, value: Any) -> str:
@@ -51,8 +53,10 @@ def infer_encoding(name: str, value: Any) -> str:
             return f"ndarray:{array.dtype.name}" if array.ndim else array.dtype.name
     if type(value).__module__.startswith("PIL."):
         return {"JPEG": "jpeg", "PNG": "png"}.get(value.format, "pil")
-    found = type(value).__name__
-    raise TypeError(f"column {name!r}: no encoding can be inferred for {found}. Pass columns= with an encoding for it.")
+    type_name = type(value).__name__
+    raise TypeError(
+        f"column {name!r}: no encoding can be inferred for {type_name}. Pass columns= with an encoding for it."
+    )
 
 
 _BY_TYPE: tuple[tuple[type | tuple[type, ...], str], ...] = (

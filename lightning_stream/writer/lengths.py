@@ -25,13 +25,13 @@ _MAX = (1 << 32) - 1
 
 def check_functions(functions: Any) -> dict[str, Callable[[Any], int]]:
     """Return the ``lengths`` of a writer; TypeError unless they are functions by name. None stands for no lengths."""
-    found = {} if functions is None else functions
-    is_right = isinstance(found, Mapping) and all(
-        isinstance(name, str) and name and callable(function) for name, function in found.items()
+    by_name = {} if functions is None else functions
+    is_right = isinstance(by_name, Mapping) and all(
+        isinstance(name, str) and name and callable(function) for name, function in by_name.items()
     )
     if not is_right:
         raise TypeError(f"lengths must be functions by name, e.g. {{'tokens': len}}; got {describe(functions)}.")
-    return dict(found)
+    return dict(by_name)
 
 
 def check_measurable(functions: LengthFunctions, columns: Collection[str]) -> None:
@@ -56,15 +56,15 @@ def measure_batch(
     functions: LengthFunctions, batch: Mapping[str, Any], num_rows: int, columns: Collection[str]
 ) -> Lengths:
     """Return the lengths of a batch's rows: those that `measure_sample` gives for each row."""
-    found = {}
+    lengths = {}
     for name, function in functions.items():
         if name in columns:
-            found[name] = _measured_column(name, function, batch[name], num_rows)
+            lengths[name] = _measured_column(name, function, batch[name], num_rows)
         else:
             rows = zip(*map(plain_values, batch.values()), strict=True)
             numbers = (_measured(name, function, dict(zip(batch, row, strict=True))) for row in rows)
-            found[name] = np.fromiter(numbers, np.uint32, num_rows)
-    return found
+            lengths[name] = np.fromiter(numbers, np.uint32, num_rows)
+    return lengths
 
 
 def put_lengths(place: Transaction, lengths: Lengths, hashes: Sequence[str]) -> dict[str, tuple[FileEntry, ...]]:
@@ -87,20 +87,20 @@ def put_lengths(place: Transaction, lengths: Lengths, hashes: Sequence[str]) -> 
 
 def _measured(name: str, function: Callable[[Any], int], value: Any) -> int:
     try:
-        found = function(value)
+        result = function(value)
     except (TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"lengths[{name!r}] failed for {describe(value)}: {error}") from error
     try:
-        number = operator.index(found)
+        length = operator.index(result)
     except TypeError:
-        number = -1
-    if not 0 <= number <= _MAX:
+        length = -1
+    if not 0 <= length <= _MAX:
         raise ValueError(
-            f"lengths[{name!r}] must give a whole number from 0 to {_MAX:,}; got {describe(found)} for "
+            f"lengths[{name!r}] must give a whole number from 0 to {_MAX:,}; got {describe(result)} for "
             f"{describe(value)}."
         )
-    return number
+    return length
 
 
 def _measured_column(name: str, function: Callable[[Any], int], values: Any, num_rows: int) -> NDArray[np.uint32]:

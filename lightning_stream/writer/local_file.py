@@ -52,11 +52,11 @@ def _write_direct(fd: int, views: Iterable[memoryview]) -> None:
             if filled == len(stage):
                 _write_all(fd, stage)
                 filled = 0
-    whole = filled - filled % _BLOCK_BYTES
-    _write_all(fd, stage[:whole])
-    if whole < filled:
+    aligned = filled - filled % _BLOCK_BYTES
+    _write_all(fd, stage[:aligned])
+    if aligned < filled:
         _clear_direct(fd)
-        _write_all(fd, stage[whole:filled])
+        _write_all(fd, stage[aligned:filled])
 
 
 def _write_all(fd: int, view: memoryview) -> None:

@@ -71,18 +71,18 @@ def merge_index(
     place.begin("merge")
     store = place.store
     if listed:
-        folders = [_below(one, root) for one in indexes]  # type: ignore[union-attr]
+        folders = [_below(index, root) for index in indexes]  # type: ignore[union-attr]
     else:
         folders = _partitions(entry.name for entry in store.list(""))
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
     beside = sorted(name for name in listed_files(newest_text(store)) if "/" not in name)
-    own = [name for name in beside if not name.startswith("lengths.")]
-    if own:
+    files = [name for name in beside if not name.startswith("lengths.")]
+    if files:
         raise ValueError(
-            f"a merged index lists only the shards of partitions; {store.url}/{INDEX_NAME} also lists {len(own)} files "
-            f"beside it, such as {own[0]}, which would be lost. Move them into a folder with an index of their own; if "
-            "they are not wanted, delete that index."
+            f"a merged index lists only the shards of partitions; {store.url}/{INDEX_NAME} also lists {len(files)} "
+            f"files beside it, such as {files[0]}, which would be lost. Move them into a folder with an index of their "
+            "own; if they are not wanted, delete that index."
         )
     if beside:
         warnings.warn(
@@ -120,9 +120,9 @@ def _below(index: Any, root: Any) -> str:
 
 def _partitions(names: Iterable[str]) -> list[str]:
     """Return the folders that have an index, except the root and the folders below another one."""
-    found = sorted((name[: -len(INDEX_NAME) - 1] for name in names if name.endswith(f"/{INDEX_NAME}")), key=_natural)
-    known = set(found)
-    return [folder for folder in found if not {str(above) for above in PurePosixPath(folder).parents} & known]
+    folders = sorted((name[: -len(INDEX_NAME) - 1] for name in names if name.endswith(f"/{INDEX_NAME}")), key=_natural)
+    known = set(folders)
+    return [folder for folder in folders if not {str(above) for above in PurePosixPath(folder).parents} & known]
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
@@ -136,7 +136,7 @@ def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:
     Other lengths are dropped: a dataset without them can be read, and they can be added at any time.
     """
     parts = {folder: index.lengths for folder, index in indexes.items() if index.num_samples}
-    found: dict[str, list[FileEntry]] = {}
+    merged: dict[str, list[FileEntry]] = {}
     for name in sorted({name for lengths in parts.values() for name in lengths}):
         without = [folder for folder, lengths in parts.items() if name not in lengths]
         if without:
@@ -148,8 +148,8 @@ def _lengths(indexes: Mapping[str, Index]) -> dict[str, list[FileEntry]]:
             )
             continue
         files = ((folder, file) for folder, lengths in parts.items() for file in lengths[name])
-        found[name] = [msgspec.structs.replace(file, basename=f"{folder}/{file.basename}") for folder, file in files]
-    return found
+        merged[name] = [msgspec.structs.replace(file, basename=f"{folder}/{file.basename}") for folder, file in files]
+    return merged
 
 
 def _entries(index: Index, folder: str) -> Iterator[bytes]:

@@ -56,7 +56,9 @@ class Pair(Store):
 
     def list_page(self, prefix: str = "", token: str | None = None) -> tuple[list[ObjectEntry], None]:  # noqa: ARG002
         """Return the objects of both; one that a store lacks, or has in another size, has -1 bytes."""
-        main, copy = ({one.name: one.num_bytes for one in store.list(prefix)} for store in (self._main, self._copy))
+        main, copy = (
+            {entry.name: entry.num_bytes for entry in store.list(prefix)} for store in (self._main, self._copy)
+        )
         return [ObjectEntry(name, main[name] if main.get(name) == copy.get(name) else -1) for name in main | copy], None
 
     def delete(self, name: str) -> None:

@@ -172,7 +172,7 @@ class Transaction:
         """The number of the first new shard."""
         base = self.base
         names = () if base is None else (base.entry(shard).raw.basename for shard in range(len(base)))
-        return 1 + max((int(found[1]) for name in names if (found := _NUMBERED.match(name))), default=-1)
+        return 1 + max((int(match[1]) for name in names if (match := _NUMBERED.match(name))), default=-1)
 
     def name_of(self, name: str, parts: Sequence[Any]) -> str:
         """Return the name of a file of samples: ``shard.00007.mds``, or ``shard.00007.<16 hex digits>.mds``.
@@ -184,8 +184,8 @@ class Transaction:
         """
         if self.mode == "new":
             return name
-        stem, number, rest = name.split(".", 2)
-        return f"{stem}.{number}.{digest_of(self._name_salt, *parts)}.{rest}"
+        stem, index, rest = name.split(".", 2)
+        return f"{stem}.{index}.{digest_of(self._name_salt, *parts)}.{rest}"
 
     @cached_property
     def _name_salt(self) -> bytes:
@@ -352,10 +352,10 @@ class _Manifest(msgspec.Struct):
 def _is_manifest(data: bytes | None, names: Collection[str]) -> bool:
     """Whether this is the manifest of a conversion, and describes no dataset in a folder of its own."""
     try:
-        found = msgspec.json.decode(data or b"", type=_Manifest)
+        manifest = msgspec.json.decode(data or b"", type=_Manifest)
     except ValueError:
         return False
-    return not any(f"{part}/{INDEX_NAME}" in names for part in found.partitions)
+    return not any(f"{part}/{INDEX_NAME}" in names for part in manifest.partitions)
 
 
 def _sweep_folders(folder: Path, gone: Iterable[str]) -> None:
@@ -363,7 +363,7 @@ def _sweep_folders(folder: Path, gone: Iterable[str]) -> None:
     below = [Path(entry.path) for entry in os.scandir(folder) if entry.is_dir()]
     drafts = {path for path in (folder, *below) if sweep_drafts(path)}
     emptied = {path for name in gone for path in (folder / name).parents} | drafts
-    for path in sorted((one for one in emptied if folder in one.parents), reverse=True):
+    for path in sorted((path for path in emptied if folder in path.parents), reverse=True):
         with contextlib.suppress(OSError):  # not empty
             path.rmdir()
 
@@ -371,13 +371,13 @@ def _sweep_folders(folder: Path, gone: Iterable[str]) -> None:
 def listed_files(index: bytes | None) -> set[str]:
     """Return the files that an index lists; none if it is not an index, since then there is no dataset."""
     try:
-        found = Index.from_bytes(index or b"", INDEX_NAME)
+        parsed = Index.from_bytes(index or b"", INDEX_NAME)
     except errors.FormatError:
         return set()
-    entries = chain.from_iterable(map(found.entries, range(len(found))))
+    entries = chain.from_iterable(map(parsed.entries, range(len(parsed))))
     names = {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
     with contextlib.suppress(errors.FormatError):  # wrong lengths do not make shards of another dataset
-        names |= {file.basename for files in found.lengths.values() for file in files}
+        names |= {file.basename for files in parsed.lengths.values() for file in files}
     return names
 
 
@@ -386,9 +386,9 @@ def digest_of(*parts: Any) -> str:
     return digest_parts(["xxh3_128"], parts)["xxh3_128"][:16]
 
 
-def _another(found: str) -> str:
+def _another(reason: str) -> str:
     return (
-        f"another writer is or was at work at this place: {found}. Its dataset stays, without the shards of this "
+        f"another writer is or was at work at this place: {reason}. Its dataset stays, without the shards of this "
         "writer. Let one process write at a time, then write again: with append=True to add shards, with "
         "overwrite=True to replace the dataset."
     )
