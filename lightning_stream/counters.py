@@ -38,7 +38,7 @@ NAMES = (
 # Ctrl-C may come as the main thread has just taken a lock, which Python 3.14 then never gives back, and all that fetch
 # would wait for it. With a GIL none is needed: nothing else runs in the one call of numpy that adds one number.
 _adding = lock_over_forks() if sysconfig.get_config_var("Py_GIL_DISABLED") else nullcontext()
-_NUMBERS = {name: number for number, name in enumerate(NAMES)}
+_INDICES = {name: index for index, name in enumerate(NAMES)}
 
 
 class _OfThread(threading.local):
@@ -74,8 +74,8 @@ class Counters:
 
     def add(self, name: str, amount: float = 1) -> None:
         """Add to a counter."""
-        number = _NUMBERS[name]
-        value = self.values[number : number + 1]
+        index = _INDICES[name]
+        value = self.values[index : index + 1]
         with _adding:
             np.add(value, float(amount), value)
 

@@ -266,11 +266,11 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         order = dict(self._streaming_source.order_arguments)
         snapshot = vars(reader).get("snapshot")  # only if it was read already
         known = [] if snapshot is None else [f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards"]
-        given = {PUBLIC_NAMES.get(name, name): value for name, value in order.items() if name != "mosaic"}
-        given["batch_size"] = self._streaming_plain.batch_size
+        arguments = {PUBLIC_NAMES.get(name, name): value for name, value in order.items() if name != "mosaic"}
+        arguments["batch_size"] = self._streaming_plain.batch_size
         defaults = signature(StreamingDataset).parameters
-        settings = [f"{name}={value!r}" for name, value in given.items() if value != defaults[name].default]
-        streams = [repr(one) for one in reader.streams[:_SHOWN_STREAMS]]
+        settings = [f"{name}={value!r}" for name, value in arguments.items() if value != defaults[name].default]
+        streams = [repr(stream) for stream in reader.streams[:_SHOWN_STREAMS]]
         count = len(reader.streams)
         more = [f"... {count:,} streams"] if count > _SHOWN_STREAMS else []
         return f"{type(self).__name__}({', '.join([*streams, *more, *known, *settings])})"
@@ -446,9 +446,9 @@ class LocalDataset(IndexedSamples, Dataset[Any]):
 def source_of(dataset: StreamingDataset) -> SampleSource:
     """The source of a dataset, with the subclass's own way to read a sample, if it has one."""
     kind = type(dataset)
-    own = kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
+    overrides = kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
     source = dataset._streaming_source  # noqa: SLF001 - the one door to it
-    return replace(source, read_one=SeededCall(dataset.__getitem__, source.seed ^ READING)) if own else source
+    return replace(source, read_one=SeededCall(dataset.__getitem__, source.seed ^ READING)) if overrides else source
 
 
 def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
@@ -459,20 +459,20 @@ def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
 # The arguments of a dataset
 
 
-def _whole_numbers(**given: float | None) -> list[int | None]:
+def _whole_numbers(**arguments: float | None) -> list[int | None]:
     """Numbers that may be floats (``1e9``) or None, as whole numbers; raise ValueError for others."""
-    numbers = {name: whole_number(value) for name, value in given.items()}
+    numbers = {name: whole_number(value) for name, value in arguments.items()}
     rules = {name: count(int(name != "predownload"), optional=True) for name in numbers}
     if problems := violations(numbers, rules):
         raise ValueError(" ".join(problems))
     return list(numbers.values())
 
 
-def _bound_schedule(given: Any, streams: Sequence[Stream]) -> Schedule | None:
+def _bound_schedule(schedule: Any, streams: Sequence[Stream]) -> Schedule | None:
     """The schedule of a mixture, given as itself or by its points, for streams in this order."""
-    if given is None:
+    if schedule is None:
         return None
-    return (given if isinstance(given, Schedule) else Schedule(given)).of_streams(labels_of(streams))
+    return (schedule if isinstance(schedule, Schedule) else Schedule(schedule)).of_streams(labels_of(streams))
 
 
 def _bucketing(by: str | None, window: float | None, tokens: float | None, multiple: float | None) -> Bucketing | None:
@@ -505,15 +505,15 @@ def _check_order(
     """Raise ValueError for settings of an order that are wrong, or contradict each other or the streams' weights."""
     rows = None if pack is None else pack.rows("")
     sorted_by = None if buckets is None else LengthBuckets(1, 1, buckets.batch_tokens)
-    given = {**arguments, "packing": rows, "buckets": sorted_by, "forgotten": None if forget is None else ""}
-    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, **given)
+    settings = {**arguments, "packing": rows, "buckets": sorted_by, "forgotten": None if forget is None else ""}
+    order = OrderConfig.resolve(batch_size=1, device_batch_size=1, **settings)
     if order.algorithm in (UNIFORM, SAMPLER) and not isinstance(streams[0], MapStream):
         raise ValueError(
             f"shuffle_algo is one of window, {', '.join(MOSAIC_ALGORITHMS)} where data come in shards; found "
             f"{order.algorithm!r}, the order of a StatefulDataLoader. Omit it"
         )
     weights = tuple(map(weights_of, streams))
-    if order.schedule is not None or any(one != StreamWeights() for one in weights):
+    if order.schedule is not None or any(weight != StreamWeights() for weight in weights):
         check_weights(order, [*map(name_of, streams)], weights)
     check_blocks(arguments, batch_size, batch_size)
     if not (balance is None or isinstance(balance, str) or callable(balance)):
@@ -538,7 +538,10 @@ def check_blocks(arguments: Mapping[str, Any], batch_size: int, block: int) -> N
 
 
 def _chosen_streams(
-    given_streams: Sequence[Stream | str] | None, name: str, given: Mapping[str, Any], config: Mapping[str, Any] | None
+    given_streams: Sequence[Stream | str] | None,
+    name: str,
+    arguments: Mapping[str, Any],
+    config: Mapping[str, Any] | None,
 ) -> tuple[Stream, ...]:
     """The streams of a dataset, given themselves or by the arguments of a single one."""
     if name != "stream":
@@ -546,8 +549,10 @@ def _chosen_streams(
             f"a stream of another class is passed itself; found stream_name={name!r}. Pass streams=[YourStream(...)]"
         )
     if not given_streams:
-        return (Stream(**{**(config or {}), **{name: value for name, value in given.items() if value is not None}}),)
-    if config or any(given[name] is not None for name in given if name != "split"):
+        return (
+            Stream(**{**(config or {}), **{name: value for name, value in arguments.items() if value is not None}}),
+        )
+    if config or any(arguments[name] is not None for name in arguments if name != "split"):
         raise ValueError("pass either streams=, or remote=, local=... of a single one, not both")
     streams = [stream if isinstance(stream, Stream) else Stream(stream) for stream in given_streams]
     relative = [stream for stream in streams if stream.proportion is not None]
@@ -556,4 +561,4 @@ def _chosen_streams(
             "the streams of a mix are weighted all by proportion, or all by repeat or choose; found a proportion for "
             f"{relative} alone. Give every stream a proportion, or none"
         )
-    return tuple(with_split(stream, given["split"] or "") for stream in streams)
+    return tuple(with_split(stream, arguments["split"] or "") for stream in streams)

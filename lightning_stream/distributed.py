@@ -34,13 +34,13 @@ _LAUNCHERS = {
 }
 
 
-def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: Dimensions = "dp") -> World:
+def detect_world(world: WorldLike = None, replication: int = 1, data_dimension: Dimensions = "dp") -> World:
     """Return the world and this process's rank in it.
 
     Example: ``detect_world(mesh, data_dimension=("dp_replicate", "dp_shard"))``.
 
     Args:
-        given: A `World` (returned as it is), a ``(rank, num_ranks)`` pair, a device mesh, or None to detect.
+        world: A `World` (returned as it is), a ``(rank, num_ranks)`` pair, a device mesh, or None to detect.
         replication: Groups of this many consecutive ranks get the same samples (tensor or sequence parallel).
         data_dimension: The name of a device mesh's data-parallel dimension, flattened ones included, or a tuple of
             names. ``"dp"`` also stands for ``dp_replicate`` and ``dp_shard`` in a mesh that has no ``"dp"``.
@@ -48,19 +48,19 @@ def detect_world(given: WorldLike = None, replication: int = 1, data_dimension: 
     Raises:
         ValueError: The arguments or the launcher's variables contradict each other.
     """
-    if isinstance(given, World):
-        if replication not in (1, given.replication):
-            raise ValueError(f"replication is given twice: {given.replication} in the world, {replication} beside it")
-        return given
-    if given is not None and not isinstance(given, tuple):
+    if isinstance(world, World):
+        if replication not in (1, world.replication):
+            raise ValueError(f"replication is given twice: {world.replication} in the world, {replication} beside it")
+        return world
+    if world is not None and not isinstance(world, tuple):
         if replication != 1:
             raise ValueError(
                 "a device mesh says itself which ranks get the same samples: those that differ only outside "
                 f"data_dimension={data_dimension!r}; found replication={replication} beside it. Omit replication"
             )
-        return _world_of_mesh(given, data_dimension)
-    if given is not None:
-        rank, num_ranks = given
+        return _world_of_mesh(world, data_dimension)
+    if world is not None:
+        rank, num_ranks = world
     elif dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
         num_ranks = dist.get_world_size()
@@ -75,8 +75,8 @@ def _rank_of_launcher(environ: Mapping[str, str]) -> tuple[int, int]:
             try:
                 return int(environ[rank]), int(environ[size])
             except ValueError as error:
-                found = f"{rank}={environ[rank]!r}, {size}={environ[size]!r}"
-                raise ValueError(f"{launcher} sets whole numbers in its variables; found {found}") from error
+                variables = f"{rank}={environ[rank]!r}, {size}={environ[size]!r}"
+                raise ValueError(f"{launcher} sets whole numbers in its variables; found {variables}") from error
     return 0, 1
 
 
@@ -102,15 +102,15 @@ def _world_of_mesh(mesh: DeviceMesh, data_dimension: Dimensions) -> World:
     num_replicas = math.prod(mesh.size(dimension) for dimension in dimensions)
     # The ranks of each replica, in any layout.
     replicas = mesh.mesh.movedim(dimensions, list(range(len(dimensions)))).reshape(num_replicas, -1).tolist()
-    own = [replica for replica, ranks in enumerate(replicas) if mesh.get_rank() in ranks]
+    indices = [replica for replica, ranks in enumerate(replicas) if mesh.get_rank() in ranks]
     # Torch 2.7 gives the wrong ranks for root["flat"] where the flattened dimensions are not neighbours.
     group = dist.get_process_group_ranks(mesh.get_group()) if mesh.ndim == 1 else None
-    if not own or (group and {*group} != {*mesh.mesh.tolist()}):
+    if not indices or (group and {*group} != {*mesh.mesh.tolist()}):
         raise ValueError(
             f"the data mesh must have this rank and the ranks of its group; found rank {mesh.get_rank()} and {mesh}. "
             "Pass the mesh that _flatten() returned, or data_dimension= with a tuple of the root mesh's names"
         )
-    return World(own[0], num_replicas, _replicas_per_node(replicas))
+    return World(indices[0], num_replicas, _replicas_per_node(replicas))
 
 
 def _data_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[DeviceMesh, tuple[str, ...]]:

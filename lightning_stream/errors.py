@@ -135,9 +135,9 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
-def refuse_unknown(called: str, given: Iterable[str], names: Sequence[str]) -> None:
+def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) -> None:
     """Raise TypeError for an argument that a function does not have; it names the one that was probably meant."""
-    for name in given:
+    for name in arguments:
         if name not in names:
             close = get_close_matches(_OF_LITDATA.get(name, name), names, 1)
             remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"

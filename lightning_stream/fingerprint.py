@@ -66,10 +66,10 @@ class _Walk:
         seen = dict(self._seen)
         self._total = xxhash.xxh3_128()
         self._add(value)
-        found = self._total
+        hasher = self._total
         self._total = before
         self._seen = seen
-        return str(found.hexdigest())
+        return str(hasher.hexdigest())
 
     def _add(self, value: Any) -> None:
         if type(value) in _PLAIN:
@@ -137,8 +137,12 @@ class _Walk:
             return [reduced]
         make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
         if isinstance(state, dict):
-            cached = {name for name, held in vars(type(value)).items() if isinstance(held, functools.cached_property)}
-            state = {name: held for name, held in state.items() if name not in cached}
+            cached = {
+                name
+                for name, attribute in vars(type(value)).items()
+                if isinstance(attribute, functools.cached_property)
+            }
+            state = {name: attribute for name, attribute in state.items() if name not in cached}
         return [make, arguments, state, list(items or ()), list(pairs or ())]
 
     def _definition(self, value: Any) -> Iterator[Any]:
@@ -153,13 +157,13 @@ class _Walk:
                 yield from self._used(value)
                 return
             yield from value.__bases__
-            for name, held in vars(value).items():
-                inner = getattr(held, "__func__", getattr(held, "fget", getattr(held, "func", held)))
+            for name, member in vars(value).items():
+                inner = getattr(member, "__func__", getattr(member, "fget", getattr(member, "func", member)))
                 if isinstance(inner, FunctionType):
                     yield _source(inner)  # a notebook has the source of functions, but not of classes
                     yield from self._used(inner)
-                elif not name.startswith(("__", "_abc_")) and (type(held) in _PLAIN or not self._strict):
-                    yield [name, held]
+                elif not name.startswith(("__", "_abc_")) and (type(member) in _PLAIN or not self._strict):
+                    yield [name, member]
 
     def _used(self, function: FunctionType) -> Iterator[Any]:
         """The values that a function carries, and the globals that it names."""
@@ -171,9 +175,9 @@ class _Walk:
         yield from self._named(function.__globals__, names)
         yield from _files_of(_imported(function.__code__, function.__globals__))
 
-    def _named(self, held: dict[str, Any], names: set[str]) -> Iterator[Any]:
-        for name in sorted(names & held.keys()):
-            value = held[name]
+    def _named(self, variables: dict[str, Any], names: set[str]) -> Iterator[Any]:
+        for name in sorted(names & variables.keys()):
+            value = variables[name]
             yield name
             if isinstance(value, ModuleType):
                 key = (id(value), frozenset(names))
@@ -215,9 +219,9 @@ def _imported(code: CodeType, variables: dict[str, Any]) -> Iterator[str]:
     for level, wanted, step in zip(steps, steps[1:], steps[2:], strict=False):
         if step.opname == "IMPORT_NAME":
             yield from _absolute(step.argval, level.argval, variables.get("__package__"), wanted.argval or ())
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _imported(each, variables)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _imported(constant, variables)
 
 
 def _imports(text: bytes, package: str) -> Iterator[str]:
@@ -289,6 +293,6 @@ def _source(value: Any) -> Any:
 def _names(code: CodeType) -> Iterator[str]:
     """The names of all globals and attributes that a function reads, in functions inside it too."""
     yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from _names(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)

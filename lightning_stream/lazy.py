@@ -13,17 +13,17 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
-def kept(cache: dict[Key, Value], key: Key, make: Callable[[Key], Value], count: int) -> Value:
+def cached(cache: dict[Key, Value], key: Key, make: Callable[[Key], Value], count: int) -> Value:
     """The value of a key, made where it is absent. The cache keeps the newest ``count`` values.
 
     Each step is atomic, so threads that share a cache make a value twice at worst.
     """
-    found = cache.get(key)
-    if found is None:
-        found = cache[key] = make(key)
+    value = cache.get(key)
+    if value is None:
+        value = cache[key] = make(key)
         for old in list(cache)[:-count]:
             cache.pop(old, None)
-    return found
+    return value
 
 
 def lazy_names(

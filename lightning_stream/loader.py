@@ -126,8 +126,8 @@ class StreamingDataLoader(DataLoader[Any]):
         in_dataset = plain_iterations_of(dataset).batch_size  # a subclass may use the name for its own
         sizes = (batch_size, global_batch_size)
         check_arguments(sizes, in_dataset, self._source.batch_tokens, accumulate, tail, drop_last)
-        each = batch_size or in_dataset or 1
-        check_blocks(self._source.order_arguments, global_batch_size or each * accumulate, each)
+        size = batch_size or in_dataset or 1
+        check_blocks(self._source.order_arguments, global_batch_size or size * accumulate, size)
         self._device_batch_size = batch_size
         self.global_batch_size = global_batch_size
         self.accumulate = accumulate
@@ -198,12 +198,12 @@ class StreamingDataLoader(DataLoader[Any]):
     def settings(self, resumed: OrderConfig | None = None) -> BatchSettings:
         """How the data is divided here, for a run that continues with these order settings, or else with its own."""
         here = self.cursor.position
-        own = None if here is None else here.order
+        order = None if here is None else here.order
         world = self.detect_world()
-        settings = self._source.settings(world, self.batch_size or 1, self.accumulate, self.tail, resumed or own)
+        settings = self._source.settings(world, self.batch_size or 1, self.accumulate, self.tail, resumed or order)
         if self.cursor.driver is not None:
             settings = replace(settings, padding=self.cursor.driver.clock.padding)
-        return settings if resumed is not None or own is None else replace(settings, order=own)
+        return settings if resumed is not None or order is None else replace(settings, order=order)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in a full epoch; where epochs differ, in the one that the position is in."""
@@ -223,8 +223,8 @@ class StreamingDataLoader(DataLoader[Any]):
         """Micro-batches of this rank that count as done at a position: those of a full epoch less those to come."""
         if self._source.counts_rows:
             return position.num_steps(self._source.order(position.order)) * self.accumulate
-        whole = self.micro_batches_from(replace(position, position=0))
-        return len(whole) - len(self.micro_batches_from(position))
+        full_epoch = self.micro_batches_from(replace(position, position=0))
+        return len(full_epoch) - len(self.micro_batches_from(position))
 
     def micro_batches_from(self, position: Position) -> MicroBatches:
         """This rank's micro-batches from a position to the end of its epoch, by number."""
@@ -500,7 +500,7 @@ class StreamingDataLoader(DataLoader[Any]):
         counted = here.order_in(run).counted_windows(here.position)  # the change keeps them: they need no new count
         seen = [here, replace(here, position=here.position + after_steps * self.settings().global_batch_size)]
         seen += [iteration.upcoming] if iteration is not None and iteration.upcoming else []
-        at = run.next_change((one.epoch, one.position) for one in seen)
+        at = run.next_change((place.epoch, place.position) for place in seen)
         order = structs.replace(order, schedule=schedule.changed(at, weights, skip))
         if (end := run.mixture.end) is not None and at >= end:  # an epoch, or a window, that is over would get more
             _log.warning(

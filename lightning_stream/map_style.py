@@ -171,19 +171,19 @@ def _streams(
             f"{', '.join(map(str, dataset))}, proportion={proportion} and schedule={schedule}. Pass one dataset (of "
             "splits, e.g. dataset['train']), or proportion={'web': 0.7, 'code': 0.3}"
         )
-    for one in dataset.values():
-        _check(one)
-    if given := [name for name, value in lengths.items() if not callable(value)]:
+    for member in dataset.values():
+        _check(member)
+    if names := [name for name, value in lengths.items() if not callable(value)]:
         raise ValueError(
             f"lengths of several datasets are a function that returns those of one; found numbers for "
-            f"{', '.join(given)}. Pass e.g. lengths=lambda dataset: dataset.lengths"
+            f"{', '.join(names)}. Pass e.g. lengths=lambda dataset: dataset.lengths"
         )
-    return [MapStream(one, name, (proportion or {}).get(name), lengths) for name, one in dataset.items()]
+    return [MapStream(member, name, (proportion or {}).get(name), lengths) for name, member in dataset.items()]
 
 
-def _is_map_style(given: Any) -> bool:
-    can_read = hasattr(given, "__len__") and (hasattr(given, "__getitem__") or hasattr(given, "__getitems__"))
-    return can_read and not isinstance(given, IterableDataset | str | bytes)
+def _is_map_style(value: Any) -> bool:
+    can_read = hasattr(value, "__len__") and (hasattr(value, "__getitem__") or hasattr(value, "__getitems__"))
+    return can_read and not isinstance(value, IterableDataset | str | bytes)
 
 
 def _check(dataset: Any) -> None:
@@ -288,35 +288,35 @@ class StatefulDataLoader(StreamingDataLoader):
         )
 
 
-def dataset_of(name: str, given: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> StreamingDataset:
+def dataset_of(name: str, data: Any, arguments: Mapping[str, Any] = MappingProxyType({})) -> StreamingDataset:
     """The dataset that a trainer's argument describes.
 
     Args:
         name: What takes the argument, for messages.
-        given: A `StreamingDataset`; its keyword arguments, or those of a `MapDataset` with ``dataset`` among them; a
+        data: A `StreamingDataset`; its keyword arguments, or those of a `MapDataset` with ``dataset`` among them; a
             path or URL; a list of streams; None for the arguments alone; or any map-style dataset.
         arguments: Further arguments of a dataset that is not given whole.
 
     Raises:
         TypeError: It is none of these.
     """
-    if isinstance(given, StreamingDataset):
+    if isinstance(data, StreamingDataset):
         if arguments:
             raise TypeError(
-                f"a dataset is given whole or by its arguments, not both: found a {type(given).__name__} and "
+                f"a dataset is given whole or by its arguments, not both: found a {type(data).__name__} and "
                 f"{', '.join(sorted(arguments))}. Pass these to the dataset"
             )
-        return given
-    if given is None or isinstance(given, Mapping):
-        arguments = {**(given or {}), **arguments}
+        return data
+    if data is None or isinstance(data, Mapping):
+        arguments = {**(data or {}), **arguments}
         return MapDataset(**arguments) if "dataset" in arguments else StreamingDataset(**arguments)
-    if isinstance(given, str | os.PathLike):
-        return StreamingDataset(given, **arguments)
-    if isinstance(given, Sequence) and given and all(isinstance(one, Stream) for one in given):
-        return StreamingDataset(streams=given, **arguments)
-    if not _is_map_style(given):
+    if isinstance(data, str | os.PathLike):
+        return StreamingDataset(data, **arguments)
+    if isinstance(data, Sequence) and data and all(isinstance(stream, Stream) for stream in data):
+        return StreamingDataset(streams=data, **arguments)
+    if not _is_map_style(data):
         raise TypeError(
             f"{name} takes a StreamingDataset, a mapping of its arguments, a path or URL, a list of streams, or a "
-            f"map-style dataset; found {type(given).__name__}"
+            f"map-style dataset; found {type(data).__name__}"
         )
-    return MapDataset(given, **arguments)
+    return MapDataset(data, **arguments)

@@ -41,7 +41,7 @@ _SMALL = 0.01  # of the time: kinds of waiting with less are shown together
 _LEAST_SHARE = 0.0005  # of the time: less is shown as 0.0%
 _FIRST = "first batches"
 _OTHER = "other stages"
-_COLORS = {name: f"var(--c{number})" for number, name in enumerate(("training", _FIRST, *PARTS, _OTHER, *PAUSE_LABELS))}
+_COLORS = {name: f"var(--c{index})" for index, name in enumerate(("training", _FIRST, *PARTS, _OTHER, *PAUSE_LABELS))}
 _TROUBLES = ("retries", "bad_samples", "evictions", "shards_fetched_again")
 _Plot = tuple[str, Mapping[str, Sequence[float]], Callable[[float], str], bool]  # title, values, their text, stacked
 _STYLE = """
@@ -123,15 +123,15 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; media-src data:;
  style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
-<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1><p class="about">{about}</p>
+<title>{title}</title><style>{style}</style></head><body><h1>{title}</h1><p class="about">{subtitle}</p>
 {body}</body></html>
 """
 
 
-def page(title: str, about: str, body: str, script: str = "") -> str:
+def page(title: str, subtitle: str, body: str, script: str = "") -> str:
     """A page of HTML with a body that is HTML already."""
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    text = _PAGE.format(title=escape(title), about=escape(about), body=body, digest=digest, style=_STYLE)
+    text = _PAGE.format(title=escape(title), subtitle=escape(subtitle), body=body, digest=digest, style=_STYLE)
     return text.encode(errors="replace").decode()  # half a character, which JSON and names of files may hold
 
 
@@ -152,12 +152,12 @@ def run_page(run: Run) -> str:
     """The page of a run: how it ended, where its time went, plots over time, launches, messages and settings."""
     first = run.launches[0].start
     last = run.launches[-1].start
-    world = f"{_number(last.ranks, 'rank')} on {_number(last.nodes, 'node')}"
-    about = f"Began {first.began} · {world} · {_seconds(run.seconds)} · drawn from {run.path.name}"
+    world = f"{_count(last.ranks, 'rank')} on {_count(last.nodes, 'node')}"
+    subtitle = f"Began {first.began} · {world} · {_seconds(run.seconds)} · drawn from {run.path.name}"
     versions = ", ".join(f"{name} {version}" for name, version in last.versions.items())
     settings = f"<details><summary>Settings</summary><pre>{escape(last.settings)}\n\n{escape(versions)}</pre></details>"
     sections = [_end(run), _tiles(run), _time(run.stats), _plots(run), *_tables(run), settings]
-    return page(f"{run.name}: data of a training run", about, f"<main>{''.join(sections)}</main>")
+    return page(f"{run.name}: data of a training run", subtitle, f"<main>{''.join(sections)}</main>")
 
 
 # What a reader sees first
@@ -211,7 +211,7 @@ def _tiles(run: Run) -> str:
         "samples trained on": f"{stats.num_samples:,}",
         "tokens": f"{stats.num_tokens:,}" if stats.num_tokens else "",
         "downloaded": readable(counted["fetched_bytes"]) if counted["fetched_bytes"] else "",
-        f"of {_number(opened, 'opened shard')} in the cache already": f"{stats.cache_hit:.0%}" if opened else "",
+        f"of {_count(opened, 'opened shard')} in the cache already": f"{stats.cache_hit:.0%}" if opened else "",
         "requests sent again": f"{counted['retries']:,.0f}" if counted["retries"] else "",
         "bad samples": f"{counted['bad_samples']:,.0f}" if counted["bad_samples"] else "",
     }
@@ -219,10 +219,10 @@ def _tiles(run: Run) -> str:
     return f'<section class="tiles">{"".join(tiles)}</section>'
 
 
-def _waits(stats: LoaderStats, whole: LoaderStats) -> dict[str, float]:
+def _waits(stats: LoaderStats, total: LoaderStats) -> dict[str, float]:
     """The seconds of each kind of waiting, of which those are added up that are small in the whole run."""
     waits = {_FIRST: stats.first_wait_s}
-    waits |= {name: stats.waits[name] for name in PARTS if whole.waits[name] >= _SMALL * whole.elapsed_s}
+    waits |= {name: stats.waits[name] for name in PARTS if total.waits[name] >= _SMALL * total.elapsed_s}
     return {**waits, _OTHER: max(0.0, stats.wait_s - sum(waits.values()))}
 
 
@@ -291,13 +291,13 @@ def _plots(run: Run) -> str:
     return f'<div class="plots">{"".join(drawn)}</div>'
 
 
-def _series(whole: LoaderStats, points: Sequence[_Point]) -> Iterator[_Plot]:
+def _series(total: LoaderStats, points: Sequence[_Point]) -> Iterator[_Plot]:
     parts = [point.stats for point in points]
     yield "Samples per second", {"samples": [part.samples_per_s for part in parts]}, _amount, False
     shares: dict[str, list[float]] = {}
-    for name, seconds in _waits(whole, whole).items():
-        if seconds >= _LEAST_SHARE * whole.elapsed_s:
-            shares[name] = [_waits(part, whole)[name] / part.elapsed_s for part in parts]
+    for name, seconds in _waits(total, total).items():
+        if seconds >= _LEAST_SHARE * total.elapsed_s:
+            shares[name] = [_waits(part, total)[name] / part.elapsed_s for part in parts]
     yield "Share of the time spent waiting for data", shares, _share, True
     names = [name for name, _ in sum((point.drawn for point in points), Counter()).most_common()]
     same = os.path.commonprefix([name.rstrip("/") for name in names]).rfind("/") + 1  # noqa: RUF071
@@ -306,7 +306,7 @@ def _series(whole: LoaderStats, points: Sequence[_Point]) -> Iterator[_Plot]:
     yield "Epochs trained on", {"epochs": [point.last.epochs for point in points]}, _amount, False
     yield "Downloads", {"downloads": [1e6 * part.download_mb_s for part in parts]}, _speed, False
     troubles = {
-        name.replace("_", " "): [part.counters[name] for part in parts] for name in _TROUBLES if whole.counters[name]
+        name.replace("_", " "): [part.counters[name] for part in parts] for name in _TROUBLES if total.counters[name]
     }
     yield "Failures and evictions", troubles, _amount, False
 
@@ -320,7 +320,7 @@ def _plot(
     is_stacked: bool,
 ) -> str:
     """A plot of lines, or of areas on each other: values hold from the point before to their own."""
-    colors = {name: _COLORS.get(name, f"var(--c{number % len(_COLORS)})") for number, name in enumerate(series)}
+    colors = {name: _COLORS.get(name, f"var(--c{index % len(_COLORS)})") for index, name in enumerate(series)}
     edges = [0.0, *(1000 * point.end_s / run.seconds for point in points)]
     values = np.array(list(series.values()))
     lines = np.cumsum(values, axis=0) if is_stacked else values
@@ -382,8 +382,8 @@ def _seconds(seconds: float) -> str:
     return f"{_amount(round(seconds / unit, 1))} {name}"
 
 
-def _number(number: float, noun: str) -> str:
-    return f"{number:,.0f} {noun}{'' if number == 1 else 's'}"
+def _count(count: float, noun: str) -> str:
+    return f"{count:,.0f} {noun}{'' if count == 1 else 's'}"
 
 
 def _place(place: Place) -> str:
@@ -394,7 +394,7 @@ def _tables(run: Run) -> Iterator[str]:
     launches = []
     messages = []
     bad = []
-    for number, launch in enumerate(run.launches, 1):
+    for index, launch in enumerate(run.launches, 1):
         start = launch.start
         latest = launch.latest
         launches.append(
@@ -412,7 +412,7 @@ def _tables(run: Run) -> Iterator[str]:
             }
         )
         for message in launch.messages:
-            row = {"launch": number, "after": _seconds(message.at_s), "step": message.step, "message": message.text}
+            row = {"launch": index, "after": _seconds(message.at_s), "step": message.step, "message": message.text}
             messages += [row] if launch.end is None or message.text != launch.end.verdict else []  # shown above
         bad += [sample.values for sample in launch.bad]
     yield _table("Launches", launches if len(launches) > 1 else [])
@@ -434,24 +434,24 @@ def _table(title: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def write_sample_page(
-    path: Path, title: str, about: str, samples: Mapping[int, Mapping[str, Any]], as_text: Callable[[Any], str]
+    path: Path, title: str, subtitle: str, samples: Mapping[int, Mapping[str, Any]], as_text: Callable[[Any], str]
 ) -> None:
     """Write samples by their ids as a page, with their images, sounds and texts; a former one is replaced as a whole.
 
     Args:
         path: Where to.
-        title, about: The heading of the page, and the line below it.
+        title, subtitle: The heading of the page, and the line below it.
         samples: The samples.
         as_text: Says what a value is that is no text.
     """
-    cards = "\n".join(_card(number, sample, as_text) for number, sample in samples.items())
+    cards = "\n".join(_card(sample_id, sample, as_text) for sample_id, sample in samples.items())
     width = 220 if "<img" in cards else 420
-    text = page(title, about, f'<div class="cards" style="--card: {width}px">\n{cards}\n</div>')
+    text = page(title, subtitle, f'<div class="cards" style="--card: {width}px">\n{cards}\n</div>')
     make_folder(path.absolute().parent, _MODES)
     publish_bytes(text.encode(), path.absolute(), _MODES, durable=False)
 
 
-def _card(number: int, sample: Mapping[str, Any], as_text: Callable[[Any], str]) -> str:
+def _card(sample_id: int, sample: Mapping[str, Any], as_text: Callable[[Any], str]) -> str:
     media = ""
     rows = ""
     for name, value in sample.items():
@@ -459,13 +459,13 @@ def _card(number: int, sample: Mapping[str, Any], as_text: Callable[[Any], str])
         text = value[:_CHARACTERS_ON_PAGE] if isinstance(value, str) else as_text(value)
         try:
             for image in _images_in(value):
-                media += f'<img loading="lazy" alt="{label} of sample {number}" src="{_thumbnail(image)}">'
+                media += f'<img loading="lazy" alt="{label} of sample {sample_id}" src="{_thumbnail(image)}">'
         except Exception as error:  # noqa: BLE001 - Pillow raises anything for a damaged file
             text += f" (cannot be decoded: {' '.join(str(error).split())})"
         if sound := _sound(value):
             media += f'<audio controls preload="none" src="{sound}" aria-label="{label}"></audio>'
         rows += f"<dt>{label}</dt><dd>{escape(text)}</dd>"
-    return f"<article><h2>sample {number:,}</h2>{media}<dl>{rows}</dl></article>"
+    return f"<article><h2>sample {sample_id:,}</h2>{media}<dl>{rows}</dl></article>"
 
 
 def _images_in(value: Any) -> Iterator[Any]:

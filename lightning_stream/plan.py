@@ -300,14 +300,14 @@ class _Need:
 
     def bounds(self, rates: Rates, share: float = 1.0) -> tuple[Bound, ...]:
         """The bound of each resource in an epoch that downloads so much of the data."""
-        found = []
+        bounds = []
         for resource, seconds, why, needed in self._uses(rates, share):
             missing = [name for name in needed if not rates.is_given(name)]
             parts = ([why] if seconds else []) + ([f"not given: {', '.join(missing)}"] if missing else [])
-            found.append(Bound(resource, self.num_samples / seconds if seconds else None, "; ".join(parts)))
+            bounds.append(Bound(resource, self.num_samples / seconds if seconds else None, "; ".join(parts)))
         if self.refusal is not None:
-            found.append(Bound("cache", 0.0, f"{readable(self.cache_bytes)} needed"))
-        return tuple(found)
+            bounds.append(Bound("cache", 0.0, f"{readable(self.cache_bytes)} needed"))
+        return tuple(bounds)
 
     def _uses(self, rates: Rates, share: float) -> Iterator[tuple[str, float, str, tuple[str, ...]]]:
         """Each resource, how long it is busy in an epoch and with what, and the rates that decide it."""
@@ -369,5 +369,5 @@ class _Need:
 
 
 def _lowest(bounds: tuple[Bound, ...]) -> Bound | None:
-    given = [bound for bound in bounds if bound.samples_per_s is not None]
-    return min(given, key=lambda bound: bound.samples_per_s or 0.0, default=None)
+    known = [bound for bound in bounds if bound.samples_per_s is not None]
+    return min(known, key=lambda bound: bound.samples_per_s or 0.0, default=None)

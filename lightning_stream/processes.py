@@ -82,7 +82,7 @@ def run_partitions(
         return done
     data = pickled(task)
     tries = Counter[int]()
-    while missing := [each for each in partitions if each.partition_id not in done]:
+    while missing := [partition for partition in partitions if partition.partition_id not in done]:
         running: dict[Future[Any], Any] = {}
         try:
             _run_pool(data, missing, min(workers, len(missing)), running, take)
@@ -161,10 +161,10 @@ def leave_job_signals_to_the_parent() -> None:
     A handler in Python, unlike a signal that is ignored, ends with exec. What is ignored already, as `nohup` and ``&``
     of a shell leave it, stays so.
     """
-    for number in JOB_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, do_nothing)
-            signal.siginterrupt(number, False)
+    for signal_number in JOB_SIGNALS:
+        if signal.getsignal(signal_number) is not signal.SIG_IGN:
+            signal.signal(signal_number, do_nothing)
+            signal.siginterrupt(signal_number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
 
 

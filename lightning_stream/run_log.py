@@ -174,7 +174,7 @@ class Run:
 
 
 def _added(counts: list[int | None]) -> int | None:
-    return None if None in counts else sum(number or 0 for number in counts)
+    return None if None in counts else sum(count or 0 for count in counts)
 
 
 def read_run(path: str | os.PathLike[str]) -> Run:
@@ -189,11 +189,11 @@ def read_run(path: str | os.PathLike[str]) -> Run:
     content = log.read_bytes()
     num_bytes = content.rfind(b"\n") + 1
     launches: list[tuple[LaunchStart, list[Record]]] = []
-    for number, line in enumerate(content[:num_bytes].splitlines(), 1):
+    for line_number, line in enumerate(content[:num_bytes].splitlines(), 1):
         try:
             record = _DECODER.decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ValueError(f"{log} is no log of a run: line {number}: {error}") from error
+            raise ValueError(f"{log} is no log of a run: line {line_number}: {error}") from error
         if isinstance(record, LaunchStart):
             launches.append((record, []))
         elif launches:
@@ -247,5 +247,5 @@ def _locked(path: Path) -> int | None:
 
 def _free_name(path: Path) -> Path:
     """The first of ``name-1``, ``name-2``, ... that neither a log nor its page has."""
-    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(1))
+    names = (path.with_name(f"{path.stem}-{index}{path.suffix}") for index in count(1))
     return next(other for other in names if not other.exists() and not page_of(other).exists())

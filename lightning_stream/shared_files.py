@@ -197,8 +197,8 @@ def open_with_mode(path: Path, flags: int, mode: int) -> int:
     links = os.O_NOFOLLOW if flags & (os.O_RDWR | os.O_WRONLY) else 0
     fd = os.open(path, flags | os.O_CLOEXEC | links, mode)
     if flags & os.O_CREAT and mode & 0o077:
-        found = os.fstat(fd)
-        if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) != mode:
+        status = os.fstat(fd)
+        if status.st_uid == os.getuid() and stat.S_IMODE(status.st_mode) != mode:
             os.fchmod(fd, mode)
     return fd
 
@@ -384,8 +384,8 @@ def same_file(fd: int, path: Path) -> bool:
         named = path.stat()
     except FileNotFoundError:
         return False
-    held = os.fstat(fd)
-    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)
+    opened = os.fstat(fd)
+    return (opened.st_dev, opened.st_ino) == (named.st_dev, named.st_ino)
 
 
 def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T], lock: FileLock, wait_s: float) -> T:

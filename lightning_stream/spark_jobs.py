@@ -33,11 +33,11 @@ def run_in_spark(
     data = cloudpickle.dumps(task)
     for begin in range(0, len(pieces), _PIECES_OF_A_JOB):
         some = pieces[begin : begin + _PIECES_OF_A_JOB]
-        rows = [(number, cloudpickle.dumps(piece)) for number, piece in enumerate(some)]
+        rows = [(index, cloudpickle.dumps(piece)) for index, piece in enumerate(some)]
         frame = session.createDataFrame(rows, "number long, piece binary")
         spread = frame.repartitionByRange(min(len(rows), _MOST_TASKS), "number")
-        for number, result in sorted(collected(spread.mapInArrow(_worker(data), "number long, result binary"))):
-            report(some[number], pickle.loads(result))  # noqa: S301 - our own
+        for index, result in sorted(collected(spread.mapInArrow(_worker(data), "number long, result binary"))):
+            report(some[index], pickle.loads(result))  # noqa: S301 - our own
 
 
 def _worker(data: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
@@ -48,9 +48,9 @@ def _worker(data: bytes) -> Callable[[Iterator[Any]], Iterator[Any]]:
 
         task = pickle.loads(data)  # noqa: S301 - our own
         for batch in batches:
-            for number, piece in zip(*batch.to_pydict().values(), strict=True):
+            for index, piece in zip(*batch.to_pydict().values(), strict=True):
                 result = pickle.dumps(task(pickle.loads(piece)))  # noqa: S301 - our own
-                yield pa.RecordBatch.from_pydict({"number": [number], "result": [result]})
+                yield pa.RecordBatch.from_pydict({"number": [index], "result": [result]})
 
     return work
 

@@ -135,10 +135,10 @@ def follow(promise: Future[T], source: Future[Any], *, only_failures: bool = Fal
 
 def _serve(calls: SimpleQueue[_Call | None], unfinished: set[Future[Any]]) -> None:
     """A thread's life. It knows its queue, not its pool, which may so be forgotten without being closed."""
-    while (given := calls.get()) is not None:
-        _run(*given)
-        unfinished.discard(given[0])
-        del given  # not held while waiting: a call may refer to much
+    while (call := calls.get()) is not None:
+        _run(*call)
+        unfinished.discard(call[0])
+        del call  # not held while waiting: a call may refer to much
 
 
 def _run(future: Future[Any], call: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -148,21 +148,21 @@ def read_version(store: Store, wanted: str | int) -> Version:
     changes, error = _readable_changes(store, base.root, 1, base)
     digests = [base.root, *(change.digest for change in changes)]
     if isinstance(wanted, int):
-        found = [wanted] if 0 <= wanted < len(digests) else []
+        matches = [wanted] if 0 <= wanted < len(digests) else []
     else:
-        found = [number for number, digest in enumerate(digests) if digest.startswith(wanted[: len(digest)])]
-    if not found and isinstance(error, AccessError):
+        matches = [at for at, digest in enumerate(digests) if digest.startswith(wanted[: len(digest)])]
+    if not matches and isinstance(error, AccessError):
         raise error
-    if not found:
+    if not matches:
         known = ", ".join(dict.fromkeys(digest[:_DIGITS] for digest in digests[::-1]))
         raise NotFoundError(
             f"version must be one that the dataset has: {store.url} has no {wanted!r}, but {known}, from the newest to "
             f"the oldest, numbers {len(changes)} to 0. A dataset that was overwritten keeps no version."
         )
-    number = found[-1]
-    if number < base.number:
+    version_number = matches[-1]
+    if version_number < base.number:
         base = _first(store, base)
-    return _with(base, changes[base.number : number], store.url)
+    return _with(base, changes[base.number : version_number], store.url)
 
 
 def read_log(store: Store) -> tuple[Version, list[Change]]:
@@ -238,11 +238,11 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer:
         except AlreadyExistsError:
             changes = read_changes(store, version.root, change.number, version)
             # One of them is ours where the answer to a former attempt was lost.
-            own = [number for number, later in enumerate(changes, 1) if later.writer == writer]
-            if not own and not (retries and changes):
+            own_ends = [end for end, later in enumerate(changes, 1) if later.writer == writer]
+            if not own_ends and not (retries and changes):
                 raise ConflictError(f"{store.url} has a newer version than this writer began with") from None
-            new = version = _with(version, changes[: own[0]] if own else changes, store.url)
-            if not own:
+            new = version = _with(version, changes[: own_ends[0]] if own_ends else changes, store.url)
+            if not own_ends:
                 continue
         if not _is_current(store, base):
             store.delete(name)
@@ -331,15 +331,15 @@ def _readable_changes(
             while isinstance(answers[0], Change):
                 changes += takewhile(lambda answer: isinstance(answer, Change), answers)
                 begin = first + len(changes)
-                reads = [pool.submit(_change_at, store, root, number) for number in range(begin, begin + _AT_ONCE)]
+                reads = [pool.submit(_change_at, store, root, at) for at in range(begin, begin + _AT_ONCE)]
                 answers = [read.result() for read in reads]
                 if answers[0] is None and any(answers):  # committed meanwhile, or lost
                     answers[0] = _change_at(store, root, begin)
     answer = answers[0]
-    number = first + len(changes)
-    name = _name(root, number)
+    end = first + len(changes)
+    name = _name(root, end)
     is_changed = bool(changes) or base is None or base.number > 0 or base.is_announced
-    must_exist = any(isinstance(later, Change) for later in answers) or (base is not None and number <= base.number)
+    must_exist = any(isinstance(later, Change) for later in answers) or (base is not None and end <= base.number)
     # Older releases did not say in a large index that there are changes.
     if answer is not None and not must_exist and (is_changed or (base and len(base.index.data) > _PUBLISHED_BYTES)):
         must_exist = is_listed(store, name, unknown=is_changed)
@@ -367,12 +367,12 @@ def is_listed(store: Store, name: str, *, unknown: bool) -> bool:
         return unknown
 
 
-def _change_at(store: Store, root: str, number: int) -> Change | AccessError | None:
+def _change_at(store: Store, root: str, version_number: int) -> Change | AccessError | None:
     """The change of a number; None if there is none, and the error where the answer does not tell.
 
     A bucket that may not be listed refuses access to what is absent, and a web server may send a page.
     """
-    name = _name(root, number)
+    name = _name(root, version_number)
     try:
         data = store.read(name)
     except NotFoundError:
@@ -404,14 +404,14 @@ def _with(version: Version, changes: Sequence[Change], where: str) -> Version:
         return version
     digest = version.index.digest
     contents = _parsed(version.index.data, _Contents, where)
-    for number, change in enumerate(changes, version.number + 1):
-        if change.number != number or change.parent != digest:
+    for at, change in enumerate(changes, version.number + 1):
+        if change.number != at or change.parent != digest:
             raise FormatError(
-                f"{where}: change {number} must follow version {digest[:_DIGITS]}; found number {change.number} after "
+                f"{where}: change {at} must follow version {digest[:_DIGITS]}; found number {change.number} after "
                 f"{change.parent[:_DIGITS]}. Files below versions/ were changed: restore them."
             )
         digest = change.digest
-        contents = contents.with_change(change, f"{where}/{_name(version.root, number)}")
+        contents = contents.with_change(change, f"{where}/{_name(version.root, at)}")
     keys = (*version.keys, *(change.key for change in changes if change.key))
     place = _Place(version.root, changes[-1].number, keys)
     index = Index.from_bytes(with_keys(version.index.data, contents.texts(place)), version.index.where)
@@ -465,5 +465,5 @@ def _placed(index: bytes, place: _Place) -> bytes:
     return with_keys(index, {"versions": msgspec.json.encode(place)})
 
 
-def _name(root: str, number: int) -> str:
-    return f"versions/{root}/{number:08}.json"
+def _name(root: str, version_number: int) -> str:
+    return f"versions/{root}/{version_number:08}.json"

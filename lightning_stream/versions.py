@@ -88,8 +88,17 @@ def log(out: str | os.PathLike[str], *, store_options: Mapping[str, Any] | None 
         index = published.index
         first = LogEntry(0, index.digest, "write", "", index.num_samples, index.num_shards)
     entries = [
-        LogEntry(one.number, one.digest, one.operation, one.time, one.samples, one.num_shards, one.message, one.key)
-        for one in changes
+        LogEntry(
+            change.number,
+            change.digest,
+            change.operation,
+            change.time,
+            change.samples,
+            change.num_shards,
+            change.message,
+            change.key,
+        )
+        for change in changes
     ]
     return [first, *entries]
 
@@ -147,17 +156,17 @@ def delete_rows(
         raise TypeError("delete_rows takes a function of a sample as where=, and ids without a name.")
     place, base = begun(out, "append", store_options)
     if where is None:
-        given = _checked(ids, base)
+        deleted = _checked(ids, base)
     else:
         stream = Stream(out, version=base.digest, options=store_options)
-        given = _matching(stream, where, allow_unsafe_types)
+        deleted = _matching(stream, where, allow_unsafe_types)
     counts = [0]
 
     def edit(version: Version) -> Edit:
         index = version.index
         _refuse_compacted(base, index)
         before = deleted_samples(ShardCache(place.store), index)
-        all_deleted = np.union1d(before, given).astype("<i8")
+        all_deleted = np.union1d(before, deleted).astype("<i8")
         counts[0] = len(all_deleted) - len(before)
         data = all_deleted.tobytes()
         hashes = hashes_to_write([name for schema in index.schemas for name in schema.hashes] or None)
@@ -166,7 +175,7 @@ def delete_rows(
         place.store.put(file.basename, data)
         return Edit("delete", (), {}, message, key or "", file)
 
-    is_new = (len(given) or key) and place.commit(edit)
+    is_new = (len(deleted) or key) and place.commit(edit)
     return counts[0] if is_new else 0
 
 
@@ -272,7 +281,7 @@ def compact(out: str | os.PathLike[str], *, message: str = "", store_options: Ma
 
 
 def _written_again(
-    place: Transaction, name: str, cache: ShardCache, entries: Sequence[ShardEntry], kept: NDArray[np.int64]
+    place: Transaction, name: str, cache: ShardCache, entries: Sequence[ShardEntry], rows: NDArray[np.int64]
 ) -> ShardEntry:
     """Put a shard of some samples of others that are joined, with the bytes that they have there; return its entry."""
     schema = entries[0].schema
@@ -282,12 +291,12 @@ def _written_again(
             raise ValueError(f"only shards of the MDS format can be compacted; {entry.raw.basename} is {entry.format}.")
         as_stored = dict.fromkeys(entry.schema.names, bytes)
         with cache.lease(entry) as lease, closing(open_shard(entry, lease.folder, decoders=as_stored)) as shard:
-            for column, values in shard.columns(kept).items():
+            for column, values in shard.columns(rows).items():
                 stored[column] = BinaryColumn(values)
                 stored[column].encoding = entry.schema.columns[column]
     encodings = {column: values.encoding for column, values in stored.items()}
     encoder = MdsEncoder(encodings, schema.compression, schema.hashes, schema.size_limit)
-    return _put_rows(place, name, encoder, stored, len(kept))
+    return _put_rows(place, name, encoder, stored, len(rows))
 
 
 def _put_rows(
@@ -301,13 +310,13 @@ def _put_rows(
 
 
 def _checked(ids: Any, index: Index) -> NDArray[np.int64]:
-    found = as_ids(ids, "ids")
-    if (unknown := found[(found < 0) | (found >= index.num_samples)]).size:
+    sample_ids = as_ids(ids, "ids")
+    if (unknown := sample_ids[(sample_ids < 0) | (sample_ids >= index.num_samples)]).size:
         raise ValueError(
             f"ids are those of samples, 0 to {index.num_samples - 1}; found {unknown.size:,} others, e.g. "
             f"{unknown[:3].tolist()}. Check which data they were noted for."
         )
-    return np.unique(found.astype(np.int64))
+    return np.unique(sample_ids.astype(np.int64))
 
 
 def _matching(stream: Stream, where: Callable[[dict[str, Any]], bool], allow_unsafe_types: bool) -> NDArray[np.int64]:
@@ -358,8 +367,8 @@ def _put_column(
             ids = np.arange(ends[shard], ends[shard + 1]) if ends[shard] < ends[shard + 1] else np.zeros(1, np.int64)
             all_rows = firsts[shard] + np.arange(index.shard_sizes[shard])
             rows = np.searchsorted(reader.original_ids(ids), all_rows).clip(max=len(ids) - 1)
-            found = {name: _take(take(ids), rows)}
-            pipeline.submit(partial(_put_rows, place, f"shard.{shard:05}.mds", encoder, found, len(rows)))
+            column_values = {name: _take(take(ids), rows)}
+            pipeline.submit(partial(_put_rows, place, f"shard.{shard:05}.mds", encoder, column_values, len(rows)))
         shards += map(to_text, pipeline.finish())
     finally:
         pipeline.close()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 
 from .orders import ceil_div
 from .rules import TEXT, Rule, count, violations
@@ -72,7 +72,7 @@ class LengthBuckets:
         """
         usual = batch_size or 1
         if batch_tokens is not None:
-            longest, mean = kept(_SUMMARIES, digest, lambda _: _summary(lengths), 4) if digest else _summary(lengths)
+            longest, mean = cached(_SUMMARIES, digest, lambda _: _summary(lengths), 4) if digest else _summary(lengths)
             room = batch_tokens // longest
             multiple = batch_size or max(size for size in _MULTIPLES if size <= max(room, 1))
             if multiple > room:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 
 from .arrays import Ints, starts_of
 from .forget import Forgotten
@@ -105,7 +105,7 @@ class Parts:
 
     def of_node(self, node: int, num_nodes: int) -> NodeParts:
         """The parts of one of some canonical nodes; many epochs may ask for them."""
-        return kept(self._nodes, (node, num_nodes), self._of_node, num_nodes)
+        return cached(self._nodes, (node, num_nodes), self._of_node, num_nodes)
 
     def _of_node(self, key: tuple[int, int]) -> NodeParts:
         begin, end = self.bounds_of(*key)

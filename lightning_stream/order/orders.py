@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 
 from .arrays import Ints, segment_of, starts_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
@@ -178,7 +178,7 @@ class ReadInChunks(Order):
         if not len(at) or at[-1] - at[0] >= CHUNK:
             return self._read(at)
         first = int(at[0]) // CHUNK * CHUNK
-        chunks = [kept(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, CHUNK)]
+        chunks = [cached(self._chunks, begin, self._chunk, 2) for begin in range(first, int(at[-1]) + 1, CHUNK)]
         ids = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         begin = int(at[0]) - first
         last = int(at[-1]) - first

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import StateError
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 
 from .arrays import Ints, segment_of
 from .balance import whole_costs
@@ -129,7 +129,7 @@ class Regrouped(ABC, Generic[Planned]):
 
     def window(self, index: int) -> Planned:
         """The plan of a window; the last few are kept."""
-        return kept(self._windows, index, self.plan, _KEPT_WINDOWS)
+        return cached(self._windows, index, self.plan, _KEPT_WINDOWS)
 
     @abstractmethod
     def plan(self, index: int) -> Planned:
@@ -185,7 +185,7 @@ class PackedSequence(Regrouped[PackedWindow]):
 
     def rows(self, window: int) -> RowSpans:
         """The rows of a window."""
-        return kept(self._rows, window, self._made_rows, _KEPT_WINDOWS)
+        return cached(self._rows, window, self._made_rows, _KEPT_WINDOWS)
 
     def _made_rows(self, window: int) -> RowSpans:
         rows = self.window(window).rows()

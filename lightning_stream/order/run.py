@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
 
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 
 from .arrays import Bools, Ints
 from .batches import EpochOrder, divide_by_budget
@@ -160,7 +160,7 @@ class RunOrder:
         from_begin = self._epochs.get((epoch, ()))
         if from_begin is not None and from_begin.order.is_counted:
             windows = ()  # nothing is left to count
-        return kept(self._epochs, (epoch, windows), self._epoch, _KEPT_EPOCHS)
+        return cached(self._epochs, (epoch, windows), self._epoch, _KEPT_EPOCHS)
 
     def following(self, epoch: int) -> Callable[[], EpochOrder] | None:
         """What makes the order of the epoch behind this one; None where a sampler must be asked for it."""
@@ -287,7 +287,7 @@ class RunOrder:
         """The order of a stream's own epoch, of each of its samples once; the last few are kept."""
         orders = self._own_epochs.setdefault(stream, {})
         count = _KEPT_EPOCHS + _KEPT_SAMPLES // max(1, int(self.snapshot.stream_samples[stream]))
-        return kept(orders, epoch, lambda epoch: self._window(epoch, (stream,), stream), count)
+        return cached(orders, epoch, lambda epoch: self._window(epoch, (stream,), stream), count)
 
     def _drawn_shards(self, epoch: int, streams: tuple[int, ...]) -> ShardDraws:
         """What is drawn, in the run-constant order of shards (index order without shuffling)."""

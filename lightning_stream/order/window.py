@@ -19,7 +19,7 @@ from functools import cached_property, lru_cache, partial
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 
 from .arrays import Ints, segment_of, starts_of
 from .draw import Draw, ShardDraws
@@ -111,7 +111,7 @@ class Window(ReadInChunks):
         return sorted(positions)
 
     def _node(self, node: int) -> _NodeWindow:
-        return kept(self._nodes, node, partial(_NodeWindow, self), self.num_nodes)
+        return cached(self._nodes, node, partial(_NodeWindow, self), self.num_nodes)
 
     def spread(self, key: tuple[int, int, int, int], shard: Ints) -> Ints:
         """The part at each place of a node's epoch, from the shards of its parts."""
@@ -192,7 +192,7 @@ class Stored(Order):
 
     def _subset(self, index: int) -> Ints:
         """The ids that are drawn of a shard beside its whole passes, ascending."""
-        return kept(self._subsets, index, self._drawn_subset, 2)
+        return cached(self._subsets, index, self._drawn_subset, 2)
 
     def _drawn_subset(self, index: int) -> Ints:
         count = int(self._begins[index + 1] - self._begins[index] - self._in_passes[index])
@@ -219,7 +219,7 @@ class _NodeWindow:
         while begin < end:
             start = int(self._begins[block])
             start += (begin - start) // _SLICE * _SLICE
-            slice_ids = kept(self._slices, (block, start), self._slice, 2)
+            slice_ids = cached(self._slices, (block, start), self._slice, 2)
             ids.append(slice_ids[begin - start : end - start])
             begin = start + len(slice_ids)
             block += int(begin == self._begins[block + 1])
@@ -253,7 +253,7 @@ class _NodeWindow:
         """Some entries of the part at a place. Of a large part, only these are made, from all of its random numbers."""
         if self._sizes[place] > _KEPT_PART:
             return self._permuted(place, begin, end)
-        return kept(self._small_parts, place, self._permuted, self._order.window + 1)[begin:end]
+        return cached(self._small_parts, place, self._permuted, self._order.window + 1)[begin:end]
 
     def _permuted(self, place: int, begin: int = 0, end: int | None = None) -> _Ids:
         order = self._order

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from lightning_stream.errors import FormatError
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Piece
 from lightning_stream.sources.files import SourceFile
@@ -80,7 +80,7 @@ class NumpyReader(TableReader):
         if not self.has_rows(file):
             return None
         size = min(_HEADER_BYTES, file.num_bytes)
-        head = io.BytesIO(kept(_HEADS, file.content, lambda _: bytes(file.view(0, size)), 256))
+        head = io.BytesIO(cached(_HEADS, file.content, lambda _: bytes(file.view(0, size)), 256))
         layout = npy.read_head(head)
         if layout is None or file.num_bytes < _HEADER_BYTES:
             return None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from lightning_stream.errors import FormatError, LightningStreamError
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, present
@@ -224,7 +224,7 @@ class ParquetReader(TableReader):
     def _table(self, plain: Any, file: SourceFile) -> Table:
         import pyarrow.parquet as pq  # slow to import
 
-        footer = kept(_FOOTERS, file.content, lambda _: pq.read_metadata(plain), 32)
+        footer = cached(_FOOTERS, file.content, lambda _: pq.read_metadata(plain), 32)
         opened = pq.ParquetFile(plain, metadata=footer, pre_buffer=file.path is None)  # neighbours in one range
 
         names = set(opened.schema_arrow.names)
@@ -283,7 +283,7 @@ class ArrowReader(TableReader):
         return file.open(_WINDOW_BYTES)
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
-        head, schema = kept(_SCHEMAS, file.content, lambda _: _read_schema(plain, file), 256)
+        head, schema = cached(_SCHEMAS, file.content, lambda _: _read_schema(plain, file), 256)
 
         def pieces() -> list[Piece]:
             return [

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lightning_stream.lazy import kept
+from lightning_stream.lazy import cached
 from lightning_stream.order.arrays import Bools, Ints, starts_of
 from lightning_stream.order.batches import BatchPlan, Division, problems_of, refuse
 from lightning_stream.order.cuts import Cuts
@@ -140,7 +140,7 @@ class MosaicOrder(_TableOrder):
 
     def table(self, nodes: int, ranks: int, batch_size: int, start: int = 0) -> EpochTable:
         """The epoch in a world, from a position on; the last few are kept."""
-        return kept(self._tables, (nodes, ranks, batch_size, start), self._make_table, _KEPT_TABLES)
+        return cached(self._tables, (nodes, ranks, batch_size, start), self._make_table, _KEPT_TABLES)
 
     def _make_table(self, key: tuple[int, int, int, int]) -> EpochTable:
         nodes, ranks, batch_size, start = key
