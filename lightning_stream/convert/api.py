@@ -175,8 +175,8 @@ def _converted(conversion: Conversion, workers: Workers, progress_bar: bool) -> 
         )
     conversion.refuse_beside()
     asked = None if conversion.transform.function is not None else conversion.columns
-    files = tuple(file for each in source.splits.values() for file in each)
-    found = replace(source, files=files).find_columns(asked)
+    files = tuple(file for split_files in source.splits.values() for file in split_files)
+    schema = replace(source, files=files).find_columns(asked)
     done = []
     for split, files in source.splits.items():
         reader = copy(source.reader)
@@ -184,7 +184,7 @@ def _converted(conversion: Conversion, workers: Workers, progress_bar: bool) -> 
             reader.begin(files)
         part = replace(source, files=files, splits={}, reader=reader)
         out = conversion.out_of(split)
-        done.append(replace(conversion, source=part, out=out, found=found).run(workers, progress_bar))
+        done.append(replace(conversion, source=part, out=out, schema=schema).run(workers, progress_bar))
     options = conversion.store_options or {}
     result = read_manifest(conversion.uri, **(options if is_remote(conversion.uri) else {}))
-    return replace(result, is_new=any(each.is_new for each in done))
+    return replace(result, is_new=any(part_result.is_new for part_result in done))

@@ -68,10 +68,10 @@ class Conversion:
     overwrite: bool
     force: bool
     lengths: LengthFunctions = field(default_factory=dict)
-    found: SourceSchema | None = None  # the columns of the source, if they are known already
+    schema: SourceSchema | None = None  # the columns of the source, if they are known already
 
     @cached_property
-    def about(self) -> dict[str, Any]:
+    def record(self) -> dict[str, Any]:
         """What decides the bytes that are written, as a manifest holds it."""
         settings = {
             "version": _VERSION,
@@ -93,7 +93,7 @@ class Conversion:
     @cached_property
     def fingerprint(self) -> str:
         """Differs between conversions that write other bytes."""
-        text = json.dumps([_as_json(self.source.identity), self.about["settings"]], sort_keys=True)
+        text = json.dumps([_as_json(self.source.identity), self.record["settings"]], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
@@ -108,7 +108,7 @@ class Conversion:
 
     def out_of(self, split: str) -> Any:
         """Where a split goes: a folder below ``out``."""
-        return tuple(f"{one}/{split}" for one in self.out) if isinstance(self.out, tuple) else f"{self.out}/{split}"
+        return tuple(f"{out}/{split}" for out in self.out) if isinstance(self.out, tuple) else f"{self.out}/{split}"
 
     @property
     def by_piece(self) -> bool:
@@ -120,34 +120,38 @@ class Conversion:
     @cached_property
     def all_lengths(self) -> LengthFunctions:
         """The functions of lengths; those that the source has are kept, unless a transform makes other samples."""
-        kept = () if self.transform.function is not None else self.source.reader.lengths
-        return {**dict.fromkeys(kept, kept_length), **self.lengths}
+        measured = () if self.transform.function is not None else self.source.reader.lengths
+        return {**dict.fromkeys(measured, kept_length), **self.lengths}
 
     def run(self, workers: Workers, progress_bar: bool) -> ConversionResult:
         """Write what is missing, and publish it."""
         with alone(self.uri):
-            held = {} if self.force else self._held()
-            if len(held) == len(self.outs):
-                return ConversionResult.of(self.uri, held)
+            manifests = {} if self.force else self._manifests()
+            if len(manifests) == len(self.outs):
+                return ConversionResult.of(self.uri, manifests)
             self._refuse_other()
             num_bytes = self.partition_bytes or self.source.partition_bytes
-            found = self.found or self.source.find_columns(self.columns if self.transform.function is None else None)
-            splits, by_piece = self._splits(found, num_bytes)
-            found = self._settled(found, splits)
-            columns = self._columns(found, splits)
+            schema = self.schema or self.source.find_columns(self.columns if self.transform.function is None else None)
+            splits, by_piece = self._splits(schema, num_bytes)
+            schema = self._settled(schema, splits)
+            columns = self._columns(schema, splits)
             shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
             if self.force:
                 shuffle.clean()
             limit = None if by_piece else _SHARD_BYTES if self._size_limit == "auto" else self._size_limit
             specs = {
-                split: self._spec(out, columns, found, limit) for split, out in self.outs.items() if split not in held
+                split: self._spec(out, columns, schema, limit)
+                for split, out in self.outs.items()
+                if split not in manifests
             }
             begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
-            done = frozenset.intersection(*(frozenset() if self.force else each.done for each in begun.values()))
-            task = self._task(found, columns, specs, by_piece)
+            done = frozenset.intersection(
+                *(frozenset() if self.force else publication.done for publication in begun.values())
+            )
+            task = self._task(schema, columns, specs, by_piece)
             partitions = partitions_of(splits, num_bytes)
             receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
-            in_order = {split: [receipts[number][split] for number in sorted(receipts)] for split in specs}
+            in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
             try:
                 for split in begun:
                     check(in_order[split], f"{self.source.name}{split and f' (split {split})'}", _FILL)
@@ -158,11 +162,11 @@ class Conversion:
                 raise
             check_unchanged(self.source.files)
             for split, publication in begun.items():
-                about = {**_as_json({**found.notes, "read": found.columns}), **self.about}
+                notes = {**_as_json({**schema.notes, "read": schema.columns}), **self.record}
                 digest = self._source_digest(splits, in_order[split]) if by_piece else ""
-                publication.publish(in_order[split], True, about, digest)
+                publication.publish(in_order[split], True, notes, digest)
             shuffle.clean()
-            done_now = replace(ConversionResult.of(self.uri, self._held()), is_new=True)
+            done_now = replace(ConversionResult.of(self.uri, self._manifests()), is_new=True)
             num_shards = sum(done_now.num_shards.values())
             if by_piece and num_shards > _MANY_SHARDS and done_now.num_bytes < num_shards * _SMALL_SHARD_BYTES:
                 _LOG.warning(_SMALL_SHARDS, self.uri, num_shards, done_now.num_bytes // num_shards >> 10)
@@ -171,15 +175,15 @@ class Conversion:
     def _stores(self, out: Any) -> list[Store]:
         return Transaction(out, self.keep_local, self.store_options).stores
 
-    def _held(self) -> dict[str, dict[str, Any]]:
+    def _manifests(self) -> dict[str, dict[str, Any]]:
         """The manifests of the splits that exist, whole, from this source and these settings."""
-        found = {}
+        manifests = {}
         for split, out in self.outs.items():
             stores = self._stores(out)
             manifest = manifest_of(stores[0]) or {}
             if manifest.get("fingerprint") == self.fingerprint and all(_is_whole(store, manifest) for store in stores):
-                found[split] = manifest
-        return found
+                manifests[split] = manifest
+        return manifests
 
     def _refuse_other(self) -> None:
         """Raise FileExistsError if another dataset is there, with how it differs."""
@@ -190,7 +194,7 @@ class Conversion:
             manifest = manifest_of(store) or {}
             if "settings" in manifest and manifest.get("fingerprint") != self.fingerprint:
                 raise FileExistsError(
-                    f"{store.url} holds another conversion's dataset: {differences(manifest, self.about)}. Write to "
+                    f"{store.url} holds another conversion's dataset: {differences(manifest, self.record)}. Write to "
                     f"another folder, or {_REPLACE}."
                 )
 
@@ -208,13 +212,13 @@ class Conversion:
         limit = self.writer["size_limit"]
         return limit if self.by_piece or limit != "auto" else _SHARD_BYTES
 
-    def _splits(self, found: SourceSchema, num_bytes: int) -> tuple[list[Piece], bool]:
+    def _splits(self, schema: SourceSchema, num_bytes: int) -> tuple[list[Piece], bool]:
         """The parts of the source, and whether each becomes a shard."""
         source = self.source
         if self.shuffle and source.reader.is_listing:
             source = shuffled_listing(source, self.seed)
-        splits = source.cut(found.columns, num_bytes, by_piece=self.by_piece)
-        largest = max(splits, key=lambda one: one.num_bytes, default=None)
+        splits = source.cut(schema.columns, num_bytes, by_piece=self.by_piece)
+        largest = max(splits, key=lambda piece: piece.num_bytes, default=None)
         if not self.by_piece or largest is None or largest.num_bytes <= _MAX_PIECE_BYTES:
             return splits, self.by_piece
         _LOG.warning(
@@ -224,11 +228,11 @@ class Conversion:
         )  # fmt: skip
         return splits, False
 
-    def _settled(self, found: SourceSchema, splits: Sequence[Piece]) -> SourceSchema:
+    def _settled(self, schema: SourceSchema, splits: Sequence[Piece]) -> SourceSchema:
         """The columns as where the source is read in place: they hold the values of all files, and known nulls."""
         if self.columns is not None or self.transform.function is not None:
-            return found
-        wider = widened_columns(found.columns, splits)
+            return schema
+        wider = widened_columns(schema.columns, splits)
         columns = wider if self.nulls != NullRule() else settled_columns(self.source.reader, wider, splits)
         names = [name for name in columns if columns[name] != wider[name]]
         if names:
@@ -237,12 +241,12 @@ class Conversion:
                 "drop_nulls=True or columns= for other encodings.",
                 self.source.name, ", ".join(names),
             )  # fmt: skip
-        return replace(found, columns=columns)
+        return replace(schema, columns=columns)
 
     def _source_digest(self, splits: Sequence[Piece], receipts: Sequence[Receipt]) -> str:
         """The digest of the source where it is read in place; empty if its files have names that no index may have."""
-        if (own := self.source.reader.source_digest) is not None:
-            return own
+        if (digest := self.source.reader.source_digest) is not None:
+            return digest
         rows = [count for receipt in receipts for count in receipt.rows]
         shards = [piece._replace(num_rows=count) for piece, count in zip(splits, rows, strict=True) if count]
         try:
@@ -251,35 +255,44 @@ class Conversion:
         except FormatError:
             return ""
 
-    def _columns(self, found: SourceSchema, splits: Sequence[Piece]) -> dict[str, str]:
+    def _columns(self, schema: SourceSchema, splits: Sequence[Piece]) -> dict[str, str]:
         """What is written."""
         if self.transform.function is None or self.columns is not None:
-            return dict(self.columns or found.columns)
-        batches = read_splits(self.source.reader, splits, found.columns)
+            return dict(self.columns or schema.columns)
+        batches = read_splits(self.source.reader, splits, schema.columns)
         for sample, _ in islice(self.transform.samples(batches, ""), 1):
             return infer_columns(sample)
         raise ValueError("transform returned no sample to infer columns from. Pass columns=.")
 
-    def _spec(self, out: Any, columns: Mapping[str, str], found: SourceSchema, size_limit: Any) -> OutputSpec:
+    def _spec(self, out: Any, columns: Mapping[str, str], schema: SourceSchema, size_limit: Any) -> OutputSpec:
         writer = {**self.writer, "size_limit": size_limit, "max_workers": 1, "lengths": self.all_lengths}
         if writer["compression"] == "auto":
-            media = () if self.transform.function is not None else found.media
+            media = () if self.transform.function is not None else schema.media
             is_media = any(kind in _MEDIA or name in media for name, kind in columns.items())
             writer["compression"] = None if is_media else "zstd"
         return OutputSpec(out, self.keep_local, self.store_options, columns, writer, self.fingerprint)
 
     def _task(
-        self, found: SourceSchema, columns: Mapping[str, str], specs: Mapping[str, OutputSpec], by_piece: bool
+        self, schema: SourceSchema, columns: Mapping[str, str], specs: Mapping[str, OutputSpec], by_piece: bool
     ) -> PartitionTask:
         split = None
         if self.val_fraction is not None:
-            hashed = {name: columns[name] for name in found.identity if name in columns} or columns
+            hashed = {name: columns[name] for name in schema.identity if name in columns} or columns
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
         check_measurable(self.lengths, columns)
         reader = self.source.reader
         strict = self.columns is None
         return PartitionTask(
-            reader, found.columns, columns, specs, self.transform, self.nulls, split, strict, self.all_lengths, by_piece
+            reader,
+            schema.columns,
+            columns,
+            specs,
+            self.transform,
+            self.nulls,
+            split,
+            strict,
+            self.all_lengths,
+            by_piece,
         )
 
     def _write(
@@ -304,9 +317,9 @@ class Conversion:
         if self.shuffle and not self.source.reader.is_listing:
             receipts = shuffle.write(task, partitions, done, run)
         else:
-            receipts = run(task, [each for each in partitions if each.partition_id not in done], "converting")
-        for number in done:
-            receipts.setdefault(number, {split: spec.receipt(number) for split, spec in task.specs.items()})
+            receipts = run(task, [part for part in partitions if part.partition_id not in done], "converting")
+        for partition_id in done:
+            receipts.setdefault(partition_id, {split: spec.receipt(partition_id) for split, spec in task.specs.items()})
         return receipts
 
 
@@ -319,6 +332,6 @@ def _is_whole(store: Store, manifest: Mapping[str, Any]) -> bool:
     return digest_of(index) == manifest.get("index")
 
 
-def _as_json(about: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same as it is read back from a file."""
-    return json.loads(json.dumps(about, default=repr))  # type: ignore[no-any-return]
+    return json.loads(json.dumps(values, default=repr))  # type: ignore[no-any-return]

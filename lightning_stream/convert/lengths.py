@@ -78,34 +78,34 @@ def add_lengths(
     place, index = begun(out, "edit", store_options)
     for columns in index.column_sets:
         check_measurable(functions, columns)
-    held = _held(index, functions, overwrite)
+    remaining = _remaining(index, functions, overwrite)
     cuts = enumerate(index.cut(_PARTITION_BYTES))
-    partitions = [_Shards(number, index.part(*shards)) for number, shards in cuts]
+    partitions = [_Shards(partition_id, index.part(*shards)) for partition_id, shards in cuts]
     progress = Progress(len(partitions), "reading") if progress_bar else lambda _: None
     task = _Measuring(absolute(out), store_options, functions, allow_unsafe_types).run
     report = lambda measured: progress(len(next(iter(measured.values()), ())))  # noqa: E731
     done = run_partitions(task, partitions, spark or num_processes(num_workers), report)
-    found = _joined(functions, [done[partition.partition_id] for partition in partitions])
+    measured = _joined(functions, [done[partition.partition_id] for partition in partitions])
     hashes = index.schemas[0].hashes if index.schemas else ()
-    files = put_lengths(place, found, hashes)
-    place.commit(Edit("lengths", (), {**held, **files}))
-    return found
+    files = put_lengths(place, measured, hashes)
+    place.commit(Edit("lengths", (), {**remaining, **files}))
+    return measured
 
 
-def _held(index: Index, functions: LengthFunctions, overwrite: bool) -> dict[str, Any]:
+def _remaining(index: Index, functions: LengthFunctions, overwrite: bool) -> dict[str, Any]:
     """Return the lengths that the dataset keeps; FileExistsError if it has one of these names already."""
     try:
-        held = dict(index.lengths)
+        lengths = dict(index.lengths)
     except FormatError:
         if not overwrite:
             raise
         return {}  # no reader can use them
-    there = [name for name in functions if name in held]
+    there = [name for name in functions if name in lengths]
     if there and not overwrite:
         raise FileExistsError(
             f"{index.where} has the lengths {', '.join(there)} already. Pass overwrite=True to measure again."
         )
-    return held
+    return lengths
 
 
 @dataclass(frozen=True)
@@ -135,14 +135,14 @@ class _Measuring:
     allow_unsafe_types: bool
 
     def run(self, partition: _Shards) -> Lengths:
-        found: list[Lengths] = []
+        measured: list[Lengths] = []
         config = ReaderConfig(allow_unsafe_types=self.allow_unsafe_types)
         with temporary_reader(self.url, self.store_options, index=partition.index, config=config) as reader:
             offsets = reader.snapshot.shard_offsets.tolist()
             with reader.read_ahead(np.arange(offsets[-1])):
                 for begin, end in pairwise(offsets):
-                    found += self._of_shard(reader, begin, end)
-        return _joined(self.functions, found)
+                    measured += self._of_shard(reader, begin, end)
+        return _joined(self.functions, measured)
 
     def _of_shard(self, reader: SampleReader, begin: int, end: int) -> Iterator[Lengths]:
         """The lengths of the samples [begin, end), which are those of a shard."""

@@ -37,22 +37,22 @@ def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | Non
     uri = uri if uri == "*" else absolute(uri)
     if kind not in (None, "mds") or (split_place(uri)[1] and kind is None):
         return None
-    found = {"": one} if (one := _index_at(uri, store_options)) else {}
-    for folder, split in SPLIT_OF.items() if not found else ():
-        if one := _index_at(f"{uri}/{folder}", store_options):
-            found.setdefault(split, one)
-    if kind and not found:
+    index_files = {"": index_file} if (index_file := _index_at(uri, store_options)) else {}
+    for folder, split in SPLIT_OF.items() if not index_files else ():
+        if index_file := _index_at(f"{uri}/{folder}", store_options):
+            index_files.setdefault(split, index_file)
+    if kind and not index_files:
         raise NotFoundError(f"{redact(uri)} has no {INDEX_NAME} of a dataset, nor have its splits. Check the path.")
-    if not found:
+    if not index_files:
         return None
     if others := (options or {}).keys() - {"version"}:
         raise ValueError(f"source_options of a dataset with an {INDEX_NAME} are version; found {', '.join(others)}.")
     reader = MdsReader(**(options or {}), options=store_options if is_remote(uri) else None)
     splits = dict[str, tuple[SourceFile, ...]]()
-    for split, file in sorted(found.items(), key=lambda pair: pair[0] == "train"):
+    for split, file in sorted(index_files.items(), key=lambda pair: pair[0] == "train"):
         reader.begin([file])
         splits = {split: (replace(file, num_bytes=reader.num_bytes),), **splits}
-    files = tuple(file for held in splits.values() for file in held)
+    files = tuple(file for split_files in splits.values() for file in split_files)
     return Source(redact(uri), files, reader, {} if "" in splits else splits)
 
 
@@ -68,7 +68,7 @@ def _index_at(uri: str, options: Mapping[str, Any] | None) -> SourceFile | None:
                 raise
             return None  # some stores refuse what is not there
         if b'"shards"' in data:
-            (entry,) = (one for one in store.list(INDEX_NAME) if one.name == INDEX_NAME)
+            (entry,) = (file for file in store.list(INDEX_NAME) if file.name == INDEX_NAME)
             return SourceFile(uri, INDEX_NAME, 0, "", value=entry.version, store=store)
     return None
 
@@ -111,13 +111,13 @@ class MdsReader(Reader):
         """Return the columns of the index. ValueError where shards differ in them and none are asked for."""
         sets = self._index.column_sets
         if asked is None and len(sets) > 1:
-            known = "; ".join(", ".join(f"{name}={kind}" for name, kind in one.items()) for one in sets)
+            known = "; ".join(", ".join(f"{name}={kind}" for name, kind in column_set.items()) for column_set in sets)
             raise ValueError(f"{files[0].root} has shards with different columns: {known}. Pass columns= to choose.")
-        about = {}
+        notes = {}
         with suppress(StoreError, ValueError, KeyError, TypeError):
-            about = {"classes": dict(json.loads(self._file.beside("manifest.json"))["classes"])}
-        known_columns = {name: kind for one in sets for name, kind in one.items()}
-        return SourceSchema({name: _ROW_ENCODINGS.get(kind, kind) for name, kind in known_columns.items()}, about)
+            notes = {"classes": dict(json.loads(self._file.beside("manifest.json"))["classes"])}
+        known_columns = {name: kind for column_set in sets for name, kind in column_set.items()}
+        return SourceSchema({name: _ROW_ENCODINGS.get(kind, kind) for name, kind in known_columns.items()}, notes)
 
     def scan(
         self,
@@ -135,16 +135,18 @@ class MdsReader(Reader):
         """Yield columns of values, in the bytes in which they are stored where these are written again."""
         sets = self._index.column_sets
         formats = {schema.format for schema in self._index.schemas}
-        kept = {name for name, kind in columns.items() if formats == {"mds"} and all(s.get(name) == kind for s in sets)}
-        raw = {name for name in kept if getattr(get_encoding(columns[name]), "layout", None) is None}
+        unchanged = {
+            name for name, kind in columns.items() if formats == {"mds"} and all(s.get(name) == kind for s in sets)
+        }
+        raw = {name for name in unchanged if getattr(get_encoding(columns[name]), "layout", None) is None}
         for split in splits:
             with self._opened(columns, raw) as reader:
                 for first in range(split.begin, split.end or 0, _ROWS):
                     ids = np.arange(first, min(split.end or 0, first + _ROWS))
-                    found = reader.batch(ids)
-                    rows = MeasuredColumns({name: found[name] for name in columns if name not in raw})
+                    batch = reader.batch(ids)
+                    rows = MeasuredColumns({name: batch[name] for name in columns if name not in raw})
                     for name in raw:
-                        rows[name] = BinaryColumn(found[name])
+                        rows[name] = BinaryColumn(batch[name])
                         rows[name].encoding = columns[name]
                     rows.lengths = {name: numbers[ids] for name, numbers in self.lengths.items()}
                     yield Batch(rows, f"{self._file.root}, samples {ids[0]:,} to {ids[-1]:,}")

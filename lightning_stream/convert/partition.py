@@ -101,17 +101,17 @@ class OutputSpec:
         """The store where the dataset stays."""
         return self.place.stores[0]
 
-    def folder_of(self, number: int) -> str:
+    def folder_of(self, partition_id: int) -> str:
         """The folder of a partition's files, below the dataset's root."""
-        return f"part-{number:05}"
+        return f"part-{partition_id:05}"
 
-    def receipt(self, number: int) -> Receipt:
+    def receipt(self, partition_id: int) -> Receipt:
         """Read the receipt of a partition; NotFoundError if it is not written."""
-        return Receipt.from_bytes(self.store.read(receipt_name(self.fingerprint, number)))
+        return Receipt.from_bytes(self.store.read(receipt_name(self.fingerprint, partition_id)))
 
-    def has(self, number: int) -> bool:
+    def has(self, partition_id: int) -> bool:
         """Whether a partition is written."""
-        return self.store.exists(receipt_name(self.fingerprint, number))
+        return self.store.exists(receipt_name(self.fingerprint, partition_id))
 
     def put(self, receipt: Receipt) -> Receipt:
         """Put a receipt, if what it lists may enter an index; return it."""
@@ -139,9 +139,9 @@ class PartitionWriter(MDSWriter):
     `shards` has the entries once it is finished, with file names relative to the dataset's root.
     """
 
-    def __init__(self, spec: OutputSpec, number: int) -> None:
-        super().__init__(out=_PartitionPlace(spec, number), columns=spec.columns, **spec.writer)
-        self.number = number
+    def __init__(self, spec: OutputSpec, partition_id: int) -> None:
+        super().__init__(out=_PartitionPlace(spec, partition_id), columns=spec.columns, **spec.writer)
+        self.partition_id = partition_id
 
     def write_encoded(self, batch: EncodedBatch, lengths: Lengths) -> None:
         """Add rows that are bytes of these columns already, with their lengths."""
@@ -149,24 +149,25 @@ class PartitionWriter(MDSWriter):
 
     def receipt(self, begins: str, nulls: Mapping[str, int], rows: Sequence[int] = ()) -> Receipt:
         """Return the receipt of the finished partition."""
-        about = {"lengths": self.length_files, "rows": rows}
-        return Receipt(self.number, begins, self.num_samples, tuple(self.shards), nulls, **about)  # type: ignore[arg-type]
+        return Receipt(
+            self.partition_id, begins, self.num_samples, tuple(self.shards), nulls, self.length_files, rows=rows
+        )
 
 
 class _PartitionPlace(Transaction):
     """A folder for the shards of a partition. The conversion itself puts the index."""
 
-    def __init__(self, spec: OutputSpec, number: int) -> None:
+    def __init__(self, spec: OutputSpec, partition_id: int) -> None:
         super().__init__(spec.out, spec.keep_local, spec.store_options)
         self.mode = "overwrite"
-        self._folder = spec.folder_of(number)
+        self._folder = spec.folder_of(partition_id)
 
     def begin(self, *_: Any) -> None:
         pass
 
     def name_of(self, name: str, parts: Sequence[Any]) -> str:
-        stem, number, rest = name.split(".", 2)
-        return f"{self._folder}/{stem}.{number}.{digest_of(*parts)}.{rest}"
+        stem, digits, rest = name.split(".", 2)
+        return f"{self._folder}/{stem}.{digits}.{digest_of(*parts)}.{rest}"
 
     def commit(self, *_: Any) -> bool:
         return True
@@ -198,11 +199,11 @@ def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
 
 def joined_lengths(parts: Iterable[Mapping[str, Sequence[FileEntry]]]) -> dict[str, list[FileEntry]]:
     """The files of the lengths of all parts, one part after another."""
-    found: dict[str, list[FileEntry]] = {}
+    joined: dict[str, list[FileEntry]] = {}
     for lengths in parts:
         for name, files in lengths.items():
-            found.setdefault(name, []).extend(files)
-    return found
+            joined.setdefault(name, []).extend(files)
+    return joined
 
 
 def index_bytes(receipts: Sequence[Receipt], folder: str = "") -> bytes:

@@ -65,11 +65,13 @@ class Publication:
             )
         # The note says whose shards there are without a receipt, if this run is cut short before any.
         store.put(f"{CONTROL}/{spec.fingerprint}/begun", b"")
-        own = f"{CONTROL}/{spec.fingerprint}/"
-        kept = sorted(name for name in names if name.startswith(own) and name.endswith(RECEIPT))
-        found = [Receipt.from_bytes(store.read(name)) for name in kept]
-        whole = (one for one in found if all(names.get(file) == size for file, size in one.files().items()))
-        done = frozenset(one.partition for one in whole)
+        prefix = f"{CONTROL}/{spec.fingerprint}/"
+        receipt_names = sorted(name for name in names if name.startswith(prefix) and name.endswith(RECEIPT))
+        receipts = [Receipt.from_bytes(store.read(name)) for name in receipt_names]
+        complete = (
+            receipt for receipt in receipts if all(names.get(file) == size for file, size in receipt.files().items())
+        )
+        done = frozenset(receipt.partition for receipt in complete)
         if done:
             _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
         return cls(spec, place, done)
@@ -80,7 +82,7 @@ class Publication:
             self.place.sweep(_PARTS, self.place.former)
 
     def publish(
-        self, receipts: Sequence[Receipt], merge_index: bool, about: Mapping[str, Any], source_digest: str = ""
+        self, receipts: Sequence[Receipt], merge_index: bool, notes: Mapping[str, Any], source_digest: str = ""
     ) -> None:
         """Check that all files are there, put the index, and remove what belongs to no committed attempt.
 
@@ -98,7 +100,7 @@ class Publication:
             index = with_keys(index, {"converted_from": to_text({"digest": digest, "source": source_digest})})
         wanted = {name: size for receipt in receipts for name, size in receipt.files().items()}
         check_seen(place.store, place.look(), wanted)
-        about = {
+        content = {
             "version": 1,
             "fingerprint": self.spec.fingerprint,
             "columns": dict(self.spec.columns),
@@ -107,16 +109,16 @@ class Publication:
             "num_shards": sum(len(receipt.shards) for receipt in receipts),
             "index": digest_of(with_lengths(index, {})),
             "keeps_order": bool(source_digest),
-            "partitions": {self.spec.folder_of(one.partition): one.num_samples for one in receipts},
-            **about,
+            "partitions": {self.spec.folder_of(receipt.partition): receipt.num_samples for receipt in receipts},
+            **notes,
         }
-        manifest = json.dumps(about, indent=1, sort_keys=True).encode()
+        manifest = json.dumps(content, indent=1, sort_keys=True).encode()
         place.swap(MANIFEST, manifest)  # of several conversions, one succeeds
         if merge_index:
             place.swap(INDEX_NAME, index)
         else:
-            parts = [(self.spec.folder_of(one.partition), one) for one in receipts if one.shards]
-            indexes = {f"{folder}/{INDEX_NAME}": index_bytes([one], folder) for folder, one in parts}
+            parts = [(self.spec.folder_of(receipt.partition), receipt) for receipt in receipts if receipt.shards]
+            indexes = {f"{folder}/{INDEX_NAME}": index_bytes([receipt], folder) for folder, receipt in parts}
             for name, data in indexes.items():
                 place.store.put(name, data)
             place.store.delete(INDEX_NAME)
@@ -227,39 +229,39 @@ def read_manifest(uri: str | os.PathLike[str], **store_options: Any) -> Conversi
     """
     root = os.fspath(uri).rstrip("/")
     store = open_store(root, store_options or None)
-    whole = manifest_of(store)
-    splits = {"": whole} if whole else {split: manifest_of(store, f"{split}/{MANIFEST}") for split in _SPLITS}
-    found = {split: manifest for split, manifest in splits.items() if manifest is not None}
-    if not found:
+    unsplit = manifest_of(store)
+    splits = {"": unsplit} if unsplit else {split: manifest_of(store, f"{split}/{MANIFEST}") for split in _SPLITS}
+    manifests = {split: manifest for split, manifest in splits.items() if manifest is not None}
+    if not manifests:
         raise NotFoundError(f"convert writes {MANIFEST} beside a dataset; {store.url} has none. Check the path.")
-    return ConversionResult.of(root, found)
+    return ConversionResult.of(root, manifests)
 
 
 def manifest_of(store: Store, name: str = MANIFEST) -> dict[str, Any] | None:
     """Return the manifest in a store; None if there is none."""
     try:
-        found = json.loads(store.read(name))
+        content = json.loads(store.read(name))
     except (NotFoundError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
-def differences(held: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def differences(former: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """Describe how settings and source differ from those that a manifest holds."""
-    before = held["settings"]
-    source = held["source"]
+    before = former["settings"]
+    source = former["source"]
     others = now["source"]
     settings = now["settings"]
     changed = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
-    found = [f"{name} was {_shown(before.get(name))}, now {_shown(settings.get(name))}" for name in changed]
+    sentences = [f"{name} was {_shown(before.get(name))}, now {_shown(settings.get(name))}" for name in changed]
     if source["stamps"] != others["stamps"]:
-        files = [{file["name"]: file for file in each.get("files", ())} for each in (source, others)]
+        files = [{file["name"]: file for file in record.get("files", ())} for record in (source, others)]
         names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
         shown = f"; changed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" if names else ""
-        found.append(f"the source had {source['num_files']:,} files, now {others['num_files']:,}{shown}")
+        sentences.append(f"the source had {source['num_files']:,} files, now {others['num_files']:,}{shown}")
     if source["reader"] != others["reader"]:
-        found.append("the source is read with other options or another function")
-    return "; ".join(found) or "it was written by another version of convert"
+        sentences.append("the source is read with other options or another function")
+    return "; ".join(sentences) or "it was written by another version of convert"
 
 
 def _shown(value: Any) -> str:

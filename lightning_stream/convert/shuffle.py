@@ -44,8 +44,8 @@ Runner = Callable[[Any, Sequence[Any], str], "dict[int, dict[str, Receipt]]"]
 class RunWriter(PartitionWriter):
     """Writes rows with random keys, in runs that are sorted by the keys."""
 
-    def __init__(self, spec: OutputSpec, number: int, seed: int) -> None:
-        super().__init__(spec, number)
+    def __init__(self, spec: OutputSpec, partition_id: int, seed: int) -> None:
+        super().__init__(spec, partition_id)
         self._seed = seed
         self._rows: list[Any] = []
         self._row_bytes = 0
@@ -63,7 +63,7 @@ class RunWriter(PartitionWriter):
             self._row_bytes += len(row)
 
     def _write_run(self) -> None:
-        keys = row_keys(self._seed, self.number, self.num_samples, self.num_samples + len(self._rows))
+        keys = row_keys(self._seed, self.partition_id, self.num_samples, self.num_samples + len(self._rows))
         order = np.argsort(keys, kind="stable")
         self.write_batch({"key": keys[order], "row": BinaryColumn(self._rows[k] for k in order.tolist())})
         self.flush_shard()
@@ -82,8 +82,8 @@ class ScatterTask(PartitionTask):
 
     seed: int
 
-    def writer(self, spec: OutputSpec, number: int) -> RunWriter:
-        return RunWriter(spec, number, self.seed)
+    def writer(self, spec: OutputSpec, partition_id: int) -> RunWriter:
+        return RunWriter(spec, partition_id, self.seed)
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ class GatherTask:
         for split, spec in self.specs.items():
             numbers = range(self.num_partitions)
             keyed = [
-                each for number in numbers for each in self._slices(self.spills[split], number, bucket.partition_id)
+                keyed_row
+                for partition_id in numbers
+                for keyed_row in self._slices(self.spills[split], partition_id, bucket.partition_id)
             ]
             rows = [row for _, row in sorted(keyed, key=itemgetter(0))]
             names = list(spec.writer.get("lengths") or ())
@@ -113,9 +115,9 @@ class GatherTask:
             receipts[split] = spec.put(writer.receipt("", {}))
         return receipts
 
-    def _slices(self, spill: OutputSpec, number: int, bucket: int) -> Iterator[tuple[int, bytes]]:
+    def _slices(self, spill: OutputSpec, partition_id: int, bucket: int) -> Iterator[tuple[int, bytes]]:
         """The keys and rows of a bucket in one partition. Buckets are equal ranges of keys."""
-        index = Index.from_bytes(index_bytes([spill.receipt(number)]), spill.out)
+        index = Index.from_bytes(index_bytes([spill.receipt(partition_id)]), spill.out)
         edges = [-(-(k << 64) // self.num_buckets) for k in (bucket, bucket + 1)]
         for entry in map(index.entry, range(len(index))):
             run = Shard(entry, Path(spill.out))
@@ -175,9 +177,9 @@ class Shuffle:
         if missing:
             self._make_folder()
             scatter = ScatterTask(**{**vars(task), "specs": spills}, seed=self.seed)
-            unread = [each for each in partitions if not all(spill.has(each.partition_id) for spill in spills.values())]
+            unread = [part for part in partitions if not all(spill.has(part.partition_id) for spill in spills.values())]
             spilled = run(scatter, unread, "reading")
-            if not all(receipt.is_good for each in spilled.values() for receipt in each.values()):
+            if not all(receipt.is_good for receipts in spilled.values() for receipt in receipts.values()):
                 return spilled
         return run(GatherTask(task.specs, spills, len(partitions), self.num_buckets), missing, "writing")
 

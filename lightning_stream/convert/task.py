@@ -72,8 +72,8 @@ class Transform:
         for row, where in rows:
             made = self.of_row(row)
             if made is not None:
-                found = [made] if isinstance(made, Mapping) else _checked(made, "transform")
-                yield from ((sample, where) for sample in found)
+                samples = [made] if isinstance(made, Mapping) else _checked(made, "transform")
+                yield from ((sample, where) for sample in samples)
 
 
 def _dicts(batch: Batch) -> Iterable[Any]:
@@ -82,7 +82,7 @@ def _dicts(batch: Batch) -> Iterable[Any]:
     if not isinstance(batch.rows, Mapping):
         return batch.rows.to_pylist()  # type: ignore[no-any-return]
     columns = map(plain_values, batch.rows.values())
-    numbers = [one.tolist() if isinstance(one, np.ndarray) and one.ndim == 1 else one for one in columns]
+    numbers = [column.tolist() if isinstance(column, np.ndarray) and column.ndim == 1 else column for column in columns]
     return (dict(zip(batch.rows, row, strict=True)) for row in zip(*numbers, strict=True))
 
 
@@ -133,7 +133,7 @@ class ValidationSplit:
         """Return the numbers of a batch's rows by split."""
         below = int(self.fraction * 2**64)
         hashes = (xxhash.xxh3_64_intdigest(data, seed=self.seed) for data in self._hashed(values, num_rows))
-        chosen = np.fromiter((each < below for each in hashes), np.bool_, num_rows)
+        chosen = np.fromiter((row_hash < below for row_hash in hashes), np.bool_, num_rows)
         return {TRAIN: np.flatnonzero(~chosen), VAL: np.flatnonzero(chosen)}
 
     def _hashed(self, values: Mapping[str, Any], num_rows: int) -> Iterable[Any]:
@@ -167,22 +167,22 @@ class PartitionTask:
 
     def run(self, partition: Partition) -> dict[str, Receipt]:
         """Write a partition, and then its receipts; return them by split."""
-        number = partition.partition_id
+        partition_id = partition.partition_id
         nulls = dict[str, int]()
-        writers = {split: self.writer(spec, number) for split, spec in self.specs.items()}
+        writers = {split: self.writer(spec, partition_id) for split, spec in self.specs.items()}
         try:
             with ExitStack() as open_writers:
                 for writer in writers.values():
                     open_writers.enter_context(writer)
                 rows = self._fill(writers, partition, nulls)
         except RefusedError as error:
-            return {split: Receipt(number, "", refused=str(error)) for split in writers}
+            return {split: Receipt(partition_id, "", refused=str(error)) for split in writers}
         return {split: self.specs[split].put(writer.receipt("", nulls, rows)) for split, writer in writers.items()}
 
     def _fill(self, writers: Mapping[str, PartitionWriter], partition: Partition, nulls: dict[str, int]) -> list[int]:
         """Write all rows; return how many each piece has, where each becomes a shard."""
         ends = []
-        for splits in [(one,) for one in partition.splits] if self.by_piece else [partition.splits]:
+        for splits in [(split,) for split in partition.splits] if self.by_piece else [partition.splits]:
             for batch in self._batches(splits, str(partition)):
                 with refusing(f"{batch.where}: "):
                     self._write(batch, writers, nulls)
@@ -191,9 +191,9 @@ class PartitionTask:
                 ends.append(writer.num_samples)
         return np.diff(ends, prepend=0).tolist() if ends else []
 
-    def writer(self, spec: OutputSpec, number: int) -> PartitionWriter:
+    def writer(self, spec: OutputSpec, partition_id: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""
-        return PartitionWriter(spec, number)
+        return PartitionWriter(spec, partition_id)
 
     def _batches(self, splits: Sequence[Piece], where: str) -> Iterator[Batch]:
         batches = _refusing(read_splits(self.reader, splits, self.read))
@@ -214,17 +214,17 @@ class PartitionTask:
             return
         encoded = self._encoder.encode_batch(values, num_rows)
         measured = {name: function for name, function in self.lengths.items() if function is not kept_length}
-        held = rows.lengths if isinstance(rows, MeasuredColumns) else {}
-        lengths = {**held, **measure_batch(measured, values, num_rows, tuple(self.columns))}
+        source_lengths = rows.lengths if isinstance(rows, MeasuredColumns) else {}
+        lengths = {**source_lengths, **measure_batch(measured, values, num_rows, tuple(self.columns))}
         lengths = {name: lengths[name] for name in self.lengths}
         if self.split is None:
             writers[""].write_encoded(encoded, lengths)
             return
-        found = encoded.rows()
-        for split, kept in self.split.of_rows(values, num_rows).items():
+        row_bytes = encoded.rows()
+        for split, selected in self.split.of_rows(values, num_rows).items():
             if split in writers:
-                chosen = {name: numbers[kept] for name, numbers in lengths.items()}
-                writers[split].write_encoded(encoded_rows([found[k] for k in kept.tolist()]), chosen)
+                chosen = {name: numbers[selected] for name, numbers in lengths.items()}
+                writers[split].write_encoded(encoded_rows([row_bytes[k] for k in selected.tolist()]), chosen)
 
 
 def _refusing(batches: Iterator[Batch]) -> Iterator[Batch]:
