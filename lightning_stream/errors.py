@@ -144,7 +144,10 @@ def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) 
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
 
 
-_USERINFO = re.compile(r"(?<=://)[^/?#\s]*@")  # up to the last @: passwords may hold others
+# Up to the last @: passwords may hold others. Some hold a slash, or follow a mistyped scheme; a port is no password.
+_USERINFO = re.compile(
+    r"(?<=://)[^/?#\s]*@|(?<=://)[^/?#\s:@]+:(?!:|\d+/)[^\s'\"@]*@|(?<=[/:])[^\s/:@'\"]+:[^\s/:@'\"]+@"
+)
 _QUERY = re.compile(r"(?<=\S)\?[^\s'\")>]*=[^\s'\")>]*")
 _SECRET = re.compile(
     r"(?i)\b(authorization|bearer|(?:\w+_)?token|\w*password|passwd|\w*secret\w*|sig|signature|accountkey|api_?key"

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.stores.local import change_mark, is_other_mark
+from lightning_stream.stores.transfer import refuse_query
 from lightning_stream.threads import DaemonPool
 
 _log = logging.getLogger(__name__)
@@ -457,6 +458,8 @@ def split_place(uri: str) -> tuple[str, str]:
         wild = len(parts) - 1
     if wild is None or scheme.startswith("http"):
         return uri, ""
+    if colon:
+        refuse_query(uri)  # a pattern may have a question mark, but no signature
     folder = "/".join(parts[:wild]) or ("/" if wild else ".")
     return f"{scheme}{colon}{folder}", "/".join(parts[wild:])
 

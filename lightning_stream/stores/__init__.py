@@ -94,7 +94,10 @@ def absolute(place: Any) -> Any:
     if not place or not isinstance(place, (str, os.PathLike)):
         raise ValueError(f"out must name a folder or a URL; got {place!r}. Pass one.")
     url = os.fspath(place)
-    return url.rstrip("/") if is_remote(url) else str(LocalStore.from_url(url, {}).folder)
+    if is_remote(url):
+        return url.rstrip("/")
+    _scheme(url)  # refuses a mistyped URL: it would be a local folder
+    return str(LocalStore.from_url(url, {}).folder)
 
 
 def _scheme(url: str) -> str | None:

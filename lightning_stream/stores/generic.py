@@ -20,7 +20,7 @@ from lightning_stream.errors import (
 )
 
 from .base import BaseStore, ObjectEntry
-from .transfer import ObjectStream, PerProcess, file_chunks
+from .transfer import ObjectStream, PerProcess, file_chunks, links_of
 
 _BLOCK_BYTES = 4 << 20
 # What file systems call the version of a file; most have one of these.
@@ -41,7 +41,8 @@ class FsspecStore(BaseStore):
         self._scheme = url.partition("://")[0]
         self._timeout_s = timeout_s
         # A name before the @ is a user's, or (oci) the bucket's.
-        self.url = redact(self._url) if self._scheme in _WITH_USERS else self._url
+        has_users = any(link.partition("://")[0] in _WITH_USERS for link in links_of(self._url))
+        self.url = redact(self._url) if has_users else self._url
         # One connection per thread: not every file system (sftp) can share one between threads.
         self._of_thread = PerProcess(threading.local)
 

@@ -426,8 +426,12 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
     if proxy is None:
         pool = urllib3.PoolManager(**options)
     elif proxy.startswith("socks"):
-        with needs("PySocks", "http", f"using the proxy of {url}"):
+        try:
             from urllib3.contrib.socks import SOCKSProxyManager
+        except ImportError:
+            raise MissingExtraError(
+                f"the proxy of {url} is one of SOCKS, which needs PySocks. Install it with:  pip install PySocks"
+            ) from None
         pool = SOCKSProxyManager(proxy, **options)
     else:  # urllib3 does not take the user and password from its URL
         login = unquote(urllib3.util.parse_url(proxy).auth or "")

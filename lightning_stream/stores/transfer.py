@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 CHUNK_BYTES = 1 << 20
+_CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*://)")
 _QUERY = re.compile(r"\?[^/?#=&]*=.*$", re.DOTALL)
 _CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
 _CLAIM_VALID_S = 600
@@ -127,10 +128,19 @@ def shown_url(url: str) -> str:
     """The URL of a store as messages, labels and identities have it: without a password, and without a query."""
     if "://" not in url:
         return url
-    scheme, _, rest = _QUERY.sub("", url).partition("://")
+    return "::".join(map(_shown_link, links_of(_QUERY.sub("", url))))
+
+
+def links_of(url: str) -> list[str]:
+    """The URLs that a URL of fsspec chains, as in ``zip://a.csv::sftp://host/b.zip``; usually one."""
+    return _CHAIN.split(url)
+
+
+def _shown_link(url: str) -> str:
+    scheme, colon, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     user, at, place = host.rpartition("@")
-    return f"{scheme}://{place if ':' in user else user + at + place}{slash}{path}"
+    return f"{scheme}{colon}{place if ':' in user else user + at + place}{slash}{path}"
 
 
 def refuse_query(url: str) -> None:
@@ -151,7 +161,7 @@ def split_url(url: str) -> tuple[str, str]:
     if not bucket:
         raise ValueError(f"a URL names a bucket or container after '://'; got {redact(url)!r}")
     refuse_query(url)
-    if ":" in bucket and "@" in bucket:
+    if ":" in bucket and "@" in url and not bucket.startswith("arn:"):  # a password may have a slash
         raise ValueError(
             f"the URL of a bucket takes no user and password; one for {redact(url)} has some. Set the variables of the "
             "credentials instead."

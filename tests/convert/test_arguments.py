@@ -21,6 +21,15 @@ def test_a_mistyped_argument_is_refused_with_the_one_that_was_meant(rows_file: P
     assert not (tmp_path / "out").exists()
 
 
+def test_a_mistyped_url_is_not_written_as_a_folder(
+    rows_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"Did you mean s3://BUCKET/FOLDER\?"):
+        convert(rows_file, "s3:/bucket/train", **PLAIN)
+    assert not (tmp_path / "s3:").exists()
+
+
 def test_a_manifest_gives_what_the_conversion_returned(rows_file: Path, tmp_path: Path) -> None:
     done = convert(rows_file, tmp_path / "out", **PLAIN, val_fraction=0.2)
     found = read_manifest(tmp_path / "out")

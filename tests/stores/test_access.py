@@ -17,6 +17,7 @@ from servers.ports import free_port
 from servers.s3 import KEY, SECRET, bucket_at
 from servers.web import HubServer, WebServer
 
+from lightning_stream import StreamingDataset
 from lightning_stream.errors import AccessError, MissingExtraError, NotFoundError, UnavailableError, redact
 from lightning_stream.reading.stream import Stream, labels_of
 from lightning_stream.stores import LocalStore, open_store
@@ -208,6 +209,11 @@ def test_user_and_password_of_a_url_are_sent_and_not_shown() -> None:
         ("GET https://host/x?X-Amz-Signature=abcdef&b=1 failed", "abcdef"),
         ("sftp://user:hunter2@host/x", "hunter2"),
         ("sftp://user:hun@ter2@host/x", "ter2"),
+        ("sftp://user:hun/ter2@host/x", "ter2"),
+        ("s3://AKIA:hun/ter2+x@bucket/x", "ter2"),
+        ("zip://a.csv::https://user:hunter2@host/a.zip", "hunter2"),
+        ("sftp:/user:hunter2@host/x", "hunter2"),
+        ("sftp:user:hunter2@host/x", "hunter2"),
         ("aws_secret_access_key=hunter2", "hunter2"),
         ("HF_TOKEN=hunter2, api_key: 'hunter2'", "hunter2"),
         ("{'Authorization': 'Bearer dapi123456'}", "dapi123456"),
@@ -219,7 +225,25 @@ def test_user_and_password_of_a_url_are_sent_and_not_shown() -> None:
 )
 def test_texts_of_other_libraries_are_scrubbed(text: str, secret: str) -> None:
     assert secret not in redact(text)
-    assert redact("no such key 'data/token/x' in bucket") == "no such key 'data/token/x' in bucket"
+    for plain in ("no such key 'data/token/x' in bucket", "http://host:80/data@v1/x", "row 3: a@b", "10:30 to 11:00"):
+        assert redact(plain) == plain
+
+
+@pytest.mark.parametrize("last", ["/a.zip", ""])
+def test_no_name_of_a_chain_of_file_systems_has_its_password(last: str) -> None:
+    url = f"zip://a.csv::sftp://user:hunter2@host{last}"
+    store = open_store(url, QUICK)
+    assert "hunter2" not in f"{store!r} {store.url} {store.identity} {Stream(url)!r} {labels_of([Stream(url)])}"
+    with pytest.raises(Exception, match="sftp://host") as caught:
+        store.read("x")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["s3://AKIA:hun/ter2@bucket/x", "azure://box/x?sig=hunter2"])
+def test_a_secret_in_the_url_of_a_bucket_is_refused_and_not_shown(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the URL of a bucket takes no") as caught:
+        len(StreamingDataset(url, local=str(tmp_path)))
+    assert "ter2" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import http.client
+import sys
 import threading
 import urllib.parse
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from servers.fake_databricks import TOKEN, FakeDatabricks
 from servers.fake_gcs import FakeGcs
 from servers.web import WebServer
 
-from lightning_stream.errors import AccessError, StoreError
+from lightning_stream.errors import AccessError, MissingExtraError, StoreError
 from lightning_stream.stores import open_store
 
 LOGIN = "me:S3CRET p@ss"
@@ -121,6 +122,15 @@ def test_the_password_goes_to_the_proxy_of_a_secure_address_and_into_no_message(
         open_store("https://data.example.com/x", {"retries": 0}).read("index.json")
     assert "S3CRET" not in str(caught.value)
     assert base64.b64encode(LOGIN.encode()).decode() in proxy.seen[0]
+
+
+@pytest.mark.filterwarnings("ignore:SOCKS support")
+def test_a_proxy_of_socks_says_which_package_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("all_proxy", f"socks5://{IN_URL}@127.0.0.1:1")
+    monkeypatch.setitem(sys.modules, "socks", None)
+    monkeypatch.delitem(sys.modules, "urllib3.contrib.socks", raising=False)
+    with pytest.raises(MissingExtraError, match="pip install PySocks"):
+        open_store("http://data.example.com/x", {"retries": 0}).read("index.json")
 
 
 def test_an_address_that_needs_no_proxy_is_reached_without_it(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
