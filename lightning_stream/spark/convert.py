@@ -111,17 +111,17 @@ class Conversion:
             columns = dict(settings.columns or {})
             rows = selected(dataframe, dataframe.columns)
         udf_kwargs = udf_kwargs or {}
-        about = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
+        fingerprinted = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
         if lengths := settings.writer.get("lengths"):
             check_measurable(lengths, columns)
-            about["lengths"] = {name: function_text(function) for name, function in lengths.items()}
+            fingerprinted["lengths"] = {name: function_text(function) for name, function in lengths.items()}
         job = SparkJob(
             settings.out,
             settings.keep_local,
             settings.store_options,
             columns,
             settings.writer,
-            fingerprint(rows, about, udf),
+            fingerprint(rows, fingerprinted, udf),
             udf=udf,
             udf_kwargs=udf_kwargs,
         )
@@ -146,12 +146,12 @@ class Conversion:
             rows = collected(self.dataframe.mapInArrow(_task(job), RESULT))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
-        about = {
+        notes = {
             "schema": json.loads(self.dataframe.schema.json()),
             "plan": plan_text(self.dataframe).splitlines(),
             "num_source_files": len(self.dataframe.inputFiles()),
         }
-        publication.publish(receipts, merge_index, about)
+        publication.publish(receipts, merge_index, notes)
 
 
 def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:

@@ -59,14 +59,14 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
         from lightning_stream.spark.sink import MDSSink, SinkJob
 
         purpose = "mode('overwrite')" if overwrite else "writing"
-        given = self._given([*_PARSERS, *(() if overwrite else _APPEND)], purpose)
-        if_exists = given.get("if_exists", "append")
+        options = self._checked_options([*_PARSERS, *(() if overwrite else _APPEND)], purpose)
+        if_exists = options.get("if_exists", "append")
         if if_exists not in _IF_EXISTS:
             raise ValueError(f"the option if_exists must be one of {', '.join(_IF_EXISTS)}; found {if_exists!r}.")
-        key = given.get("key", "")
-        message = given.get("message", "")
+        key = options.get("key", "")
+        message = options.get("message", "")
         job = SinkJob.plan(
-            schema, self._settings(given), overwrite=overwrite, if_exists=if_exists, key=key, message=message
+            schema, self._settings(options), overwrite=overwrite, if_exists=if_exists, key=key, message=message
         )
         return MDSSink(job)
 
@@ -77,44 +77,44 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
 
         if not hasattr(api, "DataSourceStreamArrowWriter"):
             raise MissingExtraError(f"writeStream.format('mds') needs pyspark 4.1; found {version('pyspark')}.")
-        given = self._given((*_PARSERS, "message", *_STREAM), "writing a stream")
-        message = given.get("message", "")
-        settings = self._settings(given)
+        options = self._checked_options((*_PARSERS, "message", *_STREAM), "writing a stream")
+        message = options.get("message", "")
+        settings = self._settings(options)
         job = SinkJob.plan(schema, settings, overwrite=overwrite, if_exists="append", key="", message=message)
         return MDSStreamSink(job)
 
-    def _given(self, known: Sequence[str], purpose: str) -> dict[str, str]:
-        given = dict(self.options)
-        if "paths" in given or not given.get("path"):
+    def _checked_options(self, known: Sequence[str], purpose: str) -> dict[str, str]:
+        options = dict(self.options)
+        if "paths" in options or not options.get("path"):
             raise ValueError("format('mds') needs the folder or URL of one dataset. Pass it to save, load or start.")
-        if unknown := [name for name in given if name not in {*known, *_ALWAYS} and not name.startswith(_STORE)]:
+        if unknown := [name for name in options if name not in {*known, *_ALWAYS} and not name.startswith(_STORE)]:
             listed = ", ".join(sorted({*known, "retry"}.difference(_STREAM)))
             raise ValueError(
                 f"format('mds') has no option {', '.join(sorted(unknown))} for {purpose}. Its options are {listed}, "
                 "and those of the store, such as store.endpoint_url."
             )
-        return given
+        return options
 
     def _store_options(self) -> dict[str, Any]:
-        given = {name.removeprefix(_STORE): text for name, text in self.options.items() if name.startswith(_STORE)}
-        options = {name: _typed(name, text) for name, text in given.items()}
-        return {**options, **({"retries": _number("retry", self.options)} if "retry" in self.options else {})}
+        texts = {name.removeprefix(_STORE): text for name, text in self.options.items() if name.startswith(_STORE)}
+        options = {name: _typed(name, text) for name, text in texts.items()}
+        return {**options, **({"retries": _whole_number("retry", self.options)} if "retry" in self.options else {})}
 
-    def _settings(self, given: Mapping[str, str]) -> Settings:
-        chosen = {name: parse(given[name]) for name, parse in _PARSERS.items() if name in given}
-        return Settings.read({"out": given["path"], "store_options": self._store_options() or None, **chosen})
+    def _settings(self, options: Mapping[str, str]) -> Settings:
+        chosen = {name: parse(options[name]) for name, parse in _PARSERS.items() if name in options}
+        return Settings.read({"out": options["path"], "store_options": self._store_options() or None, **chosen})
 
     def _dataset(self) -> Any:
         from lightning_stream.spark.scan import Dataset
 
-        given = self._given(_READ, "reading")
-        chosen = given.get("version")
+        options = self._checked_options(_READ, "reading")
+        chosen = options.get("version")
         is_number = chosen is not None and chosen.isdecimal() and len(chosen) <= _MAX_NUMBER
         return Dataset(
-            absolute(given["path"]),
+            absolute(options["path"]),
             int(chosen) if chosen is not None and is_number else chosen,
-            _names(given["columns"]) if "columns" in given else None,
-            parse_bytes(given.get("partition_size", "64mb"), "partition_size"),
+            _names(options["columns"]) if "columns" in options else None,
+            parse_bytes(options.get("partition_size", "64mb"), "partition_size"),
             self._store_options(),
         )
 
@@ -160,7 +160,7 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
 }
 
 
-def _number(name: str, options: Mapping[str, str]) -> int:
+def _whole_number(name: str, options: Mapping[str, str]) -> int:
     text = options[name]
     if not text.isdecimal():
         raise ValueError(f"the option {name} must be a whole number; found {text!r:.40}.")

@@ -53,10 +53,10 @@ def excluded_ids(
     stream = partial(Stream, absolute(remote), **reading)
     with scratch_folder() as folder, closing(_reader(stream, folder)) as reader:
         asking = _Asking(stream, filter, reader.snapshot.digest)
-        parts = [ShardRange(number, *pair) for number, pair in enumerate(reader.indexes[0].cut(_PART_BYTES))]
+        parts = [ShardRange(k, *pair) for k, pair in enumerate(reader.indexes[0].cut(_PART_BYTES))]
         answers = run_partitions(asking, parts, spark, lambda _: None)
-        kept = np.concatenate([answers[part.partition_id] for part in parts])
-        return reader.original_ids(np.flatnonzero(~kept))
+        is_kept = np.concatenate([answers[part.partition_id] for part in parts])
+        return reader.original_ids(np.flatnonzero(~is_kept))
 
 
 @dataclass(frozen=True)

@@ -141,8 +141,8 @@ class FrameCache:
         self._raise_failure()
         index = json.loads(open_store(self.uri).read(INDEX_NAME))
         # Receipts are gone by now; none were written where it was complete before.
-        for number, part in groupby(index["shards"], lambda shard: partition_of(shard["raw_data"]["basename"])):
-            if number >= num_read:
+        for partition_id, part in groupby(index["shards"], lambda shard: partition_of(shard["raw_data"]["basename"])):
+            if partition_id >= num_read:
                 yield self._read(list(part))
 
     def _fill(self) -> None:
@@ -181,7 +181,7 @@ class FrameCache:
         self.lease = Lease(folder.path, fd, MANIFEST)
         try_flock(fd, first, shared=True)  # nobody prunes it now: see _alone
         index = Index.from_file(folder.path / INDEX_NAME)
-        files = [raw for number in range(len(index)) for raw, _ in index.entry(number).files]
+        files = [raw for shard in range(len(index)) for raw, _ in index.entry(shard).files]
         publish_bytes(f"frame {_LABEL}".encode(), folder.control / "source", folder.modes)
         # One entry for all files: they are of use only together.
         names = (MANIFEST, *(file.basename for file in files))

@@ -41,28 +41,28 @@ class SparkJob(OutputSpec):
     udf_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_partition(job: SparkJob, number: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def write_partition(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Write a partition; yield its receipt, as Spark wants it."""
-    receipt = Receipt(number, "")
+    receipt = Receipt(partition_id, "")
     first = next((batch for batch in batches if batch.num_rows), None)
     if first is not None:
         begins = digest_of(first.serialize())
         earlier = None
-        if number in job.done:
+        if partition_id in job.done:
             with suppress(NotFoundError):
-                earlier = job.receipt(number)
+                earlier = job.receipt(partition_id)
         if earlier is not None and earlier.begins == begins:
             receipt = earlier
         else:
-            receipt = written(job, number, begins, itertools.chain([first], batches))
+            receipt = written(job, partition_id, begins, itertools.chain([first], batches))
     data = job.put(receipt).to_bytes()
     yield pa.RecordBatch.from_arrays([pa.array([data], pa.binary())], names=["receipt"])
 
 
-def written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.RecordBatch]) -> Receipt:
+def written(job: SparkJob, partition_id: int, begins: str, batches: Iterable[pa.RecordBatch]) -> Receipt:
     """Write the rows of a partition; return a receipt, which also tells of nulls and of values that were refused."""
     nulls: dict[str, int] = {}
-    writer = PartitionWriter(job, number)
+    writer = PartitionWriter(job, partition_id)
     try:
         with writer:
             for batch in batches:
@@ -71,7 +71,7 @@ def written(job: SparkJob, number: int, begins: str, batches: Iterable[pa.Record
                 else:
                     _write_rows(writer, batch, job.columns, nulls)
     except RefusedError as error:
-        return Receipt(number, begins, refused=str(error))
+        return Receipt(partition_id, begins, refused=str(error))
     return writer.receipt(begins, nulls)
 
 

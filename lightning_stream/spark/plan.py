@@ -80,7 +80,7 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
     text = plan_text(dataframe)
     session = dataframe.sparkSession
     stamps = _stamps(session, sorted(dataframe.inputFiles()))
-    about = {
+    content = {
         "plan": text,
         "semantic": _asked(dataframe.semanticHash, 0),
         "sources": stamps,
@@ -89,8 +89,8 @@ def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., 
         "udf": function_text(udf),
     }
     if stamps is None or not set(_SCAN.findall(text)) <= set(_FILE_SCANS):
-        about["only"] = _OWN_KEYS.setdefault(dataframe, uuid.uuid4().hex)
-    return hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        content["only"] = _OWN_KEYS.setdefault(dataframe, uuid.uuid4().hex)
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 @contextmanager

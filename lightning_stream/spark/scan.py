@@ -111,7 +111,7 @@ class Dataset:
     @contextmanager
     def opened(self, index: Index, names: Sequence[str]) -> Iterator[SampleReader]:
         """A reader of some columns of a shard; it decodes no value whose type Spark does not have."""
-        decoders = {name: found for name in names if (found := decoder_of(index.columns[name])) is not None}
+        decoders = {name: decoder for name in names if (decoder := decoder_of(index.columns[name])) is not None}
         config = ReaderConfig(decoders=decoders)
         with temporary_reader(self.url, self.store_options, index=index.choose(names), config=config) as reader:
             yield reader
@@ -119,15 +119,15 @@ class Dataset:
 
 def _encodings(index: Index) -> dict[str, str]:
     """The encoding of every column of any shard."""
-    found: dict[str, str] = {}
+    encodings: dict[str, str] = {}
     for columns in index.column_sets:
         for name, encoding in columns.items():
-            if found.setdefault(name, encoding) != encoding:
+            if encodings.setdefault(name, encoding) != encoding:
                 raise ValueError(
                     f"a column must have one encoding to have one type of Spark; {index.where} has {name!r} as "
-                    f"{found[name]!r} and as {encoding!r}. Read the other columns by the option columns."
+                    f"{encodings[name]!r} and as {encoding!r}. Read the other columns by the option columns."
                 )
-    return found
+    return encodings
 
 
 def _has_nulls(column_sets: Sequence[Mapping[str, str]], name: str) -> bool:
@@ -228,10 +228,10 @@ def arrow_type_of(encoding: str, first: Callable[[], Any]) -> pa.DataType:
         encoding: Its name.
         first: Returns the first value of the column, for arrays whose encoding does not say their dimensions.
     """
-    base, *given = encoding.split(":")
+    base, *parameters = encoding.split(":")
     if base == "ndarray":
-        if len(given) == 2:
-            return _nested_type(_NUMBERS[given[0]], given[1].count(",") + 1)
+        if len(parameters) == 2:
+            return _nested_type(_NUMBERS[parameters[0]], parameters[1].count(",") + 1)
         array = first()
         return _nested_type(_NUMBERS[array.dtype.name], array.ndim)
     if _is_list(base):

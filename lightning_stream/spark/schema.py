@@ -65,7 +65,7 @@ def arrow_type(spark_type: Any) -> pa.DataType | None:
         return None if key is None or value is None else pa.map_(key, value)
     if kind == "StructType":
         inner = [(field.name, arrow_type(field.dataType)) for field in spark_type.fields]
-        return None if any(each is None for _, each in inner) else pa.struct(inner)
+        return None if any(field_type is None for _, field_type in inner) else pa.struct(inner)
     return _ARROW.get(kind)
 
 

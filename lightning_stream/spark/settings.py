@@ -26,31 +26,31 @@ class Settings:
     store_options: Mapping[str, Any] | None
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | None, *, with_udf: bool = False) -> Settings:
+    def read(cls, mds_kwargs: Mapping[str, Any] | None, *, with_udf: bool = False) -> Settings:
         """Check `mds_kwargs`.
 
         Raises:
             ValueError: Settings that are wrong; all are named.
             TypeError: It is not a mapping.
         """
-        if given is not None and not isinstance(given, Mapping):
-            raise TypeError(f"mds_kwargs must be a dict such as {{'out': ...}}; found {given!r:.60}.")
-        given = given or {}
-        held = {name: value for name, value in given.items() if value is not None}
-        if problems := _problems(held, with_udf):
+        if mds_kwargs is not None and not isinstance(mds_kwargs, Mapping):
+            raise TypeError(f"mds_kwargs must be a dict such as {{'out': ...}}; found {mds_kwargs!r:.60}.")
+        mds_kwargs = mds_kwargs or {}
+        passed = {name: value for name, value in mds_kwargs.items() if value is not None}
+        if problems := _problems(passed, with_udf):
             raise ValueError(" ".join(problems))
-        writer = {"compression": "zstd", **{key: given[key] for key in _WRITER_KEYS if key in given}}
-        if "hashes" in held:
-            writer["hashes"] = list(held["hashes"])
-        out = held["out"]
-        retry = {"retries": held["retry"]} if "retry" in held else {}
+        writer = {"compression": "zstd", **{key: mds_kwargs[key] for key in _WRITER_KEYS if key in mds_kwargs}}
+        if "hashes" in passed:
+            writer["hashes"] = list(passed["hashes"])
+        out = passed["out"]
+        retry = {"retries": passed["retry"]} if "retry" in passed else {}
         return cls(
             absolute(out),
-            held.get("columns"),
+            passed.get("columns"),
             writer,
-            bool(held.get("keep_local")),
-            bool(held.get("overwrite") or held.get("exist_ok")),
-            {**retry, **held.get("store_options", {})} or None,
+            bool(passed.get("keep_local")),
+            bool(passed.get("overwrite") or passed.get("exist_ok")),
+            {**retry, **passed.get("store_options", {})} or None,
         )
 
     def result(self) -> tuple[str, str]:
@@ -60,21 +60,21 @@ class Settings:
         return ("", self.out) if is_remote(self.out) else (self.out, "")
 
 
-def _problems(held: Mapping[str, Any], with_udf: bool) -> list[str]:
+def _problems(passed: Mapping[str, Any], with_udf: bool) -> list[str]:
     problems = []
-    if "out" not in held:
+    if "out" not in passed:
         problems.append("mds_kwargs needs out: a folder that all machines share, a URL, or (local folder, URL).")
-    columns = held.get("columns", {})
+    columns = passed.get("columns", {})
     if not isinstance(columns, Mapping):
         problems.append(f"columns must be a dict of encodings by name, {{'id': 'int64'}}; found {columns!r:.60}.")
     elif with_udf and not columns:
         problems.append("with udf_iterable, mds_kwargs needs columns: the encoding of each value of its samples.")
-    if unknown := sorted(held.keys() - {*_WRITER_KEYS, *_OWN_KEYS}):
+    if unknown := sorted(passed.keys() - {*_WRITER_KEYS, *_OWN_KEYS}):
         problems.append(f"mds_kwargs has no {', '.join(unknown)}; it takes {', '.join(_OWN_KEYS + _WRITER_KEYS)}.")
-    if isinstance(held.get("hashes"), str):
-        problems.append(f"hashes must be a list of names, such as [{held['hashes']!r}]; found {held['hashes']!r}.")
-    given = (("hashes", "hashes"), ("compression", "compression"), ("limit", "size_limit"), ("lengths", "lengths"))
-    return problems + [problem for name, key in given for problem in _refused(name, held.get(key))]
+    if isinstance(passed.get("hashes"), str):
+        problems.append(f"hashes must be a list of names, such as [{passed['hashes']!r}]; found {passed['hashes']!r}.")
+    checked = (("hashes", "hashes"), ("compression", "compression"), ("limit", "size_limit"), ("lengths", "lengths"))
+    return problems + [problem for name, key in checked for problem in _refused(name, passed.get(key))]
 
 
 def _refused(name: str, value: Any) -> list[str]:

@@ -88,7 +88,7 @@ class SinkJob(SparkJob):
         asked = settings.columns
         if asked is None and newest is not None and newest.columns and not overwrite:
             asked = _same_columns(schema, newest)
-        if vectors := [each.name for each in schema.fields if kind_of(each.dataType) == "VectorUDT"]:
+        if vectors := [field.name for field in schema.fields if kind_of(field.dataType) == "VectorUDT"]:
             raise ValueError(
                 f"column {vectors[0]!r} holds ML vectors. Make it an array: "
                 "pyspark.ml.functions.vector_to_array(column), or write it by dataframe_to_mds."
@@ -118,16 +118,18 @@ class SinkJob(SparkJob):
         begin = digest_of(key.encode()) if key else secrets.token_hex(8)
         return replace(self, key=key, job=f"job-{begin}-{secrets.token_hex(4)}")
 
-    def folder_of(self, number: int) -> str:
-        return f"{self.job}/part-{number:05}"
+    def folder_of(self, partition_id: int) -> str:
+        return f"{self.job}/part-{partition_id:05}"
 
     def write(self, batches: Iterator[Any]) -> SinkMessage:
         """Write the rows of a task; return its receipt."""
         context = TaskContext.get()
-        number = 0 if context is None else context.partitionId()
+        partition_id = 0 if context is None else context.partitionId()
         pieces = (piece for batch in batches if not self.skip for piece in pieces_of(batch, _ROWS, _BYTES))
         first = next(pieces, None)
-        receipt = Receipt(number, "") if first is None else written(self, number, "", chain([first], pieces))
+        receipt = (
+            Receipt(partition_id, "") if first is None else written(self, partition_id, "", chain([first], pieces))
+        )
         return SinkMessage(self, receipt)
 
     def commit(self, receipts: Sequence[Receipt]) -> None:
@@ -163,7 +165,7 @@ class SinkJob(SparkJob):
     def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
         with suppress(AccessError):  # a store that refuses to list
             seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
-            check_seen(store, seen, {name: size for one in receipts for name, size in one.files().items()})
+            check_seen(store, seen, {name: size for receipt in receipts for name, size in receipt.files().items()})
 
     def _change(self, place: Transaction, receipts: Sequence[Receipt], written: set[str]) -> bool:
         """Put the index or a change; return whether the rows are in the dataset by this write, of these files."""
@@ -291,9 +293,9 @@ def _clean(store: Store, prefix: str, keep: Collection[str] | None = None) -> No
     """
     try:
         newest = _newest(store) if keep is None else None
-        kept = set(keep or ()) | (set() if newest is None else listed_files(newest.data))
+        needed = set(keep or ()) | (set() if newest is None else listed_files(newest.data))
         for entry in list(store.list(prefix)):
-            if entry.name not in kept:
+            if entry.name not in needed:
                 store.delete(entry.name)
     except (StoreError, FormatError) as error:
         _LOG.warning("files of attempts that do not count may remain below %s/%s: %s", store.url, prefix, error)

@@ -139,7 +139,7 @@ class StreamToTorchDataset(Dataset[Any]):
             raise TypeError(f"rows are taken by number, slice or a sequence of numbers; found {index!r}.")
         if isinstance(index, slice):
             index = range(*index.indices(len(self)))
-        return _sample(self._rows_at([_checked(int(each), len(self)) for each in index]))
+        return _sample(self._rows_at([_checked(int(row), len(self)) for row in index]))
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """Many samples at once, as a DataLoader asks for them."""
@@ -161,22 +161,22 @@ class StreamToTorchDataset(Dataset[Any]):
             seed: Of the shuffle.
             drop_last: Drop a smaller last batch.
         """
-        kept: list[Tensor] = []
-        for number, reader in enumerate(self.spark_df.cache.parts()):
+        pending: list[Tensor] = []
+        for partition_id, reader in enumerate(self.spark_df.cache.parts()):
             ids = np.arange(reader.snapshot.num_samples)
             if shuffle:
-                np.random.default_rng([seed, number]).shuffle(ids)
+                np.random.default_rng([seed, partition_id]).shuffle(ids)
             while len(ids):
-                missing = batch_size - (len(kept[0]) if kept else 0)
+                missing = batch_size - (len(pending[0]) if pending else 0)
                 columns = self._tensors(reader.batch(ids[:missing]))
                 ids = ids[missing:]
-                kept = list(map(torch.cat, zip(kept, columns, strict=True))) if kept else columns
-                if len(kept[0]) == batch_size:
-                    yield _sample(kept)
-                    kept = []
+                pending = list(map(torch.cat, zip(pending, columns, strict=True))) if pending else columns
+                if len(pending[0]) == batch_size:
+                    yield _sample(pending)
+                    pending = []
             reader.close()
-        if kept and not drop_last:
-            yield _sample(kept)
+        if pending and not drop_last:
+            yield _sample(pending)
 
     def _tensors(self, columns: Mapping[str, Any]) -> list[Tensor]:
         """A batch's columns as features (n, width) and, if there is a label, labels (n, ...), on the device."""
