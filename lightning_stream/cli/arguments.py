@@ -86,8 +86,8 @@ class Pairs(Action):
         name, equals, value = text.partition("=")
         of_store = "store" in self.dest
         if not name or not (equals or "[" in str(self.metavar)):
-            found = "" if of_store else f", got {text!r}"  # of a store, it may be a secret
-            raise ArgumentError(self, f"expected {self.metavar}{found}")
+            detail = "" if of_store else f", got {text!r}"  # of a store, it may be a secret
+            raise ArgumentError(self, f"expected {self.metavar}{detail}")
         if of_store and is_secret(name, value, of_store=True):
             message = f"a secret must not be on a command line; set the variable of {name}"
             raise ArgumentError(self, message)
@@ -109,7 +109,7 @@ class _Bounds(Pairs):
         return tuple(int(limit) if limit else None for limit in text.split(":"))
 
 
-def number(text: str) -> float:
+def positive(text: str) -> float:
     """A number above 0; ArgumentTypeError for other text."""
     with suppress(ValueError):
         if 0 < float(text) < math.inf:
@@ -133,7 +133,7 @@ def _page(text: str) -> str:
 _TYPES: dict[str, Callable[[str], Any]] = {
     "N": whole_number,
     "I": partial(whole_number, least=0),
-    "F": number,
+    "F": positive,
     "FILE.html": _page,
 }
 
@@ -330,10 +330,12 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
         raise ValueError(f"--version is that of one dataset; found {len(streams)} streams. Omit it, or pass one stream")
     urls, weights = zip(*map(_weighted, streams), strict=True)
     lists = [datasets_at(url, options.store_options, how) for url in urls]
-    mixtures = [[dataset] for dataset in lists[0]] if len(lists) == 1 else [[only_dataset(one, rule) for one in lists]]
+    mixtures = (
+        [[dataset] for dataset in lists[0]] if len(lists) == 1 else [[only_dataset(listed, rule) for listed in lists]]
+    )
     readers: list[SampleReader] = []
     for datasets in mixtures:
-        places = [f"{folder}/{len(readers)}/{number}" for number in range(len(datasets))]
+        places = [f"{folder}/{len(readers)}/{k}" for k in range(len(datasets))]
         reader = reader_over([
             dataset.stream(place, options.store_options, **weight)
             for dataset, place, weight in zip(datasets, places, weights, strict=True)
@@ -367,7 +369,7 @@ def imported(text: str, flag: str) -> Callable[[Any], Any]:
     sys.path.insert(0, str(Path.cwd()))  # a program that is installed does not look there by itself
     module, _, name = text.partition(":")
     try:
-        found: Callable[[Any], Any] = getattr(import_module(module), name)
+        function: Callable[[Any], Any] = getattr(import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{flag} takes MODULE:FUNCTION; {text} cannot be imported from here: {error}") from error
-    return found
+    return function

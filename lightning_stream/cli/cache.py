@@ -93,7 +93,7 @@ def _check(caches: list[_Cache], out: Output) -> int:
     num_shards = 0
     for cache in caches:
         indexes = [Index.from_file(path) for path in cache.path.glob(_INDEXES)]
-        entries = [index.entry(number) for index in indexes for number in range(index.num_shards)]
+        entries = [index.entry(shard) for index in indexes for shard in range(index.num_shards)]
         for name, entry in {
             entry.raw.basename: entry for entry in entries if entry.raw.basename in cache.shards
         }.items():

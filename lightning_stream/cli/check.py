@@ -63,7 +63,7 @@ def run(options: Namespace, out: Output) -> int:
         # Of data in another format, the digest is the same whatever columns are read.
         key = f"{dataset.index.digest} {dataset.how} decode={options.decode}"
         findings = _Findings(out, Path(options.resume or os.devnull), key)
-        parts = [ShardRange(number, *pair) for number, pair in enumerate(dataset.index.cut(_PART_BYTES))]
+        parts = [ShardRange(partition_id, *pair) for partition_id, pair in enumerate(dataset.index.cut(_PART_BYTES))]
         left = [part for part in parts if not findings.has_noted(part)]
         with scratch_folder() as folder, DaemonPool(num_processes(options.num_workers or _THREADS), "check") as pool:
             stream = partial(Stream, absolute(dataset.remote), options=options.store_options, **dataset.how)
@@ -162,9 +162,9 @@ class _Check:
         first, end = self.reader.snapshot.shard_offsets[shard : shard + 2].tolist()
         for begin in range(first, end, _AT_ONCE):
             ids = range(begin, min(begin + _AT_ONCE, end))
-            for number in ids if _error(partial(self.reader.batch, np.array(ids))) else ():
-                if error := _error(partial(self.reader.sample, number)):
-                    yield {"shard": shard, "id": number, "error": error}
+            for sample_id in ids if _error(partial(self.reader.batch, np.array(ids))) else ():
+                if error := _error(partial(self.reader.sample, sample_id)):
+                    yield {"shard": shard, "id": sample_id, "error": error}
 
 
 def _of_lengths(dataset: FoundDataset, reader: SampleReader) -> Iterator[_Problem]:

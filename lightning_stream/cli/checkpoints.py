@@ -93,8 +93,8 @@ def _downloaded(store: Store, checkpoint: str, options: Options, folder: Path) -
     store.get(file, path)
     if file != ".metadata":
         return f"{store.url}/{file}", path
-    if held := held_position(folder):
-        store.get(held.relative_path, folder / held.relative_path)
+    if entry := held_position(folder):
+        store.get(entry.relative_path, folder / entry.relative_path)
     return store.url, folder
 
 

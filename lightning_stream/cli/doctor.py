@@ -125,7 +125,7 @@ def _devices() -> Finding:
         import torch
     except ImportError:
         return Finding("devices", "torch is not installed", "pip install torch", is_wrong=True)
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
     return Finding("devices", f"torch {torch.__version__}: {', '.join(names) or 'no GPU that it can use'}")
 
 

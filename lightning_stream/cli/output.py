@@ -144,7 +144,7 @@ def as_text(name: str, value: Any) -> str:
 
 def _visible(text: str) -> str:
     """A text whose control characters, which would act on the terminal, are escaped."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def _finite(value: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning_stream
-from lightning_stream.cli.arguments import add_dataset, add_flags, add_mixture, number, readers_of, whole_number
+from lightning_stream.cli.arguments import add_dataset, add_flags, add_mixture, positive, readers_of, whole_number
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import World
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
         out.line(name)
         _print(plans, options, out)
     out.data = {
-        "datasets": [{"name": name, "plans": [one.to_json() for one in plans]} for name, plans in planned.items()]
+        "datasets": [{"name": name, "plans": [plan.to_json() for plan in plans]} for name, plans in planned.items()]
     }
     return ExitCode.OK
 
@@ -139,7 +139,7 @@ def _datasets(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
 def _imagined(options: argparse.Namespace, folder: str) -> dict[str, list[Stream]]:
     """A dataset that has an index alone."""
     size = parse_bytes(options.shard_bytes, "shard_bytes")
-    entries = ",".join(_ENTRY % (number, size, options.samples_per_shard, size) for number in range(options.shards))
+    entries = ",".join(_ENTRY % (shard, size, options.samples_per_shard, size) for shard in range(options.shards))
     (Path(folder) / "index.json").write_text(f'{{"version":2,"shards":[{entries}]}}')
     name = f"{options.shards:,} shards of {readable(size)}, {options.samples_per_shard:,} samples each"
     return {name: [Stream(folder, local=f"{folder}/cache")]}
@@ -156,7 +156,7 @@ def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> Streamin
         exclude_ids=options.exclude_ids,
         forget=None if options.forget is None else ids_of(options.forget),
         pack=lightning_stream.Packing(**rows) if rows else None,
-        **_given(options, _DATASET),
+        **_passed(options, _DATASET),
     )
 
 
@@ -166,14 +166,14 @@ def _plan(dataset: StreamingDataset, num_nodes: int, options: argparse.Namespace
     world = World(0, num_nodes * options.devices, options.devices, options.replication or 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch counts the cores of this machine
-        loader = lightning_stream.StreamingDataLoader(dataset, world=world, **_given(options, _LOADER))
+        loader = lightning_stream.StreamingDataLoader(dataset, world=world, **_passed(options, _LOADER))
     rates = {
-        _RATES[flag]: value / (1000 if flag.endswith("_ms") else 1) for flag, value in _given(options, _RATES).items()
+        _RATES[flag]: value / (1000 if flag.endswith("_ms") else 1) for flag, value in _passed(options, _RATES).items()
     }
     return plan(loader, Rates(**options.link, **options.price, **rates))
 
 
-def _given(options: argparse.Namespace, names: Mapping[str, Any]) -> dict[str, Any]:
+def _passed(options: argparse.Namespace, names: Mapping[str, Any]) -> dict[str, Any]:
     """The options of these names that were passed."""
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
@@ -195,7 +195,7 @@ def _link(text: str) -> dict[str, float]:
 def _price(text: str) -> dict[str, float]:
     """The prices of a name, or of ``gb=0.09,requests=0.0004``; ArgumentTypeError for other text."""
     with suppress(KeyError):
-        return {_PRICE[name]: number(value) for name, value in _pairs(_PRICES.get(text, text))}
+        return {_PRICE[name]: positive(value) for name, value in _pairs(_PRICES.get(text, text))}
     raise argparse.ArgumentTypeError(f"takes {', '.join(_PRICES)}, or gb=0.09,requests=0.0004; found {text!r}")
 
 

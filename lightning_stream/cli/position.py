@@ -108,8 +108,8 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
             named = {name: value for name, value in batch.items() if name != "global_batch"}
             out.show({f"global_batch_{batch['global_batch']}": named})
         if options.page and reader is not None:
-            ids = [number for batch in batches for number in batch["ids"]]
-            samples = {number: reader.sample(number) for number in ids}
+            ids = [sample_id for batch in batches for sample_id in batch["ids"]]
+            samples = {sample_id: reader.sample(sample_id) for sample_id in ids}
             title = f"{name}, epoch {position.epoch}, global batches: {len(batches)}"
             write_page(options.page, title, f"{len(ids):,} samples of {', '.join(streams)}", samples)
             out.line(f"  {len(ids):,} samples in {options.page}")
@@ -157,10 +157,10 @@ def _order_over(reader: SampleReader, position: Position, options: Namespace) ->
     """The order of a run over the data of its checkpoint, and its lengths. StateError where something is missing."""
     forgotten = None if options.forget is None else Forgotten.of(reader.snapshot, ids_of(options.forget))
     if position.order.forgotten != (None if forgotten is None else forgotten.digest):
-        given = "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
+        passed = "none" if forgotten is None else f"{len(forgotten.ids):,} other ones"
         raise StateError(
             f"--forget must name the samples that the training run forgets (digest {position.order.forgotten or 'none'}"
-            f"); found {given}. Pass the file of their ids, or omit --forget if there are none."
+            f"); found {passed}. Pass the file of their ids, or omit --forget if there are none."
         )
     name = _lengths_of(position.order, reader, options.lengths)
     lengths = None if name is None else reader.lengths(name)

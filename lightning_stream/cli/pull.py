@@ -38,12 +38,12 @@ def run(options: Namespace, out: Output) -> int:
         local = None if options.local is None else str(Path(options.local, split))
         reader = reader_over([dataset.stream(local, options.store_options)])  # which stores the index, too
         (cache,), (index,) = reader.caches, reader.indexes
-        entries = [index.entry(number) for number in range(index.num_shards)]
+        entries = [index.entry(shard) for shard in range(index.num_shards)]
         num_new = sum(not cache.present(entry) for entry in entries)
         with DaemonPool(workers, "pull") as pool:
-            for number, fetch in enumerate([pool.submit(cache.ensure, entry) for entry in entries], 1):
+            for num_done, fetch in enumerate([pool.submit(cache.ensure, entry) for entry in entries], 1):
                 fetch.result()
-                out.progress(f"{number:,} of {index.num_shards:,} shards")
+                out.progress(f"{num_done:,} of {index.num_shards:,} shards")
         for name in index.lengths:
             reader.lengths(name)
         _ = reader.members  # which samples are deleted is a file, too

@@ -58,7 +58,7 @@ def run(options: Namespace, out: Output) -> int:
 def _sizes(dataset: FoundDataset) -> dict[str, Any]:
     """A dataset as its index describes it; in another format, the bytes of shards are those of parts of its files."""
     index = dataset.index
-    entries = [index.entry(number) for number in range(index.num_shards)]
+    entries = [index.entry(shard) for shard in range(index.num_shards)]
     facts: dict[str, Any] = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
     facts["shards"] = index.num_shards
     if index.num_deleted:
@@ -97,22 +97,22 @@ def _of_samples(
     """What the user asks of samples: statistics, a page, or their values."""
     num_samples = reader.snapshot.num_samples
     classes = facts.get("classes", {})
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if options.stats:
-        found["stats"] = _stats(reader, range(num_samples) if chosen is None else chosen, classes, out)
+        results["stats"] = _stats(reader, range(num_samples) if chosen is None else chosen, classes, out)
     if options.page:
         ids = range(min(_ON_PAGE, num_samples)) if chosen is None else chosen
         columns = as_text("", [f"{name}: {kind}" for name, kind in facts["columns"].items()])
-        samples = {number: with_class_names(reader.sample(number), classes) for number in ids}
+        samples = {sample_id: with_class_names(reader.sample(sample_id), classes) for sample_id in ids}
         text = f"{len(ids):,} of {num_samples:,} samples · columns: {columns}"
         write_page(options.page, facts["url"], text, samples)
         out.line(f"{len(ids):,} samples in {options.page}")
-        found |= {"page": options.page, "ids": list(ids)}
-    if not found and chosen is not None:
-        printed = {number: plain_sample(reader.sample(number)) for number in chosen}
-        found["printed"] = [{"id": number, **sample} for number, sample in printed.items()]
-        out.show({f"sample_{number}": sample for number, sample in printed.items()})
-    return found
+        results |= {"page": options.page, "ids": list(ids)}
+    if not results and chosen is not None:
+        printed = {sample_id: plain_sample(reader.sample(sample_id)) for sample_id in chosen}
+        results["printed"] = [{"id": sample_id, **sample} for sample_id, sample in printed.items()]
+        out.show({f"sample_{sample_id}": sample for sample_id, sample in printed.items()})
+    return results
 
 
 def _chosen_ids(options: Namespace, num_samples: int) -> Sequence[int] | None:
