@@ -553,7 +553,7 @@ class StreamingDataLoader(DataLoader[Any]):
             with loader.aside("checkpoint"):
                 torch.save({"model": model.state_dict(), "data": loader.state_dict()}, "run.pt")
         """
-        return self.meter.aside(what)
+        return self.meter.pausing(what)
 
     def watch(self, after_s: float = 120.0, say: Callable[[str], object] = print) -> Watch:
         """Report, from a thread, while the first shards arrive, and where everything stands if no batch comes.

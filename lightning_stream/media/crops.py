@@ -25,7 +25,7 @@ class _DecodeCrop:
         self.size = tuple(map(whole_number, size if isinstance(size, Iterable) else (size, size)))
         self.column = column
         self.decoder = decoder
-        if len(self.size) != 2 or not all(isinstance(one, int) and one > 0 for one in self.size):
+        if len(self.size) != 2 or not all(isinstance(pixels, int) and pixels > 0 for pixels in self.size):
             raise ValueError(f"size must be a whole number of pixels, or (height, width); found {size!r}.")
         if decoder not in DECODERS:
             raise ValueError(f"decoder must be one of {', '.join(DECODERS)}; found {decoder!r}.")
@@ -35,8 +35,8 @@ class _DecodeCrop:
         if not isinstance(sample, Mapping):
             raise TypeError(f"{name} takes a sample, a dict; got {type_name(sample)}. Pass it as transform=.")
         if self.column not in sample:
-            found = ", ".join(map(str, sample))
-            raise ValueError(f"{name} needs a column {self.column!r}; found {found}. Pass column=.")
+            columns = ", ".join(map(str, sample))
+            raise ValueError(f"{name} needs a column {self.column!r}; found {columns}. Pass column=.")
         try:
             image = self._crop(Photo(sample[self.column], self.decoder), **drawn)
         except TypeError as error:
@@ -95,11 +95,11 @@ class DecodeRandomCrop(_DecodeCrop):
         self.scale = scale
         self.ratio = ratio
         self.flip = flip
-        for name, given, most in (("scale", scale, 1), ("ratio", ratio, math.inf)):
-            numbers = list(given) if isinstance(given, Iterable) else []
+        for name, bounds, most in (("scale", scale, 1), ("ratio", ratio, math.inf)):
+            numbers = list(bounds) if isinstance(bounds, Iterable) else []
             if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1] <= most:
                 limit = " of at most 1" if most == 1 else ""
-                raise ValueError(f"{name} must be two numbers above 0{limit}, the least first; found {given!r}.")
+                raise ValueError(f"{name} must be two numbers above 0{limit}, the least first; found {bounds!r}.")
         if not 0 <= flip <= 1:
             raise ValueError(f"flip must be a probability; found {flip!r}.")
 

@@ -112,11 +112,11 @@ def export_prometheus(
             for name, reference in references.items():
                 if (measured := reference()) is None:
                     continue
-                own = {**common, "loader": name} if name else common
+                loader_labels = {**common, "loader": name} if name else common
                 for metric in _metrics(measured.stats()):
-                    samples = families.setdefault(metric.name, family(metric, [*own]))
+                    samples = families.setdefault(metric.name, family(metric, [*loader_labels]))
                     for key, value in metric.values.items():
-                        samples.add_metric([*own.values(), *([key] if metric.label else [])], value)
+                        samples.add_metric([*loader_labels.values(), *([key] if metric.label else [])], value)
             yield from families.values()
 
     collector = LoaderCollector()

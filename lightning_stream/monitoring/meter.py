@@ -111,7 +111,7 @@ class SampledClocks:
             return [share * seconds for share in self._shares]
         passed = [clock() - begin for clock, begin in zip(self._clocks, self._begins, strict=True)]
         if 0 < seconds < _SHORT_S:
-            self._shares = [each / seconds for each in passed]
+            self._shares = [value / seconds for value in passed]
             self._num_unmeasured = _UNMEASURED
         return passed
 
@@ -136,7 +136,7 @@ class Meter:
         self.total = LoaderStats()
         self.noted: Callable[[float, MicroBatch | None], object] | None = None
         self.waiting_since: float | None = None
-        self._aside: tuple[str, Mark] | None = None  # what the consumer does instead of training, and since when
+        self._pause: tuple[str, Mark] | None = None  # what the consumer does instead of training, and since when
         self._training_since: float | None = None
         self._others = SampledClocks(lambda: process_time() - thread_time())  # of other threads
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
@@ -146,10 +146,10 @@ class Meter:
     def __reduce__(self) -> tuple[type[Meter], tuple[()]]:
         return Meter, ()
 
-    def stats(self, own: Counters) -> LoaderStats:
+    def stats(self, local: Counters) -> LoaderStats:
         """What was measured so far, with the counters of this process and of all workers."""
         ended, workers = self._counted
-        counters = sum((worker.counters for worker in workers), own.values + ended)
+        counters = sum((worker.counters for worker in workers), local.values + ended)
         stats = deepcopy(self.total)
         stats.counters = dict(zip(NAMES, counters.tolist(), strict=True))
         return stats
@@ -177,7 +177,7 @@ class Meter:
             self.total.pauses["garbage_collection"] += GARBAGE.seconds - self._collected
             self._training_since = None
 
-    def spent(self, what: str, since: Mark, now: float) -> None:
+    def add_pause(self, what: str, since: Mark, now: float) -> None:
         """Note what the consumer did since a mark instead of training: ``"validation"``, or one of `PAUSES`."""
         seconds = now - since.at
         self._collected += GARBAGE.seconds - since.collected
@@ -190,20 +190,20 @@ class Meter:
             self.total.pauses[what] += seconds
 
     def begin(self, what: str) -> bool:
-        """Note that the consumer begins this instead of training, see `spent`; False if that is a part of another."""
-        begins = self._aside is None
+        """Note that the consumer begins this instead of training, see `add_pause`; False if it is a part of another."""
+        begins = self._pause is None
         if begins:
-            self._aside = what, Mark.of(perf_counter())
+            self._pause = what, Mark.of(perf_counter())
         return begins
 
     def end(self, what: str) -> None:
         """Note that the consumer has ended this, if it had begun."""
-        if self._aside is not None and self._aside[0] == what:
-            self.spent(*self._aside, perf_counter())
-            self._aside = None
+        if self._pause is not None and self._pause[0] == what:
+            self.add_pause(*self._pause, perf_counter())
+            self._pause = None
 
     @contextmanager
-    def aside(self, what: str) -> Iterator[None]:
+    def pausing(self, what: str) -> Iterator[None]:
         """Measure a block as a validation or a checkpoint, see `StreamingDataLoader.aside`."""
         if what not in ("validation", "checkpoint"):
             raise ValueError(f'aside() measures a "validation" or a "checkpoint"; found {what!r}')

@@ -120,7 +120,7 @@ class LoaderStats:
 
     def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
         others = other.numbers()
-        summed = {name: number + sign * others[name] for name, number in self.numbers().items()}
+        summed = {name: value + sign * others[name] for name, value in self.numbers().items()}
         of_the_moment = {name: getattr(self, name) for name in _OF_THE_MOMENT}
         return replace(LoaderStats.of_numbers(summed), **of_the_moment)
 
@@ -224,7 +224,7 @@ class LoaderStats:
         for name in _SUMMED:
             value = getattr(self, name)
             if isinstance(value, dict):
-                numbers |= {f"{name}.{key}": number for key, number in value.items()}
+                numbers |= {f"{name}.{key}": amount for key, amount in value.items()}
             else:
                 numbers[name] = value
         return numbers
@@ -243,7 +243,7 @@ class LoaderStats:
 
     def metrics(self) -> dict[str, float]:
         """The values for a trainer's loggers, by their names."""
-        found = {
+        metrics = {
             "data/samples_per_s": self.samples_per_s,
             "data/wait_ms": 1000 * self.wait_s / max(1, self.num_batches),
             "data/wait_share": self.wait_share,
@@ -255,10 +255,10 @@ class LoaderStats:
             "data/bad_samples": self.counters["bad_samples"],
         }
         if self.num_tokens:
-            found["data/tokens_per_s"] = self.num_tokens / self.elapsed_s
+            metrics["data/tokens_per_s"] = self.num_tokens / self.elapsed_s
         if self.headroom:
-            found["data/headroom"] = self.headroom
-        return found
+            metrics["data/headroom"] = self.headroom
+        return metrics
 
     def __str__(self) -> str:
         from lightning_stream.monitoring.verdict import verdict_of  # it reads these values
@@ -292,4 +292,4 @@ def percent(share: float) -> str:
     return f"{100 * share:.1f}%" if share < INPUT_BOUND else f"{100 * share:.0f}%"
 
 
-_SUMMED = tuple(each.name for each in fields(LoaderStats) if each.name not in _OF_THE_MOMENT)
+_SUMMED = tuple(column.name for column in fields(LoaderStats) if column.name not in _OF_THE_MOMENT)

@@ -255,14 +255,14 @@ def _slow_store(stats: LoaderStats) -> Iterator[Verdict]:
     compute_s = max(stats.compute_s, _LEAST_S)
     makers = max(1, settings.num_workers)
     more = makers + max(1, math.ceil(makers * (stats.elapsed_s / compute_s - 1)))
-    each = f"fetches {settings.fetch_threads} shards at a time"
+    fetching = f"fetches {settings.fetch_threads} shards at a time"
 
     def slow(cause: str, finding: str, otherwise: str) -> Verdict:
         if settings.workers == "threads" and settings.num_workers:
-            remedy = f"Pass workers='processes', of which each {each}, or {otherwise}."
+            remedy = f"Pass workers='processes', of which each {fetching}, or {otherwise}."
             return Verdict(cause, finding, remedy, "workers", "processes")
         most = min(more, settings.num_cores)
-        return _more(cause, finding, otherwise, settings.num_workers, most, f", since each {each}")
+        return _more(cause, finding, otherwise, settings.num_workers, most, f", since each {fetching}")
 
     latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
     rate = f"{counted['fetched_bytes'] / 1e6 / compute_s:,.1f} MB/s" if stats.wait_share < _IDLE else "far more"

@@ -194,15 +194,15 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         """Measure training without its evaluations."""
-        self._spent("validation")
+        self._add_pause("validation")
 
     def on_save(self, *_: Any, **__: Any) -> None:
         """Measure how long checkpoints are written."""
-        self._spent("checkpoint")
+        self._add_pause("checkpoint")
 
-    def _spent(self, what: str) -> None:
+    def _add_pause(self, what: str) -> None:
         if self._since is not None and self.run.is_attached:
-            self.run.loader.meter.spent(what, self._since, perf_counter())
+            self.run.loader.meter.add_pause(what, self._since, perf_counter())
             self._note_event()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:

@@ -114,7 +114,7 @@ def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters:
             asked += workers[0].noisy(loop.compute)
             for what, seconds in loop.paused.items():
                 since, asked = Mark.of(asked), asked + workers[0].noisy(seconds)
-                meter.spent(what, since, asked)
+                meter.add_pause(what, since, asked)
         meter.asked(asked, number == 0)
         worker = workers[number % len(workers)]
         allowed = handed[max(0, number - in_progress)] if num_workers else asked
