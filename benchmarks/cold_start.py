@@ -99,10 +99,10 @@ def repeat(folder: Path, index: dict[str, Any], times: int, file: str) -> None:
     """Let the one shard of a dataset stand under many names."""
     (shard,) = index["shards"]
     index["shards"] = []
-    for number in range(times):
-        name = shard[file]["basename"].replace("00000", f"{number:06}")
+    for k in range(times):
+        name = shard[file]["basename"].replace("00000", f"{k:06}")
         (folder / name).symlink_to(shard[file]["basename"])
-        raw = {**shard["raw_data"], "basename": shard["raw_data"]["basename"].replace("00000", f"{number:06}")}
+        raw = {**shard["raw_data"], "basename": shard["raw_data"]["basename"].replace("00000", f"{k:06}")}
         index["shards"].append({**shard, "raw_data": raw, file: {**shard[file], "basename": name}})
     (folder / "index.json").write_text(json.dumps(index, sort_keys=True))
 
@@ -119,7 +119,7 @@ def prepare_text(job: Job) -> None:
         with MDSWriter(out=folder, columns={"text": "str"}, compression=compression, size_limit=None) as writer:
             while left > 0:
                 numbers = rng.zipf(1.2, int(rng.lognormal(5, 0.8))) % len(words)
-                text = " ".join([words[number] for number in numbers.tolist()])
+                text = " ".join([words[k] for k in numbers.tolist()])
                 writer.write({"text": text})
                 left -= len(text)
         repeat(folder, json.loads((folder / "index.json").read_bytes()), job.sizes.texts, "zip_data")
@@ -132,12 +132,12 @@ def bytes_of_text(job: Job, compression: str) -> Result:
     rng = np.random.default_rng(0)
     name = compression.replace(":", "-")
 
-    def fetched_mb(num_shards: int, each: int) -> float:
+    def fetched_mb(num_shards: int, per_shard: int) -> float:
         cache = job.scratch / f"{num_shards}"
         dataset = StreamingDataset(remote=f"{loaders.BUCKET}/{name}", local=cache)
         shards = rng.choice(job.sizes.texts, num_shards, replace=False)
         samples = dataset.size // job.sizes.texts
-        ids = (shards[:, None] * samples + rng.integers(0, samples, (num_shards, each))).ravel()
+        ids = (shards[:, None] * samples + rng.integers(0, samples, (num_shards, per_shard))).ravel()
         counted = dataset.reader.counters.values
         fetched = NAMES.index("fetched_bytes")
         before = counted[fetched]

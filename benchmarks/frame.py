@@ -140,9 +140,9 @@ def main(doc: str, groups: Sequence[Group], **sizes: tuple[int, int]) -> None:
         sizes: Options of the program: the usual number, and the one of ``--smoke``.
     """
     if sys.argv[1:2] == ["--case"]:
-        title, folder, scratch, given = json.loads(sys.argv[3])
+        title, folder, scratch, case_sizes = json.loads(sys.argv[3])
         cases = {group.title: group.cases for group in groups}[title]
-        result = cases[sys.argv[2]](Job(Path(folder), Path(scratch), SimpleNamespace(**given)))
+        result = cases[sys.argv[2]](Job(Path(folder), Path(scratch), SimpleNamespace(**case_sizes)))
         print(f"\n{json.dumps(result)}")
         return
     args = _parser(doc, sizes).parse_args()
@@ -201,8 +201,8 @@ def _measure(
             group.prepare(job)
         server = paced_store.serve(job.folder, group.pace) if group.pace else contextlib.nullcontext(("", [0, 0]))
         with server as (endpoint, counts):
-            for number in range(1 if args.smoke else args.rounds):
-                for run in reversed(runs) if number % 2 else runs:
+            for k in range(1 if args.smoke else args.rounds):
+                for run in reversed(runs) if k % 2 else runs:
                     counts[:] = [0, 0]
                     result = _once(group, run, job, endpoint, args.smoke)
                     sent = {"gets": counts[0], "MB sent": counts[1] / 1e6} if endpoint else {}

@@ -65,8 +65,8 @@ def write_litdata(job: Job, name: str, decoders: dict[str, Any] | None = None, *
     if not (folder / "index.json").exists():
         rows = StreamingDataset(local=job.folder / name, decoders=decoders)
         writer = peer.streaming.Cache(str(folder), **(chunks or {"chunk_bytes": 1 << 23}))
-        for number in range(rows.size):
-            writer[number] = rows[number]
+        for k in range(rows.size):
+            writer[k] = rows[k]
         writer.done()
         writer.merge()
 
@@ -88,15 +88,15 @@ def photos(job: Job, count: int) -> list[Path]:
     usual = Path(__file__).resolve().parent.parent.parent / "shared"
     folder = Path(os.environ.get("LIGHTNING_STREAM_SHARED", usual)) / "data" / "flower_photos"
     paths = sorted(folder.glob("*/*.jpg")) or _drawn(job.folder / "drawn")
-    return [paths[number % len(paths)] for number in range(count)]
+    return [paths[k % len(paths)] for k in range(count)]
 
 
 def _drawn(folder: Path) -> list[Path]:
     from PIL import Image
 
     folder.mkdir(exist_ok=True)
-    paths = [folder / f"{number}.jpg" for number in range(16)]
-    for number, path in enumerate(paths):
-        coarse = np.random.default_rng(number).integers(0, 256, (30, 40, 3), np.uint8)
+    paths = [folder / f"{k}.jpg" for k in range(16)]
+    for k, path in enumerate(paths):
+        coarse = np.random.default_rng(k).integers(0, 256, (30, 40, 3), np.uint8)
         Image.fromarray(coarse).resize((500, 375)).save(path, "JPEG", quality=90)
     return paths

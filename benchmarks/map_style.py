@@ -81,7 +81,7 @@ def resumed(library: Any, stop: tuple[int, int, int, int], job: Job) -> Result: 
     states = []
     for rank in range(before):
         for epoch, ids, loader in islice(epochs_of(*library(rank, before, workers), 0), num_batches):
-            seen.update((epoch, number) for number in ids)
+            seen.update((epoch, sample_id) for sample_id in ids)
             state = loader
         states.append(copy.deepcopy(state.state_dict()))
     for rank in range(after):
@@ -89,8 +89,8 @@ def resumed(library: Any, stop: tuple[int, int, int, int], job: Job) -> Result: 
         loader.load_state_dict(states[rank % before])
         first = num_batches // PER_EPOCH
         for epoch, ids, _ in epochs_of(loader, sampler, first):
-            seen.update((epoch, number) for number in ids)
-    wanted = Counter((epoch, number) for epoch in range(EPOCHS) for number in range(NUM_SAMPLES))
+            seen.update((epoch, sample_id) for sample_id in ids)
+    wanted = Counter((epoch, sample_id) for epoch in range(EPOCHS) for sample_id in range(NUM_SAMPLES))
     lost = (wanted - seen).total()
     repeated = (seen - wanted).total()
     return clock.stop(seen.total(), **{"lost / repeated": f"{lost} / {repeated} of {wanted.total()}"})
@@ -110,16 +110,16 @@ def overhead(library: str, num_workers: int, job: Job) -> Result:
     clock = Clock()
     began = perf_counter()
     count = sum(1 for _ in batches)
-    each = (perf_counter() - began) / count * 1e6
-    return clock.stop(count * size, **{"us a batch": f"{each:.0f}"})
+    batch_us = (perf_counter() - began) / count * 1e6
+    return clock.stop(count * size, **{"us a batch": f"{batch_us:.0f}"})
 
 
 if __name__ == "__main__":
     groups = [
-        Group(f"stopped {title}", {one.__name__: partial(resumed, one, stop) for one in (ours, torchdata)})
+        Group(f"stopped {title}", {library.__name__: partial(resumed, library, stop) for library in (ours, torchdata)})
         for title, stop in STOPS.items()
     ]
-    for number in (0, 1):
-        cases = {library: partial(overhead, library, number) for library in ("ours", "torch")}
-        groups.append(Group(f"a batch of 32 numbers, {number} workers", cases))
+    for num_workers in (0, 1):
+        cases = {library: partial(overhead, library, num_workers) for library in ("ours", "torch")}
+        groups.append(Group(f"a batch of 32 numbers, {num_workers} workers", cases))
     main(__doc__, groups, batches=(2000, 20))

@@ -25,12 +25,12 @@ BATCH = 1024
 
 def ms(action: Callable[[int], Any], places: Iterable[int]) -> list[float]:
     """CPU of the action at each place, sorted."""
-    spent = []
+    times = []
     for place in places:
         began = time.process_time()
         action(place)
-        spent.append(1e3 * (time.process_time() - began))
-    return sorted(spent)
+        times.append(1e3 * (time.process_time() - began))
+    return sorted(times)
 
 
 def order(method: str, job: Job) -> Result:

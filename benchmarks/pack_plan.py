@@ -86,11 +86,11 @@ def _resume_ms(lengths: np.ndarray, packing: RowPacking, world: World) -> float:
     times = []
     for place in range(12):
         start = known.num_samples * place // 12
-        landmark = known.counted_windows(start)
+        windows = known.counted_windows(start)
         run = run_of(lengths, packing=packing)
         run.epoch(0)  # so that only counting is timed
         began = time.process_time()
-        BatchPlan(run.epoch(0, landmark), batch_size=256, world=world, start=start).share(0)
+        BatchPlan(run.epoch(0, windows), batch_size=256, world=world, start=start).share(0)
         times.append(1e3 * (time.process_time() - began))
     return statistics.median(times)
 
@@ -155,8 +155,8 @@ def images_and_text(count: int) -> dict[str, np.ndarray]:
 
 def whole_samples(nodes: int, window: int | None, job: Job) -> Result:
     parts = images_and_text(job.sizes.documents)
-    kept = LengthExpression("text + images")(parts) <= 8192
-    parts = {name: numbers[kept] for name, numbers in parts.items()}
+    fits = LengthExpression("text + images")(parts) <= 8192
+    parts = {name: numbers[fits] for name, numbers in parts.items()}
     lengths = LengthExpression("text + images")(parts).astype("<u4")
     costs = LengthExpression("(text + images) ** 2 + 4096 * images")(parts)
     packing = RowPacking(8192, window or RowPacking(8192).usual_window(lengths), "drop")
@@ -178,7 +178,7 @@ def whole_samples(nodes: int, window: int | None, job: Job) -> Result:
     return {
         **result,
         "fill %": 100 - _padding(lengths, num_rows * 8192),
-        "left out %": 100 * float(1 - kept.mean()),
+        "left out %": 100 * float(1 - fits.mean()),
         **worst,
     }
 
@@ -187,12 +187,12 @@ def fewer_samples(rule: Any, job: Job) -> Result:
     """All samples of a smaller number packed, where the longest ones are dropped or split."""
     lengths = sums_of(job)
     clock = Clock()
-    kept = lengths[lengths <= 8192] if rule == "drop" else lengths
-    packing = RowPacking(8192, RowPacking(8192).usual_window(kept), rule)
-    num_rows = run_of(kept, packing=packing, canonical_nodes=1).epoch(0).num_samples
+    packable = lengths[lengths <= 8192] if rule == "drop" else lengths
+    packing = RowPacking(8192, RowPacking(8192).usual_window(packable), rule)
+    num_rows = run_of(packable, packing=packing, canonical_nodes=1).epoch(0).num_samples
     cut = (lengths > 8192) & (rule != "drop")
-    lost = lengths.sum() - kept.sum()
-    notes = {"fill %": 100 - _padding(kept, num_rows * 8192), "cut": int(cut.sum()), "lost tokens": int(lost)}
+    lost = lengths.sum() - packable.sum()
+    notes = {"fill %": 100 - _padding(packable, num_rows * 8192), "cut": int(cut.sum()), "lost tokens": int(lost)}
     return {**clock.stop(len(lengths)), **notes}
 
 
@@ -218,9 +218,9 @@ def trl_samples(strategy: str, job: Job) -> Result:
     row = np.repeat(np.arange(len(rows)), np.asarray(rows.value_lengths()))
     begins_here = np.append(True, (np.diff(tokens) != 0) | (np.diff(row) != 0))
     pieces = np.bincount(tokens[begins_here], minlength=len(lengths))
-    found = np.bincount(tokens, minlength=len(lengths))
-    cut = (pieces > 1) | (found < lengths)
-    lost = lengths.sum() - found.sum()
+    counts = np.bincount(tokens, minlength=len(lengths))
+    cut = (pieces > 1) | (counts < lengths)
+    lost = lengths.sum() - counts.sum()
     fill = 100 * len(tokens) / (len(rows) * 8192)
     return {**result, "fill %": fill, "cut": int(cut.sum()), "lost tokens": int(lost)}
 
@@ -229,15 +229,15 @@ def axolotl_samples(job: Job) -> Result:
     from axolotl.utils.samplers.multipack import pack_parallel
 
     lengths = sums_of(job)
-    kept = lengths[lengths <= 8192].astype(np.int64)
+    packable = lengths[lengths <= 8192].astype(np.int64)
     options = {"bin_capacity": 8192, "group_size": 100_000, "bin_size": 200, "num_processes": 1}
-    pack_parallel(kept[:100], **options)  # it is compiled at the first call
+    pack_parallel(packable[:100], **options)  # it is compiled at the first call
     clock = Clock()
-    rows = pack_parallel(kept, **options)
+    rows = pack_parallel(packable, **options)
     result = clock.stop(len(lengths))
-    assert sorted(number for row in rows for number in row) == list(range(len(kept)))
-    notes = {"cut": 0, "lost tokens": int(lengths.sum() - kept.sum())}
-    return {**result, "fill %": 100 - _padding(kept, len(rows) * 8192), **notes}
+    assert sorted(sample_id for row in rows for sample_id in row) == list(range(len(packable)))
+    notes = {"cut": 0, "lost tokens": int(lengths.sum() - packable.sum())}
+    return {**result, "fill %": 100 - _padding(packable, len(rows) * 8192), **notes}
 
 
 def write_documents(folder: Path, count: int) -> None:
@@ -249,7 +249,7 @@ def write_documents(folder: Path, count: int) -> None:
         writer.write_batch({"tokens": [tokens[:length] for length in lengths]})
     index = json.loads((folder / "index.json").read_text())
     (shard,), (file,) = index["shards"], index["lengths"]["tokens"]
-    basenames = [f"shard.{number:05}.mds" for number in range(-(-count // ROWS_PER_SHARD))]
+    basenames = [f"shard.{k:05}.mds" for k in range(-(-count // ROWS_PER_SHARD))]
     for basename in basenames[1:]:
         os.link(folder / basenames[0], folder / basename)
     index["shards"] = [{**shard, "raw_data": {**shard["raw_data"], "basename": name}} for name in basenames]
@@ -290,9 +290,9 @@ if __name__ == "__main__":
     for nodes in (16, 1):
         cases = {f"ours, {count} machines": partial(shares, count, nodes) for count in (1, 2, 4, 16, 64)}
         groups.append(Group(f"shares of {nodes} canonical nodes", cases))
-    whole = {f"ours, {nodes} canonical nodes": partial(whole_samples, nodes, None) for nodes in (8, 1)}
-    whole["ours, 8 canonical nodes, window 16,384"] = partial(whole_samples, 8, WINDOW)
-    groups.append(Group("samples of images and text", whole))
+    sample_cases = {f"ours, {nodes} canonical nodes": partial(whole_samples, nodes, None) for nodes in (8, 1)}
+    sample_cases["ours, 8 canonical nodes, window 16,384"] = partial(whole_samples, 8, WINDOW)
+    groups.append(Group("samples of images and text", sample_cases))
     fewer = {f"ours, {rule}": partial(fewer_samples, rule) for rule in ("drop", "split")}
     fewer |= {f"trl, {strategy}": partial(trl_samples, strategy) for strategy in ("bfd", "bfd_split", "wrapped")}
     fewer["axolotl"] = axolotl_samples

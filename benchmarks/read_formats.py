@@ -96,8 +96,8 @@ def prepare_epoch(job: Job) -> None:
     for name, write in READ.items():
         (job.folder / name).mkdir()
         rows = PER_SHARD if name == "tar" else 4 * PER_SHARD
-        for number, first in enumerate(range(0, len(tokens), rows)):
-            write(job.folder / name / f"{number:03}.{name}", tokens[first : first + rows])
+        for k, first in enumerate(range(0, len(tokens), rows)):
+            write(job.folder / name / f"{k:03}.{name}", tokens[first : first + rows])
 
 
 def prepare_open(job: Job) -> None:
@@ -107,8 +107,8 @@ def prepare_open(job: Job) -> None:
         folder.mkdir()
         first = folder / f"00000.{ending}"
         write(first, tokens)
-        for number in range(1, max(2, usual * job.sizes.files_percent // 100)):
-            (folder / f"{number:05}.{ending}").hardlink_to(first)
+        for k in range(1, max(2, usual * job.sizes.files_percent // 100)):
+            (folder / f"{k:05}.{ending}").hardlink_to(first)
 
 
 def epoch(name: str, job: Job) -> Result:

@@ -41,7 +41,7 @@ def prepare(job: Job) -> None:
 def prepare_size(job: Job, size: tuple[int, int]) -> None:
     files = photos(job, job.sizes.photos)
     shuffled = itertools.cycle(np.random.default_rng(1).permutation(len(files)).tolist())
-    chosen = (files[number] for number in shuffled)
+    chosen = (files[k] for k in shuffled)
     write(job, (photo_of(size, chosen) for _ in range(min(SIZES[size], job.sizes.photos))))
 
 
@@ -125,7 +125,7 @@ def epoch(loader: Any) -> Result:
 
 
 if __name__ == "__main__":
-    whole = {
+    readers = {
         "ours": decoded,
         "ours, two threads": partial(decoded, workers=2, loading={"workers": "threads"}),
         "ours, two workers": partial(decoded, workers=2),
@@ -133,7 +133,7 @@ if __name__ == "__main__":
         "mosaic": mosaic,
         "litdata": litdata,
     }
-    groups = [Group("decoded to pixels", whole, prepare)]
+    groups = [Group("decoded to pixels", readers, prepare)]
     for size, count in SIZES.items():
         batch = min(64, count // 6)
         cases = {

@@ -41,9 +41,9 @@ def write_text(job: Job) -> None:
     words = ["".join(map(chr, rng.integers(97, 123, rng.integers(2, 9)))) for _ in range(5000)]
     columns = {"id": "int", "meta": "json", "text": "str"}
     with MDSWriter(out=job.folder / "text", columns=columns, size_limit=LIMIT) as writer:
-        for number in range(job.sizes.rows // 2):
+        for k in range(job.sizes.rows // 2):
             text = " ".join(words[word] for word in rng.integers(0, 5000, 300))
-            writer.write({"id": number, "meta": {"source": f"web-{number % 7}", "score": number / 7}, "text": text})
+            writer.write({"id": k, "meta": {"source": f"web-{k % 7}", "score": k / 7}, "text": text})
 
 
 def read(

@@ -65,8 +65,8 @@ def prepare(job: Job) -> None:
 
     columns = {"id": "int", "x": "ndarray:float32:4"}
     with MDSWriter(out=job.folder / "samples", columns=columns, size_limit=1000) as writer:
-        for number in range(NUM_SAMPLES):
-            writer.write({"id": number, "x": np.full(4, number / NUM_SAMPLES, np.float32)})
+        for k in range(NUM_SAMPLES):
+            writer.write({"id": k, "x": np.full(4, k / NUM_SAMPLES, np.float32)})
 
 
 def data_of(library: str, job: Job) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def compare(library: str, chain: Chain, job: Job) -> Result:
     if library == "litdata":
         loaders.write_litdata(job, "samples", chunk_size=16)
     clock = Clock()
-    whole, _ = fit(library, chain, NEVER, job, None)
+    unbroken, _ = fit(library, chain, NEVER, job, None)
     fed: Feed = {}
     state = None
     problem = ""
@@ -141,17 +141,17 @@ def compare(library: str, chain: Chain, job: Job) -> Result:
             problem = f" {type(error).__name__}: {error}"[:60]
             break
         fed |= seen
-    changes = " / ".join(map(str, changes_of(whole, fed)))
-    return clock.stop(len(whole), **{"lost / repeated / other": f"{changes} of {len(whole)}{problem}"})
+    changes = " / ".join(map(str, changes_of(unbroken, fed)))
+    return clock.stop(len(unbroken), **{"lost / repeated / other": f"{changes} of {len(unbroken)}{problem}"})
 
 
-def changes_of(whole: Feed, resumed: Feed) -> tuple[int, int, int]:
+def changes_of(unbroken: Feed, resumed: Feed) -> tuple[int, int, int]:
     """Samples lost and repeated within their epochs, and steps of other samples."""
-    wanted = counted(whole)
+    wanted = counted(unbroken)
     got = counted(resumed)
     nothing: tuple[int, list[int]] = (0, [])
-    steps = {*whole, *resumed}
-    other = sum(sorted(whole.get(k, nothing)[1]) != sorted(resumed.get(k, nothing)[1]) for k in steps)
+    steps = {*unbroken, *resumed}
+    other = sum(sorted(unbroken.get(k, nothing)[1]) != sorted(resumed.get(k, nothing)[1]) for k in steps)
     return (wanted - got).total(), (got - wanted).total(), other
 
 

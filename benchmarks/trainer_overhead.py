@@ -27,19 +27,19 @@ def prepare(job: Job) -> None:
     from lightning_stream import MDSWriter
 
     with MDSWriter(out=job.folder / "ids", columns={"id": "int"}) as writer:
-        for number in range(job.sizes.steps * BATCH):
-            writer.write({"id": number})
+        for k in range(job.sizes.steps * BATCH):
+            writer.write({"id": k})
 
 
 def time_hooks(callbacks: Sequence[Any]) -> dict[str, list[float]]:
     """Time the hooks of this package's callbacks from now on: microseconds of each call, by name."""
-    spent: dict[str, list[float]] = defaultdict(list)
+    elapsed_us: dict[str, list[float]] = defaultdict(list)
 
     def timed(name: str, original: Callable[..., None]) -> Callable[..., None]:
         def hook(*arguments: Any, **named: Any) -> None:
             began = time.thread_time()  # other threads and processes do not count
             original(*arguments, **named)
-            spent[name].append(1e6 * (time.thread_time() - began))
+            elapsed_us[name].append(1e6 * (time.thread_time() - began))
 
         return hook
 
@@ -47,7 +47,7 @@ def time_hooks(callbacks: Sequence[Any]) -> dict[str, list[float]]:
         if type(callback).__module__.startswith("lightning_stream"):
             for name in HOOKS:
                 setattr(callback, name, timed(f"{type(callback).__name__}.{name}", getattr(callback, name)))
-    return spent
+    return elapsed_us
 
 
 def train(job: Job, options: dict[str, Any] | None) -> Result:
@@ -68,7 +68,7 @@ def train(job: Job, options: dict[str, Any] | None) -> Result:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
         def on_train_start(self) -> None:  # after Lightning has added the callbacks of the data
-            self.spent = time_hooks(self.trainer.callbacks)
+            self.elapsed_us = time_hooks(self.trainer.callbacks)
             self.clock = Clock()
 
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -84,7 +84,7 @@ def train(job: Job, options: dict[str, Any] | None) -> Result:
     else:
         trainer.fit(module, datamodule=StreamingDataModule(train=job.folder / "ids", batch_size=BATCH, **options))
     result = module.clock.stop(job.sizes.steps)
-    return {**result, "hooks us": sum(map(statistics.median, module.spent.values()))}
+    return {**result, "hooks us": sum(map(statistics.median, module.elapsed_us.values()))}
 
 
 if __name__ == "__main__":

@@ -77,10 +77,10 @@ def spend(seconds: float) -> None:
         pass
 
 
-def work(number: int) -> int:
+def work(rounds: int) -> int:
     """Compute in Python, so many rounds: preempted work takes longer."""
     total = 0
-    for k in range(number):
+    for k in range(rounds):
         total += k * k
     return total
 
@@ -137,38 +137,38 @@ def write(data: str, folder: Path) -> Path:
         return folder
     rng = np.random.default_rng(0)
     columns = {"x": "ndarray:uint8:1024"}
-    number = 4096
+    num_samples = 4096
     options = {"size_limit": 1 << 16}
     make: Callable[[], Values] = lambda: {"x": rng.integers(0, 255, 1024, np.uint8)}  # noqa: E731
     if data == "large shards":
         options["size_limit"] = 1 << 20
     elif data == "images":
         columns = {"x": "ndarray:uint8:1000000"}
-        number = 192
+        num_samples = 192
         options = {"size_limit": 1 << 24}
         make = lambda: {"x": np.full(1_000_000, rng.integers(0, 255), np.uint8)}  # noqa: E731
     elif data == "photos":
         from PIL import Image
 
         columns = {"x": "jpeg"}
-        number = 160
+        num_samples = 160
         options = {"size_limit": 1 << 24}
         noise = [rng.integers(0, 255, (50, 75, 3), np.uint8) for _ in range(8)]
-        photos = [Image.fromarray(each).resize((1500, 1000)) for each in noise]
+        photos = [Image.fromarray(pixels).resize((1500, 1000)) for pixels in noise]
         make = lambda: {"x": photos[rng.integers(8)]}  # noqa: E731
     elif data in ("bz2", "plain"):
         columns = {"x": "bytes"}
-        number = 2048
+        num_samples = 2048
         options = {"size_limit": 1 << 20}
         options |= {"compression": "bz2"} if data == "bz2" else {}
         make = lambda: {"x": rng.integers(0, 16, 1 << 15, np.uint8).tobytes()}  # noqa: E731
     elif data == "json":
         columns = {"x": "json"}
-        number = 2048
+        num_samples = 2048
         options = {"size_limit": 1 << 22}
         make = lambda: {"x": list(range(10_000))}  # noqa: E731
     with MDSWriter(out=folder, columns=columns, **options) as writer:
-        for _ in range(number):
+        for _ in range(num_samples):
             writer.write(make())
     return folder
 
@@ -274,10 +274,10 @@ def run_loop(loop: Loop, place: str, cache: Path) -> Values:
     count = 0
     with contextlib.closing(batches):
         for _ in range(loop.epochs):
-            for number, _ in zip(range(loop.steps), batches, strict=False):
+            for step, _ in zip(range(loop.steps), batches, strict=False):
                 (spend if loop.computes else sleep)(loop.step_s)
                 count += 1
-                if number % 10 == 9:
+                if step % 10 == 9:
                     _pause(loop, batches)
         seconds = perf_counter() - began
         stats = batches.stats()
@@ -286,8 +286,8 @@ def run_loop(loop: Loop, place: str, cache: Path) -> Values:
     return {"per_s": count / seconds, "text": str(verdict), "table": str(stats), **asdict(verdict)}
 
 
-def _with_functions(given: Values) -> Values:
-    return {name: FUNCTIONS.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
+def _with_functions(settings: Values) -> Values:
+    return {name: FUNCTIONS.get(value, value) if isinstance(value, str) else value for name, value in settings.items()}
 
 
 def _pause(loop: Loop, batches: Any) -> None:
@@ -328,22 +328,22 @@ def _once(loop: Loop, folder: Path) -> Values:
 
 def changed(loop: Loop, setting: str | None, value: Any) -> Loop | None:
     """The loop after its remedy; None where there is none."""
-    given = asdict(loop)
+    settings = asdict(loop)
     if setting is not None:
         place = "dataset" if setting in ("predownload", "cache_limit", "window") else "loader"
-        given[place] = {**given[place], setting: value}
+        settings[place] = {**settings[place], setting: value}
         if setting == "num_workers" and value == 0:
-            given["loader"].pop("workers", None)
+            settings["loader"].pop("workers", None)
     elif loop.by_hand:
         for name, change in loop.by_hand.items():
             part = "dataset" if name == "transform" else "loader" if name == "collate_fn" else None
             if part:
-                given[part] = {**given[part], name: change}
+                settings[part] = {**settings[part], name: change}
             else:
-                given[name] = change
+                settings[name] = change
     else:
         return None
-    return Loop(**given)
+    return Loop(**settings)
 
 
 def judge(loop: Loop, first: Mapping[str, Any], second: Mapping[str, Any] | None) -> Values:
@@ -364,8 +364,8 @@ def main() -> None:
     parser.add_argument("--loop", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.loop:
-        given, place, cache = args.loop
-        print(f"\n{json.dumps(run_loop(Loop(**json.loads(given)), place, Path(cache)))}")
+        settings, place, cache = args.loop
+        print(f"\n{json.dumps(run_loop(Loop(**json.loads(settings)), place, Path(cache)))}")
         return
     report = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -377,7 +377,7 @@ def main() -> None:
             second = None if after is None else _once(after, Path(folder))
             report[name] = {**judge(loop, first, second), "first": first, "second": second}
             _print(name, report[name], args.verbose)
-    good = sum(each["named"] and each["keeps"] for each in report.values())
+    good = sum(judged["named"] and judged["keeps"] for judged in report.values())
     print(f"\n{good} of {len(report)}: the cause is named, and its remedy does as it says")
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

@@ -45,8 +45,8 @@ def tokens_litdata(job: Job) -> Result:
     rows = np.load(job.folder / "rows.npy")
     clock = Clock()
     writer = litdata.streaming.Cache(str(job.scratch / "out"), chunk_bytes=LIMIT)
-    for number, row in enumerate(rows):
-        writer[number] = row
+    for k, row in enumerate(rows):
+        writer[k] = row
     writer.done()
     writer.merge()
     return clock.stop(len(rows))

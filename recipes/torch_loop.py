@@ -147,10 +147,10 @@ class TorchTrainer(ModelTrainer):
     def _train_epoch(self) -> None:
         """Train to the end of the epoch or of the run."""
         self.model.train()
-        for number, batch in enumerate(self.tracker):
+        for batch_index, batch in enumerate(self.tracker):
             current: Any = self.tracker.current
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16-mixed"):
-                loss: Any = self.model.training_step(move_data_to_device(batch, self.device), number)
+                loss: Any = self.model.training_step(move_data_to_device(batch, self.device), batch_index)
             # The mean over this process's samples, weighed by their share of the step's samples.
             (loss * current.num_samples / (current.end - current.begin)).backward()
             gradients = [weight.grad for weight in self.model.parameters() if weight.grad is not None]
@@ -173,8 +173,8 @@ class TorchTrainer(ModelTrainer):
     @torch.no_grad()
     def _validate(self, batches: Any) -> None:
         self.model.eval()
-        for number, batch in enumerate(batches):
-            self.model.validation_step(move_data_to_device(batch, self.device), number)
+        for batch_index, batch in enumerate(batches):
+            self.model.validation_step(move_data_to_device(batch, self.device), batch_index)
         self.callback_metrics.update(self.logged.means())
 
     def _on_signal(self, signum: int, _frame: object) -> None:
