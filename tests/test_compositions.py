@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def with_bad_samples(folder: Path, **given: Any) -> StreamingDataset:
     dataset = composed(folder, on_bad={"sample": "substitute", "quarantine": folder / "bad.jsonl"}, **given)
-    source_of(dataset).bad_data.found.update(dict.fromkeys((7, 50, 120), "it is damaged"))
+    source_of(dataset).bad_data.samples.update(dict.fromkeys((7, 50, 120), "it is damaged"))
     return dataset
 
 

@@ -165,7 +165,7 @@ def test_a_forgotten_sample_does_not_take_the_place_of_a_bad_one(shards: Path) -
     info = loader.last_batch
     assert info is not None
     bad = source_of(dataset).bad_data
-    bad.found.update(dict.fromkeys(info.ids.tolist(), "damaged"))
+    bad.samples.update(dict.fromkeys(info.ids.tolist(), "damaged"))
     order = loader.micro_batches_from(loader.position).plan.order
     delivered = {*bad.replaced(dataset.reader, info, order).delivered.tolist()}
     assert not delivered & {*forget, *info.ids.tolist()}

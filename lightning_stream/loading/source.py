@@ -275,7 +275,7 @@ class SampleSource:
                 options: dict[str, Any] = {"forgotten": forgotten, "lists": self.lists, "amounts": amounts}
                 found = RunOrder(self.snapshot, weights, config, lengths, **options)
             if forgotten is not None:  # nor may they be delivered in place of bad samples
-                self.bad_data.found.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
+                self.bad_data.samples.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()
             self.orders[config] = found
         return found

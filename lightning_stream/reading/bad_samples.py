@@ -72,7 +72,7 @@ class BadData:
     """
 
     policy: BadDataPolicy = field(default_factory=BadDataPolicy)
-    found: dict[int, str] = field(default_factory=dict)
+    samples: dict[int, str] = field(default_factory=dict)
     shards: dict[int, str] = field(default_factory=dict)
     listed: dict[int, object] = field(default_factory=dict)
 
@@ -80,13 +80,13 @@ class BadData:
         """Whether some of these are known to be bad."""
         if self.shards and not self.shards.keys().isdisjoint(reader.snapshot.shards_of(ids).tolist()):
             return True
-        return bool(self.found) and not self.found.keys().isdisjoint(ids.tolist())
+        return bool(self.samples) and not self.samples.keys().isdisjoint(ids.tolist())
 
     def is_bad(self, reader: SampleReader, sample_id: int) -> bool:
         """Whether the sample cannot be read, which is tried if unknown; raises its error if the policy is to raise."""
         shard = int(reader.snapshot.shards_of(np.array([sample_id]))[0])
-        if sample_id in self.found or shard in self.shards:
-            self.found.setdefault(sample_id, self.shards.get(shard, ""))
+        if sample_id in self.samples or shard in self.shards:
+            self.samples.setdefault(sample_id, self.shards.get(shard, ""))
             return True
         is_open = False
         try:
@@ -96,7 +96,7 @@ class BadData:
         except UNREADABLE as error:
             if (self.policy.sample if is_open else self.policy.shard) == "raise":
                 raise
-            self.found[sample_id] = str(error)
+            self.samples[sample_id] = str(error)
             if not is_open:
                 self.shards[shard] = str(error)
             return True
@@ -128,7 +128,7 @@ class BadData:
             if other is None:
                 raise FormatError(
                     f"sample {bad_ids[0]} cannot be read, and nothing that could replace it, another sample or another "
-                    f"row of its window: too much of the data is bad. The last reason: {self.found[bad_ids[0]]}"
+                    f"row of its window: too much of the data is bad. The last reason: {self.samples[bad_ids[0]]}"
                 )
             drawn[k] = other
             delivered = other if isinstance(other, int) else int(other.fingerprints()[0])
@@ -160,7 +160,7 @@ class BadData:
             "epoch": epoch,
             "position": position,
             "delivered": None if delivered is None else original[1],
-            "reason": self.found[drawn],
+            "reason": self.samples[drawn],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
@@ -182,22 +182,22 @@ def readable(
         FormatError, NotFoundError: Data cannot be read and the policy is to raise.
     """
     of_thread = reader.counters.of_thread
-    whole = info
-    if (bad.found or bad.shards) and bad.suspects(reader, info.sample_ids):
-        whole = bad.replaced(reader, info, order)
+    attempt = info
+    if (bad.samples or bad.shards) and bad.suspects(reader, info.sample_ids):
+        attempt = bad.replaced(reader, info, order)
     while True:
         of_thread.unverified = unverified = list[UnverifiedRead]()
         try:
-            if whole is info:
+            if attempt is info:
                 return read(info), info, tuple(unverified)
-            instead = [one.delivered for one in whole.substitutions] if whole.rows is None else whole.sample_ids
+            instead = [swap.delivered for swap in attempt.substitutions] if attempt.rows is None else attempt.sample_ids
             with reader.read_ahead(np.array(instead)):
-                return read(whole), whole, tuple(unverified)
+                return read(attempt), attempt, tuple(unverified)
         except UNREADABLE:
-            if whole is not info or not bad.policy.substitutes:
+            if attempt is not info or not bad.policy.substitutes:
                 raise
-            whole = bad.replaced(reader, info, order)
-            if whole is info:
+            attempt = bad.replaced(reader, info, order)
+            if attempt is info:
                 raise  # all samples can be read: the user's own code failed
         except LightningStreamError:
             raise

@@ -18,13 +18,13 @@ def stages_of_reader(reader: SampleReader, lengths: Iterable[str] = (), run: Run
     With the run, every stream of several shows how many of its samples an epoch draws.
     """
     chosen = list[Stage]()
-    whole = reader
-    while whole.parent is not None:
-        chosen.insert(0, _chosen(whole, whole.parent))
-        whole = whole.parent
+    root = reader
+    while root.parent is not None:
+        chosen.insert(0, _chosen(root, root.parent))
+        root = root.parent
     measured = [Stage(name, {}, summary(reader.lengths(name)), reader.lengths_digest(name)) for name in lengths]
     return [
-        _streams(whole, run),
+        _streams(root, run),
         *chosen,
         *([Stage("lengths", parts=tuple(measured))] if measured else []),
     ]
@@ -34,13 +34,13 @@ def _streams(reader: SampleReader, run: RunOrder | None) -> Stage:
     parts = []
     snapshot = reader.snapshot
     drawn = None if run is None or run.config.schedule is not None else run.num_drawn
-    for number, (stream, index) in enumerate(zip(reader.streams, reader.indexes, strict=True)):
+    for stream_id, (stream, index) in enumerate(zip(reader.streams, reader.indexes, strict=True)):
         counts: dict[str, Any] = {"samples": index.num_samples, "shards": index.num_shards}
         counts["bytes"] = int(index.raw_bytes.sum())
         if drawn is not None:
-            counts["drawn per epoch"] = drawn[number]
-        one = len(reader.streams) == 1
-        parts.append(Stage(name_of(stream), weights_in(weights_of(stream)), {} if one else counts, index.digest))
+            counts["drawn per epoch"] = drawn[stream_id]
+        is_single = len(reader.streams) == 1
+        parts.append(Stage(name_of(stream), weights_in(weights_of(stream)), {} if is_single else counts, index.digest))
     raw = sum(int(index.raw_bytes.sum()) for index in reader.indexes)
     stored = sum(int(index.stored_bytes.sum()) for index in reader.indexes)
     total = {"samples": snapshot.num_samples, "shards": snapshot.num_shards, "bytes": raw}
@@ -50,7 +50,7 @@ def _streams(reader: SampleReader, run: RunOrder | None) -> Stage:
 
 def _chosen(reader: SampleReader, parent: SampleReader) -> Stage:
     before = parent.snapshot.num_samples
-    kept = reader.snapshot.num_samples
-    counts = {"samples kept": kept, "kept_percent": 100 * kept / max(1, before)}
+    num_kept = reader.snapshot.num_samples
+    counts = {"samples kept": num_kept, "kept_percent": 100 * num_kept / max(1, before)}
     rules = tuple(Stage(rule, {}, {"samples left": left}) for rule, left in reader.left.items())
     return Stage("filter" if rules else "subset", {}, counts, reader.snapshot.digest, parts=rules)

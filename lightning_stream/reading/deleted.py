@@ -33,11 +33,11 @@ def deleted_samples(cache: ShardCache, index: Index) -> NDArray[np.int64]:
     """The numbers of a stream's deleted samples, in ascending order: int64[n]."""
     if index.deleted is None:
         return np.empty(0, np.int64)
-    found = np.fromfile(cache.side_file(index.deleted), "<i8").astype(np.int64, copy=False)
-    is_right = len(found) == index.num_deleted and (np.diff(found, prepend=-1) > 0).all()
-    if not is_right or (found >= index.num_samples).any():
+    deleted = np.fromfile(cache.side_file(index.deleted), "<i8").astype(np.int64, copy=False)
+    is_right = len(deleted) == index.num_deleted and (np.diff(deleted, prepend=-1) > 0).all()
+    if not is_right or (deleted >= index.num_samples).any():
         raise FormatError(
             f"{cache.store.url}/{index.deleted.basename}: deleted samples must be different numbers below "
             f"{index.num_samples:,}, in ascending order. Restore the file."
         )
-    return found
+    return deleted

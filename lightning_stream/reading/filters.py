@@ -104,8 +104,8 @@ class Filters:
             mask[mask] = Evaluation(passing, self.filter, BadData(self.policy)).mask()
             left[f"filter={_text(self.filter)}"] = int(mask.sum())
         if not mask.any():
-            found = ", ".join(f"{rule} left {count:,}" for rule, count in left.items())
-            raise ValueError(f"filters must keep some samples; of {size:,}, {found}. Correct the last one")
+            counts = ", ".join(f"{rule} left {count:,}" for rule, count in left.items())
+            raise ValueError(f"filters must keep some samples; of {size:,}, {counts}. Correct the last one")
         return Bitmap.of_mask(mask), left
 
 
@@ -114,21 +114,21 @@ def _text(rule: object) -> str:
     return str(getattr(rule, "__name__", type(rule).__name__)) if callable(rule) else repr(rule)
 
 
-def ids_of(given: Ids, name: str = "exclude_ids") -> NDArray[np.integer]:
+def ids_of(ids: Ids, name: str = "exclude_ids") -> NDArray[np.integer]:
     """Ids that are given themselves, or as a file with one a line or of numpy (``.npy``)."""
-    return as_ids(_read(Path(given)) if isinstance(given, (str, os.PathLike)) else given, name)
+    return as_ids(_read(Path(ids)) if isinstance(ids, (str, os.PathLike)) else ids, name)
 
 
-def _not_excluded(given: Ids, reader: SampleReader) -> NDArray[np.bool_]:
+def _not_excluded(ids: Ids, reader: SampleReader) -> NDArray[np.bool_]:
     """bool[num_samples]: the samples of a reader that are not among these ids of the streams' samples."""
     mask = np.ones(reader.shards.snapshot.num_samples, dtype=np.bool_)
-    mask[_ids(given, len(mask))] = False
+    mask[_ids(ids, len(mask))] = False
     return mask if reader.members is None else mask[reader.members.mask]
 
 
-def _ids(given: Ids, size: int) -> NDArray[np.int64]:
+def _ids(ids: Ids, size: int) -> NDArray[np.int64]:
     """The ids to exclude, also of a file."""
-    array = ids_of(given)
+    array = ids_of(ids)
     if (unknown := array[(array < 0) | (array >= size)]).size:
         raise ValueError(
             f"exclude_ids are ids of the streams' samples, 0 to {size - 1}; found {unknown.size:,} others, "
@@ -142,7 +142,7 @@ def _read(path: Path) -> NDArray[Any]:
     if path.suffix == ".npy":
         return np.asarray(np.load(path, allow_pickle=False))
     lines = path.read_text().splitlines()
-    wrong = next((number for number, line in enumerate(lines, 1) if not line.strip().isdecimal()), None)
+    wrong = next((line_number for line_number, line in enumerate(lines, 1) if not line.strip().isdecimal()), None)
     if wrong is not None:
         raise ValueError(
             f"a file of exclude_ids has one sample id a line; found {lines[wrong - 1][:40]!r} in line {wrong} of {path}"
@@ -206,9 +206,9 @@ class Evaluation:
         offsets = self.reader.snapshot.shard_offsets
         if (packed := self._folder.result(self._result_of(part))) is not None:
             return _unpacked(packed, int(offsets[part.end] - offsets[part.begin]))
-        kept = np.concatenate([self._of_shard(shard) for shard in range(part.begin, part.end)])
-        self._folder.keep_result(self._result_of(part), np.packbits(kept).tobytes())
-        return kept
+        answers = np.concatenate([self._of_shard(shard) for shard in range(part.begin, part.end)])
+        self._folder.keep_result(self._result_of(part), np.packbits(answers).tobytes())
+        return answers
 
     def _of_shard(self, shard: int) -> NDArray[np.bool_]:
         """bool[samples of the shard]."""
@@ -243,19 +243,19 @@ class Evaluation:
         offsets = self.reader.snapshot.shard_offsets
         count = min(max(1, offsets[-1] // _MIN_SAMPLES), _MOST_PARTS)
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
-        parts = [ShardRange(number, *pair) for number, pair in enumerate(pairwise(bounds))]
+        parts = [ShardRange(partition_id, *pair) for partition_id, pair in enumerate(pairwise(bounds))]
         progress = Progress(len(parts), "filtering")
         begin = time.monotonic()
-        kept = dict[int, NDArray[np.bool_]]()
+        by_part = dict[int, NDArray[np.bool_]]()
         missing = list(parts)
         while missing and time.monotonic() - begin < _ALONE_S:
             part = missing.pop(0)
-            kept[part.partition_id] = self(part)
-            progress(len(kept[part.partition_id]))
-        kept |= run_partitions(
+            by_part[part.partition_id] = self(part)
+            progress(len(by_part[part.partition_id]))
+        by_part |= run_partitions(
             self, missing, self._num_workers(len(missing)), lambda part: progress(len(part)), _REMEDY
         )
-        answers = np.packbits(np.concatenate([kept[part.partition_id] for part in parts])).tobytes()
+        answers = np.packbits(np.concatenate([by_part[part.partition_id] for part in parts])).tobytes()
         self._folder.keep_result(self.name, answers, parts=map(self._result_of, parts))
         return answers
 

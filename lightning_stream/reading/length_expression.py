@@ -73,14 +73,14 @@ class LengthExpression:
         Raises:
             ValueError: One is below 0, divides by 0, or may not fit into 64 bits.
         """
-        found: NDArray[np.int64] = self._value(self._tree, lengths)[0]
-        if (found < 0).any():
-            at = int(np.argmax(found < 0))
-            raise self._error(f"it gives {found[at]} for { ({name: int(lengths[name][at]) for name in self.names}) }")
-        return found
+        values: NDArray[np.int64] = self._value(self._tree, lengths)[0]
+        if (values < 0).any():
+            at = int(np.argmax(values < 0))
+            raise self._error(f"it gives {values[at]} for { ({name: int(lengths[name][at]) for name in self.names}) }")
+        return values
 
-    def _error(self, found: str) -> ValueError:
-        return ValueError(f"{_RULE}, and never below 0; found {self.text!r}, but {found}. Correct it")
+    def _error(self, problem: str) -> ValueError:
+        return ValueError(f"{_RULE}, and never below 0; found {self.text!r}, but {problem}. Correct it")
 
     def _value(self, node: ast.expr, lengths: Mapping[str, NDArray[np.integer]]) -> _Term:
         """The values of a part; ValueError for what it must not have."""

@@ -70,15 +70,15 @@ class MappedDigests:
     """
 
     def __init__(self) -> None:
-        self._found: list[str] = []
+        self._digests: list[str] = []
 
     def __call__(self, names: Iterable[str], path: Path) -> dict[str, str]:
         """As `digest_file`."""
         view = MappedFile(path, None).view
         if list(names) != ["xxh3_64"] or len(view) <= _SHORT:
             return digest_parts(names, [view])
-        self._found.append(digest("xxh3_128", view))
-        return {"xxh3_64": self._found[-1][16:]}
+        self._digests.append(digest("xxh3_128", view))
+        return {"xxh3_64": self._digests[-1][16:]}
 
     def of(self, lengths: _Lengths, indexes: Sequence[Index], name: str) -> str | None:
         """The digest of these lengths, if they are one verified file; else None."""
@@ -86,7 +86,7 @@ class MappedDigests:
         if len(files) != 1 or files[0].num_bytes != lengths.nbytes:
             return None
         wanted = files[0].hashes.get("xxh3_64")
-        return next((whole for whole in self._found if whole[16:] == wanted), None)
+        return next((known for known in self._digests if known[16:] == wanted), None)
 
 
 def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:

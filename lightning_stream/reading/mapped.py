@@ -47,16 +47,15 @@ class MapStream(Stream):
 
     def read_lengths(self, name: str) -> NDArray[np.uint32]:
         """The lengths of this name. ValueError where there are none, or other numbers."""
-        given = self.lengths.of(name, self.dataset)
+        lengths = np.asarray(self.lengths.of(name, self.dataset))
         size = len(self.dataset)
-        found = np.asarray(given)
-        is_right = found.shape == (size,) and (not size or found.dtype.kind in "iu")
-        if not is_right or (size and not 0 <= found.min() <= found.max() < 2**32):
+        is_right = lengths.shape == (size,) and (not size or lengths.dtype.kind in "iu")
+        if not is_right or (size and not 0 <= lengths.min() <= lengths.max() < 2**32):
             raise ValueError(
-                f"lengths are whole numbers below 2**32, one for each of the {size} samples; found {found.dtype} of "
-                f"shape {found.shape} for {name!r} of {self.local}. Pass an array, or a function that returns one"
+                f"lengths are whole numbers below 2**32, one for each of the {size} samples; found {lengths.dtype} of "
+                f"shape {lengths.shape} for {name!r} of {self.local}. Pass an array, or a function that returns one"
             )
-        return found.astype(np.uint32)
+        return lengths.astype(np.uint32)
 
 
 class GivenLengths:
@@ -79,8 +78,8 @@ class GivenLengths:
                 f"the order needs the samples' lengths {name!r}; found {', '.join(self.by_name) or 'none'}. Pass "
                 f"lengths={{{name!r}: numbers}}, or a function that returns them for the dataset"
             )
-        given = self.by_name[name]
-        return given(dataset) if callable(given) else given
+        lengths = self.by_name[name]
+        return lengths(dataset) if callable(lengths) else lengths
 
 
 class MapReader(SampleReader):
@@ -89,16 +88,16 @@ class MapReader(SampleReader):
     def __init__(self, streams: Sequence[MapStream]) -> None:
         super().__init__(StreamShards(streams))
         is_mixed = len(streams) > 1
-        self.shards.indexes = tuple(_index(str(one.local), len(one.dataset), is_mixed) for one in streams)
+        self.shards.indexes = tuple(_index(str(stream.local), len(stream.dataset), is_mixed) for stream in streams)
         self.shards.num_files = 0  # so there is nothing to look ahead for
-        calls = [_getter(one.dataset) for one in streams]
+        calls = [_getter(stream.dataset) for stream in streams]
         many = getattr(streams[0].dataset, "__getitems__", None)
         self.read_many: Callable[[list[int]], Sequence[Any]] | None = None if is_mixed else many
         self.read = partial(_read, calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        given = cast("MapStream", self.streams[0]).lengths.by_name
-        return {**super().__getstate__(), "_lengths": {**self._lengths, **{name: self.lengths(name) for name in given}}}
+        names = cast("MapStream", self.streams[0]).lengths.by_name
+        return {**super().__getstate__(), "_lengths": {**self._lengths, **{name: self.lengths(name) for name in names}}}
 
     @cached_property
     def snapshot(self) -> Snapshot:
@@ -131,7 +130,7 @@ class MapReader(SampleReader):
         version: int | None = None,  # noqa: ARG002
     ) -> dict[str, Any]:
         """Samples that are mappings, as columns: lists of their values."""
-        samples = [self.read(number) for number in ids.tolist()]
+        samples = [self.read(sample_id) for sample_id in ids.tolist()]
         return {name: [np.asarray(sample[name]) for sample in samples] for name in samples[0]}
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
@@ -147,10 +146,10 @@ class MapReader(SampleReader):
         return lengths
 
 
-def _read(calls: Sequence[Callable[[int], Any]], begins: Sequence[int], number: int) -> Any:
+def _read(calls: Sequence[Callable[[int], Any]], begins: Sequence[int], sample_id: int) -> Any:
     """A sample of several datasets, one dataset after another, by its number, as its dataset returns it."""
-    which = bisect_right(begins, number) - 1
-    return calls[which](number - begins[which])
+    which = bisect_right(begins, sample_id) - 1
+    return calls[which](sample_id - begins[which])
 
 
 def _getter(dataset: Any) -> Callable[[int], Any]:
@@ -161,8 +160,8 @@ def _getter(dataset: Any) -> Callable[[int], Any]:
     return partial(_single, dataset)
 
 
-def _single(dataset: Any, number: int) -> Any:
-    return dataset.__getitems__([number])[0]
+def _single(dataset: Any, sample_id: int) -> Any:
+    return dataset.__getitems__([sample_id])[0]
 
 
 def _index(name: str, num_samples: int, is_mixed: bool) -> Index:

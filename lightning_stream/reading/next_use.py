@@ -87,13 +87,13 @@ class NextUse:
 
 
 def next_use_of_file(
-    numbers: Mapping[str, int],
+    shards: Mapping[str, int],
     plans: Mapping[int, NextUse],
     basename: str,
     last_used: Callable[[str], float] = lambda _: 0.0,
 ) -> float | None:
-    """In how many positions a file (``numbers``: its shard) is needed next, by any plan; None where that is unknown."""
-    shard = numbers.get(basename)
+    """In how many positions a file (``shards``: its shard) is needed next, by any plan; None where that is unknown."""
+    shard = shards.get(basename)
     if shard is None:
         return None
     used = last_used(basename)

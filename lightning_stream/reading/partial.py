@@ -70,151 +70,151 @@ class PartialShards:
         self._shards = shards
         self._tables: dict[int, _Offsets] = {}
         self._versions: dict[int, str | None] = {}  # of each shard's object, from its first range
-        self._spent: Counter[int] = Counter()  # bytes, requests counted as such, by shard
+        self._costs: Counter[int] = Counter()  # bytes, requests counted as such, by shard
         self._distrusted: set[int] = set()
         self.num_requests = 0
         self._guard = threading.Lock()
         self._requests = DaemonPool(_THREADS, "range")
         self._readers = DaemonPool(_THREADS, "partial")  # which wait for requests
 
-    def is_cheaper(self, number: int, indices: Int64s) -> bool:
+    def is_cheaper(self, shard_id: int, indices: Int64s) -> bool:
         """Whether ranges for these samples of a shard cost less than the shard, with what was spent on it before.
 
         Never if the user demands a hash or whole shards, nor for shards that are compressed in one piece, of a format
         without such ranges, or in the cache.
         """
-        cache, entry = self._shards.entry(number)
-        if isinstance(cache.store, DownloadHook) or not self._may_be_partial(number):
+        cache, entry = self._shards.entry(shard_id)
+        if isinstance(cache.store, DownloadHook) or not self._may_be_partial(shard_id):
             return False
         num_bytes = _stored(entry).num_bytes
         begin, end = _frames(entry).table
-        table = 0 if number in self._tables else REQUEST_BYTES + end - begin
+        table = 0 if shard_id in self._tables else REQUEST_BYTES + end - begin
         num_ranges, range_bytes = _ranges(entry, indices)
-        cost = self._spent[number] + table + num_ranges * REQUEST_BYTES + range_bytes
+        cost = self._costs[shard_id] + table + num_ranges * REQUEST_BYTES + range_bytes
         if cost > REQUEST_BYTES + num_bytes:
             return False
         if entry.raw.origin is not None and (cache.other is None or not cache.other.has_samples(cache.store, entry)):
             return False
         return not cache.present(entry)
 
-    def comes_soon(self, number: int, last: int) -> bool:
+    def comes_soon(self, shard_id: int, last: int) -> bool:
         """Whether the samples up to an index surely arrive well before the end of the shard, and can be read then.
 
         Never if the user demands a hash or whole shards, nor for those that are compressed in one piece or of other
         formats.
         """
-        cache, entry = self._shards.entry(number)
+        cache, entry = self._shards.entry(shard_id)
         if entry.raw.origin is not None or not isinstance(cache.store, RetryingStore):
             return False
         part = (last + 1) / entry.num_samples
         is_worth_it = part <= _MOST_OF_SHARD and _stored(entry).num_bytes * (1 - part) >= REQUEST_BYTES
-        return is_worth_it and self._may_be_partial(number)
+        return is_worth_it and self._may_be_partial(shard_id)
 
-    def _may_be_partial(self, number: int) -> bool:
-        cache, entry = self._shards.entry(number)
+    def _may_be_partial(self, shard_id: int) -> bool:
+        cache, entry = self._shards.entry(shard_id)
         has_frames = entry.format == "mds" and (entry.compressed is None or _is_seekable(entry))
-        is_trusted = number not in self._distrusted and cache.config.validate_hash is None
+        is_trusted = shard_id not in self._distrusted and cache.config.validate_hash is None
         return has_frames and is_trusted and not cache.in_place and self._shards.config.start_by_range is not False
 
-    def arriving(self, number: int, indices: Int64s, has_come: Callable[[], bool]) -> PartialShard | None:
+    def arriving(self, shard_id: int, indices: Int64s, has_come: Callable[[], bool]) -> PartialShard | None:
         """Samples of a shard that is being fetched, by any process, as soon as they are here.
 
         None if the whole shard has come before, or does not arrive in order.
         """
         try:
-            samples = _arriving(*self._shards.entry(number), indices, has_come)
-            return None if samples is None else self._as_shard(number, indices, samples, is_awaited=True)
+            samples = _arriving(*self._shards.entry(shard_id), indices, has_come)
+            return None if samples is None else self._as_shard(shard_id, indices, samples, is_awaited=True)
         except (OSError, FormatError):  # no space for a copy, or wrong bytes: the whole shard shows which are right
             return None
 
     def by_range(self, wanted: Mapping[int, Int64s], awaited: Collection[int]) -> dict[int, PartialShard]:
-        """Samples of ascending, distinct indices by ranges, by shard number; some of the shards are `awaited`.
+        """Samples of ascending, distinct indices by ranges, by shard id; some of the shards are `awaited`.
 
         Shards whose answers do not fit the index, also when asked again, are left out, and not read by ranges any more.
         Raises StoreError where the store does not send them.
         """
         reads = {
-            number: self._readers.submit(self._by_range, number, indices, number in awaited)
-            for number, indices in wanted.items()
+            shard_id: self._readers.submit(self._by_range, shard_id, indices, shard_id in awaited)
+            for shard_id, indices in wanted.items()
         }
-        return {number: part for number, read in reads.items() if (part := read.result()) is not None}
+        return {shard_id: part for shard_id, read in reads.items() if (part := read.result()) is not None}
 
-    def _by_range(self, number: int, indices: Int64s, is_awaited: bool) -> PartialShard | None:
+    def _by_range(self, shard_id: int, indices: Int64s, is_awaited: bool) -> PartialShard | None:
         for _ in range(_ATTEMPTS):
             with suppress(FormatError):
-                return self._as_shard(number, indices, self._samples(number, indices), is_awaited=is_awaited)
-            self._drop(number)
-        basename = self._shards.entry(number)[1].raw.basename
+                return self._as_shard(shard_id, indices, self._samples(shard_id, indices), is_awaited=is_awaited)
+            self._drop(shard_id)
+        basename = self._shards.entry(shard_id)[1].raw.basename
         _log.warning("%s: its ranges do not fit its index; it is read as a whole.", basename)
-        self.distrust(number)
+        self.distrust(shard_id)
         return None
 
-    def _samples(self, number: int, indices: Int64s) -> dict[int, bytes]:
+    def _samples(self, shard_id: int, indices: Int64s) -> dict[int, bytes]:
         """The bytes of samples of a shard by ranges, by their indices. FormatError if these do not fit its index."""
-        cache, entry = self._shards.entry(number)
+        cache, entry = self._shards.entry(shard_id)
         if entry.raw.origin is not None:
             assert cache.other is not None
             rows = cache.other.samples(cache.store, entry, indices.tolist())
-            self._note(number, len(indices), sum(map(len, rows)))
+            self._note(shard_id, len(indices), sum(map(len, rows)))
             return dict(zip(indices.tolist(), rows, strict=True))
-        known = self._tables.get(number)
+        known = self._tables.get(shard_id)
         table = _equal_sizes_table(entry)
-        coming = None if known is not None else self._requests.submit(self._fetch_table, number, entry)
+        coming = None if known is not None else self._requests.submit(self._fetch_table, shard_id, entry)
         if coming is None or table is None:
             table = known if coming is None else coming.result()
         assert table is not None
         parts = _parts(entry, table, indices)
-        requests = [self._requests.submit(self._fetch, number, *_range(table, part)) for part in parts]
+        requests = [self._requests.submit(self._fetch, shard_id, *_range(table, part)) for part in parts]
         samples = _cut(entry, table, parts, [request.result() for request in requests], indices)
         if coming is not None and not np.array_equal(coming.result(), table):
             raise FormatError(f"{entry.raw.basename}: its samples differ in size.")
         return samples
 
-    def _fetch_table(self, number: int, entry: ShardEntry) -> _Offsets:
+    def _fetch_table(self, shard_id: int, entry: ShardEntry) -> _Offsets:
         frames = _frames(entry)
-        table = frames.offsets(self._fetch(number, *frames.table))
+        table = frames.offsets(self._fetch(shard_id, *frames.table))
         with self._guard:
-            self._tables[number] = table
-            while len(self._tables) > 1 and sum(one.nbytes for one in self._tables.values()) > _HELD_BYTES:
+            self._tables[shard_id] = table
+            while len(self._tables) > 1 and sum(known.nbytes for known in self._tables.values()) > _HELD_BYTES:
                 del self._tables[next(iter(self._tables))]
         return table
 
-    def _fetch(self, number: int, begin: int, end: int) -> bytes:
+    def _fetch(self, shard_id: int, begin: int, end: int) -> bytes:
         """Bytes of a shard, of the same version of its object as all before."""
-        cache, entry = self._shards.entry(number)
+        cache, entry = self._shards.entry(shard_id)
         content, version = read_range(cache, entry, begin, end)
-        self._note(number, 1, len(content))
+        self._note(shard_id, 1, len(content))
         with self._guard:
-            is_same = self._versions.setdefault(number, version) == version
+            is_same = self._versions.setdefault(shard_id, version) == version
         if not is_same:
             raise FormatError(f"{entry.raw.basename}: it was replaced while it was read.")
         return content
 
-    def _note(self, number: int, num_requests: int, num_bytes: int) -> None:
+    def _note(self, shard_id: int, num_requests: int, num_bytes: int) -> None:
         with self._guard:
             self.num_requests += num_requests
-            self._spent[number] += REQUEST_BYTES * num_requests + num_bytes
+            self._costs[shard_id] += REQUEST_BYTES * num_requests + num_bytes
 
-    def distrust(self, number: int) -> None:
+    def distrust(self, shard_id: int) -> None:
         """Read no more of a shard before all of it is here: what came does not fit."""
-        self._drop(number)
-        self._distrusted.add(number)
+        self._drop(shard_id)
+        self._distrusted.add(shard_id)
 
-    def drop(self, number: int) -> None:
+    def drop(self, shard_id: int) -> None:
         """Forget what is known of a shard: the whole one is here."""
-        self._drop(number)
-        self._spent.pop(number, None)
-        self._distrusted.discard(number)
+        self._drop(shard_id)
+        self._costs.pop(shard_id, None)
+        self._distrusted.discard(shard_id)
 
-    def _drop(self, number: int) -> None:
+    def _drop(self, shard_id: int) -> None:
         with self._guard:
-            self._tables.pop(number, None)
-            self._versions.pop(number, None)
+            self._tables.pop(shard_id, None)
+            self._versions.pop(shard_id, None)
 
     def _as_shard(
-        self, number: int, indices: Int64s, content: Mapping[int, bytes], *, is_awaited: bool
+        self, shard_id: int, indices: Int64s, content: Mapping[int, bytes], *, is_awaited: bool
     ) -> PartialShard:
-        entry = self._shards.entry(number)[1]
+        entry = self._shards.entry(shard_id)[1]
         samples = [content[index] for index in indices.tolist()]
         small = replace(entry, num_samples=len(samples))
         offsets = np.cumsum([table_bytes(small), *map(len, samples)], dtype=np.int64).astype("<u4")
@@ -223,8 +223,8 @@ class PartialShards:
             file.write(b"".join([head, *samples]))
             path = Path(file.name)
             raw = replace(entry.raw, basename=path.name, num_bytes=int(offsets[-1]), hashes={})
-            shard = self._shards.open(number, replace(small, raw=raw), path.parent)
-        return shard, UnverifiedRead.of(number, indices.tolist(), samples, is_awaited)
+            shard = self._shards.open(shard_id, replace(small, raw=raw), path.parent)
+        return shard, UnverifiedRead.of(shard_id, indices.tolist(), samples, is_awaited)
 
 
 def table_bytes(entry: ShardEntry) -> int:

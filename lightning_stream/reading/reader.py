@@ -149,7 +149,7 @@ class SampleReader:
         expression = self._expression(name)
         if expression is None:
             return self.lengths(name)[ids].astype(np.int64)
-        return expression({one: self.lengths(one)[ids] for one in expression.names})
+        return expression({term: self.lengths(term)[ids] for term in expression.names})
 
     def stored_lengths(self, name: str) -> tuple[str, ...]:
         """The names of the lengths that an expression needs; of a name, itself."""
@@ -162,15 +162,15 @@ class SampleReader:
         return LengthExpression(name)
 
     def _derived(self, name: str) -> NDArray[np.uint32]:
-        found = np.empty(self.snapshot.num_samples, np.uint32)
-        for begin in range(0, len(found), _DERIVED_TOGETHER):
-            ids = np.arange(begin, min(begin + _DERIVED_TOGETHER, len(found)))
+        lengths = np.empty(self.snapshot.num_samples, np.uint32)
+        for begin in range(0, len(lengths), _DERIVED_TOGETHER):
+            ids = np.arange(begin, min(begin + _DERIVED_TOGETHER, len(lengths)))
             amounts = self.amounts(name, ids)
             if (most := int(amounts.max())) > _MOST_LENGTH:
                 raise ValueError(f"a length is at most {_MOST_LENGTH:,}; {name!r} gives {most:,}. Correct it")
-            found[ids] = amounts
-        found.setflags(write=False)
-        return found
+            lengths[ids] = amounts
+        lengths.setflags(write=False)
+        return lengths
 
     def _read_lengths(self, name: str) -> NDArray[np.uint32]:
         digests = MappedDigests()
@@ -192,7 +192,7 @@ class SampleReader:
             )
 
     def entry(self, shard: int) -> tuple[ShardCache, ShardEntry]:
-        """Cache and index entry of a shard number."""
+        """Cache and index entry of a shard, by its id."""
         return self.shards.entry(shard)
 
     def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -211,20 +211,20 @@ class SampleReader:
         """
         offsets = self.shards.snapshot.shard_offsets
         row = sample_id if self.members is None else self.members[sample_id]
-        within = row - int(offsets[number := int(offsets.searchsorted(row, side="right")) - 1])
+        within = row - int(offsets[shard_id := int(offsets.searchsorted(row, side="right")) - 1])
         if not self.shards.num_joined:
-            return self._part_of_sample(sample_id, number, within)
-        numbers = self.shards.with_joined(np.array([number])).tolist()
-        found = dict(chain.from_iterable(self._part_of_sample(sample_id, one, within).items() for one in numbers))
-        return {name: found[name] for name in self.shards.columns if name in found}
+            return self._part_of_sample(sample_id, shard_id, within)
+        shard_ids = self.shards.with_joined(np.array([shard_id])).tolist()
+        values = dict(chain.from_iterable(self._part_of_sample(sample_id, part, within).items() for part in shard_ids))
+        return {name: values[name] for name in self.shards.columns if name in values}
 
-    def _part_of_sample(self, sample_id: int, number: int, within: int) -> dict[str, Any]:
+    def _part_of_sample(self, sample_id: int, shard_id: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
         pool = self.shards.pool
         read = None
         before = pool.num_fetched_again
-        if (shard := pool.open.get(number)) is None:
-            shard, read = pool.of_batch([number], {number: np.array([within])})[number]
+        if (shard := pool.open.get(shard_id)) is None:
+            shard, read = pool.of_batch([shard_id], {shard_id: np.array([within])})[shard_id]
         try:
             sample = shard.sample(within if read is None else 0)
             if self.shards.config.load_images:
@@ -232,13 +232,13 @@ class SampleReader:
                     load_images(name, value)
         except FormatError as error:
             if read is not None:
-                pool.partial.distrust(number)
-            if read is not None or pool.fetched_again(number, pool.open.lease(number, shard), before):
-                return self._part_of_sample(sample_id, number, within)
+                pool.partial.distrust(shard_id)
+            if read is not None or pool.fetched_again(shard_id, pool.open.lease(shard_id, shard), before):
+                return self._part_of_sample(sample_id, shard_id, within)
             ids = np.array([sample_id])
             stream = int(self.snapshot.streams_of(ids)[0])
-            original_id = int(self.original_ids(ids)[0])
-            where = f"sample {original_id}, in {self.entry(number)[1].raw.basename} of {name_of(self.streams[stream])}"
+            shown_id = int(self.original_ids(ids)[0])
+            where = f"sample {shown_id}, in {self.entry(shard_id)[1].raw.basename} of {name_of(self.streams[stream])}"
             raise FormatError(f"{where}: {error}") from error.__cause__
         if read is not None:
             self._note_unverified([read])
@@ -255,10 +255,10 @@ class SampleReader:
 
     def open_for(self, sample_id: int) -> None:
         """Open the sample's shard, without reading from it."""
-        numbers = self.shards.with_joined(self.snapshot.shards_of(np.array([sample_id]))).tolist()
-        with self.shards.pool.reading(numbers):
-            for number in numbers:
-                self.shards.pool.shard(number)
+        shard_ids = self.shards.with_joined(self.snapshot.shards_of(np.array([sample_id]))).tolist()
+        with self.shards.pool.reading(shard_ids):
+            for shard_id in shard_ids:
+                self.shards.pool.shard(shard_id)
 
     def batch(
         self,
@@ -300,9 +300,9 @@ class SampleReader:
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
         if self.shards.mixed_columns is None:
-            found = self.shards.pool.open.flat_arrays(*self._locate(ids), names, use)
-            if found is not None:
-                return found
+            result = self.shards.pool.open.flat_arrays(*self._locate(ids), names, use)
+            if result is not None:
+                return result
         return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
@@ -315,8 +315,8 @@ class SampleReader:
             groups = gather_groups(*self._opened(of_shard, within, reads))
             columns = merge_groups(groups, mixed, len(ids), out)
         else:
-            found = self.shards.pool.open.gather(of_shard, within, out)
-            columns = found or gather(*self._opened(of_shard, within, reads), out)
+            gathered = self.shards.pool.open.gather(of_shard, within, out)
+            columns = gathered or gather(*self._opened(of_shard, within, reads), out)
         for name, values in columns.items() if self.shards.config.load_images else ():
             load_images(name, values)
         if reads:
@@ -341,20 +341,20 @@ class SampleReader:
     ) -> tuple[list[Shard], Int64s, Int64s]:
         """The shards of some samples, opened, or these samples alone; and for each sample which of them, and where."""
         pool = self.shards.pool
-        numbers, which = np.unique(of_shard, return_inverse=True)
+        shard_ids, which = np.unique(of_shard, return_inverse=True)
         # With an index, numpy does not import numpy.ma for it: 10 ms of the first batch.
         wanted = {
-            number: np.unique(within[which == k], return_index=True)[0]
-            for k, number in enumerate(numbers.tolist())
-            if number not in pool.open
+            shard_id: np.unique(within[which == k], return_index=True)[0]
+            for k, shard_id in enumerate(shard_ids.tolist())
+            if shard_id not in pool.open
         }
-        opened = pool.of_batch(numbers.tolist(), wanted)
-        for number, (_, read) in opened.items():
+        opened = pool.of_batch(shard_ids.tolist(), wanted)
+        for shard_id, (_, read) in opened.items():
             if read is not None:
-                rows = of_shard == number
-                within[rows] = wanted[number].searchsorted(within[rows])
+                rows = of_shard == shard_id
+                within[rows] = wanted[shard_id].searchsorted(within[rows])
                 reads.append(read)
-        return [opened[number][0] for number in numbers.tolist()], which, within
+        return [opened[shard_id][0] for shard_id in shard_ids.tolist()], which, within
 
     def read_ahead(self, ids: NDArray[np.int64]) -> Want:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
@@ -366,17 +366,17 @@ class SampleReader:
         shards = self.snapshot.shards_of(ids)
         if self.members is not None:
             shards = shards[~np.isin(shards, list(filter(self._is_few, np.unique(shards).tolist())))]
-        numbers = self.shards.with_joined(shards)
-        if not self.shards.is_limited and pool.open.has(numbers):
+        shard_ids = self.shards.with_joined(shards)
+        if not self.shards.is_limited and pool.open.has(shard_ids):
             return Want(pool, [])
-        return pool.want(list(dict.fromkeys(numbers.tolist())))
+        return pool.want(list(dict.fromkeys(shard_ids.tolist())))
 
-    def _is_few(self, number: int) -> bool:
+    def _is_few(self, shard_id: int) -> bool:
         """Whether all samples that are read of a shard cost less than the shard."""
-        num_samples = self.shards.entry(number)[1].num_samples
-        num_few = int(self.snapshot.sizes[number])
+        num_samples = self.shards.entry(shard_id)[1].num_samples
+        num_few = int(self.snapshot.sizes[shard_id])
         spread = np.arange(num_few) * num_samples // max(1, num_few)  # as if they lay evenly in it
-        return self.shards.pool.partial.is_cheaper(number, spread)
+        return self.shards.pool.partial.is_cheaper(shard_id, spread)
 
     def is_right(self, reads: Sequence[UnverifiedRead], *, wait: bool) -> bool:
         """Whether samples that were read unverified have the bytes of their verified shards, as far as these are here.

@@ -46,97 +46,97 @@ _OTHER_FILES = 256  # connections, logs, and what the trainer has open
 
 
 class OpenShards:
-    """Mapped shards by number, each with the lease that protects it from eviction, and when each was used last.
+    """Mapped shards by id, each with the lease that protects it from eviction, and when each was used last.
 
-    `StreamShards` explains the numbers. Reading is thread-safe; changes need the caller's lock.
+    `StreamShards` explains the ids. Reading is thread-safe; changes need the caller's lock.
     """
 
     def __init__(self, num_shards: int, num_joined: int = 0) -> None:
-        self._held: dict[int, tuple[Shard, Lease]] = {}
+        self._leased: dict[int, tuple[Shard, Lease]] = {}
         self._num_shards = num_shards
         self._tables = [SpanTable(num_shards) for _ in range(1 + num_joined)]
-        numbers = num_shards * len(self._tables)
-        self._used: NDArray[np.int64] = np.zeros(numbers, np.int64)  # by a clock of uses
-        self._is_open: NDArray[np.bool_] = np.zeros(numbers, np.bool_)
+        size = num_shards * len(self._tables)
+        self._used: NDArray[np.int64] = np.zeros(size, np.int64)  # by a clock of uses
+        self._is_open: NDArray[np.bool_] = np.zeros(size, np.bool_)
         self._clock = 0
 
-    def __contains__(self, number: int) -> bool:
-        return number in self._held
+    def __contains__(self, shard_id: int) -> bool:
+        return shard_id in self._leased
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._leased)
 
-    def add(self, number: int, shard: Shard, lease: Lease) -> Shard:
+    def add(self, shard_id: int, shard: Shard, lease: Lease) -> Shard:
         """Keep a shard that was opened, and its lease; where another thread was first, return that one's shard."""
-        if (held := self._held.get(number)) is not None:
-            if lease is not held[1]:
+        if (leased := self._leased.get(shard_id)) is not None:
+            if lease is not leased[1]:
                 lease.close()
-            return held[0]
-        self._held[number] = shard, lease
-        self._use(number)
-        self._is_open[number] = True
-        table, within = divmod(number, self._num_shards)
+            return leased[0]
+        self._leased[shard_id] = shard, lease
+        self._use(shard_id)
+        self._is_open[shard_id] = True
+        table, within = divmod(shard_id, self._num_shards)
         self._tables[table].add(within, shard.mapped)
         return shard
 
-    def get(self, number: int) -> Shard | None:
+    def get(self, shard_id: int) -> Shard | None:
         """A shard to read from, which stays mapped while it is referred to; None if it is not open."""
-        if (held := self._held.get(number)) is None:
+        if (leased := self._leased.get(shard_id)) is None:
             return None
-        self._use(number)
-        return held[0]
+        self._use(shard_id)
+        return leased[0]
 
-    def lease(self, number: int, shard: Shard) -> Lease | None:
-        """The lease of an open shard; None where another shard or none is open under the number."""
-        held = self._held.get(number)
-        return held[1] if held is not None and held[0] is shard else None
+    def lease(self, shard_id: int, shard: Shard) -> Lease | None:
+        """The lease of an open shard; None where another shard or none is open under the id."""
+        leased = self._leased.get(shard_id)
+        return leased[1] if leased is not None and leased[0] is shard else None
 
-    def has(self, numbers: NDArray[np.int64]) -> bool:
+    def has(self, shard_ids: NDArray[np.int64]) -> bool:
         """Whether all of these are open."""
-        return bool(self._is_open.take(numbers).all())
+        return bool(self._is_open.take(shard_ids).all())
 
     def gather(
-        self, numbers: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None, joined: int = 0
+        self, shard_ids: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None, joined: int = 0
     ) -> Batch | None:
-        """Row k is sample ``indices[k]`` of shard ``numbers[k]``; None if these are not all open and of one layout.
+        """Row k is sample ``indices[k]`` of shard ``shard_ids[k]``; None if these are not all open and of one layout.
 
         With `joined` = 1, 2...: of the first, the second... of the shards that are joined to it.
         """
-        rows = self._tables[joined].find(numbers, indices)
+        rows = self._tables[joined].find(shard_ids, indices)
         if rows is None:
             return None
-        self._use(numbers if joined == 0 else numbers + joined * self._num_shards)
+        self._use(shard_ids if joined == 0 else shard_ids + joined * self._num_shards)
         return gather_rows(rows, out)
 
     def flat_arrays(
-        self, numbers: NDArray[np.int64], indices: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]
+        self, shard_ids: NDArray[np.int64], indices: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]
     ) -> T | None:
         """The result of ``use`` with where the numbers of some columns lie; None if they cannot be used there."""
 
-        rows = self._tables[0].find(numbers, indices)
-        found = None if rows is None else flat_arrays(rows, names)
-        if rows is None or found is None:
+        rows = self._tables[0].find(shard_ids, indices)
+        arrays = None if rows is None else flat_arrays(rows, names)
+        if rows is None or arrays is None:
             return None
-        self._use(numbers)
-        return use(found, rows.window.view)
+        self._use(shard_ids)
+        return use(arrays, rows.window.view)
 
-    def _use(self, numbers: int | NDArray[np.int64]) -> None:
+    def _use(self, shard_ids: int | NDArray[np.int64]) -> None:
         self._clock += 1
-        self._used[numbers] = self._clock
+        self._used[shard_ids] = self._clock
 
-    def close(self, number: int) -> None:
+    def close(self, shard_id: int) -> None:
         """Forget a shard, if it is open; it stays mapped for those that are reading it."""
-        if (held := self._held.pop(number, None)) is not None:
-            self._is_open[number] = False
-            table, within = divmod(number, self._num_shards)
+        if (leased := self._leased.pop(shard_id, None)) is not None:
+            self._is_open[shard_id] = False
+            table, within = divmod(shard_id, self._num_shards)
             self._tables[table].remove(within)
-            held[1].close()
+            leased[1].close()
 
     def close_all_but(self, count: int) -> None:
         """Forget the shards used longest ago."""
-        if len(self._held) > count:
-            for number in sorted(self._held, key=self._used.__getitem__)[: len(self._held) - count]:
-                self.close(number)
+        if len(self._leased) > count:
+            for shard_id in sorted(self._leased, key=self._used.__getitem__)[: len(self._leased) - count]:
+                self.close(shard_id)
 
 
 class Fetch(Future["Lease | None"]):
@@ -293,12 +293,12 @@ class Want(NamedTuple):
     """The shards that one batch needs, until it drops them, or the end of a block: ``with reader.read_ahead(ids):``."""
 
     pool: ShardPool
-    numbers: list[int]
+    shard_ids: list[int]
 
     def drop(self) -> None:
         """Once: shards that no other batch needs are not fetched any more and, under a cache limit, closed."""
-        if self.numbers and self.pool.pid == os.getpid():
-            self.pool.drop(self.numbers)
+        if self.shard_ids and self.pool.pid == os.getpid():
+            self.pool.drop(self.shard_ids)
 
     def __enter__(self) -> None:
         pass
@@ -318,7 +318,7 @@ class ShardPool:
         self.lock = threading.RLock()
         self.open = OpenShards(shards.num_shards, shards.num_joined)
         self.fetches: dict[int, Fetch] = {}
-        self.wanted: Counter[int] = Counter()  # the batches that want a shard, or read it, by its number
+        self.wanted: Counter[int] = Counter()  # the batches that want a shard, or read it, by its id
         self.plans: dict[int, NextUse] = {}  # of the running iterations, by id
         self.partial = PartialShards(shards)
         self.unverified = UnverifiedReads()
@@ -331,27 +331,27 @@ class ShardPool:
         self._dropped: deque[list[int]] = deque()
         self.queue = FetchQueue(self._config.fetch_threads)
 
-    def want(self, numbers: list[int], *, fetch: bool = True) -> Want:
+    def want(self, shard_ids: list[int], *, fetch: bool = True) -> Want:
         """Note that a batch needs these shards, until they are dropped, and begin to fetch them."""
         with self.lock:
             self._settle()
-            self.wanted.update(numbers)
+            self.wanted.update(shard_ids)
             if fetch:
-                self._begin(numbers)
-        return Want(self, numbers)
+                self._begin(shard_ids)
+        return Want(self, shard_ids)
 
     def has_all_open(self) -> bool:
         """Whether every shard is mapped, and stays so: nothing is fetched or evicted any more."""
         is_whole = len(self.open) == self._shards.num_files <= self._config.max_open_shards
         return is_whole and not self._shards.is_limited
 
-    def drop(self, numbers: list[int]) -> None:
+    def drop(self, shard_ids: list[int]) -> None:
         """Undo one `want`: a shard that no other batch wants is not fetched any more and, under a limit, closed.
 
         The garbage collector may call this in any thread, so it does not wait long for the lock: the next call does
         what this one could not.
         """
-        self._dropped.append(numbers)
+        self._dropped.append(shard_ids)
         if self.lock.acquire(timeout=_LOCK_S):
             try:
                 self._settle()
@@ -360,46 +360,46 @@ class ShardPool:
 
     def _settle(self) -> None:
         while self._dropped:
-            for number in self._dropped.popleft():
-                self.wanted[number] -= 1
-                if self.wanted[number] <= 0:
-                    del self.wanted[number]
-                    self._drop_fetch(number)
+            for shard_id in self._dropped.popleft():
+                self.wanted[shard_id] -= 1
+                if self.wanted[shard_id] <= 0:
+                    del self.wanted[shard_id]
+                    self._drop_fetch(shard_id)
                     if self._shards.is_limited:
-                        self.open.close(number)
+                        self.open.close(shard_id)
 
-    def _drop_fetch(self, number: int) -> None:
-        if (fetch := self.fetches.pop(number, None)) is not None:
+    def _drop_fetch(self, shard_id: int) -> None:
+        if (fetch := self.fetches.pop(shard_id, None)) is not None:
             self.queue.drop(fetch)
 
     @contextmanager
-    def reading(self, numbers: list[int]) -> Iterator[None]:
+    def reading(self, shard_ids: list[int]) -> Iterator[None]:
         """Keep these shards while they are opened; afterwards, close those above the bound."""
         try:
-            with self.want(numbers, fetch=False):
+            with self.want(shard_ids, fetch=False):
                 yield
         finally:
             with self.lock:
                 self.open.close_all_but(self._config.max_open_shards)
 
-    def _begin(self, numbers: Sequence[int]) -> None:
+    def _begin(self, shard_ids: Sequence[int]) -> None:
         """Begin to fetch the shards that are neither open nor being fetched. The caller holds the lock."""
-        missing = [number for number in numbers if number not in self.open and number not in self.fetches]
+        missing = [shard_id for shard_id in shard_ids if shard_id not in self.open and shard_id not in self.fetches]
         if missing:
-            new = {number: Fetch(*self._shards.entry(number)) for number in missing}
+            new = {shard_id: Fetch(*self._shards.entry(shard_id)) for shard_id in missing}
             self.fetches |= new
             self.queue.add(list(new.values()))
 
-    def fetch_first(self, numbers: Sequence[int]) -> None:
+    def fetch_first(self, shard_ids: Sequence[int]) -> None:
         """Fetch all shards at once that a batch waits for, before those of later batches."""
         with self.lock:
-            self._begin(numbers)
-            fetches = [fetch for number in numbers if (fetch := self.fetches.get(number)) and not fetch.done()]
+            self._begin(shard_ids)
+            fetches = [fetch for shard_id in shard_ids if (fetch := self.fetches.get(shard_id)) and not fetch.done()]
             self.queue.first(fetches)
 
-    def is_present(self, number: int) -> bool:
+    def is_present(self, shard_id: int) -> bool:
         """Whether a shard is here, verified."""
-        cache, entry = self._shards.entry(number)
+        cache, entry = self._shards.entry(shard_id)
         return cache.present(entry)
 
     def close(self) -> None:
@@ -410,27 +410,27 @@ class ShardPool:
             self.open.close_all_but(0)
 
     def of_batch(
-        self, numbers: list[int], wanted: Mapping[int, Int64s]
+        self, shard_ids: list[int], wanted: Mapping[int, Int64s]
     ) -> dict[int, tuple[Shard, UnverifiedRead | None]]:
-        """The shards of a batch by number, opened; of those that are not, the `wanted` samples alone may come."""
-        soon = {number for number in wanted if self.partial.comes_soon(number, int(wanted[number][-1]))}
+        """The shards of a batch by id, opened; of those that are not, the `wanted` samples alone may come."""
+        soon = {shard_id for shard_id in wanted if self.partial.comes_soon(shard_id, int(wanted[shard_id][-1]))}
         ranged, awaited = self._by_range(wanted, soon)
-        missing = [number for number in numbers if number not in ranged]
+        missing = [shard_id for shard_id in shard_ids if shard_id not in ranged]
         shards: dict[int, tuple[Shard, UnverifiedRead | None]] = {}
-        with self.reading(numbers):
+        with self.reading(shard_ids):
             # This thread may as well fetch the only one that is missing, if nobody does yet and it comes whole: that
             # saves a change of threads, 40 us of a sample in a shard on the disk.
-            if len(missing) > 1 or any(number in self.fetches or number in soon for number in missing):
+            if len(missing) > 1 or any(shard_id in self.fetches or shard_id in soon for shard_id in missing):
                 self.fetch_first(missing)
             with self._counters.waiting():
-                shards |= self.partial.by_range({number: wanted[number] for number in ranged}, awaited)
-                for number in soon.intersection(missing):
-                    fetch = self.fetches.get(number)
-                    if fetch and (part := self.partial.arriving(number, wanted[number], fetch.has_come)):
-                        shards[number] = part
-            for number in numbers:
-                if number not in shards:
-                    shards[number] = self.shard(number), None
+                shards |= self.partial.by_range({shard_id: wanted[shard_id] for shard_id in ranged}, awaited)
+                for shard_id in soon.intersection(missing):
+                    fetch = self.fetches.get(shard_id)
+                    if fetch and (part := self.partial.arriving(shard_id, wanted[shard_id], fetch.has_come)):
+                        shards[shard_id] = part
+            for shard_id in shard_ids:
+                if shard_id not in shards:
+                    shards[shard_id] = self.shard(shard_id), None
         self.queue.start_later()
         return shards
 
@@ -444,47 +444,49 @@ class ShardPool:
         spare = self.spare_requests - self.partial.num_requests
         cheaper = set[int]()
         awaited = set[int]()
-        for number, indices in wanted.items():
-            fetch = self.fetches.get(number)
-            if number in self.open or (fetch and fetch.has_come()):
+        for shard_id, indices in wanted.items():
+            fetch = self.fetches.get(shard_id)
+            if shard_id in self.open or (fetch and fetch.has_come()):
                 continue
-            if fetch and not self.is_present(number):  # else it is opened soon
-                awaited.add(number)
-            if self.partial.is_cheaper(number, indices):
-                cheaper.add(number)
+            if fetch and not self.is_present(shard_id):  # else it is opened soon
+                awaited.add(shard_id)
+            if self.partial.is_cheaper(shard_id, indices):
+                cheaper.add(shard_id)
         if starts is None:
-            ranges = (1 + num_ranges(self._shards.entry(number)[1], wanted[number]) for number in awaited & cheaper)
+            ranges = (
+                1 + num_ranges(self._shards.entry(shard_id)[1], wanted[shard_id]) for shard_id in awaited & cheaper
+            )
             starts = cheaper >= awaited and not soon >= awaited and sum(ranges) <= spare
         return cheaper if starts else cheaper - awaited, awaited
 
-    def shard(self, number: int) -> Shard:
+    def shard(self, shard_id: int) -> Shard:
         """A mapped shard, fetched where it is not here. The caller is `reading` it."""
         while True:
             with self.lock:
-                if (shard := self.open.get(number)) is not None:
+                if (shard := self.open.get(shard_id)) is not None:
                     return shard
-                fetch = self.fetches.get(number)
+                fetch = self.fetches.get(shard_id)
                 before = self.num_fetched_again
             try:
-                opened = self._opened(number, fetch, before)
+                opened = self._opened(shard_id, fetch, before)
             finally:
                 with self.lock:  # a failed one is fetched again at its next use
-                    if fetch is not None and self.fetches.get(number) is fetch:
-                        self._drop_fetch(number)
+                    if fetch is not None and self.fetches.get(shard_id) is fetch:
+                        self._drop_fetch(shard_id)
             if opened is None:
                 continue
             shard, lease = opened
-            self.partial.drop(number)
-            self.unverified.compare(shard, number, self._shards.url_of(number))
+            self.partial.drop(shard_id)
+            self.unverified.compare(shard, shard_id, self._shards.url_of(shard_id))
             with self.lock:
                 # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
                 if lease.is_held and (self.num_fetched_again == before or lease.is_current()):
-                    return self.open.add(number, shard, lease)
+                    return self.open.add(shard_id, shard, lease)
             lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
 
-    def _opened(self, number: int, fetch: Fetch | None, before: int) -> tuple[Shard, Lease] | None:
+    def _opened(self, shard_id: int, fetch: Fetch | None, before: int) -> tuple[Shard, Lease] | None:
         """A shard with its lease; None where it was damaged in the cache and was fetched again."""
-        cache, entry = self._shards.entry(number)
+        cache, entry = self._shards.entry(shard_id)
         self._raise_file_limit()
         try:
             with self._counters.waiting():
@@ -492,21 +494,21 @@ class ShardPool:
                 if lease is None:
                     lease = cache.lease(entry, None, self._config.fetch_threads)
             try:
-                return self._shards.open(number, entry, lease.folder), lease
+                return self._shards.open(shard_id, entry, lease.folder), lease
             except (FormatError, FileNotFoundError):  # damaged on the disk, or deleted
-                if not self.fetched_again(number, lease, before):
+                if not self.fetched_again(shard_id, lease, before):
                     raise
         except OSError as error:
             self._explain_file_limit(error)
             raise
         return None
 
-    def fetched_again(self, number: int, lease: Lease | None, before: int) -> bool:
+    def fetched_again(self, shard_id: int, lease: Lease | None, before: int) -> bool:
         """Whether another attempt is worthwhile, because a shard that was damaged in the cache was fetched again.
 
         The shard was read under ``lease`` (None if that is closed already), when `num_fetched_again` was ``before``.
         """
-        cache, entry = self._shards.entry(number)
+        cache, entry = self._shards.entry(shard_id)
         with self._repairs:
             if self.num_fetched_again != before:  # by another thread meanwhile, perhaps this one
                 return True
@@ -514,8 +516,8 @@ class ShardPool:
             if again is None:
                 return False
             with self.lock:
-                self.open.close(number)
-                self.fetches.pop(number, None)  # which may have got the damaged files
+                self.open.close(shard_id)
+                self.fetches.pop(shard_id, None)  # which may have got the damaged files
                 self.num_fetched_again += 1
             again.close()
         return True
@@ -536,12 +538,12 @@ class ShardPool:
         if wait:
             self.fetch_first(sorted(by_shard.keys() - here - alone))
         verdicts: dict[UnverifiedRead, bool] = {}
-        for number in sorted(by_shard if wait else here):
-            indices = np.unique(np.concatenate([read.indices for read in by_shard[number]]))
-            with self.reading([number]):
-                again = self.partial.by_range({number: indices} if number in alone else {}, ()).get(number)
-                shard, row_of = (again[0], indices.searchsorted) if again else (self.shard(number), int)
-                verdicts |= {read: read.agrees(shard, row_of) for read in by_shard[number]}
+        for shard_id in sorted(by_shard if wait else here):
+            indices = np.unique(np.concatenate([read.indices for read in by_shard[shard_id]]))
+            with self.reading([shard_id]):
+                again = self.partial.by_range({shard_id: indices} if shard_id in alone else {}, ()).get(shard_id)
+                shard, row_of = (again[0], indices.searchsorted) if again else (self.shard(shard_id), int)
+                verdicts |= {read: read.agrees(shard, row_of) for read in by_shard[shard_id]}
         return verdicts
 
     def _raise_file_limit(self) -> None:

@@ -144,8 +144,8 @@ class Stream:
         self.validate_hash = validate_hash
         self.keep_zip = keep_zip
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
-        given = {} if credentials is None else {"credentials": credentials}
-        self.options = self._options = {**(options or {}), **given}  # a subclass may use the name for its own
+        login = {} if credentials is None else {"credentials": credentials}
+        self.options = self._options = {**(options or {}), **login}  # a subclass may use the name for its own
         self._label = name or shown_url(os.fspath(remote or local or "")).rstrip("/").rpartition("/")[2]
         self._store: Store | None = None  # for a hook that calls super()
         media = None if media_root is None else media_store(media_root, self.remote or "", self._options)
@@ -243,9 +243,12 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
     if columns is None:
         return index
     index = index.choose(columns)
-    given = columns if isinstance(columns, Mapping) else {}
+    encodings = columns if isinstance(columns, Mapping) else {}
     wrong = [
-        name for name, encoding in given.items() for one in index.column_sets if one.get(name, encoding) != encoding
+        name
+        for name, encoding in encodings.items()
+        for column_set in index.column_sets
+        if column_set.get(name, encoding) != encoding
     ]
     if wrong and index.num_shards and index.entry(0).raw.origin is None:
         raise ValueError(
@@ -297,12 +300,12 @@ def _of_other_format(cache: ShardCache, read: Callable[[], T]) -> T:
 
 def changes_since(versions: Sequence[str], indexes: Sequence[Index], caches: Sequence[ShardCache]) -> str:
     """Describe which files in other formats changed since a state was written, whose versions these are."""
-    found = []
+    changes = []
     for version, index, cache in zip(versions, indexes, caches, strict=False):
         if is_made(index) and not index.digest.startswith(version[:_DIGITS]):
             with suppress(NotFoundError):
-                found.append(changed_files(cache.index(version_name(version)), index))
-    return " ".join(filter(None, found))
+                changes.append(changed_files(cache.index(version_name(version)), index))
+    return " ".join(filter(None, changes))
 
 
 def versions_of(stream: Stream) -> tuple[tuple[int, Version | None], ...]:
@@ -317,8 +320,8 @@ def version_at(stream: Stream, step: int) -> Version | None:
 
 def _checked_versions(pairs: Sequence[Any]) -> tuple[tuple[int, Version | None], ...]:
     """The pairs of a step and a version. ValueError for others."""
-    is_right = all(isinstance(one, (tuple, list)) and len(one) == 2 and isinstance(one[0], int) for one in pairs)
-    steps = [one[0] for one in pairs] if is_right else []
+    is_right = all(isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], int) for pair in pairs)
+    steps = [pair[0] for pair in pairs] if is_right else []
     if not steps or steps[0] != 0 or steps != sorted(set(steps)):
         raise ValueError(
             "version takes a version, or pairs of an optimizer step and the version from there on, with steps that "
@@ -333,14 +336,14 @@ def _version(version: str | int) -> str | int:
     """The number of a version, or the digits of its digest, from these or from the name of its file."""
     if isinstance(version, int):
         return version
-    found = _VERSION.fullmatch(str(version))
-    if found is None:
+    match = _VERSION.fullmatch(str(version))
+    if match is None:
         raise ValueError(
             "version must be a number, or 6 or more hex digits of an index's digest, or a file name "
             f"index.<16 digits>.json; found {version!r}. See `lightning-stream log PATH`, or the error of the resumed "
             "training run"
         )
-    return found[1]
+    return match[1]
 
 
 def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None = None) -> ShardCache:
@@ -361,16 +364,16 @@ def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None 
 
 
 def _in_place_of(stream: Stream) -> InPlace:
-    number = stream.version if isinstance(stream.version, int) else None
-    return replace(stream._in_place, version=number, names=_place_of(stream)[1])  # noqa: SLF001 - this file's own class
+    version = stream.version if isinstance(stream.version, int) else None
+    return replace(stream._in_place, version=version, names=_place_of(stream)[1])  # noqa: SLF001 - this file's own class
 
 
 def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:
     assert stream.remote is not None
     retries = defaults.retries if stream.download_retry is None else stream.download_retry
     timeout = defaults.timeout_s if stream.download_timeout is None else stream.download_timeout
-    given = {name: value for name, value in (("retries", retries), ("timeout_s", timeout)) if value is not None}
-    return open_store(_place_of(stream)[0], {**given, **stream._options})  # noqa: SLF001 - of this file's own class
+    policy = {name: value for name, value in (("retries", retries), ("timeout_s", timeout)) if value is not None}
+    return open_store(_place_of(stream)[0], {**policy, **stream._options})  # noqa: SLF001 - of this file's own class
 
 
 def _place_of(stream: Stream) -> tuple[str, str]:

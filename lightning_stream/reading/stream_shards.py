@@ -1,8 +1,8 @@
-"""The shards of all streams by number, with the shards of added columns that are joined to them.
+"""The shards of all streams by id, with the shards of added columns that are joined to them.
 
-The shards of the streams have the numbers 0 to n - 1, one stream after another. Those with a stream's first added
-columns have the numbers from n on, in the same order: shard k and shard n + k have the same samples. Those with the
-second added columns have the numbers from 2n on, and so on.
+The shards of the streams have the ids 0 to n - 1, one stream after another. Those with a stream's first added
+columns have the ids from n on, in the same order: shard k and shard n + k have the same samples. Those with the
+second added columns have the ids from 2n on, and so on.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ class StreamShards:
     @cached_property
     def snapshot(self) -> Snapshot:
         """The samples in the shards, also deleted ones."""
-        about = [(index.digest, index.source_digest, index.table_version) for index in self.indexes]
+        identities = [(index.digest, index.source_digest, index.table_version) for index in self.indexes]
         sizes = [index.shard_sizes for index in self.indexes]
         names = list(map(name_of, self.streams))
-        return Snapshot.of(sizes, names, *zip(*about, strict=True))
+        return Snapshot.of(sizes, names, *zip(*identities, strict=True))
 
     @property
     def pool(self) -> ShardPool:
@@ -157,13 +157,13 @@ class StreamShards:
         return self.mixed_columns or same
 
     def with_joined(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers of shards, each before those that are joined to it."""
+        """The ids of shards, each before those that are joined to it."""
         if not self.num_joined:
             return shards
-        here = np.concatenate([np.ones((1, len(shards)), np.bool_), self.has_joined[:, shards]])
-        numbers: NDArray[np.int64] = shards + self.num_shards * np.arange(len(here))[:, None]
-        found: NDArray[np.int64] = numbers.T[here.T]
-        return found
+        exists = np.concatenate([np.ones((1, len(shards)), np.bool_), self.has_joined[:, shards]])
+        shard_ids: NDArray[np.int64] = shards + self.num_shards * np.arange(len(exists))[:, None]
+        present: NDArray[np.int64] = shard_ids.T[exists.T]
+        return present
 
     def parts(self, of_shard: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
         """0 with all rows; 1, 2... with the rows whose shards (``of_shard``) have a first, a second... joined one."""
@@ -175,15 +175,15 @@ class StreamShards:
         """Cache and index entry of a shard: several stages of a batch ask for it, and to parse it takes some 8 us."""
         return lru_cache(256)(self._entry)
 
-    def _entry(self, number: int) -> tuple[ShardCache, ShardEntry]:
-        joined, shard = divmod(number, self.num_shards)
+    def _entry(self, shard_id: int) -> tuple[ShardCache, ShardEntry]:
+        joined, shard = divmod(shard_id, self.num_shards)
         stream = self._stream_of(shard)
         index = self.indexes[stream].joined[joined - 1] if joined else self.indexes[stream]
         return self.caches[stream], index.entry(shard - int(self.snapshot.stream_offsets[stream]))
 
-    def url_of(self, number: int) -> str:
+    def url_of(self, shard_id: int) -> str:
         """Where a shard's file is."""
-        cache, entry = self.entry(number)
+        cache, entry = self.entry(shard_id)
         return f"{cache.store.url}/{entry.raw.basename}"
 
     def files(self, stream: int) -> dict[str, int]:
@@ -192,12 +192,12 @@ class StreamShards:
         index = self.indexes[stream]
         return {as_mds(entry).raw.basename: first + k for k in range(len(index)) for entry in index.entries(k)}
 
-    def open(self, number: int, entry: ShardEntry, folder: Path) -> Shard:
+    def open(self, shard_id: int, entry: ShardEntry, folder: Path) -> Shard:
         """Open a shard, to read those of its columns that are chosen."""
-        stream = self._stream_of(number % self.num_shards)
+        stream = self._stream_of(shard_id % self.num_shards)
         decoders: Decoders | None = self._decoders[stream]
         if decoders and self.indexes[stream].joined:  # the others are those of the shards beside it
-            decoders = {name: one for name, one in decoders.items() if name in entry.schema.names}
+            decoders = {name: decoder for name, decoder in decoders.items() if name in entry.schema.names}
         return open_shard(
             entry,
             folder,
@@ -212,10 +212,10 @@ class StreamShards:
     @cached_property
     def _decoders(self) -> list[Decoders | None]:
         """The decoders of each stream's columns; ValueError for those of no column."""
-        given = self.config.decoders or {}
+        decoders = self.config.decoders or {}
         known = [{name for columns in index.column_sets for name in columns} for index in self.indexes]
-        if absent := set(given).difference(*known):
+        if absent := set(decoders).difference(*known):
             raise ValueError(
                 f"decoders: no column {min(absent)!r}; there are {', '.join(sorted(set().union(*known)))}."
             )
-        return [{name: one for name, one in given.items() if name in names} or None for names in known]
+        return [{name: decoder for name, decoder in decoders.items() if name in names} or None for names in known]

@@ -57,8 +57,8 @@ class SwitchedReader(SampleReader):
     @cached_property
     def versions(self) -> list[DataVersion]:
         """The data of each version."""
-        kept = slice(None) if self.members is None else self.members.mask
-        return [DataVersion(reader.snapshot, Bitmap.of_mask(mask[kept])) for reader, mask in self._versions]
+        rows = slice(None) if self.members is None else self.members.mask
+        return [DataVersion(reader.snapshot, Bitmap.of_mask(mask[rows])) for reader, mask in self._versions]
 
     def sample(self, sample_id: int, version: int | None = None) -> dict[str, Any]:
         """Read one sample, with the columns that a version has; None for the last one that has the sample."""
@@ -88,8 +88,8 @@ class SwitchedReader(SampleReader):
         if not self._lacks:
             return {}
         versions = np.full(len(ids), version or 0)
-        for number, data in enumerate(self.versions if version is None else ()):
-            versions[data.members.has(ids)] = number
+        for k, data in enumerate(self.versions if version is None else ()):
+            versions[data.members.has(ids)] = k
         streams = self.snapshot.streams_of(ids)
         return {name: table[versions, streams] for name, table in self._lacks.items()}
 

@@ -227,7 +227,7 @@ def test_a_row_with_a_sample_that_cannot_be_read_is_replaced_as_a_whole(folder: 
     def names(rank: int, ranks: int) -> list[str]:
         options = {"on_bad": {"sample": "substitute", "quarantine": tmp_path / "bad.jsonl"}}
         loader = loader_of(folder, world=(rank, ranks), loader={"tail": "drop"}, **options)
-        source_of(loader.streaming).bad_data.found.update(dict.fromkeys((7, 50), "it is damaged"))
+        source_of(loader.streaming).bad_data.samples.update(dict.fromkeys((7, 50), "it is damaged"))
         return [name for batch in loader for name in batch["name"]]
 
     alone = names(0, 1)

@@ -171,7 +171,7 @@ def test_shards_of_later_batches_are_fetched_once_those_of_the_first_have_come(f
     pool.want([0, 1])
     later, unused = pool.want([2, 3]), pool.want([4])
     fetches = dict(pool.fetches)
-    pool.drop(unused.numbers)
+    pool.drop(unused.shard_ids)
     assert not pool.queue.has_idle_threads()
     until(lambda: len(cache.asked) == 2)
     with pytest.raises(TimeoutError):
@@ -187,7 +187,7 @@ def test_shards_of_later_batches_are_fetched_once_those_of_the_first_have_come(f
     pool.want([5, 6])
     for number in (5, 6):
         pool.fetches[number].result(30)
-    pool.drop(later.numbers)
+    pool.drop(later.shard_ids)
     pool.close()
 
 

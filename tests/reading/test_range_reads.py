@@ -170,7 +170,7 @@ def test_what_came_by_range_is_compared_with_the_shard_once_that_is_here(
     dataset.reader.fetch(np.array([0]))
     assert dataset[8] == sample(8)  # the shard's now, and the same
     ranges = dataset.reader.shards.pool.partial
-    assert (ranges._tables, ranges._versions, ranges._spent) == ({}, {}, {})
+    assert (ranges._tables, ranges._versions, ranges._costs) == ({}, {}, {})
 
     def flipped(cache: Any, entry: Any, begin: int, end: int) -> tuple[bytes, str | None]:
         content, version = whole_range(cache, entry, begin, end)
