@@ -289,7 +289,7 @@ def test_persistent_workers_stay_with_a_balance(folder: Path) -> None:
     kept = []
     for _ in range(2):
         next(batches := iter(loader))
-        kept.append(loader._workers._kept)
+        kept.append(loader._workers._persistent)
         batches.close()
     loader.close()
     assert kept[0] is kept[1] is not None

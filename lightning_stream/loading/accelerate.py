@@ -69,13 +69,13 @@ def refuse_second_dealing(dataset: Any, world: World, *, has_loader: bool) -> No
         return
     divided = getattr(accelerate.GradientState().active_dataloader, "dataset", None)
     if dataset is divided or dataset is getattr(divided, "dataset", None):
-        found = (
+        problem = (
             "skip_first_batches would replay this dataset from its start"
             if has_loader
             else f"StreamingDataset and Accelerate would both divide them among {world.num_replicas} data replicas"
         )
         raise ValueError(
-            f"samples are divided once, and a StreamingDataLoader resumes by its state; but {found}. Pass "
+            f"samples are divided once, and a StreamingDataLoader resumes by its state; but {problem}. Pass "
             "StreamingDataLoader(dataset, ...) to accelerator.prepare, and resume with load_state; with a Trainer of "
             "transformers, return it from get_train_dataloader, add StreamingTrainerCallback and set "
             "ignore_data_skip=True"

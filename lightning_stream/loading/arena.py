@@ -286,8 +286,8 @@ class _Pickler(pickle.Pickler):
         # How this process pickles values for other processes, but arrays and tensors as buffers. A dict: a pickler that
         # asks a method for each value takes twice as long.
         self._torchs = dict(reduction.ForkingPickler(io.BytesIO()).dispatch_table)
-        own = {torch.Tensor: self._of_tensor, torch.UntypedStorage: self._of_storage, np.ndarray: _of_array}
-        self.dispatch_table = {**self._torchs, **own}
+        reducers = {torch.Tensor: self._of_tensor, torch.UntypedStorage: self._of_storage, np.ndarray: _of_array}
+        self.dispatch_table = {**self._torchs, **reducers}
         super().__init__(self._file, pickle.HIGHEST_PROTOCOL, buffer_callback=self._stays)
 
     def pickled(self, batch: Any, keeps_arrays: bool = True) -> tuple[bytes, list[Bytes]]:

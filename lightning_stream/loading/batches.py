@@ -130,8 +130,8 @@ class BatchMaker:
     def _refuse_none(self, samples: list[Any]) -> None:
         """Raise TypeError where the transform returned no sample."""
         transform = self.source.transform
-        found = chain.from_iterable(samples) if self.source.packs_whole else samples
-        if transform is None or all(sample is not None for sample in found):
+        results = chain.from_iterable(samples) if self.source.packs_whole else samples
+        if transform is None or all(sample is not None for sample in results):
             return
         name = getattr(transform.function, "__qualname__", type(transform.function).__name__)
         raise TypeError(
@@ -184,17 +184,17 @@ class BatchMaker:
         """Samples of a dataset that may not draw at random."""
         if reader.read_many is not None:
             with self._named("reading", ids):
-                found = list(reader.read_many(ids))
-                if len(found) != len(ids):
+                samples = list(reader.read_many(ids))
+                if len(samples) != len(ids):
                     raise ValueError(
-                        f"__getitems__ returns a sample for each number; found {len(found)} samples for {len(ids)} "
+                        f"__getitems__ returns a sample for each number; found {len(samples)} samples for {len(ids)} "
                         "numbers. Return them all, or leave some out of the dataset"
                     )
-                return found
+                return samples
         read = reader.read
         left = iter(ids)
         with self._named("reading", ids, left):
-            return [read(number) for number in left]
+            return [read(sample_id) for sample_id in left]
 
     def _all_transformed(
         self, batch: MicroBatch, samples: Iterable[Any], ids_of: Iterable[list[int]], positions: list[int]

@@ -47,8 +47,8 @@ def _packed_ratio(reader: SampleReader) -> float:
     """Compressed bytes for each raw one, from some shards."""
     raw = packed = 0
     for index in reader.indexes:
-        for number in range(0, index.num_shards, max(1, index.num_shards // 16)):
-            for file, compressed in (pair for entry in index.entries(number) for pair in entry.files):
+        for shard in range(0, index.num_shards, max(1, index.num_shards // 16)):
+            for file, compressed in (pair for entry in index.entries(shard) for pair in entry.files):
                 raw += file.num_bytes
                 packed += 0 if compressed is None else compressed.num_bytes
     return packed / max(1, raw)
@@ -96,10 +96,10 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
         if sentence := warning_about(run, batch_size=size, world=world, factor=factor):
             _log.warning(sentence)
     if _log.isEnabledFor(logging.INFO) and run.config.shuffle:
-        found = quality(reader, run, size)
-        score = found.mean
-        perfect = found.random
-        cache_mb = max(1, found.cache_bytes // 10**6)
+        measured = quality(reader, run, size)
+        score = measured.mean
+        perfect = measured.random
+        cache_mb = max(1, measured.cache_bytes // 10**6)
         _log.info("Shuffle quality %.0f/100 (perfect shuffle: %.0f). Cache needed: %d MB.", score, perfect, cache_mb)
 
 

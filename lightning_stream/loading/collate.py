@@ -68,7 +68,7 @@ def join_samples(samples: Sequence[Any]) -> dict[str, Any]:
         if not isinstance(value, (np.ndarray, torch.Tensor)) or not value.ndim:
             batch[name] = _column(values)
             continue
-        kinds = {(type(one), getattr(one, "dtype", None), getattr(one, "shape", ())[1:]) for one in values}
+        kinds = {(type(array), getattr(array, "dtype", None), getattr(array, "shape", ())[1:]) for array in values}
         if len(kinds) > 1:
             raise ValueError(
                 f"the arrays of column {name!r} must have one dtype, and one shape behind their first axis, to be "
@@ -132,8 +132,11 @@ def _stacked_tensors(values: list[torch.Tensor], out: Callable[[int], Any] | Non
     first = values[0]
     memory = None
     if out is not None and all(
-        type(one) is torch.Tensor and one.dtype == first.dtype and one.is_contiguous() and not one.requires_grad
-        for one in values
+        type(tensor) is torch.Tensor
+        and tensor.dtype == first.dtype
+        and tensor.is_contiguous()
+        and not tensor.requires_grad
+        for tensor in values
     ):
         memory = out(first.nbytes * len(values)) if first.nbytes and first.device.type == "cpu" else None
     if memory is None:
@@ -145,7 +148,7 @@ def _stacked_tensors(values: list[torch.Tensor], out: Callable[[int], Any] | Non
 def _stacked_arrays(values: list[np.ndarray[Any, Any]], out: Callable[[int], Any] | None) -> np.ndarray[Any, Any]:
     first = values[0]
     memory = None
-    if out is not None and first.dtype.kind in _TORCH_KINDS and all(one.flags.c_contiguous for one in values):
+    if out is not None and first.dtype.kind in _TORCH_KINDS and all(array.flags.c_contiguous for array in values):
         memory = out(first.nbytes * len(values)) if first.nbytes else None
     if memory is None:
         return np.stack(values)

@@ -15,13 +15,13 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.order.rows import CountedWindows
 
 _LOOKS_BEFORE_WARNING = 3
-_ALONE = -1  # the turn of an iteration that ended before another loader was asked for a batch
+_ALONE = -1  # of an iteration that ended before another loader was asked for a batch
 
 
-class _Turns:
+class _LoaderChanges:
     """Counts how often another loader of this process is asked for a batch than the one before."""
 
-    number = 0
+    count = 0
     asked_last = 0  # the id of its cursor
 
 
@@ -45,7 +45,7 @@ class Walk:
     is_exhausted: bool = False
     limit: int | None = None
     is_outdated: bool = field(default=False, init=False)  # whether its batches are those of another order by now
-    turn: int = 0
+    asked_at: int = 0  # how many changes of the loader there were when it was asked last
 
     @property
     def reached(self) -> Position | None:
@@ -81,8 +81,8 @@ class Walk:
 
     def ended(self) -> Walk:
         """What remains of it after its end."""
-        turn = _ALONE if self.turn == _Turns.number else self.turn
-        return Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, turn=turn)
+        asked_at = _ALONE if self.asked_at == _LoaderChanges.count else self.asked_at
+        return Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, asked_at=asked_at)
 
 
 class TrainerClock(Protocol):
@@ -237,10 +237,10 @@ class Cursor:
 
     def asked(self, walk: Walk) -> None:
         """Note that a batch is requested."""
-        if _Turns.asked_last != id(self):
-            _Turns.asked_last = id(self)
-            _Turns.number += 1
-        walk.turn = _Turns.number
+        if _LoaderChanges.asked_last != id(self):
+            _LoaderChanges.asked_last = id(self)
+            _LoaderChanges.count += 1
+        walk.asked_at = _LoaderChanges.count
 
     def handed_out(self, walk: Walk) -> None:
         """Note a batch that is about to be handed out: a second one makes its iteration lead where that only looked."""
@@ -261,7 +261,8 @@ class Cursor:
     def _only_looked(self, walk: Walk) -> bool:
         if walk.num_batches != 1 or walk.is_exhausted or self._was_asked:
             return False
-        return walk.last_batch is None or not (walk.last_batch.ends_epoch and walk.turn not in (_Turns.number, _ALONE))
+        is_alone = walk.asked_at in (_LoaderChanges.count, _ALONE)
+        return walk.last_batch is None or not walk.last_batch.ends_epoch or is_alone
 
     def _note_look(self, at: Position) -> None:
         """Warn of a loop that takes each batch from a new iteration, which is the same batch each time."""

@@ -60,8 +60,8 @@ def described(source: SampleSource, settings: BatchSettings, epoch: int, count_r
 def _stages(source: SampleSource, run: RunOrder, epoch: int, count_rows: bool | None) -> list[Stage]:
     names = [] if source.lengths_name is None else [source.lengths_name]
     names += [] if source.balance is None else source.reader.stored_lengths(source.balanced_by)
-    found = stages_of_reader(source.reader, dict.fromkeys(names), run)
-    return found + stages_of_order(run.config, run, epoch=epoch, count_rows=count_rows)
+    stages = stages_of_reader(source.reader, dict.fromkeys(names), run)
+    return stages + stages_of_order(run.config, run, epoch=epoch, count_rows=count_rows)
 
 
 def described_without_batches(source: SampleSource, settings: BatchSettings, epoch: int) -> Chain:
@@ -77,10 +77,10 @@ def _before_batch_size(stage: Stage, source: SampleSource) -> Stage:
         return replace(stage, note="the batch size decides the rows")
     if stage.name != "shuffle":
         return stage
-    given = source.order_arguments
+    arguments = source.order_arguments
     names = ("canonical_nodes", "window", "device_block")
-    later = [PUBLIC_NAMES.get(name, name) for name in names if given.get(name) is None]
-    later = [name for name in later if name in stage.settings and given["mosaic"] is None]
+    later = [PUBLIC_NAMES.get(name, name) for name in names if arguments.get(name) is None]
+    later = [name for name in later if name in stage.settings and arguments["mosaic"] is None]
     settings = {name: value for name, value in stage.settings.items() if name not in later}
     return Stage("shuffle", settings, note=f"the batch size decides {' and '.join(later)}" if later else "")
 
@@ -89,8 +89,8 @@ def _delivered(source: SampleSource) -> Stage:
     """What becomes of the samples of a batch: the columns that are read, and what is done with them."""
     columns = {name: encoding for index in source.reader.indexes for name, encoding in index.columns.items()}
     if (pack := source.packing) is not None and pack.column is not None:
-        kept = dict.fromkeys((pack.column, *pack.columns))
-        columns = {name: columns[name] for name in kept if name in columns}
+        used = dict.fromkeys((pack.column, *pack.columns))
+        columns = {name: columns[name] for name in used if name in columns}
     policy = source.bad_data.policy
     limit = source.reader.shards.defaults.config.limit_bytes
     chosen = {

@@ -61,12 +61,12 @@ class ShardInfo:
         file_pairs: Such pairs for all of its files.
     """
 
-    def __init__(self, source: SampleSource, number: int) -> None:
-        _, entry = source.reader.entry(number)
+    def __init__(self, source: SampleSource, shard_id: int) -> None:
+        _, entry = source.reader.entry(shard_id)
         schema = entry.schema
         self._source = source
-        self._first = int(source.snapshot.shard_offsets[number])
-        self.samples = self.size = int(source.snapshot.sizes[number])
+        self._first = int(source.snapshot.shard_offsets[shard_id])
+        self.samples = self.size = int(source.snapshot.sizes[shard_id])
         self.basename = entry.raw.basename
         self.compression = schema.compression
         self.hashes = list(schema.hashes)
@@ -215,8 +215,8 @@ class IndexedSamples:
         """Delete a shard from the cache folder; False where it is not there, or another process reads it."""
         reader = self._streaming_source.reader
         reader.close()  # what is open cannot be evicted
-        found = map(reader.entry, reader.shards.with_joined(np.array([shard_id])).tolist())
-        return [cache.evict(entry) for cache, entry in found][0]  # noqa: RUF015 - those joined to it go with it
+        parts = map(reader.entry, reader.shards.with_joined(np.array([shard_id])).tolist())
+        return [cache.evict(entry) for cache, entry in parts][0]  # noqa: RUF015 - those joined to it go with it
 
     @Readable
     def cache_usage(self) -> int:
@@ -227,10 +227,10 @@ class IndexedSamples:
         return sum(raw.num_bytes for cache, entry in entries if cache.present(entry) for raw, _ in entry.files)
 
 
-def read_at(index: Any, size: int, one: Callable[[int], Any], again: Callable[[Any], Any]) -> Any:
+def read_at(index: Any, size: int, read: Callable[[int], Any], again: Callable[[Any], Any]) -> Any:
     """Read what an index names among `size` samples: a whole number, a slice, or a list or array of them, also nested.
 
-    `one` reads the sample of a number in [0, size), and `again` each element of a list, slice or array.
+    `read` reads the sample of a number in [0, size), and `again` each element of a list, slice or array.
     """
     if isinstance(index, slice):
         return [again(i) for i in range(*index.indices(size))]
@@ -240,22 +240,22 @@ def read_at(index: Any, size: int, one: Callable[[int], Any], again: Callable[[A
         return [again(i) for i in index]
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
-    number = operator.index(index)
-    _check_range(number, -size, size)
-    return one(number % size)
+    position = operator.index(index)
+    _check_range(position, -size, size)
+    return read(position % size)
 
 
-def _check_range(number: int, first: int, size: int) -> None:
-    if not first <= number < size:
-        raise IndexError(f"the dataset has {size} samples: index {number} is not in [{first}, {size})")
+def _check_range(index: int, first: int, size: int) -> None:
+    if not first <= index < size:
+        raise IndexError(f"the dataset has {size} samples: index {index} is not in [{first}, {size})")
 
 
 def refuse_overrides(kind: type, base: type, remedies: Mapping[str, str] = _NEVER_CALLED) -> None:
     """Raise TypeError where a subclass of `base` overrides a method that would never be called, with its remedy."""
     for name, remedy in remedies.items():
-        found = getattr(kind, name, None)
-        is_ours = getattr(found, "__module__", "").startswith("lightning_stream.")
-        if found is not getattr(base, name, None) and not is_ours:
+        method = getattr(kind, name, None)
+        is_ours = getattr(method, "__module__", "").startswith("lightning_stream.")
+        if method is not getattr(base, name, None) and not is_ours:
             raise TypeError(
                 f"samples are read by get_item or __getitem__; found {kind.__name__}.{name}, which would never be "
                 f"called. Instead, {remedy}"

@@ -60,11 +60,11 @@ def check_arguments(
         raise ValueError(" ".join(problems))
 
 
-def refuse_order(given: tuple[Any, ...], in_order: bool, workers: str | None, for_processes: Any) -> None:
+def refuse_order(arguments: tuple[Any, ...], in_order: bool, workers: str | None, for_processes: Any) -> None:
     """Raise ValueError for arguments of torch's loader that choose an order, or that threads cannot have."""
     if workers == "threads" and for_processes is not None:
         raise ValueError("worker_init_fn and multiprocessing_context are for processes; workers='threads' starts none")
-    if any(given) or not in_order:
+    if any(arguments) or not in_order:
         raise ValueError(
             "StreamingDataLoader does not take shuffle, sampler, batch_sampler, generator or in_order: the dataset "
             "has the order. Pass shuffle=True and shuffle_seed= to the StreamingDataset"

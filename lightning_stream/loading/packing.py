@@ -112,17 +112,17 @@ class Packing:
                 f"long_documents={self.long_documents!r} would cut samples, and whole ones are packed: pass 'drop' or "
                 "'error'."
             )
-        if self.is_whole and (given := [name for name in _OF_TOKENS if getattr(self, name)]):
-            problems.append(f"{', '.join(given)} cannot be given for whole samples: they are of rows of tokens.")
+        if self.is_whole and (of_tokens := [name for name in _OF_TOKENS if getattr(self, name)]):
+            problems.append(f"{', '.join(of_tokens)} cannot be given for whole samples: they are of rows of tokens.")
         if problems:
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
         self.rows("")  # refuses other wrong values
 
     def rows(self, lengths_digest: str) -> RowPacking:
         """What decides which rows there are, but for a window that is not given: `resolved` chooses that."""
-        given: dict[str, Any] = {} if self.window is None else {"window": self.window}
+        window: dict[str, Any] = {} if self.window is None else {"window": self.window}
         rule = "drop" if self.long_documents == "error" else self.long_documents  # of none there is nothing to drop
-        return RowPacking(self.row_length, long_documents=rule or "split", lengths=lengths_digest, **given)
+        return RowPacking(self.row_length, long_documents=rule or "split", lengths=lengths_digest, **window)
 
     @property
     def is_whole(self) -> bool:
@@ -229,7 +229,7 @@ def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[st
     begins = _begins(rows, packing.row_length)
 
     def copied(columns: Mapping[str, FlatArrays], memory: memoryview) -> dict[str, NDArray[Any]]:
-        found = {}
+        arrays = {}
         for name in names:
             _check(name, columns[name], ids, lengths)
             fill = packing.pad_token if name == packing.column else 0
@@ -240,8 +240,8 @@ def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[st
             spans = values.begins[which] + rows.first * size, rows.num_tokens * size, begins * size
             for source, length, at in zip(*(span.tolist() for span in spans), strict=True):
                 target[at : at + length] = memory[source : source + length]
-            found["input_ids" if name == packing.column else name] = signed(placed)
-        return found
+            arrays["input_ids" if name == packing.column else name] = signed(placed)
+        return arrays
 
     batch = reader.use_flat(ids, [*names], copied)
     return {**batch, **_layout(rows, begins, batch["input_ids"], packing)}
@@ -278,7 +278,7 @@ def _layout(
     in_row = np.arange(len(segments)) - first_of_row[segments // row_length]
     position = np.arange(num_rows * row_length, dtype=np.int32)
     position -= np.repeat(segments.astype(np.int32), sizes)
-    found: dict[str, NDArray[Any]] = {
+    layout: dict[str, NDArray[Any]] = {
         "position_ids": position.reshape(tokens.shape),
         "document_ids": np.repeat(in_row.astype(np.int32), sizes).reshape(tokens.shape),
         "num_tokens": counts.astype(np.int32),
@@ -287,11 +287,11 @@ def _layout(
         labels = tokens.astype(np.int64)
         labels.reshape(-1)[segments] = -100
         labels[np.arange(row_length) >= counts[:, None]] = -100
-        found["labels"] = labels
+        layout["labels"] = labels
     if packing.cu_seqlens:
-        found["cu_seqlens"] = edges.astype(np.int32)
-        found["max_seqlen"] = np.array(sizes.max(initial=0), dtype=np.int32)
-    return found
+        layout["cu_seqlens"] = edges.astype(np.int32)
+        layout["max_seqlen"] = np.array(sizes.max(initial=0), dtype=np.int32)
+    return layout
 
 
 def _check(name: str, values: FlatArrays, ids: NDArray[np.int64], lengths: NDArray[np.integer]) -> None:

@@ -81,8 +81,8 @@ class PlainIterations:
             return state
         self._passing = state
         try:
-            found = method()
-            return self._passing if found is None else found
+            returned = method()
+            return self._passing if returned is None else returned
         finally:
             self._passing = None
 
@@ -280,10 +280,10 @@ def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if state is None or STATE_KEY not in state:
         return state
     try:
-        found: Mapping[str, Any] = json.loads(state[STATE_KEY])
+        contents: Mapping[str, Any] = json.loads(state[STATE_KEY])
     except (TypeError, ValueError) as error:
         raise StateError(
             f"the data state in a checkpoint is JSON under {STATE_KEY!r}; found {str(state[STATE_KEY])[:60]!r}. "
             "It is damaged: load another checkpoint"
         ) from error
-    return found
+    return contents

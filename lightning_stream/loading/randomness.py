@@ -156,7 +156,7 @@ class SeededCall:
         self.takes_rng = takes_rng(function)
         self._seed = seed
         self._collate = collate
-        self._own = _own_generators(function)
+        self._reseeds = _own_generators(function)
         self._draws = False  # whether it was seen to draw from the global generators
 
     def __reduce__(self) -> tuple[Callable[..., SeededCall], tuple[Any, ...]]:
@@ -165,7 +165,7 @@ class SeededCall:
     @property
     def can_share_process(self) -> bool:
         """Whether threads may call the function at the same time: it seeds nothing but a generator of its own."""
-        return self.takes_rng and not self._own
+        return self.takes_rng and not self._reseeds
 
     def read_unseeded(self, read: Callable[[], list[T]]) -> list[T] | None:
         """What `read` returns, by calls of the function; None if these draw at random: each must be seeded by itself.
@@ -173,18 +173,18 @@ class SeededCall:
         Where they do not, which shows at the generators, nothing has to be seeded. It does not call `read` where it is
         known that they do.
         """
-        if self.takes_rng or self._own or self._draws:
+        if self.takes_rng or self._reseeds or self._draws:
             return None
         _seed_as_before()
-        found = read()
+        values = read()
         self._draws = not _is_untouched()
-        return None if self._draws else found
+        return None if self._draws else values
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
         """Call the function for a position in the run."""
         mixed = sample_seed(self._seed ^ _COLLATE if self._collate else self._seed, epoch, position)
-        for number, reseed in enumerate(self._own):
-            reseed(sample_seed(mixed, number, 0) & 0x7FFFFFFF)
+        for index, reseed in enumerate(self._reseeds):
+            reseed(sample_seed(mixed, index, 0) & 0x7FFFFFFF)
         if self.takes_rng:
             return self.function(value, rng=np.random.default_rng(mixed))
         seed_globals(mixed)
@@ -227,22 +227,22 @@ def takes_rng(function: Callable[..., Any]) -> bool:
 
 def _own_generators(function: Any) -> list[Callable[[int], object]]:
     """Find the methods that seed what a function, or the objects in it, draws from generators of its own."""
-    found: list[Callable[[int], object]] = []
+    reseeds: list[Callable[[int], object]] = []
     seen: dict[int, Any] = {}
 
     def search(value: Any, depth: int) -> None:
         if id(value) in seen or depth > _MAX_DEPTH or isinstance(value, (type, ModuleType, BuiltinFunctionType)):
             return
         seen[id(value)] = value
-        own = next((getattr(value, name) for name in _OWN_SEEDS if callable(getattr(type(value), name, None))), None)
-        if own is not None:
-            found.append(own)  # it seeds what it holds
+        reseed = next((getattr(value, name) for name in _OWN_SEEDS if callable(getattr(type(value), name, None))), None)
+        if reseed is not None:
+            reseeds.append(reseed)  # it seeds what it holds
             return
         for part in _parts(value):
             search(part, depth + 1)
 
     search(function, 0)
-    return found
+    return reseeds
 
 
 def _parts(value: Any) -> list[Any]:

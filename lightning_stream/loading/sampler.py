@@ -60,13 +60,13 @@ class SamplerLists:
                 f"continued; {type(self._sampler).__name__} lists others. Draw from random, numpy's or torch's global "
                 "generators or from an attribute `generator`, which are seeded, and take the epoch from set_epoch"
             )
-        found = self._listed(epoch)
-        if len(found) != len(self._sampler) or not (found.view(np.uint64) < self._num_indices).all():
+        listed = self._listed(epoch)
+        if len(listed) != len(self._sampler) or not (listed.view(np.uint64) < self._num_indices).all():
             raise ValueError(
                 f"a sampler lists len(sampler) indices of the dataset's {self._num_indices} samples; found "
-                f"{len(found)} indices of {len(self._sampler)} from {type(self._sampler).__name__}, or others"
+                f"{len(listed)} indices of {len(self._sampler)} from {type(self._sampler).__name__}, or others"
             )
-        return found
+        return listed
 
     def _listed(self, epoch: int) -> Ints:
         sampler = copy.copy(self._sampler)

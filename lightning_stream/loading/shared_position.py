@@ -116,15 +116,15 @@ class SharedPosition:
             latest = values["latest"]
             joined = np.flatnonzero((latest["key"] == key) & latest["begun"].any(axis=1) & ~latest["begun"][:, worker])
             if len(joined):
-                number = joined[0]
+                slot = joined[0]
             else:
-                number = values["num_begun"] % _MAX_ITERATIONS
-                latest[number] = key, values["start"], False
+                slot = values["num_begun"] % _MAX_ITERATIONS
+                latest[slot] = key, values["start"], False
                 values["start"] = values["start"][0] + 1, 0
                 values["num_begun"] += 1
                 values["is_set"] = False
-            latest["begun"][number, worker] = True
-            return Start(*latest["start"][number].tolist())
+            latest["begun"][slot, worker] = True
+            return Start(*latest["start"][slot].tolist())
 
 
 def memory_file(name: str, num_bytes: int) -> int:

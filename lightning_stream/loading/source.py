@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
@@ -93,10 +94,10 @@ class _OfReader:
         return self.method(self.name, *arguments)
 
 
-def _mean(lengths: NDArray[np.integer], kept: Callable[[NDArray[np.integer]], NDArray[np.integer]]) -> float:
+def _mean(lengths: NDArray[np.integer], counted: Callable[[NDArray[np.integer]], NDArray[np.integer]]) -> float:
     """The mean of lengths, of which only a part may be kept: the same number on every machine."""
     pieces = (lengths[begin : begin + _AVERAGED] for begin in range(0, len(lengths), _AVERAGED))
-    total = sum(int(kept(piece).sum(dtype=np.int64)) for piece in pieces)
+    total = sum(int(counted(piece).sum(dtype=np.int64)) for piece in pieces)
     return round(total / len(lengths), 3) if len(lengths) else 1.0
 
 
@@ -137,8 +138,8 @@ class SampleSource:
 
     def detect_world(self, of_loader: WorldLike = None) -> World:
         """The world as a loader of it was given, or the dataset, or as detected now."""
-        given = self.world if of_loader is None else of_loader
-        return detect_world(given, self.replication or 1, self.data_dimension)
+        world = self.world if of_loader is None else of_loader
+        return detect_world(world, self.replication or 1, self.data_dimension)
 
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
@@ -199,24 +200,24 @@ class SampleSource:
 
     def _refuse_with_switches(self) -> None:
         """Raise ValueError for settings that a training run which switches versions cannot have."""
-        given = self.order_arguments
+        arguments = self.order_arguments
         weights = [vars(weights_of(stream)).values() for stream in self.reader.streams]
         refused = {
-            "shuffle_algo": given["mosaic"] is not None,
-            "batching_method": METHODS[given["batching_method"]].is_mixed,
-            "schedule": given["schedule"] is not None,
-            "epoch_size": given["epoch_size"] is not None,
-            "proportion, repeat or choose": any(one is not None for each in weights for one in each),
+            "shuffle_algo": arguments["mosaic"] is not None,
+            "batching_method": METHODS[arguments["batching_method"]].is_mixed,
+            "schedule": arguments["schedule"] is not None,
+            "epoch_size": arguments["epoch_size"] is not None,
+            "proportion, repeat or choose": any(value is not None for values in weights for value in values),
             "pack": self.packing is not None,
             "bucket_by or batch_tokens": self.buckets is not None,
             "forget": self.forget is not None,
             "filter, filter_lengths, exclude_ids or a subset": self.reader.parent is not None,
             "on_bad": self.bad_data.policy.substitutes,
         }
-        if found := [name for name, is_given in refused.items() if is_given]:
+        if present := [name for name, is_given in refused.items() if is_given]:
             raise ValueError(
                 "a training run that switches versions takes each sample once per epoch, in the native order; found "
-                f"{'; '.join(found)}. Omit these, or name one version"
+                f"{'; '.join(present)}. Omit these, or name one version"
             )
 
     @property
@@ -230,17 +231,17 @@ class SampleSource:
         reader = cast("SwitchedReader", self.reader)
         if key in self.switched:
             return self.switched[key]
-        found = order
-        for number, (step, data) in enumerate(zip(reader.steps[1:], reader.versions[1:], strict=True)):
+        config = order
+        for k, (step, data) in enumerate(zip(reader.steps[1:], reader.versions[1:], strict=True)):
             digest = data.snapshot.digest
-            versions = tuple(one[:16] for one in data.snapshot.stream_digests)
-            former = known[number] if number < len(known) else None
+            versions = tuple(stream_digest[:16] for stream_digest in data.snapshot.stream_digests)
+            former = known[k] if k < len(known) else None
             if former is None or (former.step, former.digest) != (step, digest):
-                run = cast("SwitchedRun", self.order(found))
+                run = cast("SwitchedRun", self.order(config))
                 former = Switch(step, *run.place_of_step(step, batch_size, tail), digest, versions)
-            found = structs.replace(found, switches=(*found.switches, former))
-        self.switched[key] = found
-        return found
+            config = structs.replace(config, switches=(*config.switches, former))
+        self.switched[key] = config
+        return config
 
     def _balance(self, device_batch_size: int) -> Balance | None:
         if self.balance is None:
@@ -260,25 +261,25 @@ class SampleSource:
 
     def order(self, config: OrderConfig) -> RunOrder:
         """The order of a training run with these settings; the latest is kept."""
-        found = self.orders.get(config)
-        if found is None:
+        run = self.orders.get(config)
+        if run is None:
             lengths = None if self.lengths_name is None else self.reader.lengths(self.lengths_name)
             if self.packing is not None and lengths is not None:
                 self.packing.check_lengths(lengths)
             forgotten = None if config.forgotten is None else self.forgotten
             weights = tuple(map(weights_of, self.reader.streams))
             if isinstance(self.reader, SwitchedReader):
-                found = SwitchedRun(self.snapshot, weights, config, self.reader.versions)
+                run = SwitchedRun(self.snapshot, weights, config, self.reader.versions)
             else:
                 even = config.even_rows
                 amounts = _OfReader(self.reader.amounts, even) if isinstance(even, str) else None
                 options: dict[str, Any] = {"forgotten": forgotten, "lists": self.lists, "amounts": amounts}
-                found = RunOrder(self.snapshot, weights, config, lengths, **options)
+                run = RunOrder(self.snapshot, weights, config, lengths, **options)
             if forgotten is not None:  # nor may they be delivered in place of bad samples
                 self.bad_data.samples.update(dict.fromkeys(forgotten.ids.tolist(), "it is forgotten"))
             self.orders.clear()
-            self.orders[config] = found
-        return found
+            self.orders[config] = run
+        return run
 
     def disk(self, settings: BatchSettings) -> Report:
         """What this node's disk holds; `NO_REPORT` where that changes nothing."""
@@ -300,8 +301,8 @@ class SampleSource:
         except NotFoundError as error:
             raise NotFoundError(f"{error} Or pass mean_lengths= to the Schedule.") from error
         edges = self.snapshot.shard_offsets[self.snapshot.stream_offsets].tolist()
-        kept = np.asarray if self.packing is None else self.packing.rows("").packed_tokens
-        means = [_mean(lengths[begin:end], kept) for begin, end in pairwise(edges)]
+        packed_tokens = np.asarray if self.packing is None else self.packing.rows("").packed_tokens
+        means = [_mean(lengths[begin:end], packed_tokens) for begin, end in pairwise(edges)]
         return structs.replace(schedule, mean_lengths=dict(zip(schedule.streams, means, strict=True)))
 
     @cached_property
@@ -314,11 +315,12 @@ class SampleSource:
         if self.is_switched:
             raise ValueError("a training run that switches versions cannot forget samples. Delete them in a version.")
         positions = [Position.from_state(state).converted(self.snapshot) for state in states]
-        own = None if self.forgotten is None else self.forgotten.digest
-        last = max(positions, key=lambda one: (one.epoch, one.position)).order.schedule if positions else None
+        forgotten = None if self.forgotten is None else self.forgotten.digest
+        last = max(positions, key=attrgetter("epoch", "position")).order.schedule if positions else None
+        configs = [position.order for position in positions]
         orders = {
-            structs.replace(one.order, forgotten=own, schedule=one.order.schedule and one.order.schedule.resumed(last))
-            for one in positions
+            structs.replace(config, forgotten=forgotten, schedule=config.schedule and config.schedule.resumed(last))
+            for config in configs
         }  # a run may have changed its mixture
         if len(orders) != 1:
             raise ValueError(
@@ -326,9 +328,10 @@ class SampleSource:
                 "states. Pass the states of one run"
             )
         run = self.order(orders.pop())
-        for one in positions:
-            began = structs.replace(one.order, forgotten=None if one.order.forgotten == own else one.order.forgotten)
-            replace(one, order=began).check(forgetting(run, None))
+        for position in positions:
+            known = position.order.forgotten
+            began = structs.replace(position.order, forgotten=None if known == forgotten else known)
+            replace(position, order=began).check(forgetting(run, None))
         return plan_replay(run, ids, positions)
 
     def subset(self, ids: Iterable[int] | NDArray[np.int64]) -> SampleSource:
@@ -338,7 +341,7 @@ class SampleSource:
         forget = self.forget
         reader.snapshot  # noqa: B018 - nothing has to be read for it, and a repr shows what is known
         if forget is not None:
-            kept = forget[chosen.mask[forget]]
-            forget = chosen.count_before(kept) if len(kept) else None
+            remaining = forget[chosen.mask[forget]]
+            forget = chosen.count_before(remaining) if len(remaining) else None
         bad_data = BadData(self.bad_data.policy)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})

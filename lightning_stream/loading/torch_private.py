@@ -64,7 +64,7 @@ def collate_with(samples: list[Any], stack: Callable[[list[torch.Tensor]], torch
     usual = collate.collate_tensor_fn
 
     def stacked(batch: list[Any], *, collate_fn_map: Any = None) -> Any:
-        is_plain = all(one.layout is torch.strided and one.shape == batch[0].shape for one in batch)
+        is_plain = all(tensor.layout is torch.strided and tensor.shape == batch[0].shape for tensor in batch)
         return stack(batch) if is_plain and not batch[0].is_nested else usual(batch, collate_fn_map=collate_fn_map)
 
     ways = {kind: stacked if way is usual else way for kind, way in ways.items()}  # a program may have added its own

@@ -246,9 +246,9 @@ def _work(index: int, task: WorkerTask, arena: Arena, jobs: Connection, results:
 
 def _send_batches(messages: Iterator[bytes], results: Connection, jobs: Connection, most_waiting: int) -> None:
     """Send those of a job, of which so many wait at most, until the job ends or the trainer stops it."""
-    for number, message in enumerate(messages, 1):
+    for num_sent, message in enumerate(messages, 1):
         results.send_bytes(message)
-        if number >= most_waiting and os.read(jobs.fileno(), 1) != _TAKEN:
+        if num_sent >= most_waiting and os.read(jobs.fileno(), 1) != _TAKEN:
             return
 
 

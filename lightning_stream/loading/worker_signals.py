@@ -32,9 +32,9 @@ def leave_signals_to_the_trainer(pipe: int) -> None:
     received, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)  # each signal's number, also while no Python code runs
-    for number in _OWN_SIGNALS:
-        signal.signal(number, do_nothing)
-        signal.siginterrupt(number, False)
+    for signum in _OWN_SIGNALS:
+        signal.signal(signum, do_nothing)
+        signal.siginterrupt(signum, False)
     leave_job_signals_to_the_parent()
     restore_in_forks((*JOB_SIGNALS, *_OWN_SIGNALS))
     if REPORT is not None and sys.__stderr__ is not None:
@@ -54,12 +54,12 @@ def restore_in_forks(numbers: Sequence[int]) -> None:
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=partial(_restore, numbers))
 
 
-def _restore(numbers: Sequence[int]) -> None:
+def _restore(signums: Sequence[int]) -> None:
     signal.set_wakeup_fd(-1)
-    for number in JOB_SIGNALS:
-        if signal.getsignal(number) is do_nothing:
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    for signum in JOB_SIGNALS:
+        if signal.getsignal(signum) is do_nothing:
+            signal.signal(signum, signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signums)
 
 
 def _end_with(pipe: int, received: int) -> None:

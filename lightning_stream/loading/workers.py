@@ -91,8 +91,8 @@ class Workers:
     def __init__(self, dataset: Any, meter: Meter) -> None:
         self._dataset = dataset  # the value of ``get_worker_info().dataset`` in workers
         self._meter = meter
-        self._kept: WorkerPool | None = None
-        self._kept_is_in_use = False
+        self._persistent: WorkerPool | None = None
+        self._persistent_is_in_use = False
         self._live: weakref.WeakSet[MadeBatches] = weakref.WeakSet()  # those that may have workers
 
     def __reduce__(self) -> tuple[type[Workers], tuple[Any, Meter]]:
@@ -133,21 +133,23 @@ class Workers:
         self, maker: BatchMaker, settings: BatchSettings, start: Start, loader: Any
     ) -> tuple[WorkerPool, Callable[[bool], None]]:
         """Worker processes, and what ends one iteration over them; an iteration inside another one has its own."""
-        keeps = loader.persistent_workers and not self._kept_is_in_use
-        if keeps and self._kept is not None and self._kept.settings != settings:
+        keeps = loader.persistent_workers and not self._persistent_is_in_use
+        if keeps and self._persistent is not None and self._persistent.settings != settings:
             self.release()
-        pool = self._kept if keeps and self._kept is not None else self._started(maker, settings, start, loader)
+        pool = self._persistent if keeps else None
+        if pool is None:
+            pool = self._started(maker, settings, start, loader)
         if keeps:
-            self._kept = pool
-            self._kept_is_in_use = True
+            self._persistent = pool
+            self._persistent_is_in_use = True
 
         def end(failed: bool) -> None:
-            if self._kept is pool:
-                self._kept_is_in_use = False
+            if self._persistent is pool:
+                self._persistent_is_in_use = False
                 if not failed:
                     pool.stop()
                     return
-                self._kept = None
+                self._persistent = None
             self._end(pool)
 
         return pool, end
@@ -175,12 +177,12 @@ class Workers:
 
     def release(self) -> None:
         """End persistent workers, those in use when their iteration ends; a later iteration starts new ones."""
-        kept = self._kept
-        is_in_use = self._kept_is_in_use
-        self._kept = None
-        self._kept_is_in_use = False
-        if kept is not None and not is_in_use:
-            self._end(kept)
+        pool = self._persistent
+        is_in_use = self._persistent_is_in_use
+        self._persistent = None
+        self._persistent_is_in_use = False
+        if pool is not None and not is_in_use:
+            self._end(pool)
 
     def close(self) -> None:
         """End all worker processes, and the iterations that use them; a later iteration starts new ones."""
@@ -247,7 +249,7 @@ def _pinned(batches: Iterator[Delivery], loader: Any, ahead: int) -> Generator[D
                 del delivery
         finally:
             pool.close()
-            futures.wait([one for one in pending if not one.cancelled()], _EXIT_S)
+            futures.wait([future for future in pending if not future.cancelled()], _EXIT_S)
 
 
 def choose_workers(
@@ -302,5 +304,5 @@ def _functions(source: SampleSource, collate: SeededCall | None) -> list[str]:
 
 def _unfit_for_threads(source: SampleSource, collate: SeededCall | None) -> list[str]:
     called = {"the transform": source.transform, "collate_fn": collate}
-    found = [name for name, one in called.items() if one is not None and not one.can_share_process]
-    return found + ([] if source.read_one is None else [_OWN_READING])
+    unfit = [name for name, function in called.items() if function is not None and not function.can_share_process]
+    return unfit + ([] if source.read_one is None else [_OWN_READING])
