@@ -34,6 +34,7 @@ from lightning_stream.sources.base import (
     readable,
 )
 from lightning_stream.sources.nulls import NullRule
+from lightning_stream.writer.batch import check_texts
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch
 
 TRAIN = "train"
@@ -212,6 +213,7 @@ class PartitionTask:
             values, num_rows = self.nulls.settle(rows, self.columns, nulls)
         if not num_rows:
             return
+        check_texts(values)
         encoded = self._encoder.encode_batch(values, num_rows)
         measured = {name: function for name, function in self.lengths.items() if function is not kept_length}
         source_lengths = rows.lengths if isinstance(rows, MeasuredColumns) else {}

@@ -21,7 +21,7 @@ from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, Sh
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.version_log import Edit
-from lightning_stream.writer.batch import batch_columns
+from lightning_stream.writer.batch import batch_columns, check_texts
 from lightning_stream.writer.infer import check_appendable, infer_column, infer_columns
 from lightning_stream.writer.lengths import (
     LengthFunctions,
@@ -211,6 +211,7 @@ class ShardWriter(ABC):
                 batch. Then no row of the batch is written.
         """
         columns, num_rows = batch_columns(batch)
+        check_texts(columns)
         if num_rows:
             encoder = self._encoder or self._open(
                 lambda: {name: infer_column(name, values) for name, values in columns.items()}

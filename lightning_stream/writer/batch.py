@@ -115,6 +115,16 @@ _NUMBERS = {
 }  # fmt: skip
 
 
+def check_texts(columns: Mapping[str, Any]) -> None:
+    """Raise ValueError for text of Arrow that is not UTF-8, which Parquet files of some writers hold."""
+    for name, values in columns.items():
+        if isinstance(values, BinaryColumn) and values.encoding == "str":
+            try:
+                b"\n".join(values).decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"column {name!r}: text must be UTF-8; {error}. Cast it to binary.") from error
+
+
 def _arrow_bytes(column: Any, large: bool) -> BinaryColumn:
     """Return text or binary values as views of Arrow's memory."""
     _, offsets, data = column.buffers()

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from lightning_stream.formats.encodings import get_encoding
+from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.writer import MDSWriter
 
 _DEEP: list[Any] = []
@@ -20,6 +21,7 @@ _CIRCLE: list[Any] = []
 _CIRCLE.append(_CIRCLE)
 
 
+@pytest.mark.filterwarnings("ignore:the keys of a JSON object are text")
 @pytest.mark.parametrize(
     ("name", "value", "stored"),
     [  # all but those that it refuses (numpy's numbers in json, arrays of one, bools) as mosaicml-streaming stores them
@@ -79,3 +81,41 @@ def test_an_error_names_the_column_and_the_type_of_a_value_that_cannot_be_encode
         MDSWriter(out=tmp_path / "rows", columns={"c": name}).write({"c": value})
     with pytest.raises((TypeError, ValueError), match="column 'c': .*" + message.split("got")[0]):
         MDSWriter(out=tmp_path / "batch", columns={"c": name}).write_batch({"c": [value]})
+
+
+@pytest.mark.parametrize(
+    ("encoding", "stored", "broken"),
+    [
+        ("str", b"caf\xc3\xa9", b"caf\xe9"),
+        ("json", b'{"a": 1}', b"a"),
+        ("str_int", b"12", b"1.5"),
+        ("str_float", b"1.5", b"x"),
+        ("str_decimal", b"1.50", b"x"),
+    ],
+)
+def test_bytes_in_a_column_of_text_are_stored_values_or_refused(encoding: str, stored: bytes, broken: bytes) -> None:
+    encoder = MdsEncoder({"a": encoding})
+    values = list(map(bytes, encoder.encode_batch({"a": [stored]}, 1).rows()))
+    assert values == [b"".join(encoder.encode({"a": stored}))]
+    assert values[0].endswith(stored)
+    with pytest.raises(ValueError, match=f"column 'a': {encoding} takes bytes that are a stored value"):
+        encoder.encode({"a": broken})
+    with pytest.raises(ValueError, match=f"column 'a': {encoding} takes bytes that are a stored value"):
+        encoder.encode_batch({"a": [stored, broken]}, 2)
+
+
+def test_keys_of_json_that_become_equal_are_refused_and_others_that_become_text_are_named() -> None:
+    encoding = get_encoding("json")
+    with pytest.raises(ValueError, match=r"as text some are equal: \[1, '1'\]"):
+        encoding.encode([{"a": {1: "x", "1": "y"}}])
+    with pytest.warns(UserWarning, match="so 1 is read as text"):
+        assert encoding.decode(encoding.encode({"a": [{1: 2}]})) == {"a": [{"1": 2}]}  # as in mosaicml-streaming
+
+
+@pytest.mark.parametrize("encoding", ["ndarray", "ndarray:int64", "ndarray:int64:2"])
+def test_an_array_with_masked_values_is_refused(encoding: str) -> None:
+    masked = np.ma.masked_array([1, 2], [True, False])
+    with pytest.raises(ValueError, match="without masked values"):
+        get_encoding(encoding).encode(masked)
+    whole = np.ma.masked_array([1, 2])
+    assert get_encoding(encoding).encode(whole) == get_encoding(encoding).encode(np.array([1, 2]))

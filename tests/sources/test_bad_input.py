@@ -22,7 +22,8 @@ pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: uv sync --
 import pyarrow.feather as feather  # noqa: E402
 import pyarrow.parquet as pq  # noqa: E402
 
-from lightning_stream import Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.convert import convert  # noqa: E402
 from lightning_stream.errors import FormatError, NotFoundError, SnapshotMismatch  # noqa: E402
 
 ROWS = pa.table({"id": range(6), "text": list("abcdef")})
@@ -449,3 +450,13 @@ def test_a_run_continues_over_the_former_files_where_files_were_added(tmp_path: 
     loader = StreamingDataLoader(former, global_batch_size=1)
     loader.load_state_dict(state)
     assert sorted(seen + [int(batch["id"][0]) for batch in loader]) == [*range(6)]
+
+
+def test_text_of_parquet_that_is_not_utf_8_is_not_converted(tmp_path: Path) -> None:
+    text = pa.array([b"plain", b"caf\xe9"]).cast(pa.string(), safe=False)
+    parquet(tmp_path / "rows" / "a.parquet", pa.table({"id": [0, 1], "text": text}))
+    with pytest.raises(ValueError, match=r"column 'text': text must be UTF-8; .* Cast it to binary"):
+        convert(tmp_path / "rows", tmp_path / "out", num_workers=1)
+    assert not (tmp_path / "out" / "index.json").exists()
+    with pytest.raises(ValueError, match="column 'text': text must be UTF-8"):
+        MDSWriter(out=tmp_path / "out2", columns={"text": "str"}).write_batch({"text": text})

@@ -194,6 +194,8 @@ def as_array(value: Any, name: str) -> NDArray[Any]:
     TypeError if it is neither, or if numpy lacks its type of numbers.
     """
     if isinstance(value, np.ndarray):
+        if isinstance(value, np.ma.MaskedArray) and np.ma.is_masked(value):
+            raise ValueError(f"{name} takes arrays without masked values. Fill them before writing.")
         return value
     if not hasattr(value, "__array__"):
         raise TypeError(f"{name} takes a numpy array, or what offers __array__; got {describe(value)}.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import pickle
+import warnings
 from decimal import Decimal
 from functools import partial
 from typing import Any
@@ -27,12 +28,30 @@ class _Bytes(ViewEncoding):
         raise TypeError(f"bytes takes bytes; got {describe(value)}.")
 
 
-class _Str(ViewEncoding):
+class _Text(ViewEncoding):
+    """Text of some form. Bytes are taken as mosaicml-streaming takes them: as a stored value, which they must be."""
+
+    stored_type = None
+
+    def encode(self, value: Any) -> bytes:
+        if not isinstance(value, bytes):
+            return self._encode(value)
+        try:
+            self.decode(value)
+        except (ValueError, ArithmeticError) as error:
+            raise ValueError(f"{self.name} takes bytes that are a stored value; got {describe(value)}.") from error
+        return value
+
+    def _encode(self, value: Any) -> bytes:
+        raise NotImplementedError
+
+
+class _Str(_Text):
     """UTF-8."""
 
     decode = staticmethod(partial(str, encoding="utf-8"))
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         if isinstance(value, str):
             try:
                 return value.encode()
@@ -73,10 +92,10 @@ class RowFault(RowText):
         return None if np.any(sizes) else [None] * len(offsets)
 
 
-class _StrInt(ViewEncoding):
+class _StrInt(_Text):
     """A whole number as decimal text, of any size that Python prints (`sys.set_int_max_str_digits`)."""
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         try:
             # str(value), as in mosaicml-streaming, would write "True", which cannot be read as a number
             return b"%d" % operator.index(value)
@@ -89,10 +108,10 @@ class _StrInt(ViewEncoding):
         return int(bytes(data))
 
 
-class _StrFloat(ViewEncoding):
+class _StrFloat(_Text):
     """A float as the shortest text that is read as the same float."""
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         dims: int = getattr(value, "ndim", 0)
         if dims or isinstance(value, (str, bytes, bytearray)) or not hasattr(value, "__float__"):
             raise TypeError(f"str_float takes a number; got {describe(value)}.")
@@ -108,10 +127,10 @@ class _StrFloat(ViewEncoding):
         return float(bytes(data))
 
 
-class _StrDecimal(ViewEncoding):
+class _StrDecimal(_Text):
     """A decimal number, exactly."""
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         if not isinstance(value, Decimal):
             raise TypeError(f"str_decimal takes decimal.Decimal; got {describe(value)}.")
         return str(value).encode()
@@ -120,12 +139,15 @@ class _StrDecimal(ViewEncoding):
         return Decimal(str(data, "utf-8"))
 
 
-class _Json(ViewEncoding):
+class _Json(_Text):
     """Any JSON value; numpy arrays and numbers inside become lists and numbers."""
 
-    def encode(self, value: Any) -> bytes:
+    def _encode(self, value: Any) -> bytes:
         try:
-            return json.dumps(value, default=_json_default).encode()
+            text = json.dumps(value, default=_json_default)
+            if "{" in text and isinstance(value, (dict, list, tuple)):
+                _check_keys(value)
+            return text.encode()
         except RecursionError as error:
             raise ValueError(f"json takes a JSON value; got {type_name(value)} that is nested too deep.") from error
         except (TypeError, ValueError) as error:
@@ -134,6 +156,28 @@ class _Json(ViewEncoding):
 
     def decode(self, data: Stored) -> Any:
         return json.loads(str(data, "utf-8"))
+
+
+def _check_keys(value: Any) -> None:
+    """Raise ValueError for keys that JSON cannot tell apart, such as 1 and "1"; warn of others that become text."""
+    if isinstance(value, dict):
+        if not {str}.issuperset(map(type, value)):
+            _check_other_keys(value)
+        value = value.values()
+    for inner in value:
+        if isinstance(inner, (dict, list, tuple)):
+            _check_keys(inner)
+
+
+def _check_other_keys(value: dict[Any, Any]) -> None:
+    if len(json.loads(json.dumps(dict.fromkeys(value)))) < len(value):
+        raise ValueError(f"the keys of a JSON object are text, and as text some are equal: {[*value]!s:.80}")
+    other = next((key for key in value if not isinstance(key, str)), "")
+    if not isinstance(other, str):
+        warnings.warn(
+            f"the keys of a JSON object are text, so {other!r} is read as text. A list of pairs keeps it.",
+            stacklevel=2,
+        )
 
 
 def _json_default(value: Any) -> Any:
