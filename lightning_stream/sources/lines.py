@@ -211,6 +211,8 @@ def _encoding(name: str, value: Any) -> str:
         kinds = {type(element) for element in value}
         if kinds == {int, float} and any(type(element) is int and abs(element) > LARGEST_FLOAT for element in value):
             return "json"
+        if kinds == {int} and not -(1 << 63) <= min(value) <= max(value) < 1 << 63:
+            return "json"
         if kinds and kinds <= {int, float}:
             return "ndarray:float64" if float in kinds else "ndarray:int64"
         return "json"

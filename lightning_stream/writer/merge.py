@@ -12,9 +12,9 @@ from typing import Any
 
 import msgspec
 
-from lightning_stream.errors import NotFoundError, redact
+from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
-from lightning_stream.formats.model import with_lengths
+from lightning_stream.formats.model import check_basename, with_lengths
 from lightning_stream.version_log import read_index
 from lightning_stream.writer.place import Out, Transaction, listed_files, newest_text
 
@@ -55,8 +55,9 @@ def merge_index(
 
     Raises:
         NotFoundError: There is no index below the root, or one of the list is absent.
-        ValueError: A partition has deleted samples or added columns, an index of the list is not below ``out``, or the
-            root's index lists shards of its own, as after an append there, which no partition has.
+        ValueError: A partition has deleted samples, added columns or a name that no index can hold, an index of the
+            list is not below ``out``, or the root's index lists shards of its own, as after an append there, which no
+            partition has.
         FormatError: One of them is not an index.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
@@ -76,6 +77,14 @@ def merge_index(
         folders = _partitions(entry.name for entry in store.list(""))
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
+    for folder in folders:
+        try:
+            check_basename(folder, store.url)
+        except FormatError:
+            raise ValueError(
+                f"no index can name files of the folder {folder!r} of {store.url}: a part of it begins with a dot, or "
+                "it has a backslash, a drive or a control character. Rename it."
+            ) from None
     beside = sorted(name for name in listed_files(newest_text(store)) if "/" not in name)
     files = [name for name in beside if not name.startswith("lengths.")]
     if files:

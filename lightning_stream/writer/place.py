@@ -17,6 +17,7 @@ from functools import cached_property
 from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
+from urllib.parse import quote
 
 import msgspec
 
@@ -165,7 +166,9 @@ class Transaction:
 
     def partition(self, folder: str) -> Store:
         """Return the store of a folder below."""
-        return self._open(f"{self._urls[0].rstrip('/')}/{folder}")
+        url = self._urls[0].rstrip("/")
+        is_quoted = url.lower().startswith(("file://", "http://", "https://"))
+        return self._open(f"{url}/{quote(folder) if is_quoted else folder}")
 
     @cached_property
     def next_shard(self) -> int:
@@ -388,7 +391,7 @@ def digest_of(*parts: Any) -> str:
 
 def _another(reason: str) -> str:
     return (
-        f"another writer is or was at work at this place: {reason}. Its dataset stays, without the shards of this "
-        "writer. Let one process write at a time, then write again: with append=True to add shards, with "
+        f"another writer is or was at work at this place: {reason.rstrip('.')}. Its dataset stays, without the shards "
+        "of this writer. Let one process write at a time, then write again: with append=True to add shards, with "
         "overwrite=True to replace the dataset."
     )

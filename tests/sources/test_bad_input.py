@@ -460,3 +460,10 @@ def test_text_of_parquet_that_is_not_utf_8_is_not_converted(tmp_path: Path) -> N
     assert not (tmp_path / "out" / "index.json").exists()
     with pytest.raises(ValueError, match="column 'text': text must be UTF-8"):
         MDSWriter(out=tmp_path / "out2", columns={"text": "str"}).write_batch({"text": text})
+
+
+def test_lists_of_json_lines_with_numbers_of_more_than_64_bits_are_json(tmp_path: Path) -> None:
+    rows = [{"x": [1, 2]}, {"x": [2**64, -1]}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    dataset = StreamingDataset(str(tmp_path / "rows.jsonl"))
+    assert [dataset[k] for k in range(2)] == rows

@@ -53,6 +53,22 @@ def test_a_list_is_merged_in_its_order_with_whole_paths(tmp_path: Path) -> None:
         merge_index([str(tmp_path.parent / "elsewhere")], str(tmp_path))
 
 
+@pytest.mark.parametrize("name", [".hidden", "p:1", "a\\b", "a/.b"])
+def test_a_partition_that_no_index_can_name_is_refused_and_nothing_is_put(tmp_path: Path, name: str) -> None:
+    partition(tmp_path / "part0", 0)
+    partition(tmp_path / name, 10)
+    with pytest.raises(ValueError, match="Rename it"):
+        merge_index(tmp_path)
+    assert not (tmp_path / "index.json").exists()
+
+
+def test_partitions_of_a_file_url_have_the_names_of_their_folders(tmp_path: Path) -> None:
+    for begin, name in enumerate(("p%41", "pA", "p q#1?")):
+        partition(tmp_path / name, 10 * begin)
+    merge_index(tmp_path.as_uri())
+    assert read(tmp_path) == [*range(20, 30), *range(20)]
+
+
 def test_an_index_covers_the_folders_below_it(tmp_path: Path) -> None:
     for name in ("a/part0", "a/part1"):
         partition(tmp_path / name, 0)
