@@ -181,8 +181,24 @@ def test_a_composed_dataset_is_exact_after_stops_in_other_worlds(folder: Path, n
     expect_exact(COMPOSITIONS[name], folder, seed=1, stops=3, workers=[0])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", COMPOSITIONS)
+# What workers are told most of; the other compositions are nightly, as each case starts dozens of processes.
+WITH_WORKERS = (
+    "schedule, filter, pack, balance",
+    "subset, pack",
+    "replication, pack",
+    "whole, stratified, replication",
+    "whole, schedule, filter, balance by a function",
+    "whole, bad samples, schedule, filter, balance",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in WITH_WORKERS else pytest.mark.nightly)
+        for name in COMPOSITIONS
+    ],
+)
 def test_a_composed_dataset_is_exact_with_workers(folder: Path, name: str) -> None:
     expect_exact(COMPOSITIONS[name], folder, seed=2, stops=4, workers=[0, 1, 2, 4])
 

@@ -37,10 +37,13 @@ GOLDEN = Path(__file__).parents[1] / "trainers" / "golden"
 PEER = """
 import json, sys
 from streaming import StreamingDataLoader, StreamingDataset
-state, settings = json.loads(sys.argv[2]), json.loads(sys.argv[3])
-loader = StreamingDataLoader(StreamingDataset(local=sys.argv[1], **settings), batch_size=settings["batch_size"])
-loader.load_state_dict(state)
-print(json.dumps([[batch["id"].tolist() for batch in loader] for _ in range(2)]))
+runs = []
+for state, settings in json.loads(sys.argv[2]):
+    loader = StreamingDataLoader(StreamingDataset(local=sys.argv[1], **settings), batch_size=settings["batch_size"])
+    loader.load_state_dict(state)
+    runs.append([[batch["id"].tolist() for batch in loader] for _ in range(2)])
+    del loader
+print(json.dumps(runs))
 """
 
 
@@ -461,20 +464,22 @@ def test_mosaicml_streamings_state_at_an_epochs_end_is_that_of_the_next_one() ->
     assert (state["epoch"], state["sample_in_epoch"]) == (1, 0)
 
 
-@pytest.mark.parametrize(("algorithm", "steps"), [("py1e", 5), ("py1br", 10), ("py1s", 11), ("py2s", 13), ("naive", 1)])
-def test_mosaicml_streaming_continues_from_a_converted_state(
-    numbers: str, tmp_path: Path, answer: Answer, mosaic_python: str, algorithm: str, steps: int
+def test_mosaicml_streaming_continues_from_converted_states(
+    numbers: str, tmp_path: Path, answer: Answer, mosaic_python: str
 ) -> None:
-    settings = {"shuffle_algo": algorithm, "num_canonical_nodes": 2, "shuffle_block_size": 64, "batch_size": 16}
-    state, expected = after(steps, numbers, **settings)
-    torch.save(state, tmp_path / "run.pt")
-    code, about = answer("position", str(tmp_path / "run.pt"), "--stream", numbers)
-    assert code == 0
-    given = [json.dumps(about["mosaicml_streaming_state"]), json.dumps({**settings, "shuffle": True})]
-    command = [mosaic_python, "-W", "ignore", "-c", PEER, numbers, *given]
+    states = []
+    expected = []
+    for algorithm, steps in {"py1e": 5, "py1br": 10, "py1s": 11, "py2s": 13, "naive": 1}.items():
+        settings = {"shuffle_algo": algorithm, "num_canonical_nodes": 2, "shuffle_block_size": 64, "batch_size": 16}
+        state, batches = after(steps, numbers, **settings)
+        torch.save(state, tmp_path / "run.pt")
+        code, about = answer("position", str(tmp_path / "run.pt"), "--stream", numbers)
+        assert code == 0
+        states.append((about["mosaicml_streaming_state"], {**settings, "shuffle": True}))
+        expected.append([sorted(set(ids)) for ids in batches])
+    command = [mosaic_python, "-W", "ignore", "-c", PEER, numbers, json.dumps(states)]
     read = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
-    found = [sorted(set(ids)) for epoch in json.loads(read) for ids in epoch]
-    assert found == [sorted(set(ids)) for ids in expected]
+    assert [[sorted(set(ids)) for epoch in epochs for ids in epoch] for epochs in json.loads(read)] == expected
 
 
 def test_a_run_over_some_samples_cannot_move_to_mosaicml_streaming(
