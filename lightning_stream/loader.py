@@ -282,7 +282,7 @@ class StreamingDataLoader(DataLoader[Any]):
         if iterator.moves and batch is not None and batch.substitutions:
             self.num_substituted += batch.num_substituted
 
-    def compare_early(self, *, wait: bool = True) -> None:
+    def compare_unverified(self, *, wait: bool = True) -> None:
         """Compare samples that were delivered before their shards were verified: where these are here, or all.
 
         Raises StoreError where a sample had other bytes, or a shard cannot be fetched.
@@ -319,7 +319,7 @@ class StreamingDataLoader(DataLoader[Any]):
     def close(self) -> None:
         """End the worker processes of this loader, persistent ones too; a later iteration starts new ones."""
         self._workers.close()
-        self.compare_early()
+        self.compare_unverified()
 
     # The position
 
@@ -404,9 +404,9 @@ class StreamingDataLoader(DataLoader[Any]):
     def proven(self, position: Position) -> Position:
         """A position with the ledger's expected sum up to it. Costs the samples since it was last asked.
 
-        What was delivered before its shard was verified is compared first, see `compare_early`.
+        What was delivered before its shard was verified is compared first, see `compare_unverified`.
         """
-        self.compare_early()
+        self.compare_unverified()
         return self.cursor.proven(self._source.order(position.order), position)
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

@@ -30,6 +30,10 @@ HEAVY_ON_IMPORT = {
 NOT_COUNTED = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER
 }  # fmt: skip
+NAMES_OF_ANYTHING = {
+    "about", "aside", "each", "early", "found", "given", "held", "kept", "number", "one", "own", "spent",
+    "turn", "whole",
+}  # fmt: skip
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_NESTING = 4
@@ -160,6 +164,20 @@ def test_a_statement_gives_one_name_its_value() -> None:
                     written = {ast.unparse(name) for name in names.elts if isinstance(name, (ast.Name, ast.Attribute))}
                     read = {ast.unparse(part) for part in ast.walk(node.value) if isinstance(part, ast.expr)}
                     assert written & read or not written, f"{_name(path)}, line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_names_tell_what_a_value_is() -> None:
+    """A pronoun, or a word for any value, tells nothing. Fields keep their names, which states and records have."""
+    for path in FILES:
+        classes = [node for node in ast.walk(_tree(path)) if isinstance(node, ast.ClassDef)]
+        fields = {line.target for each in classes for line in each.body if isinstance(line, ast.AnnAssign)}
+        for node in ast.walk(_tree(path)):
+            name = None
+            if isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node not in fields:
+                name = node.id
+            assert name not in NAMES_OF_ANYTHING, f"{_name(path)}, line {node.lineno}: {name}"
 
 
 def test_each_row_of_the_table_keeps_its_budget() -> None:

@@ -34,7 +34,7 @@ class Loader(Protocol):
     def begin_iteration(self, iterator: LoaderIterator) -> tuple[Position, MadeBatches]: ...
     def batches_from(self, start: Position) -> MadeBatches: ...
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None: ...
-    def compare_early(self, *, wait: bool = True) -> None: ...
+    def compare_unverified(self, *, wait: bool = True) -> None: ...
     def set_epoch(self, epoch: int) -> None: ...
     def state_of(self, position: Position) -> dict[str, Any]: ...
     def state_after(self, num_samples: int | None) -> dict[str, Any]: ...
@@ -104,7 +104,7 @@ class LoaderIterator(Walk):
             self._end()
             self._loader.meter.gave_up(perf_counter() if is_end else None)
             if is_end or isinstance(error, StoreError):  # that of a worker does not know the batches
-                self._loader.compare_early(wait=is_end)
+                self._loader.compare_unverified(wait=is_end)
             raise
         self.num_batches += 1
         self._loader.note_batch(self, asked, perf_counter(), made)
@@ -132,7 +132,7 @@ class LoaderIterator(Walk):
         """
         if not self._is_over:
             self._end()
-            self._loader.compare_early()
+            self._loader.compare_unverified()
 
     def _end(self) -> None:
         if not self._is_over:
