@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC
+from datetime import UTC, timedelta
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -332,10 +332,24 @@ def _stacked(rows: list[NDArray[Any]]) -> NDArray[Any]:
     return np.stack(rows) if rows else np.empty((0,))
 
 
+def _microseconds(duration: Any) -> int:
+    if getattr(duration, "nanoseconds", 0):
+        raise ValueError(f"{duration} is not a whole number of microseconds. Cast the column.")
+    return int(duration // timedelta(microseconds=1))
+
+
+def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+    """The pairs of a map; ValueError where a key comes twice, of which JSON keeps one."""
+    found = {str(key): value for key, value in pairs}
+    if len(found) < len(pairs):
+        raise ValueError(f"a map has a key twice, and json keeps one of them: {[key for key, _ in pairs]!s:.80}")
+    return found
+
+
 _JSON_VALUES: dict[str, Callable[[Any], Any]] = {
     "date": _iso,
     "timestamp": _iso,
-    "duration": lambda value: round(value.total_seconds() * 1e6),
+    "duration": _microseconds,
     "decimal": str,
     "time": str,
     "binary": lambda value: base64.b64encode(value).decode(),
@@ -349,7 +363,7 @@ def _json_value(kind: pa.DataType) -> Callable[[Any], Any]:
     if sort == "struct":
         make: Any = lambda value: {name: inner[name](item) for name, item in value.items()}  # noqa: E731
     elif sort == "map":
-        make = lambda value: {str(inner["key"](key)): inner["item"](item) for key, item in value}  # noqa: E731
+        make = lambda value: _object([(inner["key"](key), inner["item"](item)) for key, item in value])  # noqa: E731
     elif sort == "list":
         make = lambda value: list(map(inner["element"], value))  # noqa: E731
     elif (make := _JSON_VALUES.get(sort)) is None:

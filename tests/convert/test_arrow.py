@@ -198,3 +198,24 @@ def test_arrows_numbers_and_lists_are_converted_without_pandas(tmp_path: Path) -
     command = [sys.executable, "-c", CONVERT, str(tmp_path / "rows.parquet"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.stdout.strip(), done.returncode) == ("False", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        (pa.map_(pa.string(), pa.int32()), [("a", 1), ("b", 2), ("a", 3)], r"a map has a key twice.*\['a', 'b', 'a'\]"),
+        (pa.struct([("span", pa.duration("ns"))]), {"span": 1_500}, ".*microseconds"),
+    ],
+)
+def test_nested_values_that_json_would_lose_are_refused(tmp_path: Path, kind: Any, value: Any, message: str) -> None:
+    pq.write_table(pa.table({"x": pa.array([value], kind)}), tmp_path / "in.parquet")
+    with pytest.raises(ValueError, match=f"column 'x': {message}"):
+        convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+
+
+def test_a_nested_span_of_centuries_keeps_its_microseconds(tmp_path: Path, samples_of: Any) -> None:
+    microseconds = 400 * 365 * 86_400 * 10**6 + 1  # as seconds, no float is exactly this
+    spans = pa.array([{"span": microseconds}], pa.struct([("span", pa.duration("us"))]))
+    pq.write_table(pa.table({"x": spans}), tmp_path / "in.parquet")
+    convert(tmp_path / "in.parquet", tmp_path / "out", **PLAIN)
+    assert samples_of(tmp_path / "out") == [{"x": {"span": microseconds}}]
