@@ -25,6 +25,7 @@ _RULES: dict[str, Rule] = {
     "column": MAYBE_TEXT,
     "lengths": TEXT,
     "long_documents": one_of(*LONG_DOCUMENTS, "error"),
+    "pad_token": Rule("an integer", lambda token: isinstance(token, (int, np.integer)) and not isinstance(token, bool)),
     "row_length": count(1, 2**31 - 1),
 }
 _OF_TOKENS = ("columns", "labels", "pad_token")  # settings of rows of tokens alone
@@ -232,8 +233,8 @@ def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[st
         arrays = {}
         for name in names:
             _check(name, columns[name], ids, lengths)
-            fill = packing.pad_token if name == packing.column else 0
             values = columns[name]
+            fill = _pad_token(packing, values.dtype) if name == packing.column else 0
             size = values.dtype.itemsize
             placed: NDArray[Any] = np.full((len(rows), packing.row_length), fill, dtype=values.dtype)
             target = placed.reshape(-1).view(np.uint8).data
@@ -245,6 +246,16 @@ def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[st
 
     batch = reader.use_flat(ids, [*names], copied)
     return {**batch, **_layout(rows, begins, batch["input_ids"], packing)}
+
+
+def _pad_token(packing: Packing, dtype: np.dtype[Any]) -> int:
+    token = int(packing.pad_token)
+    if dtype.kind in "iu" and not np.iinfo(dtype).min <= token <= np.iinfo(dtype).max:
+        raise ValueError(
+            f"pad_token must be one that the column {packing.column!r} of {dtype} can hold; found {token}. "
+            "Pass labels=True for labels of -100"
+        )
+    return token
 
 
 def split_rows(batch: dict[str, NDArray[Any]]) -> list[dict[str, Any]]:

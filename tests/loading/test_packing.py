@@ -391,3 +391,14 @@ def test_mistakes_get_a_clear_error(folder):
         dataset_of(folder, batching_method="per_stream")
     with pytest.raises(ValueError, match="native order"):
         dataset_of(folder, shuffle_algo="py1s")
+
+
+@pytest.mark.parametrize("token", [-100, 70_000, np.int64(70_000)])
+def test_a_token_of_padding_that_the_column_cannot_hold_is_refused(tmp_path, token):
+    with MDSWriter(out=tmp_path / "out", columns={"tokens": "ndarray:uint16"}, lengths={"tokens": len}) as writer:
+        writer.write({"tokens": np.arange(5, dtype=np.uint16)})
+    with pytest.raises(ValueError, match=f"'tokens' of uint16 can hold; found {token}"):
+        next(iter(loader_of(tmp_path / "out", pack=Packing(row_length=8, pad_token=token), size=1)))
+    for other in (1.5, None, True, "0"):
+        with pytest.raises(ValueError, match="pad_token must be an integer"):
+            Packing(pad_token=other)
