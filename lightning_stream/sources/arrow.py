@@ -340,10 +340,10 @@ def _microseconds(duration: Any) -> int:
 
 def _object(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     """The pairs of a map; ValueError where a key comes twice, of which JSON keeps one."""
-    found = {str(key): value for key, value in pairs}
-    if len(found) < len(pairs):
+    by_key = {str(key): value for key, value in pairs}
+    if len(by_key) < len(pairs):
         raise ValueError(f"a map has a key twice, and json keeps one of them: {[key for key, _ in pairs]!s:.80}")
-    return found
+    return by_key
 
 
 _JSON_VALUES: dict[str, Callable[[Any], Any]] = {
