@@ -14,7 +14,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 PROGRAMS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "\n    main(__doc__" in path.read_text())
-SHORTER = {"resume_peers": ["--only", "in the middle of an epoch"]}  # of many groups of runs
+# Of many groups of runs, or cases that differ by a number.
+SHORTER = {
+    "cold_start": ["--only", "in process|many shards|text"],
+    "pack_plan": ["--only", "rows of 2|documents|16 canonical nodes: ours, 2|images|beside|first batch.*many"],
+    "resume_peers": ["--only", "in the middle of an epoch"],
+}
 NEEDS = {"spark_rows": ("pyspark", "spark"), "resume_peers": ("lightning",) * 2, "trainer_overhead": ("lightning",) * 2}
 
 
