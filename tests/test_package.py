@@ -62,6 +62,7 @@ def _errors(checker: str, path: Path, cache: Path) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("checker", CHECKERS)
 def test_a_users_project_is_typed(checker: str, tmp_path: Path) -> None:
     project = tmp_path / "user.py"
