@@ -40,6 +40,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 _LOCKLESS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EOPNOTSUPP)
 _LONGEST_PAUSE_S = 0.05
 _SETTLING_S = 0.2
+_SKEW_S = 60.0  # of the clocks of machines that share a folder
 _SCRATCH = "lightning-stream-"
 # Not the global generator: fetching threads must not disturb what a sample's transform draws.
 _jitter = random.SystemRandom()
@@ -96,8 +97,11 @@ def boot_time() -> float:
 
 
 def before_boot(path: Path) -> bool:
-    """Whether the file was last published or touched before this machine started: bytes in flight may be missing."""
-    return path.stat().st_ctime < boot_time()
+    """Whether the file may be of a time before this machine started: bytes in flight then may be missing.
+
+    It is, too, if it was last published or touched in the future: the clock was set back since then.
+    """
+    return not boot_time() <= path.stat().st_ctime <= time.time() + _SKEW_S
 
 
 def publish_bytes(content: bytes, final: Path, modes: Modes = PRIVATE, *, durable: bool = True) -> None:
