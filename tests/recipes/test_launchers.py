@@ -20,10 +20,11 @@ RUN = [
 LAUNCHERS = {"torchrun": ([torchrun(2, *RUN)], [{}]), "slurm": ([train(*RUN)] * 2, slurm(2))}
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("launcher", [*LAUNCHERS])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param("torchrun", marks=pytest.mark.nightly), pytest.param("slurm", marks=pytest.mark.slow)]
+)
 def test_every_launcher_trains_on_the_planned_samples(launcher: str, tmp_path: Path) -> None:
     commands, envs = LAUNCHERS[launcher]
     done = launch(tmp_path, *commands, envs=envs)
@@ -35,10 +36,11 @@ def test_every_launcher_trains_on_the_planned_samples(launcher: str, tmp_path: P
     assert "exactly the planned samples" in verify_delivery(tmp_path / "record", dataset).sentence
 
 
-@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("data", ["chats", "image_chats"])
+@pytest.mark.parametrize(
+    "data", [pytest.param("chats", marks=pytest.mark.nightly), pytest.param("image_chats", marks=pytest.mark.slow)]
+)
 def test_packed_chats_that_stop_on_two_devices_continue_on_one(data: str, tmp_path: Path) -> None:
     command = [
         f"+data={data}", "data.synthetic_count=60", "data.record_delivery=record", "hardware=cpu", "trainer=torch",

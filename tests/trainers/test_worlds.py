@@ -107,7 +107,7 @@ def expect_chain_exact(
 # Chains over worlds
 
 CHAINS = [
-    pytest.param("Lightning", [1, 2, 1], "torchrun", {}, marks=slow),
+    pytest.param("Lightning", [1, 2, 1], "torchrun", {}, marks=nightly),
     pytest.param(
         "Lightning", [2, 1, 2], "torchrun", {"dataset": {"balance": "tokens"}, "accumulate": {1: 4, 2: 2}}, marks=slow
     ),
