@@ -20,7 +20,7 @@ print(json.dumps([{name: plain(value) for name, value in dataset[i].items()} for
 """
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_mosaicml_streaming_reads_the_same_samples(
     rows_file: Path, tmp_path: Path, samples_of: Any, mosaic_python: str, shuffle: bool
 ) -> None:

@@ -113,7 +113,7 @@ def test_a_missing_checkpoint_is_an_error(shards: Path, tmp_path: Path) -> None:
         read_position(tmp_path / "bare.ckpt")
 
 
-@pytest.mark.parametrize("error", ["ImportError", pytest.param("AttributeError", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("error", ["ImportError", pytest.param("AttributeError", marks=pytest.mark.nightly)])
 def test_our_classes_are_there_beside_a_broken_second_lightning(tmp_path: Path, error: str) -> None:
     (tmp_path / "pytorch_lightning").mkdir()
     (tmp_path / "pytorch_lightning" / "__init__.py").write_text(f"raise {error}('too old')")

@@ -318,7 +318,7 @@ def test_the_progress_bar_shows_the_position_and_is_left_as_it_was(shards: Path,
     "first",
     [
         "import pytorch_lightning as pl",
-        pytest.param("from lightning_stream import StreamingDataModule", marks=pytest.mark.slow),
+        pytest.param("from lightning_stream import StreamingDataModule", marks=pytest.mark.nightly),
     ],
 )
 def test_pytorch_lightning_under_its_own_name_works(shards: Path, tmp_path: Path, first: str) -> None:

@@ -323,7 +323,7 @@ def test_validation_prediction_and_test_see_every_sample_once_on_two_devices(sha
 
 
 @slow
-@pytest.mark.parametrize("tail", ["exact", "pad"])
+@pytest.mark.parametrize("tail", ["exact", pytest.param("pad", marks=nightly)])
 def test_the_last_partial_step_weighs_the_same_on_any_number_of_devices(
     shards: Path, tmp_path: Path, tail: str
 ) -> None:
