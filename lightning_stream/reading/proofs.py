@@ -2,7 +2,7 @@
 
 The hash of a shard holds for all of it. Samples that come before, by ranges or from the beginning of a file that still
 arrives, are noted with a digest of their bytes. A process that opens the whole shard compares them. So does the process
-that hands out batches: while it goes on, where the shard has come, and for all before a state is taken, when an
+that hands out batches: while it runs, where the shard has come, and for all before a state is taken, when an
 iteration ends, and when the program ends.
 """
 
@@ -118,10 +118,10 @@ class Deliveries:
         if not self._reads:
             return
         self._looked = monotonic()
-        agreeing = self._shards.pool.verdicts([read for _, read in self._reads], wait=wait)
+        agreeing = self._shards.pool.agreements([read for _, read in self._reads], wait=wait)
         self._reads = [(batch, read) for batch, read in self._reads if not agreeing.get(read)]
         if wrong := [(batch, read) for batch, read in self._reads if read in agreeing]:
-            _undecided.pop(id(self), None)  # the caller is told now
+            _undecided.pop(id(self), None)  # the caller gets the error
             shard_id = wrong[0][1].shard_id
             reads = [read for _, read in wrong if read.shard_id == shard_id]
             raise _difference(self._shards.url_of(shard_id), reads, list(dict.fromkeys(batch for batch, _ in wrong)))

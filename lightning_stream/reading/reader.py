@@ -383,7 +383,7 @@ class SampleReader:
 
         With `wait`, for their shards: all of them.
         """
-        return not reads or all(self.shards.pool.verdicts(reads, wait=wait).values())
+        return not reads or all(self.shards.pool.agreements(reads, wait=wait).values())
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Fetch shards into the cache, several at once. Raises the first failure."""

@@ -522,7 +522,7 @@ class ShardPool:
             again.close()
         return True
 
-    def verdicts(self, reads: Sequence[UnverifiedRead], *, wait: bool) -> dict[UnverifiedRead, bool]:
+    def agreements(self, reads: Sequence[UnverifiedRead], *, wait: bool) -> dict[UnverifiedRead, bool]:
         """Whether unverified reads have the bytes of their verified shards; without `wait`, where these are here.
 
         Samples of shards that nobody fetches are read by ranges a second time instead.
@@ -537,14 +537,14 @@ class ShardPool:
         alone = by_shard.keys() - here - {read.shard_id for read in reads if read.is_awaited}
         if wait:
             self.fetch_first(sorted(by_shard.keys() - here - alone))
-        verdicts: dict[UnverifiedRead, bool] = {}
+        agreements: dict[UnverifiedRead, bool] = {}
         for shard_id in sorted(by_shard if wait else here):
             indices = np.unique(np.concatenate([read.indices for read in by_shard[shard_id]]))
             with self.reading([shard_id]):
                 again = self.partial.by_range({shard_id: indices} if shard_id in alone else {}, ()).get(shard_id)
                 shard, row_of = (again[0], indices.searchsorted) if again else (self.shard(shard_id), int)
-                verdicts |= {read: read.agrees(shard, row_of) for read in by_shard[shard_id]}
-        return verdicts
+                agreements |= {read: read.agrees(shard, row_of) for read in by_shard[shard_id]}
+        return agreements
 
     def _raise_file_limit(self) -> None:
         """Let this process open the files of one more shard: many systems allow 1,024 unless asked for more."""

@@ -132,7 +132,7 @@ class UnityStore(Store):
             if self._files is None:
                 raise
             _log.warning("%s Until then, its files come by the Files interface of the workspace, more slowly.", error)
-        self._stores[False] = self._files  # whoever writes there compares with the versions that are read there
+        self._stores[False] = self._files  # a writer compares with the versions that it has read there
         return self._files
 
     def _storage(self, writes: bool) -> Store:

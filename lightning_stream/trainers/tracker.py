@@ -34,7 +34,7 @@ _ON_MISSING = ("error", "restart")
 
 
 class RunRecord(Protocol):
-    """Is told what a run trains on."""
+    """Is called with what a run trains on."""
 
     def take(self, batch: MicroBatch) -> None:
         """Note a micro-batch that is about to be trained on."""

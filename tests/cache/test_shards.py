@@ -372,7 +372,7 @@ def test_a_shard_of_a_former_index_that_is_in_use_is_not_read_under_the_fresh_on
     assert caches[0].evict(new.entry(0))
 
 
-@pytest.mark.parametrize("clock", ["goes on", "is set back"])
+@pytest.mark.parametrize("clock", ["is right", "is set back"])
 def test_what_a_power_cut_spoiled_is_found_when_the_machine_is_up_again(
     remote: Path, local: Path, monkeypatch: pytest.MonkeyPatch, clock: str
 ) -> None:
@@ -382,7 +382,7 @@ def test_what_a_power_cut_spoiled_is_found_when_the_machine_is_up_again(
         cache.ensure(index.entry(shard))
     (local / "shard.00000.mds").write_bytes(bytes(10_000))  # the size of the right one, without its bytes
     now = time.time()
-    passed_s = 1 if clock == "goes on" else -3600
+    passed_s = 1 if clock == "is right" else -3600
     monkeypatch.setattr(files_module, "boot_time", lambda: now + passed_s)
     monkeypatch.setattr(time, "time", lambda: now + passed_s)
     after = ShardCache(store, local)
