@@ -181,7 +181,7 @@ def test_a_composed_dataset_is_exact_after_stops_in_other_worlds(folder: Path, n
     expect_exact(COMPOSITIONS[name], folder, seed=1, stops=3, workers=[0])
 
 
-# Those that workers need most settings for; the other compositions are nightly, as each case starts dozens of processes.
+# Those that workers need most settings for; the others are nightly, as each case starts dozens of processes.
 WITH_WORKERS = (
     "schedule, filter, pack, balance",
     "subset, pack",
