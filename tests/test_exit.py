@@ -100,7 +100,7 @@ def test_a_script_that_ends_prints_nothing_of_ours(remote: Path, tmp_path: Path)
         for name, script in SCRIPTS.items()
     }  # fmt: skip
     driver = [sys.executable, "-c", DRIVER]
-    run = subprocess.run(driver, input=repr(scripts), capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(driver, input=repr(scripts), capture_output=True, text=True, timeout=250, check=True)
     assert not run.stderr
     for name, (_, out) in scripts.items():
         check(name, Path(out).read_text())
