@@ -82,16 +82,16 @@ def test_ranks_log_the_same_values_and_name_the_rank_that_waits(tmp_path: Path, 
     found = [json.loads(process.communicate(timeout=120)[0]) for process in processes]
     assert found[0][0] == found[1][0]
     metrics = found[0][0]
-    assert metrics["data/wait_share"] == pytest.approx(max(share for _, share, *_ in found), rel=0.15)
+    assert metrics["data/wait_share"] == pytest.approx(max(share for _, share, *_ in found), rel=0.05)
     slowest_s = max((share, elapsed_s) for _, share, (_, elapsed_s), *_ in found)[1]
     num_samples = sum(count for _, _, (count, _), *_ in found)
-    assert metrics["data/samples_per_s"] == pytest.approx(num_samples / slowest_s, rel=0.15)
+    assert metrics["data/samples_per_s"] == pytest.approx(num_samples / slowest_s, rel=0.05)
     later_s = found[1][4] - found[0][4]  # that rank 1 got its batches, and that rank 0 waited for it
-    assert found[0][3] == pytest.approx(later_s, rel=0.4)
+    assert found[0][3] == pytest.approx(later_s, rel=0.2)
     assert found[0][3] >= 4 * 8 * 0.05 > found[1][3] + 1
     assert [one[5] for one in found] == ["other_ranks", "transform"]
     for *_, parts, said in found:
-        assert parts == pytest.approx(1.0, abs=0.05)  # of the time of the loop
+        assert parts == pytest.approx(1.0, abs=0.02)  # of the time of the loop
         assert len(said) == 1
         assert said[0].startswith("Rank 1: Input-bound")
         assert "the transform takes" in said[0]

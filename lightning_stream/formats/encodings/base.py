@@ -155,6 +155,7 @@ class BinaryColumn(list[Any]):
     """A batch's values as the bytes that ``encoding`` stores, e.g. views of Arrow's memory."""
 
     encoding = "bytes"
+    is_checked = False  # whether text is known to be UTF-8
 
 
 def type_name(value: object) -> str:
