@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from servers import processes, s3
+from support.warm import python
 
 from lightning_stream.formats import encodings
 
@@ -127,12 +128,12 @@ def workers_by_fork() -> Iterator[None]:
 @pytest.fixture
 def mosaic_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The Python of mosaicml-streaming; tests take turns, as its processes choose the same names of shared memory."""
-    python = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
-    if not python:
+    interpreter = os.environ.get("LIGHTNING_STREAM_MOSAIC_PYTHON")
+    if not interpreter:
         pytest.skip("LIGHTNING_STREAM_MOSAIC_PYTHON=/path/to/python names none that has mosaicml-streaming")
     with (tmp_path_factory.getbasetemp().parent / "mosaic.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        yield python
+        yield python(interpreter, "streaming")
 
 
 def pytest_collection_finish() -> None:

@@ -6,10 +6,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.warm import python
 
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -24,7 +24,7 @@ NEEDS = {"spark_rows": ("pyspark", "spark"), "resume_peers": ("lightning",) * 2,
 
 
 def run(program: str, *arguments: str) -> str:
-    command = [sys.executable, str(BENCHMARKS / f"{program}.py"), *arguments]
+    command = [python(), str(BENCHMARKS / f"{program}.py"), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from support.warm import python
 
 torch = pytest.importorskip("torch")
 
@@ -222,7 +222,7 @@ def test_ranks_that_share_a_place_in_the_data_dimension_get_the_same_samples(tmp
     }
     command = ["-m", "torch.distributed.run", "--nproc-per-node=4", f"--master-port={free_port()}", "program.py"]
     done = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "shards")],
+        [python(), *command, str(tmp_path / "shards")],
         cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -10,13 +10,13 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from support.pages import PAGES, ROOT, blocks_of
+from support.warm import python
 
 # What a block's title may give as the reason why no test runs it.
 REASONS = {"needs 4 GPUs", "needs a GPU", "needs a cluster", "it ends with Ctrl-C"}
@@ -95,7 +95,7 @@ def _runs(page: str) -> list[object]:
 
 def _run_command(line: str) -> str:
     """Run a script that the page wrote; its output."""
-    launcher = [sys.executable, "-m", "torch.distributed.run"]
+    launcher = [python(), "-m", "torch.distributed.run"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [*launcher, *shlex.split(line)[1:]]
     done = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=240)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.warm import python
 
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
@@ -63,7 +63,7 @@ def train_py(tmp_path: Path) -> Callable[..., Any]:
     def start(*arguments: str) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(ROOT / "train.py"), *arguments]
+        command = [python(), str(ROOT / "train.py"), *arguments]
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=280, check=False)
 
     return start

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from servers.ports import free_port
+
+from support.warm import python
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "MASTER_PORT")
@@ -55,7 +56,7 @@ def launch(
 def worker(host: str, shards: Path, out: Path, **options: Any) -> list[str]:
     """The command that starts a worker of the resume contract."""
     text = json.dumps({"shards": str(shards), "out": str(out), **options}, default=str)
-    return [sys.executable, "-m", "support.worker", host, text]
+    return [python(), "-m", "support.worker", host, text]
 
 
 def under(launcher: str, num_processes: int, command: Sequence[str]) -> list[str]:
@@ -65,12 +66,12 @@ def under(launcher: str, num_processes: int, command: Sequence[str]) -> list[str
         start = ["-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", f"--master-port={port}"]
     else:
         start = ["-m", "composer.cli", "-n", str(num_processes), "--master_port", port]
-    return [sys.executable, *start, *command[1:]]
+    return [python(), *start, *command[1:]]
 
 
 def train(*arguments: str) -> list[str]:
     """The command that starts `train.py`."""
-    return [sys.executable, str(ROOT / "train.py"), *arguments]
+    return [python(), str(ROOT / "train.py"), *arguments]
 
 
 def torchrun(num_processes: int, *arguments: str) -> list[str]:

@@ -23,22 +23,8 @@ def write(out: Path, rank: int, world: int, content: dict[str, Any]) -> None:
     draft.replace(path)
 
 
-def hide_from_metrics(*packages: str) -> None:
-    """Torchmetrics, which Lightning imports, imports these where they are installed: half of the start of a process."""
-    from lightning_utilities.core.imports import RequirementCache
-
-    check = RequirementCache._check_requirement
-
-    def check_others(requirement: RequirementCache) -> None:
-        check(requirement)
-        requirement.available &= not str(requirement.requirement).startswith(packages)
-
-    RequirementCache._check_requirement = check_others
-
-
 def lightning(shards: Path, out: Path, checkpoint: str | None, ends: Sequence[Any] = (), **options: Any) -> None:
     """Train under Lightning."""
-    hide_from_metrics("torchvision", "transformers", "matplotlib")
     import torch
     from lightning.pytorch.callbacks import Callback
     from lightning.pytorch.strategies import ModelParallelStrategy

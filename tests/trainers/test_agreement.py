@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 from support.launches import launch
+from support.warm import python
 
 torch = pytest.importorskip("torch")
 
@@ -48,7 +48,7 @@ def test_ranks_over_the_same_data_agree_and_an_index_replaced_while_they_begin_i
     done = launch(
         tmp_path,
         *(
-            [sys.executable, "-c", RANK, meeting, str(rank), *map(str, folders)]
+            [python(), "-c", RANK, meeting, str(rank), *map(str, folders)]
             for rank, folders in enumerate(zip(*ranks, strict=True))
         ),
         envs=({}, {}),

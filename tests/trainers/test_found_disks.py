@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from support.launches import launch
+from support.warm import python
 
 torch = pytest.importorskip("torch")
 
@@ -66,7 +66,7 @@ def test_nodes_that_come_back_with_other_ranks_fetch_nothing_and_a_new_one_its_p
     disks[1][REPLACED:] = [str(tmp_path / "new")] * (len(RUNS) - REPLACED)
     commands = [
         [
-            sys.executable,
+            python(),
             "-c",
             NODE,
             str(tmp_path),

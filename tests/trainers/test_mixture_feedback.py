@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.launches import launch, under
 from support.resume_contract import WARNINGS, merged, write_shards
+from support.warm import python
 
 from lightning_stream import Schedule, Stream, StreamingDataset, read_position, verify_delivery
 
@@ -172,7 +173,7 @@ def test_a_record_of_a_mixture_that_ends_says_that_all_steps_were_delivered(mix:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_change_at_the_same_batch(mix: Path, tmp_path: Path, whole: Any) -> None:
-    done = launch(tmp_path, under("torchrun", 2, [sys.executable, __file__, str(mix), str(tmp_path / "two")]))
+    done = launch(tmp_path, under("torchrun", 2, [python(), __file__, str(mix), str(tmp_path / "two")]))
     assert done.code == 0, done.stderr[-5000:]
     ranks = [json.loads(path.read_text()) for path in (tmp_path / "two").glob("rank*.json")]
     assert merged(rank["steps"] for rank in ranks) == whole("Lightning")[0]

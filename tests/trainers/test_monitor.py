@@ -6,10 +6,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.warm import python
 
 torch = pytest.importorskip("torch")
 
@@ -72,7 +72,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_ranks_log_the_same_values_and_name_the_rank_that_waits(tmp_path: Path, data: Path) -> None:
     processes = [
         subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-c", RANK, str(tmp_path / "meeting"), str(rank), str(data)],
+            [python(), "-W", "ignore", "-c", RANK, str(tmp_path / "meeting"), str(rank), str(data)],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},

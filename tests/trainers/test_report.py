@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.warm import python
 
 pytest.importorskip("torch")
 
@@ -347,7 +347,7 @@ os._exit(0)  # gloo's own end may abort where the other rank has ended already
 def test_two_processes_write_one_log(data: Path, fails: bool) -> None:
     folder, meeting = data / "run", data / "meeting"
     arguments = [[meeting, str(rank), data / "text", folder, "yes" if fails else "no"] for rank in range(2)]
-    processes = [subprocess.Popen([sys.executable, "-c", RANK, *given], env=ONE_THREAD) for given in arguments]
+    processes = [subprocess.Popen([python(), "-c", RANK, *given], env=ONE_THREAD) for given in arguments]
     try:
         assert [process.wait(timeout=120) for process in processes] == [0, 0]
     finally:
@@ -378,7 +378,7 @@ with RunReport(sys.argv[2], loader):
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_the_page_of_a_killed_run_is_drawn_from_its_log(data: Path, signum: int) -> None:
-    arguments = [sys.executable, "-c", KILLED, data / "text", data / "run", str(signum)]
+    arguments = [python(), "-c", KILLED, data / "text", data / "run", str(signum)]
     process = subprocess.run(arguments, env=ONE_THREAD, capture_output=True, timeout=120, check=False)
     assert process.returncode in (-signum, 1)
     launch = launch_in(data / "run")
