@@ -1,4 +1,4 @@
-"""The arrays of this room: ids, positions and counts are int64."""
+"""The arrays of this room: ids, positions and counts are int64, and lengths integers of any size."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Integers = NDArray[np.integer]
+Words = NDArray[np.uint64]  # random numbers, and what is made of them
 
 
 def starts_of(counts: Ints) -> Ints:
     """int64[n + 1]: where each of n consecutive groups of these sizes begins, and the end of the last one."""
-    starts = np.zeros(len(counts) + 1, dtype=np.int64)  # faster than np.append, which small windows of rows notice
+    starts = np.zeros(len(counts) + 1, np.int64)  # faster than np.append, which small windows of rows notice
     np.cumsum(counts, out=starts[1:])
     return starts
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arrays import Bools, Ints
+from .arrays import Bools, Integers, Ints
 from .orders import Order, ceil_div
 from .world import World
 
@@ -51,7 +51,7 @@ class Balance:
 
     costs: Cost | None
     device_batch_size: int
-    lengths: Callable[[], NDArray[np.integer]] | None = None
+    lengths: Callable[[], Integers] | None = None
 
     def costs_of(self, order: Order, at: Ints) -> Ints:
         """The costs of some positions as whole numbers."""
@@ -106,7 +106,7 @@ def deal(costs: Ints, sizes: Sequence[int]) -> list[Ints]:
             heapreplace(open_groups, (cost + cost_of[index], group))
     if len(groups) > 1 and 1 < len(groups[0]) <= _EXCHANGED and len({*sizes}) == 1:
         return [*np.sort(_exchanged(costs, np.array(groups)), axis=1)]
-    return [np.array(sorted(group), dtype=np.int64) for group in groups]
+    return [np.array(sorted(group), np.int64) for group in groups]
 
 
 def _exchanged(costs: Ints, groups: Ints) -> Ints:
@@ -148,7 +148,7 @@ def num_groups(canonical_nodes: int, world: World) -> int:
 
 
 def balanced_split(
-    canonical: NDArray[np.integer], costs: Ints, world: World, *, equal: bool, num_micro_batches: int
+    canonical: Integers, costs: Ints, world: World, *, equal: bool, num_micro_batches: int
 ) -> tuple[Ints, Bools, tuple[int, ...]]:
     """As `ByNode`, for the replica of ``world``; and where its micro-batches end.
 

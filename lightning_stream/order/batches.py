@@ -33,9 +33,8 @@ _ALONE = World()
 
 
 class Division(NamedTuple):
-    """The order whose positions batches have, where they end, and who gets what."""
+    """Where batches end, and who gets what of the order whose positions they have."""
 
-    order: Order
     cuts: Cuts
     owners: ByNode
 
@@ -205,7 +204,7 @@ class BatchPlan:
     @property
     def follows_order(self) -> bool:
         """Whether the batches hold the order's samples in its places: only mosaicml-streaming's may hold others."""
-        batches = self._division.order
+        batches = self._division.owners.order
         order = self.order.order
         if batches is order:
             return True
@@ -214,7 +213,7 @@ class BatchPlan:
 
     def ids(self, k: int) -> Ints:
         """Sample ids of global batch ``k`` in position order, padding excluded."""
-        return self._division.order.ids(self._positions(k))
+        return self._division.owners.order.ids(self._positions(k))
 
     def _positions(self, k: int) -> Ints:
         return positions_of(*self.bounds(k))
@@ -230,9 +229,9 @@ class BatchPlan:
     @property
     def splits_samples(self) -> bool:
         """Whether whole batches are grouped by canonical node and split over the replicas one by one."""
-        order, cuts, owners = self._division
+        cuts, owners = self._division
         is_plain = type(owners) is ByNode and type(cuts) is Cuts and self.balance is None
-        return is_plain and not isinstance(order, PackedRows)
+        return is_plain and not isinstance(owners.order, PackedRows)
 
     def offsets_in(self, at: Ints, replicas: Sequence[int]) -> Ints:
         """int64[batches, replicas, B / replicas]: what replicas get of whole batches, as offsets in their positions."""
@@ -253,8 +252,8 @@ class BatchPlan:
             return [self.share(k) for k in ks]
         at = positions_of(self.bounds(ks[0])[0], self.bounds(ks[count - 1])[1])
         offsets = self.offsets_in(at, [self.world.replica])[np.array(ks[:count]) - ks[0], 0]
-        ids = self._division.order.ids(at)[offsets]
-        full = map(ReplicaBatch, ids, at[offsets], np.zeros(ids.shape, dtype=np.bool_))
+        ids = self._division.owners.order.ids(at)[offsets]
+        full = map(ReplicaBatch, ids, at[offsets], np.zeros(ids.shape, np.bool_))
         return [*full, *map(self.share, ks[count:])]
 
     def num_micro_batches(self, k: int, device_batch_size: int) -> int:
@@ -267,7 +266,7 @@ class BatchPlan:
 def prefetch_shards(plan: BatchPlan, snapshot: Snapshot, k_begin: int, k_end: int) -> Ints:
     """The shards that this rank needs for global batches [k_begin, k_end), in the order of first use."""
     if k_begin >= k_end:
-        return np.empty(0, dtype=np.int64)
+        return np.empty(0, np.int64)
     shards = np.concatenate([snapshot.shards_of(plan.share(k).sample_ids) for k in range(k_begin, k_end)])
     _, first = np.unique(shards, return_index=True)
     first.sort()
@@ -316,7 +315,7 @@ def problems_of(plan: BatchPlan, order: Order, *, must_divide: bool = True, owns
 def divide_evenly(plan: BatchPlan, order: Order) -> Division:
     """Batches of B samples, cut anywhere; replicas get samples by canonical node or by cost."""
     refuse(problems_of(plan, order))
-    return Division(order, _even_cuts(plan, order), ByNode(order, plan))
+    return Division(_even_cuts(plan, order), ByNode(order, plan))
 
 
 def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
@@ -329,7 +328,7 @@ def divide_by_stream(plan: BatchPlan, order: Order) -> Division:
             "Keep it, or choose another batching_method."
         )
     refuse(problems)
-    return Division(order, _even_cuts(plan, order, length), ByNode(order, plan))
+    return Division(_even_cuts(plan, order, length), ByNode(order, plan))
 
 
 def divide_blocks(plan: BatchPlan, order: Order) -> Division:
@@ -345,7 +344,7 @@ def divide_blocks(plan: BatchPlan, order: Order) -> Division:
         )
     refuse(problems)
     cuts = _even_cuts(plan, order, 1 if plan.tail == "exact" else block)
-    return Division(order, cuts, ByNode(order, plan) if block == 1 else ByBlock(_interleave(order), plan, cuts))
+    return Division(cuts, ByNode(order, plan) if block == 1 else ByBlock(_interleave(order), plan, cuts))
 
 
 def divide_by_budget(plan: BatchPlan, order: Order) -> Division:
@@ -353,7 +352,7 @@ def divide_by_budget(plan: BatchPlan, order: Order) -> Division:
     assert isinstance(order, ByLength)
     refuse(problems_of(plan, order, must_divide=False))
     left = order.size % plan.batch_size if plan.tail == "drop" else 0
-    return Division(order, CountedCuts(order, plan.start, order.size - left), ByNode(order, plan, plan.accumulate))
+    return Division(CountedCuts(order, plan.start, order.size - left), ByNode(order, plan, plan.accumulate))
 
 
 def _interleave(order: Order) -> Interleave:

@@ -9,13 +9,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .arrays import Bools, Ints, segment_of, starts_of
+from .arrays import Bools, Integers, Ints, segment_of, starts_of
 
 _WORD = 64
 _ONES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)  # in each byte
 
 
-def as_ids(ids: Iterable[int] | NDArray[np.integer], name: str) -> NDArray[np.integer]:
+def as_ids(ids: Iterable[int] | Integers, name: str) -> Integers:
     """The ids that a user gave under this name, as an array. Raises TypeError for others, such as a mask."""
     array = ids if isinstance(ids, np.ndarray) else np.array(list(ids))
     if array.size and array.dtype.kind not in "iu":
@@ -47,9 +47,9 @@ class Bitmap:
     @classmethod
     def of_ids(cls, ids: ArrayLike, size: int) -> Bitmap:
         """A bitmap of these ids. Raises ValueError for one that is repeated, or not in [0, size)."""
-        members = np.asarray(ids, dtype=np.int64)
+        members = np.asarray(ids, np.int64)
         low, high = (members.min(), members.max()) if members.size else (0, -1)
-        mask = np.zeros(size, dtype=np.bool_)
+        mask = np.zeros(size, np.bool_)
         if low >= 0 and high < size:
             mask[members] = True
             if mask.sum() == members.size:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from lightning_stream.lazy import cached
 
+from .arrays import Integers
 from .orders import ceil_div
 from .rules import TEXT, Rule, count, violations
 
@@ -51,7 +49,7 @@ class LengthBuckets:
     @classmethod
     def resolved(
         cls,
-        lengths: NDArray[np.integer],
+        lengths: Integers,
         *,
         batch_size: int | None,
         window: int | None = None,
@@ -94,7 +92,7 @@ class LengthBuckets:
 _SUMMARIES: dict[str, tuple[int, int]] = {}  # by digest: a loader asks for its settings several times
 
 
-def _summary(lengths: NDArray[np.integer]) -> tuple[int, int]:
+def _summary(lengths: Integers) -> tuple[int, int]:
     """The greatest length and the mean one, at least 1."""
     mean = int(lengths.mean()) if len(lengths) else 1
     return int(lengths.max(initial=1)), max(1, mean)

@@ -268,13 +268,13 @@ def _resolve_mosaic(
     """Fill in what was left open: from the state, else from the first run's world."""
     config = config or MosaicConfig()
     first = (resumed and resumed.mosaic) or MosaicConfig()
-    here = None if device_batch_size is None else device_batch_size * world.num_replicas
-    return structs.replace(
-        config,
-        initial_physical_nodes=config.initial_physical_nodes or first.initial_physical_nodes or world.num_nodes,
-        ranks_per_node=config.ranks_per_node or first.ranks_per_node or world.num_replicas // world.num_nodes,
-        batch_size=config.batch_size or first.batch_size or here,
-    )
+    here = {
+        "initial_physical_nodes": world.num_nodes,
+        "ranks_per_node": world.num_replicas // world.num_nodes,
+        "batch_size": None if device_batch_size is None else device_batch_size * world.num_replicas,
+    }
+    chosen = {name: getattr(config, name) or getattr(first, name) or value for name, value in here.items()}
+    return structs.replace(config, **chosen)
 
 
 def _unknown_settings(kind: type, values: object) -> list[str]:

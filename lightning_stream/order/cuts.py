@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from .rows import ByLength, WindowCounts
+from .rows import ByLength
 
 
 class Cuts:
@@ -82,19 +81,15 @@ class CountedCuts(Cuts):
         self._last = last
 
     @cached_property
-    def _counts(self) -> tuple[WindowCounts, int]:
-        """What counts the batches from the start's window on, and how many of these end at or before the start."""
-        order = self._order
-        window = order.window_of(self.start)
-        ends = order.ends(window)
-        counts = WindowCounts(order.num_windows, lambda index: len(order.ends(index)), (window, 0, len(ends)))
-        return counts, bisect_right(ends, self.start)
+    def _done(self) -> int:
+        """The batches that end at or before the start."""
+        return self._order.batches_before(self.start) or 0
 
     @property
     def num_whole(self) -> int:
-        counts, done = self._counts
-        count = counts.before(self._order.num_windows) - done
-        return count - (count > 0 and self._last < self._order.size)
+        order = self._order
+        count = order.num_batches - self._done
+        return count - (count > 0 and self._last < order.size)
 
     @property
     def num_batches(self) -> int:
@@ -104,7 +99,5 @@ class CountedCuts(Cuts):
         return self.end_of(k) is not None
 
     def end_of(self, k: int) -> int | None:
-        counts, done = self._counts
-        window, before, behind = counts.find(done + k)
-        end = None if before == behind else self._order.ends(window)[done + k - before]
+        end = self._order.end_of_batch(self._done + k)
         return end if end is not None and end <= self._last else None

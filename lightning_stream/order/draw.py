@@ -167,7 +167,7 @@ class Draw:
     def _stream_shards(self, epoch: int, stream: int) -> tuple[Ints, Ints]:
         """The shards of a stream that give samples, and how many each gives."""
         sizes = self.snapshot.shard_sizes[stream]
-        shard = np.arange(len(sizes), dtype=np.int64) + self.snapshot.stream_offsets[stream]
+        shard = np.arange(len(sizes)) + self.snapshot.stream_offsets[stream]
         passes, rest = divmod(self.chosen[stream], max(int(self.snapshot.stream_samples[stream]), 1))
         count = sizes * passes
         if rest:

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from msgspec import structs
@@ -205,5 +205,4 @@ def forgetting(run: RunOrder, forgotten: Forgotten | None) -> RunOrder:
     if run.forgotten is forgotten:
         return run
     config = structs.replace(run.config, forgotten=None if forgotten is None else forgotten.digest)
-    options: dict[str, Any] = {"forgotten": forgotten, "lists": run.lists, "amounts": run.amounts}
-    return type(run)(run.snapshot, run.weights, config, run.lengths, **options)
+    return run.of_these_data(config, forgotten=forgotten)

@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .arrays import Ints
+from .arrays import Ints, Words
 from .batches import BatchPlan, EpochOrder
 from .orders import chunks_of, positions_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
@@ -24,7 +23,7 @@ _ATTEMPTS = 16
 
 def total(epoch: int, positions: Ints, ids: Ints) -> int:
     """The sum, modulo 2**64, of one well-mixed number per (epoch, position, sample id)."""
-    start = mix64(np.full(1, epoch, dtype=np.uint64) + MIX_STEP)
+    start = mix64(np.full(1, epoch, np.uint64) + MIX_STEP)
     hashes = mix64(mix64(start + positions.astype(np.uint64) * MIX_STEP) + ids.astype(np.uint64) * MIX_STEP)
     return int(hashes.sum(dtype=np.uint64))
 
@@ -35,12 +34,12 @@ def expected(order: EpochOrder, begin: int, end: int) -> int:
     return sum(total(order.epoch, at, order.ids(int(at[0]), int(at[-1]) + 1)) for at in chunks) % MODULUS
 
 
-def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> NDArray[np.uint64]:
+def of_steps(plan: BatchPlan, k_begin: int, k_end: int) -> Words:
     """uint64[steps]: the sum of all replicas in each of the global batches [k_begin, k_end)."""
     steps = range(k_begin, k_end)
     epoch = plan.order.epoch
     sums = [total(epoch, positions_of(*plan.bounds(k)), plan.ids(k)) for k in steps]
-    return np.array(sums, dtype=np.uint64)
+    return np.array(sums, np.uint64)
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Substitution:
 def substituted(expected: int, epoch: int, substitutions: Sequence[Substitution]) -> int:
     """An expected sum, corrected for the substitutions among its positions."""
     rows = [(entry.position, entry.drawn, entry.delivered) for entry in substitutions]
-    position, drawn, delivered = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    position, drawn, delivered = np.array(rows, np.int64).reshape(-1, 3).T
     return (expected - total(epoch, position, drawn) + total(epoch, position, delivered)) % MODULUS
 
 
@@ -73,12 +72,12 @@ def replacements(snapshot: Snapshot, seed: int, epoch: int, position: int, drawn
         yield first + (drawn - first + 1 + random_number % (count - 1)) % count
 
 
-def to_bytes(sums: NDArray[np.uint64]) -> bytes:
+def to_bytes(sums: Words) -> bytes:
     """A rank's sums, one per step, for its file: 8 bytes each, little-endian."""
     return sums.astype("<u8").tobytes()
 
 
-def from_bytes(data: bytes) -> NDArray[np.uint64]:
+def from_bytes(data: bytes) -> Words:
     """Read :func:`to_bytes`, without a last sum that was written only in part."""
     return np.frombuffer(data[: len(data) // 8 * 8], dtype="<u8").astype(np.uint64)
 
@@ -92,7 +91,7 @@ class Comparison:
     message: str
 
 
-def verify(wanted: NDArray[np.uint64], ranks: Sequence[NDArray[np.uint64]], *, replication: int = 1) -> Comparison:
+def verify(wanted: Words, ranks: Sequence[Words], *, replication: int = 1) -> Comparison:
     """Add up the sums of all ranks and compare each step that all have written with the plan (:func:`of_steps`).
 
     Ranks of one replica must agree among themselves.

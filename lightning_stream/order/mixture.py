@@ -76,7 +76,7 @@ class Mixture:
         ends = shares[1:] if schedule.interpolation == "linear" else shares[:-1]
         sections = [*map(Section, lengths, shares, ends), Section(None, shares[-1], shares[-1])]
         make = partial(_Era, tree, rates, limits)
-        self._eras = [make(0, np.zeros(len(sizes), dtype=np.int64), sections)]
+        self._eras = [make(0, np.zeros(len(sizes), np.int64), sections)]
         for change in schedule.changes:
             if change.weights is not None:
                 weights = schedule.shares(change.weights)
@@ -95,7 +95,7 @@ class Mixture:
         step = max(1, _MOST_COUNTS // self._eras[0].num_streams)  # memory does not grow with the number of streams
         parts = []
         for first in range(begin, max(end, begin + 1), step):
-            counts = self.counts(np.arange(first, min(first + step, end) + 1, dtype=np.int64))
+            counts = self.counts(np.arange(first, min(first + step, end) + 1))
             stream = np.diff(counts, axis=0).argmax(axis=1)
             parts.append((stream, counts[np.arange(len(stream)), stream]))
         streams, numbers = map(np.concatenate, zip(*parts, strict=True))
@@ -172,7 +172,7 @@ class _Era:
         self._left = [limit and limit - count for limit, count in zip(limits, before.tolist(), strict=True)]
         self._alive = [left is None or left > 0 for left in self._left]
         self._base = [Fraction(0)] * len(rates)
-        self._rows = [np.zeros((1, len(rates)), dtype=np.int64)]
+        self._rows = [np.zeros((1, len(rates)), np.int64)]
         self._last: Section | None = None
         for section in sections:
             rest: Section | None = section
@@ -180,14 +180,14 @@ class _Era:
                 rest = self._add(rest)
         if self._last is None:  # whole samples, so that each stream that ends gives all of its own
             totals = [math.ceil(base) for base in self._base]
-            self._rows.append(np.array([totals], dtype=np.int64) << _BITS)
+            self._rows.append(np.array([totals], np.int64) << _BITS)
             self.end = start + sum(totals)
         self._head = np.concatenate(self._rows)
         self._table = _Table(self._head)
 
     def counts(self, at: Ints) -> Ints:
         """As :meth:`Mixture.counts`, within the era."""
-        counts = np.empty((len(at), self.num_streams), dtype=np.int64)
+        counts = np.empty((len(at), self.num_streams), np.int64)
         if len(at):
             self._table_up_to(int(at[-1]) - self.start + 1).walk(self._tree, at - self.start, counts)
         return counts + self._before
@@ -244,11 +244,9 @@ class _Era:
         needed = left - self._base[stream]
         begin = section.begin[stream] * rate
         slope = section.end[stream] * rate - begin
-        if length is None:
-            return needed / begin if begin else None
-        if (begin + slope / 2) * length < needed:
+        if length is not None and (begin + slope / 2) * length < needed:
             return None
-        if not slope:
+        if length is None or not slope:
             return needed / begin if begin else None
 
         def samples_to(step: int) -> Fraction:
@@ -271,7 +269,7 @@ class _Era:
     def _pieces(self, section: Section, count: int) -> Ints:
         """The anchors at the ends of ``count`` equal pieces of a section."""
         assert section.length is not None
-        anchors = np.empty((count, self.num_streams), dtype=np.int64)
+        anchors = np.empty((count, self.num_streams), np.int64)
         piece = np.arange(1, count + 1, dtype=object)
         scale = section.length / count * 2**_BITS
         for stream, (rate, begin, end) in enumerate(zip(self._rates, section.begin, section.end, strict=True)):

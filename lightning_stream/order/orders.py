@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,13 @@ from .arrays import Ints, segment_of, starts_of
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
 
 if TYPE_CHECKING:
+    from .mixture import Mixture
     from .packing import RowSpans
 
 CHUNK = 1 << 12  # positions
 Counted = tuple[int, int, int]
 """A window, and the rows (or batches) before it and before the next one. Equal: nothing is known of what it has."""
+Windows = tuple[Counted, ...]
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -39,7 +41,7 @@ def ceil_div(dividend: int, divisor: int) -> int:
 
 def positions_of(begin: int, end: int) -> Ints:
     """The positions [begin, end) as an array."""
-    return np.arange(begin, end, dtype=np.int64)
+    return np.arange(begin, end)
 
 
 def chunks_of(begin: int, end: int, length: int = 1 << 20) -> Iterator[Ints]:
@@ -124,7 +126,7 @@ class Order(ABC):
         """Global batches that end at or before a position; None where all have the size that the run gives them."""
         return None
 
-    def cursor(self, position: int) -> tuple[Counted, ...] | None:
+    def cursor(self, position: int) -> Windows | None:
         """The windows that a state holds so that a resume at this position is fast; None where every position is."""
         return None
 
@@ -250,18 +252,11 @@ class Repeated(Composed):
         return [position for position in positions if self._begin <= position < self.size]
 
 
-class Merge(Protocol):
-    """Which of several sequences each entry of a merge is of, and its index there."""
-
-    def read(self, begin: int, end: int) -> tuple[Ints, Ints]:
-        """The sequence and the index of each entry in [begin, end)."""
-
-    def find(self, stream: int, index: int, begin: int, end: int, /) -> int | None:
-        """The entry of [begin, end) that has an index of a sequence; None if it is left out."""
-
-
 class EvenMerge:
     """Sequences merged evenly: entry j of a sequence of n has the key (j + u) / n, ties by sequence.
+
+    As a `Mixture`, it says with `read` which sequence each entry of [begin, end) is of, and its index there; and with
+    `find` the opposite.
 
     u is 1/2, or with a seed a number in [0, 1) of (seed, epoch, sequence, j). Keys are IEEE doubles, whose division is
     correctly rounded everywhere, so equal fractions tie and every machine merges alike. O(sequences + range).
@@ -324,7 +319,14 @@ class Interleave(Composed):
     """
 
     def __init__(
-        self, orders: Sequence[Order], merge: Merge, counts: Ints, remainders: Ints, block: int, begin: int, end: int
+        self,
+        orders: Sequence[Order],
+        merge: EvenMerge | Mixture,
+        counts: Ints,
+        remainders: Ints,
+        block: int,
+        begin: int,
+        end: int,
     ) -> None:
         self._orders = orders
         self._merge = merge
@@ -333,18 +335,13 @@ class Interleave(Composed):
         self.block = block
         self._with_remainder = np.flatnonzero(remainders)
         self._borders = (end - begin) * block + starts_of(remainders[self._with_remainder])
+        self.remainder_ends: list[int] = self._borders[1:].tolist()  # the positions behind each sequence's remainder
         self.size = int(self._borders[-1])
         self._located: tuple[Ints, Ints, Ints] | None = None
 
     @property
     def full_end(self) -> int:
         return int(self._borders[0])
-
-    @property
-    def remainder_ends(self) -> list[int]:
-        """The positions behind each sequence's remainder."""
-        ends: list[int] = self._borders[1:].tolist()
-        return ends
 
     def member(self, index: int) -> Order:
         return self._orders[index]

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .arrays import Ints, ranges, starts_of
+from .arrays import Integers, Ints, ranges, starts_of
 from .permutation import MIX_STEP, mix64
 from .rules import TEXT, Rule, one_of, violations
 from .rules import count as whole_number
@@ -66,21 +65,21 @@ class RowPacking:
         if problems := violations(vars(self), _RULES):
             raise ValueError(f"Documents cannot be packed this way. {' '.join(problems)}")
 
-    def packed_tokens(self, lengths: NDArray[np.integer]) -> Ints:
+    def packed_tokens(self, lengths: Integers) -> Ints:
         """How many tokens of each document are packed, int64[n]."""
         tokens = lengths.astype(np.int64)
         if self.long_documents == "split":
             return tokens
         return np.where(tokens > self.row_length, self.row_length if self.long_documents == "truncate" else 0, tokens)
 
-    def usual_window(self, lengths: NDArray[np.integer]) -> int:
+    def usual_window(self, lengths: Integers) -> int:
         """The documents that fill about 700 rows, from 4,096 to 65,536, by the lengths of all samples."""
         tokens = self.packed_tokens(sampled(lengths))
         documents = _ROWS * self.row_length * len(tokens) // max(1, int(tokens.sum()))
         return min(max(documents, _LEAST_DOCUMENTS), _MOST_DOCUMENTS)
 
 
-def sampled(lengths: NDArray[np.integer]) -> NDArray[np.integer]:
+def sampled(lengths: Integers) -> Integers:
     """Some of the lengths, spread evenly over all: enough for their mean."""
     return lengths[:: max(1, -(-len(lengths) // _SAMPLED))]
 
@@ -129,7 +128,7 @@ class RowSpans:
         mixed = mix64(ranges(np.zeros_like(counts), counts).astype(np.uint64))
         for column in (self.ids, self.first, self.num_tokens):
             mixed = mix64(mixed + column.astype(np.uint64) * MIX_STEP)
-        sums = np.add.reduceat(mixed, self.edges[:-1]) if len(self) else np.empty(0, dtype=np.uint64)
+        sums = np.add.reduceat(mixed, self.edges[:-1]) if len(self) else np.empty(0, np.uint64)
         prints: Ints = (sums >> np.uint64(1)).astype(np.int64)
         return prints
 
@@ -138,7 +137,7 @@ class RowSpans:
         """The rows of all parts, one part after another; or each row at its place, if ``places`` of all are given."""
         if len(parts) == 1:
             return parts[0]
-        none = np.empty(0, dtype=np.int64)
+        none = np.empty(0, np.int64)
         parts = [cls(starts_of(none), none, none, none), *parts]
         columns = zip(*((part.ids, part.first, part.num_tokens) for part in parts), strict=True)
         edges = starts_of(np.concatenate([np.diff(part.edges) for part in parts]))
@@ -170,7 +169,7 @@ class PackedWindow:
         rows.first.tolist()  # [0, 6, 0, 0, 0]
     """
 
-    def __init__(self, ids: Ints, lengths: NDArray[np.integer], packing: RowPacking) -> None:
+    def __init__(self, ids: Ints, lengths: Integers, packing: RowPacking) -> None:
         if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer) or (lengths < 0).any():
             raise ValueError(
                 f"Lengths must be a 1-d array of integers of at least 0; found {lengths.dtype}{list(lengths.shape)} "
@@ -187,9 +186,9 @@ class PackedWindow:
         pieces = -(-self._tokens // self._row_length)
         first = ranges(np.zeros_like(pieces), pieces) * self._row_length
         num_tokens = np.minimum(np.repeat(self._tokens, pieces) - first, self._row_length)
-        row_of = np.empty(len(first), dtype=np.int64)
+        row_of = np.empty(len(first), np.int64)
         row_of[_sorted_by(self._row_length - num_tokens)] = _placed(self._moves, self._row_length)
-        first_span = np.empty(self.num_rows, dtype=np.int64)
+        first_span = np.empty(self.num_rows, np.int64)
         first_span[row_of[::-1]] = np.arange(len(row_of))[::-1]  # the last write to an index remains: the first span's
         row_of = np.argsort(np.argsort(first_span))[row_of]
         order = _sorted_by(row_of)

@@ -10,9 +10,8 @@ import math
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .arrays import Ints
+from .arrays import Ints, Words
 
 _WORTH_PACKING = 512
 MIX_STEP = np.uint64(0x9E3779B97F4A7C15)  # between numbers for `mix64`, as in splitmix64
@@ -38,7 +37,7 @@ class RngStream(IntEnum):
     VERSIONS = 21
 
 
-def random_u64(purpose: RngStream, *numbers: int, size: int) -> NDArray[np.uint64]:
+def random_u64(purpose: RngStream, *numbers: int, size: int) -> Words:
     """``size`` raw 64-bit numbers of the stream with this key (each number in [0, 2**63))."""
     words = np.array((purpose, *numbers), dtype="<u8").view("<u4")
     return np.random.PCG64(np.random.SeedSequence(words)).random_raw(size)
@@ -51,7 +50,7 @@ def permutation(purpose: RngStream, *numbers: int, size: int, begin: int = 0, en
     """
     end = size if end is None else end
     if size < 2:  # needs no random numbers
-        return np.arange(begin, end, dtype=np.int64)
+        return np.arange(begin, end)
     keys = random_u64(purpose, *numbers, size=size)
     if end - begin == size:
         return argsort_random(keys)
@@ -73,7 +72,7 @@ def place_in_permutation(purpose: RngStream, *numbers: int, size: int, index: in
     return int(np.count_nonzero(keys < key)) + int(np.count_nonzero(keys[:index] == key))
 
 
-def argsort_random(keys: NDArray[np.uint64]) -> Ints:
+def argsort_random(keys: Words) -> Ints:
     """The stable argsort of random numbers, at twice the speed.
 
     Each number's lowest bits are replaced by its index, so that one sort, which is faster than an argsort, moves both.
@@ -91,9 +90,9 @@ def argsort_random(keys: NDArray[np.uint64]) -> Ints:
     return keys.argsort(kind="stable") if has_ties else order
 
 
-def mix64(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix64(numbers: Words) -> Words:
     """Scatter 64-bit numbers (the finaliser of splitmix64, a bijection)."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    scattered: NDArray[np.uint64] = numbers ^ (numbers >> np.uint64(31))
+    scattered: Words = numbers ^ (numbers >> np.uint64(31))
     return scattered

@@ -20,7 +20,7 @@ from .batches import TAILS, BatchPlan, EpochOrder, Tail
 from .config import NATIVE_NAMES, ORDER_VERSION, PUBLIC_NAMES, OrderConfig
 from .draw import weights_digest
 from .forget import first_seen
-from .orders import Counted, ceil_div
+from .orders import Counted, Windows, ceil_div
 from .rows import CountedWindows
 from .rules import MAX_NUMBER, TEXT, Rule, count, one_of, plain, shaped, short, violations
 from .run import RunOrder
@@ -326,7 +326,7 @@ class Position:
         )
 
 
-def _windows_of(differences: Sequence[Counted] | None) -> tuple[Counted, ...]:
+def _windows_of(differences: Sequence[Counted] | None) -> Windows:
     """The windows that a state has counted, from the differences between them."""
     return tuple(zip(*map(accumulate, zip(*differences or (), strict=True)), strict=True))
 

@@ -9,25 +9,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.errors import StateError
 from lightning_stream.lazy import cached
 
-from .arrays import Ints, segment_of
+from .arrays import Integers, Ints, segment_of
 from .balance import whole_costs
 from .buckets import LengthBuckets
-from .orders import Composed, Counted, Listed, Order, ceil_div, places_by, positions_of
+from .orders import Composed, Counted, Listed, Order, Windows, ceil_div, places_by, positions_of
 from .packing import PackedWindow, RowPacking, RowSpans, sampled
 from .permutation import RngStream, permutation, random_u64
 
-Amounts = Callable[[Ints], NDArray[np.integer]]  # of samples by their ids
+Amounts = Callable[[Ints], Integers]  # of samples by their ids
 
 _KEPT_WINDOWS = 3
 _FEWEST_EVENED = 8
@@ -45,7 +44,7 @@ class CountedWindows:
     """
 
     epoch: int = 0
-    windows: tuple[Counted, ...] = ()
+    windows: Windows = ()
 
 
 @dataclass(frozen=True)
@@ -86,29 +85,29 @@ class WindowCounts:
 
     def up_to(self, most: int) -> int:
         """The smaller of ``most`` and the number of all."""
-        _, counts = self._until(lambda _, count: count >= most)
+        _, counts = self._counted(count=most)
         return min(most, counts[-1])
 
     def before(self, window: int) -> int:
         """How many come before a window."""
-        base, counts = self._until(lambda behind, _: behind >= window, window < self._known[0])
+        if window < self._known[0]:
+            self._known = (0, [0])
+        base, counts = self._counted(window)
         return counts[window - base]
 
     def find(self, index: int) -> Counted:
         """The window that has the row or batch of this index; behind the last one, the end."""
-        base, counts = self._until(lambda _, count: count > index, index < self._known[1][0])
+        if index < self._known[1][0]:
+            self._known = (0, [0])
+        base, counts = self._counted(count=index + 1)
         place = bisect_right(counts, index) - 1
         return base + place, counts[place], counts[min(place + 1, len(counts) - 1)]
 
-    def _until(self, is_enough: Callable[[int, int], bool], again: bool = False) -> tuple[int, list[int]]:
-        """Count until it is enough to know what comes before a window, or until all are counted; ``again`` from the
-        first one.
-        """
-        if again:
-            self._known = (0, [0])
+    def _counted(self, window: int = _ALL, count: int = _ALL) -> tuple[int, list[int]]:
+        """What is known, once it is counted what comes before a window, or so many are, or all."""
         base, counts = self._known
         last = len(counts) - 1
-        while not is_enough(base + last, counts[last]) and base + last < self.num_windows:
+        while base + last < min(window, self.num_windows) and counts[last] < count:
             counts[last + 1 : last + 2] = [counts[last] + self._count_in(base + last)]  # a thread writes the same
             last += 1
         return base, counts
@@ -161,7 +160,7 @@ class PackedSequence(Regrouped[PackedWindow]):
     def __init__(
         self,
         documents: Order,
-        lengths: NDArray[np.integer],
+        lengths: Integers,
         packing: RowPacking,
         key: tuple[int, ...] | None,
         counted: Counted | None = None,
@@ -237,7 +236,7 @@ def evened(order: Ints, costs: Ints) -> Ints:
     if len(order) < _FEWEST_EVENED:
         return order
     ranked = np.argsort(-costs[order], kind="stable")
-    is_first = np.zeros(len(order), dtype=np.bool_)
+    is_first = np.zeros(len(order), np.bool_)
     is_first[ranked[: len(order) // 2 * 2].reshape(-1, 2).min(axis=1)] = True
     return np.concatenate([evened(order[is_first], costs), evened(order[~is_first], costs)])
 
@@ -284,10 +283,10 @@ class PackedRows(Order):
     def __init__(
         self,
         documents: Order,
-        lengths: NDArray[np.integer],
+        lengths: Integers,
         packing: RowPacking,
         key: tuple[int, int] | None,
-        counted: Sequence[Counted],
+        counted: Windows,
         even: Amounts | bool,
     ) -> None:
         self._documents = documents
@@ -324,7 +323,7 @@ class PackedRows(Order):
     @cached_property
     def _borders(self) -> tuple[Ints, Ints, Ints]:
         """The rows of each sequence; the numbers of rows after which some of them end; and the positions of these."""
-        totals = np.array([sequence.size for sequence in self._sequences], dtype=np.int64)
+        totals = np.array([sequence.size for sequence in self._sequences], np.int64)
         rows = np.unique(np.append(0, totals))
         return totals, rows, np.minimum(totals, rows[:, None]).sum(axis=1)
 
@@ -350,8 +349,8 @@ class PackedRows(Order):
         return RowSpans.joined(spans, [places for _, places in groups])
 
     def ids(self, at: Ints) -> Ints:
-        parts = [at[first : first + _ROWS_AT_ONCE] for first in range(0, len(at), _ROWS_AT_ONCE)]
-        return np.concatenate([at[:0], *(self.spans(part).fingerprints() for part in parts)])
+        parts = np.split(at, range(_ROWS_AT_ONCE, len(at), _ROWS_AT_ONCE))
+        return np.concatenate([self.spans(part).fingerprints() for part in parts])
 
     def nodes(self, at: Ints) -> Ints:
         return self.locate(at)[0]
@@ -377,7 +376,7 @@ class PackedRows(Order):
         totals = self._borders[0]
         return int(np.minimum(totals, row).sum() + (totals[:sequence] > row).sum())
 
-    def cursor(self, position: int) -> tuple[Counted, ...]:
+    def cursor(self, position: int) -> Windows:
         """What a state holds, so that a resume at this position plans few windows; () at the beginning."""
         last = len(self._sequences)
         row = _ALL
@@ -463,11 +462,11 @@ class ByLength(Regrouped[_Sorted], Composed):
     def __init__(
         self,
         samples: Order,
-        lengths: NDArray[np.integer],
+        lengths: Integers,
         buckets: LengthBuckets,
         streams_of: Callable[[Ints], Ints],
         key: tuple[int, int] | None,
-        counted: Sequence[Counted],
+        counted: Windows,
     ) -> None:
         super().__init__(samples, buckets.window, key)
         self.size = samples.size
@@ -536,7 +535,7 @@ class ByLength(Regrouped[_Sorted], Composed):
         ends = index * self._length + np.cumsum([len(batch) for batch in batches])
         return _Sorted(ids[order], nodes[order], tuple(ends.tolist()))
 
-    def _batch_ends(self, lengths: NDArray[np.integer]) -> list[int]:
+    def _batch_ends(self, lengths: Integers) -> list[int]:
         """Where the batches of a budget end, before they are permuted."""
         longest = np.maximum.accumulate(lengths[::-1])[::-1]  # of each sample and all behind it
         multiple = self._buckets.batch_size
@@ -556,23 +555,29 @@ class ByLength(Regrouped[_Sorted], Composed):
         """The positions behind the batches of a window; none if there is no such window."""
         return self.window(window).ends if window < self.num_windows else ()
 
-    def window_of(self, position: int) -> int:
-        """The window of a position; behind the last one, the number of all windows."""
-        return position // self._length
+    @property
+    def num_batches(self) -> int:
+        """All batches of the epoch. This plans every window that was not counted before."""
+        return self._counts.up_to(_ALL)
+
+    def end_of_batch(self, index: int) -> int | None:
+        """The position behind a batch of the epoch; None if it has not so many."""
+        window, before, behind = self._counts.find(index)
+        return None if before == behind else self.ends(window)[index - before]
 
     def batches_before(self, position: int) -> int | None:
         """Global batches from the epoch's begin that end at or before a position. Counts those of windows before it."""
         if not self.has_budget:
             return None
-        window = self.window_of(position)
-        inside = bisect_right(self.ends(window), position) if position % self._length else 0
+        window, is_inside = divmod(position, self._length)
+        inside = bisect_right(self.ends(window), position) if is_inside else 0
         return self._counts.before(window) + inside
 
-    def cursor(self, position: int) -> tuple[Counted, ...] | None:
+    def cursor(self, position: int) -> Windows | None:
         """What a state holds, so that a resume need not count the batches before it."""
         if not self.has_budget:
             return None
-        window = self.window_of(position)
+        window = position // self._length
         if not window:
             return ()
         return ((window, self._counts.before(window), self._counts.before(min(window + 1, self.num_windows))),)

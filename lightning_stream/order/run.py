@@ -8,18 +8,17 @@ from typing import Any, Protocol
 
 import numpy as np
 from msgspec import structs
-from numpy.typing import NDArray
 
 from lightning_stream.lazy import cached
 
-from .arrays import Bools, Ints
+from .arrays import Bools, Integers, Ints
 from .batches import EpochOrder, divide_by_budget
 from .config import SAMPLER, UNIFORM, OrderConfig
 from .draw import Draw, ShardDraws, StreamWeights, choose_per_stream, weight_problems
 from .forget import Forgotten
 from .mixture import Mixture
 from .mosaic.epoch import MosaicOrder
-from .orders import Counted, EvenMerge, Interleave, Listed, Order, Repeated, positions_of
+from .orders import EvenMerge, Interleave, Listed, Order, Repeated, Windows, positions_of
 from .rows import Amounts, ByLength, CountedWindows, PackedRows
 from .schedule import Schedule
 from .snapshot import Snapshot, max_active
@@ -65,7 +64,7 @@ class RunOrder:
         snapshot: Snapshot,
         weights: Sequence[StreamWeights],
         config: OrderConfig,
-        lengths: NDArray[np.integer] | None = None,
+        lengths: Integers | None = None,
         *,
         forgotten: Forgotten | None = None,
         lists: Lists | None = None,
@@ -104,19 +103,22 @@ class RunOrder:
         balanced = config.sampling_method == "balanced"
         self._draw = Draw(snapshot, chosen, config.seed, balanced, config.sampling_granularity, forgotten)
         self._constant_draws: dict[tuple[int, ...], ShardDraws] = {}
-        self._epochs: dict[tuple[int, tuple[Counted, ...]], EpochOrder] = {}
+        self._epochs: dict[tuple[int, Windows], EpochOrder] = {}
         self._own_epochs: dict[int, dict[int, Order]] = {}
 
-    def __reduce__(self) -> tuple[partial[RunOrder], tuple[Any, ...]]:
-        """Pickle the settings, and the lengths if there are any."""
-        make = partial(RunOrder, forgotten=self.forgotten, lists=self.lists, amounts=self.amounts)
-        return make, (self.snapshot, self.weights, self.config, self.lengths)
+    @property
+    def of_these_data(self) -> partial[RunOrder]:
+        """What makes the order of the same data, of the same samples, from its settings."""
+        options: dict[str, Any] = {"forgotten": self.forgotten, "lists": self.lists, "amounts": self.amounts}
+        return partial(RunOrder, self.snapshot, self.weights, lengths=self.lengths, **options)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        """Pickle the data, and the settings."""
+        return self.of_these_data, (self.config,)
 
     def altered(self, **settings: Any) -> RunOrder:
         """The order of the same data, of the same samples, with some other settings."""
-        config = structs.replace(self.config, **settings)
-        options: dict[str, Any] = {"forgotten": self.forgotten, "lists": self.lists, "amounts": self.amounts}
-        return RunOrder(self.snapshot, self.weights, config, self.lengths, **options)
+        return self.of_these_data(structs.replace(self.config, **settings))
 
     @property
     def origin(self) -> Snapshot:
@@ -166,7 +168,7 @@ class RunOrder:
         """What makes the order of the epoch behind this one; None where a sampler must be asked for it."""
         return partial(self.epoch, epoch + 1) if self.lists is None else None
 
-    def _epoch(self, key: tuple[int, tuple[Counted, ...]]) -> EpochOrder:
+    def _epoch(self, key: tuple[int, Windows]) -> EpochOrder:
         epoch, counted = key
         config = self.config
         order = self.order_of_samples(epoch)
@@ -200,7 +202,7 @@ class RunOrder:
         config = self.config
         orders = [self._window(epoch, (stream,), stream) for stream in range(self.snapshot.num_streams)]
         block = method.block_of(config)
-        counts, remainders = np.divmod(np.array([order.size for order in orders], dtype=np.int64), block)
+        counts, remainders = np.divmod(np.array([order.size for order in orders], np.int64), block)
         merge = EvenMerge(counts, epoch, config.seed if method.jitter and config.shuffle else None)
         return Interleave(orders, merge, counts, remainders, block, 0, int(counts.sum()))
 
@@ -232,7 +234,7 @@ class RunOrder:
         """
         if not 0 <= sample_id < self.snapshot.num_samples:
             raise ValueError(f"Sample ids count from 0 to {self.snapshot.num_samples - 1} here; found {sample_id}.")
-        return np.array(self.epoch(epoch).order.find(sample_id), dtype=np.int64)
+        return np.array(self.epoch(epoch).order.find(sample_id), np.int64)
 
     def settled(self, epoch: int, position: int) -> int:
         """The first sample, counted through all epochs, that may change without a change of what comes before.
@@ -265,7 +267,7 @@ class RunOrder:
         """The samples of each canonical node in the shards that are here (bool[shards]), about as in each epoch."""
         streams = range(self.snapshot.num_streams)
         count = self.config.canonical_nodes
-        samples = np.zeros(count, dtype=np.int64)
+        samples = np.zeros(count, np.int64)
         for together in [(stream,) for stream in streams] if self.config.batching.is_mixed else [tuple(streams)]:
             parts = self._drawn_shards(0, together).parts
             parts_of_nodes = [parts.of_node(node, count) for node in range(count)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from .arrays import Bools, Ints
+from .arrays import Bools, Integers, Ints
 from .balance import balanced_split
 from .orders import Interleave, Order, ceil_div, places_by
 from .world import World
@@ -197,7 +197,7 @@ def dealt(units: Ints, filler: Bools, world: World, is_equal: bool) -> tuple[Int
     return chosen, is_filler
 
 
-def blocks_of(nodes: NDArray[np.integer], streams: Ints, block: int) -> tuple[Ints, Bools]:
+def blocks_of(nodes: Integers, streams: Ints, block: int) -> tuple[Ints, Bools]:
     """The blocks of one stream each, int64[n, block] of offsets, and which of these fill a short one up.
 
     They are ordered by the middle of the canonical nodes that they hold, so that neighbours share shards.

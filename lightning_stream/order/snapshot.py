@@ -46,7 +46,7 @@ class Snapshot:
 
         Example: ``Snapshot.of([[1000, 1000, 400], [500]])`` has 2900 samples in two streams.
         """
-        sizes = tuple(np.ascontiguousarray(of_stream, dtype=np.int64) for of_stream in shard_sizes)
+        sizes = tuple(np.ascontiguousarray(of_stream, np.int64) for of_stream in shard_sizes)
         names = [f"stream {i}" for i in range(len(sizes))] if names is None else names
         digest = _digest_of_shards(sizes, [""] * len(sizes) if stream_digests is None else stream_digests)
         return cls(
@@ -61,7 +61,7 @@ class Snapshot:
     @cached_property
     def stream_offsets(self) -> Ints:
         """int64[num_streams + 1]: the first shard of each stream, and the end."""
-        return starts_of(np.array([len(sizes) for sizes in self.shard_sizes], dtype=np.int64))
+        return starts_of(np.array([len(sizes) for sizes in self.shard_sizes], np.int64))
 
     @cached_property
     def sizes(self) -> Ints:
@@ -76,7 +76,7 @@ class Snapshot:
     @cached_property
     def stream_samples(self) -> Ints:
         """int64[num_streams]: samples of each stream."""
-        return np.array([sizes.sum() for sizes in self.shard_sizes], dtype=np.int64)
+        return np.array([sizes.sum() for sizes in self.shard_sizes], np.int64)
 
     @property
     def num_samples(self) -> int:

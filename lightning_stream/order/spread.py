@@ -17,10 +17,10 @@ def deal_shards(seed: int, num_shards: int, canonical_nodes: int) -> Ints:
     the data evenly, in index order; neighbouring nodes get shards far apart.
     """
     num_groups = -(-num_shards // canonical_nodes)
-    group, inside = np.divmod(np.arange(num_shards, dtype=np.int64), canonical_nodes)
+    group, inside = np.divmod(np.arange(num_shards), canonical_nodes)
     shifts = (random_u64(RngStream.SHARDS, seed, size=num_groups) % np.uint64(canonical_nodes)).astype(np.int64)
     node = (_far_apart(canonical_nodes)[inside] + shifts[group]) % canonical_nodes
-    absent = np.ones(canonical_nodes, dtype=np.int64)  # nodes to which the last, incomplete group gives nothing
+    absent = np.ones(canonical_nodes, np.int64)  # nodes to which the last, incomplete group gives nothing
     absent[node[canonical_nodes * (num_groups - 1) :]] = 0
     places: Ints = node * num_groups + group - starts_of(absent)[node]
     return places

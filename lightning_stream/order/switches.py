@@ -59,7 +59,7 @@ class SwitchedRun(RunOrder):
         self._versions = tuple(versions[: 1 + len(config.switches)])
         self._runs = [RunOrder(version.snapshot, weights, self._plain) for version in self._versions]
 
-    def __reduce__(self) -> tuple[type[SwitchedRun], tuple[object, ...]]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[type[SwitchedRun], tuple[object, ...]]:
         return SwitchedRun, (self.snapshot, self.weights, self.config, self._versions)
 
     @property

@@ -7,9 +7,8 @@ alone, so that a billion samples are planned as fast as a hundred.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from .arrays import Ints
+from .arrays import Ints, Words
 from .draw import Draw, ShardDraws
 from .orders import ReadInChunks
 from .permutation import MIX_STEP, RngStream, mix64, random_u64
@@ -63,7 +62,7 @@ def scattered(at: Ints, size: int, purpose: RngStream, *numbers: int) -> Ints:
     return entries.astype(np.int64)
 
 
-def _permuted(numbers: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def _permuted(numbers: Words, bits: int, keys: Words) -> Words:
     """Numbers of so many bits, permuted: in turn, each half is changed by a random function of the other."""
     low_bits = np.uint64(bits // 2)
     halves = [numbers & ((np.uint64(1) << low_bits) - np.uint64(1)), numbers >> low_bits]

@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from functools import cached_property, lru_cache, partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.lazy import cached
 
-from .arrays import Ints, segment_of, starts_of
+from .arrays import Integers, Ints, segment_of, starts_of
 from .draw import Draw, ShardDraws
 from .orders import CHUNK, EveryNth, Order, ReadInChunks, places_by, positions_of
 from .permutation import RngStream, permutation, place_in_permutation
@@ -29,7 +28,6 @@ from .spread import spread_parts
 
 _KEPT_PART = 1 << 15  # samples: a smaller part is kept until it is read; of a larger one, each piece is made again
 _SLICE = 1 << 17  # entries of a mixing block that are in memory together: a last block is as large as several parts
-_Ids = NDArray[np.integer]
 
 
 class Window(ReadInChunks):
@@ -69,7 +67,7 @@ class Window(ReadInChunks):
         if len(self.parts.shard) > 1 or self.size > CHUNK:
             return super()._chunk(begin)
         # One small shard, as a stream's own epochs may have by the dozen in a batch: each node has one mixing block.
-        at = np.empty(self.size, dtype=np.int64)
+        at = np.empty(self.size, np.int64)
         for node in range(min(self.num_nodes, self.size)):
             inside = positions_of(*self.parts.bounds_of(node, self.num_nodes))
             if not self.stored_parts:
@@ -209,12 +207,12 @@ class _NodeWindow:
         self._part_at = order.spread(self._key, self._parts.shard)
         self._sizes = self._parts.sizes[self._part_at]
         self._begins = block_begins(self._sizes, order.window)
-        self._small_parts: dict[int, _Ids] = {}
-        self._slices: dict[tuple[int, int], _Ids] = {}
+        self._small_parts: dict[int, Integers] = {}
+        self._slices: dict[tuple[int, int], Integers] = {}
 
-    def read(self, begin: int, end: int) -> _Ids:
+    def read(self, begin: int, end: int) -> Integers:
         """Sample ids of the entries [begin, end) of this node."""
-        ids: list[_Ids] = []
+        ids: list[Integers] = []
         block = int(self._begins.searchsorted(begin, side="right")) - 1
         while begin < end:
             start = int(self._begins[block])
@@ -225,7 +223,7 @@ class _NodeWindow:
             block += int(begin == self._begins[block + 1])
         return np.concatenate(ids)
 
-    def _slice(self, key: tuple[int, int]) -> _Ids:
+    def _slice(self, key: tuple[int, int]) -> Integers:
         """The ids of a slice of a mixing block."""
         order = self._order
         block, begin = key
@@ -249,13 +247,13 @@ class _NodeWindow:
             pieces.append((place, begins[block - place], size if is_last else begins[block - place + 1]))
         return pieces
 
-    def _piece(self, place: int, begin: int, end: int) -> _Ids:
+    def _piece(self, place: int, begin: int, end: int) -> Integers:
         """Some entries of the part at a place. Of a large part, only these are made, from all of its random numbers."""
         if self._sizes[place] > _KEPT_PART:
             return self._permuted(place, begin, end)
         return cached(self._small_parts, place, self._permuted, self._order.window + 1)[begin:end]
 
-    def _permuted(self, place: int, begin: int = 0, end: int | None = None) -> _Ids:
+    def _permuted(self, place: int, begin: int = 0, end: int | None = None) -> Integers:
         order = self._order
         part = int(self._part_at[place])
         size = int(self._sizes[place])
@@ -299,7 +297,7 @@ def block_begins(sizes: Ints, window: int) -> Ints:
     count = len(sizes)
     head = min(window - 1, count)
     even, longer = np.divmod(sizes[head:], window)
-    rises = np.zeros(count + window, dtype=np.int64)  # of the size, from each block to the next
+    rises = np.zeros(count + window, np.int64)  # of the size, from each block to the next
     rises[head:count] = even + 1
     rises[head + window :] -= even
     rises -= np.bincount(np.arange(head, count) + longer, minlength=count + window)

@@ -123,12 +123,6 @@ def trace(run: RunOrder, position: Position, step: int, *, world: World | None =
     raise ValueError(f"A step must be one of the epoch's: epoch {position.epoch} has {end} of them, not step {step}.")
 
 
-def batches_of(run: RunOrder, position: Position, epoch: int) -> Iterator[Ints]:
-    """The samples of all global batches of an epoch, with the batch size of this position."""
-    for plan, before, end in _segments(run, position, epoch, None):
-        yield from (plan.order.samples(*plan.bounds(k))[0] for k in range(end - before))
-
-
 def where(
     run: RunOrder, position: Position, sample_id: int, delivery: Delivery, epochs: Iterable[int] | None = None
 ) -> list[Occurrence]:

@@ -94,7 +94,7 @@ class _TableOrder(Order):
     def ids(self, at: Ints) -> Ints:
         """The sample ids; -1 beyond the end, which another world may reach by a few samples."""
         inside = at < self.size
-        ids = np.full(len(at), PADDING, dtype=np.int64)
+        ids = np.full(len(at), PADDING, np.int64)
         ids[inside] = self._ids[at[inside] - self._shift]
         return ids
 
@@ -225,7 +225,7 @@ def divide_by_table(plan: BatchPlan, order: Order) -> Division:
     ends = [] if plan.tail == "drop" else (shift + table.edges[edges[num_whole + 1 :]]).tolist()
     cuts = Cuts(plan.start, plan.batch_size, lambda _: False, lambda: (num_whole, ends))
     batches = _TableOrder(table, shift)
-    return Division(batches, cuts, _ByTable(batches, plan, table, edges, shift))
+    return Division(cuts, _ByTable(batches, plan, table, edges, shift))
 
 
 def _table_of(plan: BatchPlan, order: MosaicOrder) -> tuple[EpochTable, int]:

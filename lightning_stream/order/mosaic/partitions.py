@@ -82,9 +82,9 @@ def _canonical_rows(num_samples: int, canonical: int, nodes: int) -> Ints:
     longest = ceil_div(num_samples, canonical)
     width = ceil_div(longest, ratio) * ratio
     if num_samples <= canonical:
-        return np.resize(np.arange(num_samples, dtype=np.int64), (canonical, width))
-    borders = np.arange(canonical + 1, dtype=np.int64) * num_samples // canonical
-    rows = np.minimum(borders[:-1, None] + np.arange(longest, dtype=np.int64), borders[1:, None] - 1)
+        return np.resize(np.arange(num_samples), (canonical, width))
+    borders = np.arange(canonical + 1) * num_samples // canonical
+    rows = np.minimum(borders[:-1, None] + np.arange(longest), borders[1:, None] - 1)
     padding = width - longest
     if padding and width < 2 * padding + ratio - 1:
         raise ValueError(

@@ -86,14 +86,14 @@ def sampling(sizes: Ints, choose: int, granularity: int, seed: int, epoch: int, 
     """
     total = int(sizes.sum())
     if not total:
-        return np.zeros(len(sizes), dtype=np.int64)
+        return np.zeros(len(sizes), np.int64)
     repeats, left = divmod(choose, total)
     drawn = sizes * repeats
     if not left:
         return drawn
     pieces = -(-sizes // granularity)
     shards = np.repeat(np.arange(len(sizes)), pieces)
-    amounts = np.full(len(shards), granularity, dtype=np.int64)
+    amounts = np.full(len(shards), granularity, np.int64)
     # An empty shard has no last piece, so it resets that of its neighbour: kept, because the original draws so.
     amounts[np.cumsum(pieces) - 1] = sizes - (pieces - 1) * granularity
     order = default_rng(seed + epoch * use_epoch).permutation(len(shards))
@@ -105,7 +105,11 @@ def sampling(sizes: Ints, choose: int, granularity: int, seed: int, epoch: int, 
 class EpochInputs:
     """All that an epoch's global batches depend on, except the position of a resume.
 
-    ``nodes``, ``ranks`` of each and ``batch_size`` of a rank are this world.
+    Attributes:
+        nodes, ranks, batch_size: This world: its nodes, the ranks of each, and the samples of a rank in a batch.
+        global_batch: Samples that all ranks take in one batch.
+        block_size: Samples of a shuffle block.
+        drawing_epoch, sampling_epoch: What the seed of draws moves by; and that of samplings and of mixed batches.
     """
 
     snapshot: Snapshot
@@ -117,35 +121,25 @@ class EpochInputs:
     batch_size: int
 
     def __post_init__(self) -> None:
-        assert self.config.mosaic is not None
-        self.mosaic = self.config.mosaic
-        self.choose, self.proportions = chosen(self.snapshot, self.weights, self.config.epoch_size, self.config.seed)
-
-    @property
-    def global_batch(self) -> int:
-        """Samples that all ranks take in one batch."""
-        return self.nodes * self.ranks * self.batch_size
-
-    @property
-    def block_size(self) -> int:
-        """Samples of a shuffle block."""
-        default = max(_SAMPLES_IN_BLOCKS // self.config.canonical_nodes, DEFAULT_BLOCK_SIZE)
-        return self.mosaic.shuffle_block_size or default
+        config = self.config
+        assert config.mosaic is not None
+        self.mosaic = config.mosaic
+        self.choose, self.proportions = chosen(self.snapshot, self.weights, config.epoch_size, config.seed)
+        self.global_batch = self.nodes * self.ranks * self.batch_size
+        default = max(_SAMPLES_IN_BLOCKS // config.canonical_nodes, DEFAULT_BLOCK_SIZE)
+        self.block_size = config.mosaic.shuffle_block_size or default
+        self.drawing_epoch = self.epoch * (config.sampling_method == "balanced")
+        self.sampling_epoch = self.drawing_epoch * config.shuffle
 
     def block_share(self, stream: int) -> int:
         """Samples of a shuffle block of one stream alone: its proportion of the whole."""
         return int(self.block_size * self.proportions[stream])
 
-    @property
-    def sampling_epoch(self) -> int:
-        """What the seed of samplings and of mixed batches moves by."""
-        return self.epoch * (self.config.shuffle and self.config.sampling_method == "balanced")
-
     def draw(self, streams: Sequence[int]) -> Drawn:
         """Draw from some streams. One generator serves them, so all together draw other samples than each alone."""
         config = self.config
         snapshot = self.snapshot
-        rng = default_rng(config.seed + self.epoch * (config.sampling_method == "balanced"))
+        rng = default_rng(config.seed + self.drawing_epoch)
         parts = []
         for stream in streams:
             sizes = snapshot.shard_sizes[stream]
@@ -247,7 +241,7 @@ def _device_per_stream(inputs: EpochInputs, draws: Sequence[Drawn]) -> Ints:
     rng = default_rng(inputs.config.seed + inputs.sampling_epoch)
     mixed = np.stack([_mixed([pool[node] for pool in pools], rng) for node in range(nodes)], axis=1)
     num_ranks = nodes * inputs.ranks
-    padding = np.full((num_ranks - len(mixed) % num_ranks, nodes, size), PADDING, dtype=np.int64)
+    padding = np.full((num_ranks - len(mixed) % num_ranks, nodes, size), PADDING, np.int64)
     return np.concatenate([mixed, padding]).reshape(-1, inputs.global_batch)
 
 
@@ -276,7 +270,7 @@ def _mixed(pools: Sequence[Ints], rng: np.random.Generator) -> Ints:
     """Interleave the batches of streams in random order, each stream's own in their order."""
     streams = np.repeat(np.arange(len(pools)), [len(pool) for pool in pools])
     rng.shuffle(streams)
-    mixed = np.empty((len(streams), *pools[0].shape[1:]), dtype=np.int64)
+    mixed = np.empty((len(streams), *pools[0].shape[1:]), np.int64)
     for stream, pool in enumerate(pools):
         mixed[streams == stream] = pool
     return mixed
