@@ -17,11 +17,7 @@ from itertools import chain, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
-
-from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index, version_name
-from lightning_stream.formats.model import Text, array_text, object_text, to_text, with_keys
-from lightning_stream.stores import Store
-from lightning_stream.threads import DaemonPool
+from msgspec import Meta, Raw, Struct, structs
 
 from .errors import (
     AccessError,
@@ -32,19 +28,23 @@ from .errors import (
     StoreError,
     UnavailableError,
 )
+from .formats.index import INDEX_NAME, FileEntry, Index, version_name
+from .formats.model import Text, array_text, object_text, to_text, with_keys
+from .stores import Store
+from .threads import DaemonPool
 
 Operation: TypeAlias = Literal["append", "lengths", "delete", "column", "compact"]
 Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 Known: TypeAlias = Callable[["str | None"], "Index | None"]  # from the version of index.json to the index made of it
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
-_NOTHING = msgspec.Raw(b"null")
+_NOTHING = Raw(b"null")
 _AT_ONCE = 16  # changes that are read at the same time
 _PUBLISHED_BYTES = 1 << 20  # an index up to this size is published by each commit: 3,000 shards
 _PUBLISHED_EVERY = 128  # larger ones by each 128th: a reader reads at most so many changes
 
 
-class Change(msgspec.Struct, frozen=True, gc=False):
+class Change(Struct, frozen=True, gc=False):
     """One commit as it is in the log.
 
     Attributes:
@@ -68,9 +68,9 @@ class Change(msgspec.Struct, frozen=True, gc=False):
     writer: str
     message: str = ""
     key: str = ""
-    shards: list[msgspec.Raw] = []
-    lengths: msgspec.Raw = msgspec.Raw(b"{}")
-    deleted: msgspec.Raw = _NOTHING
+    shards: list[Raw] = []
+    lengths: Raw = Raw(b"{}")
+    deleted: Raw = _NOTHING
     format: Literal[1] = 1
 
 
@@ -104,11 +104,11 @@ class Version:
     is_announced: bool = False
 
 
-class _Place(msgspec.Struct, omit_defaults=True):
+class _Place(Struct, omit_defaults=True):
     """The place of an index.json in a log: its key ``"versions"``."""
 
-    root: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
-    number: Annotated[int, msgspec.Meta(ge=0)]
+    root: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]
+    number: Annotated[int, Meta(ge=0)]
     keys: tuple[str, ...] = ()
     is_announced: bool = False  # there are changes, though the number is 0
 
@@ -121,7 +121,8 @@ def read_newest(store: Store, known: Known | None = None) -> Version:
         FormatError: It is no index, or the log is damaged.
         AccessError: A change must not be read, or the store does not tell whether there is a newer one.
     """
-    return _later(store, _published(store, known))
+    version = _published(store, known)
+    return _with(version, read_changes(store, version.root, version.number + 1, version), store.url)
 
 
 def read_index(store: Store, name: str = INDEX_NAME) -> Index:
@@ -222,13 +223,13 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer:
             writer=writer,
             message=wanted.message,
             key=wanted.key,
-            shards=[msgspec.Raw(text) for text in wanted.shards],
-            lengths=msgspec.Raw(to_text(wanted.lengths)),
-            deleted=msgspec.Raw(to_text(wanted.deleted)),
+            shards=[Raw(text) for text in wanted.shards],
+            lengths=Raw(to_text(wanted.lengths)),
+            deleted=Raw(to_text(wanted.deleted)),
         )
         new = _with(version, [change], store.url)
         index = new.index
-        change = msgspec.structs.replace(
+        change = structs.replace(
             change, digest=index.digest, samples=index.num_samples - index.num_deleted, num_shards=index.num_shards
         )
         name = _name(version.root, change.number)
@@ -315,11 +316,6 @@ def _is_current(store: Store, version: Version) -> bool:
     return False
 
 
-def _later(store: Store, version: Version) -> Version:
-    """The newest version, from an older one."""
-    return _with(version, read_changes(store, version.root, version.number + 1, version), store.url)
-
-
 def _readable_changes(
     store: Store, root: str, first: int, base: Version | None
 ) -> tuple[list[Change], AccessError | FormatError | None]:
@@ -385,7 +381,7 @@ def _change_at(store: Store, root: str, version_number: int) -> Change | AccessE
     return change
 
 
-def _parsed(data: bytes | msgspec.Raw, kind: Any, where: str) -> Any:
+def _parsed(data: bytes | Raw, kind: Any, where: str) -> Any:
     try:
         return msgspec.json.decode(data, type=kind)
     except (ValueError, RecursionError) as error:
@@ -423,23 +419,23 @@ def _with(version: Version, changes: Sequence[Change], where: str) -> Version:
     return Version(place.root, place.number, index, keys, version.published, version.is_announced)
 
 
-class _Contents(msgspec.Struct):
+class _Contents(Struct):
     """What an index lists, as texts."""
 
-    shards: list[msgspec.Raw]
-    joined: list[msgspec.Raw] = []
-    deleted: msgspec.Raw = _NOTHING
-    lengths: dict[str, list[msgspec.Raw]] = {}
+    shards: list[Raw]
+    joined: list[Raw] = []
+    deleted: Raw = _NOTHING
+    lengths: dict[str, list[Raw]] = {}
 
     def with_change(self, change: Change, where: str) -> _Contents:
         """Return these contents after a change, or others; FormatError if its lengths are no lists."""
-        lengths = _parsed(change.lengths, dict[str, list[msgspec.Raw]], where)
+        lengths = _parsed(change.lengths, dict[str, list[Raw]], where)
         if change.operation == "append":
             self.shards += change.shards
             for name, files in lengths.items():
                 self.lengths.setdefault(name, []).extend(files)
         elif change.operation == "column":
-            self.joined.append(msgspec.Raw(array_text(change.shards)))
+            self.joined.append(Raw(array_text(change.shards)))
         elif change.operation == "delete":
             self.deleted = change.deleted
         elif change.operation == "lengths":

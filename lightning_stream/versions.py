@@ -15,31 +15,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.cache import ShardCache
-from lightning_stream.errors import ConflictError
-from lightning_stream.formats.encodings import plain_values
-from lightning_stream.formats.encodings.base import BinaryColumn
-from lightning_stream.formats.hashing import digest, digest_parts, hashes_to_write
-from lightning_stream.formats.index import FileEntry, Index, ShardEntry
-from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.formats.model import MAX_FILE_BYTES, to_text
-from lightning_stream.formats.shard import open_shard
-from lightning_stream.order.bitmap import as_ids
-from lightning_stream.reading.bad_samples import BadData
-from lightning_stream.reading.deleted import deleted_samples
-from lightning_stream.reading.filters import Evaluation
-from lightning_stream.reading.lengths import read_lengths
-from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.stream import Stream
-from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
-from lightning_stream.stores import open_store
-from lightning_stream.version_log import Edit, Version, read_log, read_newest
-from lightning_stream.version_log import publish as publish_version
-from lightning_stream.writer.base import finalize_shard
-from lightning_stream.writer.batch import batch_columns
-from lightning_stream.writer.lengths import put_lengths
-from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import Transaction, begun
+from .cache import ShardCache
+from .errors import ConflictError
+from .formats.encodings import plain_values
+from .formats.encodings.base import BinaryColumn
+from .formats.hashing import digest, digest_parts, hashes_to_write
+from .formats.index import FileEntry, Index, ShardEntry
+from .formats.mds.encode import MdsEncoder
+from .formats.model import MAX_FILE_BYTES, to_text
+from .formats.shard import open_shard
+from .order.bitmap import as_ids
+from .reading.bad_samples import BadData
+from .reading.deleted import deleted_samples
+from .reading.filters import Evaluation
+from .reading.lengths import read_lengths
+from .reading.reader import SampleReader
+from .reading.stream import Stream
+from .reading.stream_shards import ReaderConfig, StreamShards
+from .stores import open_store
+from .version_log import Edit, Version, read_log, read_newest
+from .version_log import publish as publish_version
+from .writer.base import finalize_shard
+from .writer.batch import batch_columns
+from .writer.lengths import put_lengths
+from .writer.pipeline import Pipeline
+from .writer.place import Transaction, begun
 
 _NAMING_HASH = "xxh3_128"  # of files of deleted samples
 _PUTS = 8  # shards of a column that are put at the same time

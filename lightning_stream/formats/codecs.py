@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from lightning_stream.errors import FormatError, MissingExtraError, needs
-from lightning_stream.formats.model import SEEKABLE
-from lightning_stream.formats.seekable import compress_frames
+
+from .model import SEEKABLE
+from .seekable import compress_frames
 
 _PIECE_BYTES = 1 << 20
 _MAX_FILE_BYTES = 1 << 32

@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.model import (
+
+from .model import (
     INDEX_NAME,
     FileEntry,
     Schema,
@@ -25,7 +26,7 @@ from lightning_stream.formats.model import (
     version_name,
     with_keys,
 )
-from lightning_stream.formats.scan import read_entry, read_shards, read_top, snapshot_of
+from .scan import read_entry, read_shards, read_top, snapshot_of
 
 __all__ = ["INDEX_NAME", "FileEntry", "Index", "Schema", "ShardEntry", "version_name"]
 
@@ -57,9 +58,7 @@ class Index:
     def __init__(self, data: bytes, where: str, snapshot: bytes = b"") -> None:
         top = read_top(data, where)
         self._shards = read_shards(data, top, where, snapshot)
-        self._begins, self._ends, self.shard_sizes, self.raw_bytes, self.stored_bytes, self._schema_ids = (
-            self._shards.numbers
-        )
+        self._begins, self._ends, self.shard_sizes, _, _, self._schema_ids = self._shards.numbers
         self.data = data
         self.where = where
         self.schemas = self._shards.schemas
@@ -86,9 +85,7 @@ class Index:
 
     def _count_bytes(self) -> None:
         """Add the bytes of the joined shards to those of its own."""
-        _, _, _, raw, stored, _ = self._shards.numbers
-        self.raw_bytes = raw.copy()
-        self.stored_bytes = stored.copy()
+        self.raw_bytes, self.stored_bytes = self._shards.numbers[3:5].copy()
         for other in self.joined:
             self.raw_bytes[: len(other)] += other.raw_bytes
             self.stored_bytes[: len(other)] += other.stored_bytes

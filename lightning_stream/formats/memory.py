@@ -83,7 +83,7 @@ class AddressWindow:
         self._cells: dict[int, NDArray[Any]] = {}
         self.view = memoryview(self._window).cast("B")
 
-    def take(self, at: NDArray[np.int64], width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+    def take(self, at: Int64s, width: int, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Copy ``width`` bytes from each position ``at``: uint8[n, width], into ``out`` (C-contiguous) if given."""
         if width >= _WIDE_BYTES:
             out = np.empty((len(at), width), np.uint8) if out is None else out
@@ -101,7 +101,7 @@ class AddressWindow:
             target[k : k + step] = cells[at[k : k + step]]
         return out
 
-    def take_as(self, dtype: np.dtype[Any], at: NDArray[np.int64], width: int) -> NDArray[Any]:
+    def take_as(self, dtype: np.dtype[Any], at: Int64s, width: int) -> NDArray[Any]:
         """Copy the same bytes as numbers: ``dtype[n * width / itemsize]``."""
         return self.take(at, width).reshape(-1).view(dtype)
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta, Raw, Struct, field, structs, to_builtins
 
 from lightning_stream.errors import FormatError
 
@@ -17,8 +18,8 @@ SEEKABLE = "zstd:seekable"
 _SEEKABLE_SUFFIX = ".seekable.zstd"
 SEPARATORS = {"csv": ",", "tsv": "\t"}
 MAX_FILE_BYTES = (1 << 32) - 1  # offsets are uint32: a larger file cannot be described
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # checked where an index is read
-Text = Annotated[str, msgspec.Meta(min_length=1)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 62)]  # checked where an index is read
+Text = Annotated[str, Meta(min_length=1)]
 _SHARD = {"compression", "format", "hashes", "raw_data", "samples", "size_limit", "version", "zip_data"}
 _ROWS = _SHARD | {"newline", "raw_meta", "zip_meta"}
 _COLUMNS = {"column_encodings", "column_names"}
@@ -31,7 +32,7 @@ _KEYS = {  # of an entry, by its format
 }
 
 
-class Origin(msgspec.Struct, frozen=True, gc=False):
+class Origin(Struct, frozen=True, gc=False):
     """The part of a file in another format that a shard is made from.
 
     Attributes:
@@ -50,7 +51,7 @@ class Origin(msgspec.Struct, frozen=True, gc=False):
     settings: str = ""
 
 
-class FileEntry(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+class FileEntry(Struct, frozen=True, gc=False, omit_defaults=True):
     """One file that an index lists.
 
     Attributes:
@@ -61,14 +62,14 @@ class FileEntry(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
     """
 
     basename: str
-    num_bytes: Count = msgspec.field(name="bytes")
+    num_bytes: Count = field(name="bytes")
     hashes: dict[str, str]
-    num_samples: Count | None = msgspec.field(default=None, name="samples")
+    num_samples: Count | None = field(default=None, name="samples")
     origin: Origin | None = None
     mark: str = ""
 
 
-class Schema(msgspec.Struct, frozen=True, gc=False):
+class Schema(Struct, frozen=True, gc=False):
     """What the shards of one writer have in common: format, columns, and how their files are packed.
 
     Attributes:
@@ -82,9 +83,9 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
     """
 
     format: str
-    names: tuple[str, ...] = msgspec.field(default=(), name="column_names")
-    encodings: tuple[str, ...] = msgspec.field(default=(), name="column_encodings")
-    sizes: tuple[Count | None, ...] = msgspec.field(default=(), name="column_sizes")
+    names: tuple[str, ...] = field(default=(), name="column_names")
+    encodings: tuple[str, ...] = field(default=(), name="column_encodings")
+    sizes: tuple[Count | None, ...] = field(default=(), name="column_sizes")
     compression: str | None = None
     hashes: tuple[str, ...] = ()
     size_limit: Count | None = None
@@ -101,7 +102,7 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
         """Return the schema with only those of its columns that are in `columns`."""
         rows = [row for row in zip(self.names, self.encodings, self.sizes, strict=True) if row[0] in columns]
         names, encodings, sizes = zip(*rows, strict=True) if rows else ((), (), ())
-        return msgspec.structs.replace(self, names=names, encodings=encodings, sizes=sizes)
+        return structs.replace(self, names=names, encodings=encodings, sizes=sizes)
 
     def shard(
         self,
@@ -113,7 +114,7 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
     ) -> ShardEntry:
         """Return the entry of a shard of this schema."""
         return ShardEntry(
-            **msgspec.structs.asdict(self),
+            **structs.asdict(self),
             num_samples=num_samples,
             raw=raw,
             compressed=compressed,
@@ -125,7 +126,7 @@ class Schema(msgspec.Struct, frozen=True, gc=False):
         """Return the keys and values in the index: those of a shard, or those that all shards of a schema have."""
         # All readers of MDS know zstd: the name of the file says that it is seekable.
         compression = self.compression and self.compression.replace(SEEKABLE, "zstd")
-        values = msgspec.to_builtins(self) | {"columns": self.columns, "compression": compression}
+        values = to_builtins(self) | {"columns": self.columns, "compression": compression}
         return {key: value for key, value in values.items() if key in _KEYS[self.format]}
 
 
@@ -142,18 +143,18 @@ class ShardEntry(Schema, frozen=True, gc=False, kw_only=True):
     compression: str | None
     hashes: tuple[str, ...]
     version: Literal[2]
-    num_samples: Count = msgspec.field(name="samples")
-    raw: FileEntry = msgspec.field(name="raw_data")
-    compressed: FileEntry | None = msgspec.field(default=None, name="zip_data")
+    num_samples: Count = field(name="samples")
+    raw: FileEntry = field(name="raw_data")
+    compressed: FileEntry | None = field(default=None, name="zip_data")
     raw_meta: FileEntry | None = None
-    compressed_meta: FileEntry | None = msgspec.field(default=None, name="zip_meta")
-    column_types: dict[str, str] = msgspec.field(default={}, name="columns")
+    compressed_meta: FileEntry | None = field(default=None, name="zip_meta")
+    column_types: dict[str, str] = field(default={}, name="columns")
 
     def __post_init__(self) -> None:
         if self.format == "mds":
             is_marked = self.compressed is not None and self.compressed.basename.endswith(_SEEKABLE_SUFFIX)
             if is_marked and self.compression is not None and SEEKABLE not in self.compression:
-                msgspec.structs.force_setattr(self, "compression", self.compression.replace("zstd", SEEKABLE))
+                structs.force_setattr(self, "compression", self.compression.replace("zstd", SEEKABLE))
             return
         separator = SEPARATORS.get(self.format, self.separator if self.format == "xsv" else None)
         values: dict[str, Any] = {"separator": separator}
@@ -161,7 +162,7 @@ class ShardEntry(Schema, frozen=True, gc=False, kw_only=True):
             values |= {"names": tuple(self.column_types), "encodings": tuple(self.column_types.values())}
         values["sizes"] = (None,) * len(values.get("names", self.names))
         for name, value in values.items():
-            msgspec.structs.force_setattr(self, name, value)
+            structs.force_setattr(self, name, value)
 
     @property
     def schema(self) -> Schema:
@@ -193,22 +194,22 @@ def check_basename(name: object, where: str) -> str:
 
 def to_text(value: Any) -> bytes:
     """Return a model's value as the text that an index has of it: JSON in the order of the keys."""
-    value = value.to_object() if isinstance(value, Schema) else msgspec.to_builtins(value)
+    value = value.to_object() if isinstance(value, Schema) else to_builtins(value)
     return json.dumps(value, sort_keys=True).encode()
 
 
-def array_text(texts: Iterable[bytes | msgspec.Raw]) -> bytes:
+def array_text(texts: Iterable[bytes | Raw]) -> bytes:
     """Return a JSON array of JSON texts."""
     return b"[" + b", ".join(map(bytes, texts)) + b"]"
 
 
-def object_text(texts: Mapping[str, bytes | msgspec.Raw]) -> bytes:
+def object_text(texts: Mapping[str, bytes | Raw]) -> bytes:
     """Return a JSON object of JSON texts by name."""
     pairs = (msgspec.json.encode(name) + b": " + bytes(text) for name, text in texts.items())
     return b"{" + b", ".join(pairs) + b"}"
 
 
-def index_text(shards: Iterable[bytes | msgspec.Raw]) -> bytes:
+def index_text(shards: Iterable[bytes | Raw]) -> bytes:
     """Return the text of an index of shards, given as the texts of their entries."""
     return object_text({"shards": array_text(shards), "version": b"2"})
 
@@ -220,7 +221,7 @@ def with_lengths(index: bytes, lengths: Mapping[str, Sequence[FileEntry]]) -> by
 
 def with_keys(index: bytes, changed: Mapping[str, bytes | None]) -> bytes:
     """Return the text of an index with some keys replaced; None removes a key. Others keep their bytes and order."""
-    texts = msgspec.json.decode(index, type=dict[str, msgspec.Raw])
+    texts = msgspec.json.decode(index, type=dict[str, Raw])
     if not any(text is not None or name in texts for name, text in changed.items()):
         return index
     merged = {**texts, **changed}

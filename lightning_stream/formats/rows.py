@@ -18,10 +18,11 @@ import xxhash
 from msgspec.structs import replace
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.encodings.base import describe
-from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
-from lightning_stream.formats.memory import MappedFile, sample_offsets
-from lightning_stream.formats.model import (
+
+from .encodings.base import describe
+from .mds.encode import MdsEncoder, ShardDraft
+from .memory import MappedFile, sample_offsets
+from .model import (
     ROW_TYPES,
     SEPARATORS,
     FileEntry,
@@ -30,7 +31,7 @@ from lightning_stream.formats.model import (
     ShardEntry,
     to_text,
 )
-from lightning_stream.formats.shard_encoder import EncodedBatch, column_error, offset_table
+from .shard_encoder import EncodedBatch, column_error, offset_table
 
 _decode_json = json.JSONDecoder().decode
 ROWS = "rows"  # the kind of the origin of what is made of them

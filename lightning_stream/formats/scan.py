@@ -12,13 +12,15 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Raw, Struct, structs
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.codecs import check_compression
-from lightning_stream.formats.hashing import digest
-from lightning_stream.formats.mds.layout import encodings_of
-from lightning_stream.formats.model import ROW_TYPES, FileEntry, Schema, ShardEntry, check_basename
+
+from .codecs import check_compression
+from .hashing import digest
+from .mds.layout import encodings_of
+from .model import ROW_TYPES, FileEntry, Schema, ShardEntry, check_basename
 
 _FIELDS = 6  # begin, end, samples, raw bytes, stored bytes, schema
 _MAX_SHARD_BYTES = 1 << 32  # offsets have 32 bits
@@ -26,23 +28,23 @@ _MARK_BYTES = 32
 _DIGEST_BYTES = 32
 
 
-class ConvertedFrom(msgspec.Struct, gc=False):
+class ConvertedFrom(Struct, gc=False):
     """The digest of shards that were converted, and that of the data that they were converted from."""
 
     digest: str
     source: str
 
 
-class Top(msgspec.Struct, gc=False):
+class Top(Struct, gc=False):
     """An index, with the parts as texts that are read later, or by others."""
 
-    shards: list[msgspec.Raw]
+    shards: list[Raw]
     version: Literal[2]
     deleted: FileEntry | None = None
     converted_from: ConvertedFrom | None = None
-    joined: list[msgspec.Raw] = []
-    lengths: msgspec.Raw = msgspec.Raw(b"{}")
-    versions: msgspec.Raw = msgspec.Raw(b"null")
+    joined: list[Raw] = []
+    lengths: Raw = Raw(b"{}")
+    versions: Raw = Raw(b"null")
 
 
 class Shards(NamedTuple):
@@ -149,7 +151,7 @@ def read_entry(text: bytes, where: str) -> ShardEntry:
         raise _bad_entry(where, error) from error
 
 
-def _place(data: bytes, text: msgspec.Raw) -> int:
+def _place(data: bytes, text: Raw) -> int:
     """Return where an entry begins in the text of the index, from its address: it is a view of that text."""
     address = np.frombuffer(text, np.uint8).__array_interface__["data"][0]
     return int(address - np.frombuffer(data, np.uint8).__array_interface__["data"][0])
@@ -200,7 +202,7 @@ def _sizes(entry: ShardEntry) -> tuple[int, int, str]:
             description += f"{raw.basename} {raw.num_bytes} {sorted(raw.hashes.items())} "
         else:
             check_basename(origin.name, "its files")
-            description += f"{msgspec.structs.astuple(origin)} "
+            description += f"{structs.astuple(origin)} "
     # A wrong count must not become memory for an order. The file with the offsets is the last, or the only one.
     count = entry.num_samples
     table_bytes = min((entry.raw_meta or entry.raw).num_bytes, _MAX_SHARD_BYTES)

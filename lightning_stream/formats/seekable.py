@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.model import ShardEntry
+
+from .model import ShardEntry
 
 # Of a frame; both are part of the format: files have been written with them
 _MOST_SAMPLES = 256

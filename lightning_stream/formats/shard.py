@@ -12,12 +12,13 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
-from lightning_stream.formats.mds.gather import Mapped, gather
-from lightning_stream.formats.mds.layout import Reading, record_layout
-from lightning_stream.formats.memory import MappedFile, offsets_error, sample_offsets
-from lightning_stream.formats.model import ShardEntry
-from lightning_stream.formats.rows import as_mds, write_as_mds
-from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
+
+from .mds.gather import Mapped, gather
+from .mds.layout import Reading, record_layout
+from .memory import MappedFile, offsets_error, sample_offsets
+from .model import ShardEntry
+from .rows import as_mds, write_as_mds
+from .samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
 
 __all__ = ["DECODE_ERRORS", "Batch", "Buffers", "Ragged", "Shard", "open_shard"]
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_stream.formats.encodings.base import EncodedColumn
-from lightning_stream.formats.model import Schema
+from .encodings.base import EncodedColumn
+from .model import Schema
 
 _CHUNK_BYTES = 1 << 18  # it stays in a core's cache between the copy, the hash and the write
 _WIDE_BYTES = 1 << 16  # values from this size on are not copied together
@@ -108,9 +108,9 @@ def check_columns(columns: Mapping[str, str]) -> None:
     """Raise ValueError unless there are columns, TypeError unless their names are text."""
     if not columns:
         raise ValueError("columns must name at least one column and its encoding, e.g. {'text': 'str'}.")
-    wrong = next((name for name in columns if not isinstance(name, str)), None)
-    if wrong is not None:
-        raise TypeError(f"column names must be text; got {wrong!r}.")
+    for name in columns:
+        if not isinstance(name, str):
+            raise TypeError(f"column names must be text; got {name!r}.")
 
 
 def column_error(name: str, encoding: str, sample: Any, error: Exception) -> Exception:

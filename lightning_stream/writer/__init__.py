@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from lightning_stream.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from lightning_stream.writer.merge import merge_index
-    from lightning_stream.writer.writers import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
+    from .merge import merge_index
+    from .writers import CSVWriter, JSONWriter, MDSWriter, TSVWriter, XSVWriter
 
 __getattr__, __dir__ = lazy_names(
     __name__, {"merge": "merge_index", "writers": "CSVWriter JSONWriter MDSWriter TSVWriter XSVWriter"}, {}

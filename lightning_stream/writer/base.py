@@ -21,9 +21,10 @@ from lightning_stream.formats.model import MAX_FILE_BYTES, FileEntry, Schema, Sh
 from lightning_stream.formats.shard_encoder import EncodedBatch, ShardEncoder
 from lightning_stream.formats.sizes import parse_bytes
 from lightning_stream.version_log import Edit
-from lightning_stream.writer.batch import batch_columns, check_texts
-from lightning_stream.writer.infer import check_appendable, infer_column, infer_columns
-from lightning_stream.writer.lengths import (
+
+from .batch import batch_columns, check_texts
+from .infer import check_appendable, infer_column, infer_columns
+from .lengths import (
     LengthFunctions,
     Lengths,
     check_functions,
@@ -32,9 +33,9 @@ from lightning_stream.writer.lengths import (
     measure_sample,
     put_lengths,
 )
-from lightning_stream.writer.pipeline import Pipeline
-from lightning_stream.writer.place import Mode, Out, Transaction
-from lightning_stream.writer.shard_buffer import Pool, ShardBuffer
+from .pipeline import Pipeline
+from .place import Mode, Out, Transaction
+from .shard_buffer import Pool, ShardBuffer
 
 if TYPE_CHECKING:
     from typing import Self

@@ -16,7 +16,7 @@ from lightning_stream.formats.index import FileEntry
 from lightning_stream.formats.model import length_file_stem
 
 if TYPE_CHECKING:
-    from lightning_stream.writer.place import Transaction
+    from .place import Transaction
 
 LengthFunctions: TypeAlias = "Mapping[str, Callable[[Any], int]]"
 Lengths: TypeAlias = "dict[str, NDArray[np.uint32]]"  # of some samples, by name

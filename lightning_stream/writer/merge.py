@@ -16,7 +16,8 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.model import check_basename, with_lengths
 from lightning_stream.version_log import read_index
-from lightning_stream.writer.place import Out, Transaction, listed_files, newest_text
+
+from .place import Out, Transaction, listed_files, newest_text
 
 _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
 

@@ -28,8 +28,9 @@ from lightning_stream.formats.model import index_text, with_lengths
 from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.version_log import CHANGES, Edit, Version, commit, older_entries, publish, read_newest
-from lightning_stream.writer.local_file import write_file
-from lightning_stream.writer.pair import Pair, seen
+
+from .local_file import write_file
+from .pair import Pair, seen
 
 Place: TypeAlias = "str | os.PathLike[str]"
 Out: TypeAlias = "Place | tuple[Place, Place]"

@@ -10,7 +10,8 @@ from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.formats.model import SEEKABLE, Schema
 from lightning_stream.formats.rows import RowEncoder
 from lightning_stream.formats.shard_encoder import ShardEncoder, check_columns
-from lightning_stream.writer.base import ShardWriter
+
+from .base import ShardWriter
 
 
 class MDSWriter(ShardWriter):

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 from lightning_stream.formats.encodings import arrays, images, media, scalars, text
-from lightning_stream.formats.encodings.base import AdaptedEncoding, BinaryColumn, Encoding, NumericLayout
+
+from .base import AdaptedEncoding, BinaryColumn, Encoding, NumericLayout
 
 __all__ = ["Encoding", "NumericLayout", "encoding_names", "get_encoding", "plain_values", "register_encoding"]
 

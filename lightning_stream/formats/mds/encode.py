@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from lightning_stream.formats.encodings import Encoding, get_encoding, plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn, EncodedColumn
 from lightning_stream.formats.hashing import digest_parts
-from lightning_stream.formats.mds.layout import encodings_of
 from lightning_stream.formats.model import MAX_FILE_BYTES, Schema, to_text
 from lightning_stream.formats.shard_encoder import (
     EncodedBatch,
@@ -23,6 +22,8 @@ from lightning_stream.formats.shard_encoder import (
     column_error,
     offset_table,
 )
+
+from .layout import encodings_of
 
 _SMALL_BYTES = 1 << 10
 _DIGEST_BYTES = 8

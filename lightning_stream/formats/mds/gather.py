@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
-from lightning_stream.formats.mds.layout import Column, RecordLayout, skip
 from lightning_stream.formats.memory import AddressWindow, Int64s, MappedFile
 from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
+
+from .layout import Column, RecordLayout, skip
 
 if TYPE_CHECKING:
     from lightning_stream.formats.shard import Shard
@@ -54,7 +55,7 @@ class SpanTable:
     """The mapped shards of one layout among all shards of the data, by their numbers. Thread-safe."""
 
     def __init__(self, num_shards: int) -> None:
-        self._spans: NDArray[np.int64] = np.zeros((num_shards, 4), np.int64)  # a shard that is not here has no samples
+        self._spans: Int64s = np.zeros((num_shards, 4), np.int64)  # a shard that is not here has no samples
         self._files: dict[int, Mapped] = {}  # another dict after each removal: rows that were found keep the former
         self._layout: RecordLayout | None = None
         self._window: AddressWindow | None = None
