@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from lightning_stream import (
     StreamingCallback,
     StreamingDataLoader,
+    StreamingDataModule,
     StreamingDataset,
     World,
     verify_delivery,
@@ -270,6 +271,60 @@ def test_a_loader_made_for_each_epoch_continues_the_run(shards: Path, callbacks:
     trainer.fit(module)
     whole = planned(Chain(0, {}, {}).loader(shards), epochs=2)
     assert {step: sorted(ids) for step, ids in module.steps.items()} == whole
+
+
+LATER = {
+    "data": lambda epoch, shards: ({"remote": shards, "exclude_ids": range(40 * epoch)}, 16),
+    "seed": lambda epoch, shards: ({"remote": shards, "shuffle_seed": epoch}, 16),
+    "batch": lambda epoch, shards: ({"remote": shards, "num_canonical_nodes": 8}, 8 * 2**epoch),
+}
+
+
+@pytest.mark.parametrize("change", LATER.values(), ids=LATER)
+def test_loaders_that_change_with_the_epoch_are_trained_on_and_resumed_as_they_are(
+    shards: Path, tmp_path: Path, change: Callable[[int, Path], tuple[dict[str, Any], int]]
+) -> None:
+    def loader(epoch: int) -> StreamingDataLoader:
+        arguments, size = change(epoch, shards)
+        return StreamingDataLoader(StreamingDataset(shuffle=True, **arguments), size)
+
+    class Changing(Recorder):
+        def train_dataloader(self) -> StreamingDataLoader:
+            return loader(self.trainer.current_epoch)
+
+    def fit(path: Path | None = None, *callbacks: Any) -> dict[int, list[int]]:
+        module = Changing()
+        options = {**QUIET_TRAINER, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
+        pl.Trainer(max_epochs=3, callbacks=list(callbacks), **options).fit(module, ckpt_path=path)
+        return module.steps
+
+    whole = fit(None, keep_all(tmp_path, every_n_train_steps=5))
+    batches = []
+    for epoch in range(3):
+        due = loader(epoch)
+        due.set_epoch(epoch)
+        batches += [batch["id"][~torch.from_numpy(due.last_batch.filler)].tolist() for batch in due]
+    assert list(whole.values()) == batches
+    for step, path in checkpoints(tmp_path):
+        assert fit(path) == from_step(whole, step)
+
+
+def test_a_data_module_whose_loader_changes_with_the_epoch_is_not_resumed_inside_one(
+    shards: Path, tmp_path: Path
+) -> None:
+    class Growing(StreamingDataModule):
+        def train_dataloader(self) -> StreamingDataLoader:
+            self.global_batch_size = 8 * 2**self.trainer.current_epoch
+            return super().train_dataloader()
+
+    def fit(path: Path | None = None, *callbacks: Any) -> None:
+        data = Growing(train={"remote": shards, "shuffle": True}, global_batch_size=8)
+        options = {**QUIET_TRAINER, "reload_dataloaders_every_n_epochs": 1}
+        pl.Trainer(max_epochs=2, callbacks=list(callbacks), **options).fit(Recorder(), data, ckpt_path=path)
+
+    fit(None, keep_all(tmp_path, every_n_train_steps=1))
+    with pytest.raises(StateError, match="make the same loader"):
+        fit(checkpoints(tmp_path)[-2][1])
 
 
 @pytest.mark.parametrize("algorithm", ["py1e", "naive"])

@@ -30,6 +30,21 @@ from lightning_stream.trainers.run import Run
 _NEVER = -1
 
 
+def _continued(loader: StreamingDataLoader, here: Position) -> Position:
+    """Where a run that stands here goes on with another loader: at the epoch's start, if its data or order differ."""
+    first = loader.first_position()
+    order = loader.settings(here.order).order
+    is_same = (first.snapshot, first.weights, order) == (here.snapshot, here.weights, here.order)
+    return loader.normalised(here) if is_same else replace(first, epoch=here.epoch)
+
+
+def _last_epoch(checkpoint: Mapping[str, Any]) -> int:
+    """The epoch that the run of a checkpoint trained in last."""
+    position = inner(checkpoint, "callbacks", STATE_KEY, "position")
+    epoch = int(position.get("epoch", 0))
+    return epoch if position.get("position") else max(0, epoch - 1)
+
+
 class CallbackOptions(RunOptions, total=False):
     """The options of a `StreamingCallback`."""
 
@@ -108,7 +123,7 @@ class StreamingCallback(Callback):
             )
         if self.run.is_attached and self.run.loader is loader:
             return loader
-        position = self.run.position if self.run.is_attached else self._begins_at(loader)
+        position = _continued(loader, self.run.position) if self.run.is_attached else self._begins_at(loader)
         self.run.attach(loader, position, loops.LightningClock(trainer, loader))
         return loader
 
@@ -116,12 +131,7 @@ class StreamingCallback(Callback):
         if self._from is None and self._start is not None:
             self._from = loader.accept(self._start)
         if self._from is not None:
-            first = loader.first_position()
-            order = loader.settings(self._from.order).order
-            if (first.snapshot, first.weights, order) == (self._from.snapshot, self._from.weights, self._from.order):
-                return self._from
-            # A second fit over other data, or in another order: only the epochs count on.
-            return replace(first, epoch=self._from.epoch)
+            return _continued(loader, self._from)
         return replace(loader.first_position(), epoch=self._first_epoch) if self._first_epoch else None
 
     # Lightning's hooks
@@ -206,6 +216,8 @@ class StreamingCallback(Callback):
         self._enters_at = None
         self.run.clock.follow_length(self.run.position.epoch if at is None else at.epoch)
         is_inside = at is not None and at.epoch == self.run.position.epoch
+        if at is not None and is_inside:
+            rules.check_counted(loader.batches_before(self.run.position), at)
         self.run.begin_epoch(at.batch if at is not None and is_inside else 0)  # as Lightning counts from here
         if at is not None:
             loops.enter(trainer, at)
@@ -304,6 +316,7 @@ class StreamingCallback(Callback):
         if loops.forget_fetched(trainer) and self.run.is_attached:
             self.run.detach()
         # Lightning has not set up its data yet.
+        loops.ask_as_in(trainer, _last_epoch(checkpoint))
         loader = self.make_loader() if self.make_loader is not None else self._attach(trainer)
         self._was_asked = True
         if loader is None or (state := self._state_in(checkpoint)) is None:

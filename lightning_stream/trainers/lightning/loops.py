@@ -371,6 +371,12 @@ def train_loaders_of(trainer: Any) -> list[Any]:
     return [] if combined is None else list(combined.flattened)
 
 
+def ask_as_in(trainer: Any, epoch: int) -> None:
+    """Let ``train_dataloader`` make the loader that a run had in this epoch: it may ask for `trainer.current_epoch`."""
+    if every := trainer.reload_dataloaders_every_n_epochs:
+        trainer.fit_loop.epoch_progress.current.completed = epoch - epoch % every
+
+
 def forget_fetched(trainer: Any) -> bool:
     """Let Lightning request its data again if it has trained on some of it; gives whether it had.
 

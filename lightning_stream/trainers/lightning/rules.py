@@ -76,6 +76,16 @@ def check_alignment(loader: StreamingDataLoader, at: LoopPosition) -> None:
         )
 
 
+def check_counted(num_batches: int, at: LoopPosition) -> None:
+    """Refuse to resume inside an epoch whose loader counts other batches than the one before the resume counted."""
+    if num_batches != at.batch:
+        raise StateError(
+            f"a resumed epoch must have the batches that it had before, but train_dataloader() made a loader by which "
+            f"{num_batches} micro-batches of epoch {at.epoch} are done, and before that one by which {at.batch} are. "
+            "Let it make the same loader whenever it is asked in the same epoch"
+        )
+
+
 def check_last(trainer: Any) -> None:
     """Refuse ``ckpt_path="last"`` where it found nothing although there are checkpoints.
 
