@@ -117,8 +117,11 @@ class BatchMaker:
 
     def _collated(self, samples: list[Any], batch: MicroBatch) -> Any:
         if self.collate is not None:
-            with self._named("collating", batch.sample_ids[:8].tolist()):
+            try:
                 return self.collate(samples, batch.epoch, int(batch.positions[0]))
+            except Exception as error:
+                self._name_samples(error, "collating", batch.sample_ids[:8].tolist())
+                raise
         try:
             if self.source.packs_whole and batch.rows is not None:
                 return collate_rows(samples, batch.rows)
@@ -172,29 +175,47 @@ class BatchMaker:
 
     def _single(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> list[Any]:
         """Read and transform samples one by one; `positions` are what each draws its random numbers by."""
-        # No `map`, which a StopIteration of the user's code would end without an error.
-        samples: Iterable[Any] = (self._sample(batch, *place) for place in zip(ids, positions, strict=True))
         reader = self.source.reader
         read_one = self.source.read_one
+        samples: Iterable[Any] | None = None
         if isinstance(reader, MapReader) and read_one is not None:
-            samples = read_one.read_unseeded(partial(self._unseeded, reader, ids)) or samples
+            samples = read_one.read_unseeded(partial(self._unseeded, reader, ids))
+        if samples is None:
+            samples = self._seeded(batch, ids, positions)
         return self._all_transformed(batch, samples, ([sample_id] for sample_id in ids), positions)
 
     def _unseeded(self, reader: MapReader, ids: list[int]) -> list[Any]:
         """Samples of a dataset that may not draw at random."""
-        if reader.read_many is not None:
-            with self._named("reading", ids):
-                samples = list(reader.read_many(ids))
-                if len(samples) != len(ids):
-                    raise ValueError(
-                        f"__getitems__ returns a sample for each number; found {len(samples)} samples for {len(ids)} "
-                        "numbers. Return them all, or leave some out of the dataset"
-                    )
-                return samples
-        read = reader.read
-        left = iter(ids)
-        with self._named("reading", ids, left):
-            return [read(sample_id) for sample_id in left]
+        remaining = iter(ids)
+        try:
+            if reader.read_many is None:
+                read = reader.read
+                return [read(sample_id) for sample_id in remaining]
+            samples = list(reader.read_many(ids))
+            if len(samples) != len(ids):
+                raise ValueError(
+                    f"__getitems__ returns a sample for each number; found {len(samples)} samples for {len(ids)} "
+                    "numbers. Return them all, or leave some out of the dataset"
+                )
+            return samples
+        except Exception as error:
+            begun = ids[: len(ids) - length_hint(remaining)]
+            self._name_samples(error, "reading", begun[-1:] or ids)
+            raise
+
+    def _seeded(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> Generator[Any]:
+        """Read samples one by one: as a subclass of the dataset does, if that has its own way."""
+        read_one = self.source.read_one
+        for sample_id, position in zip(ids, positions, strict=True):
+            if read_one is None:
+                yield self.source.reader.sample(sample_id, batch.version)
+                continue
+            try:
+                sample = read_one(sample_id, batch.epoch, position)
+            except Exception as error:
+                self._name_samples(error, "reading", [sample_id])
+                raise
+            yield sample
 
     def _all_transformed(
         self, batch: MicroBatch, samples: Iterable[Any], ids_of: Iterable[list[int]], positions: list[int]
@@ -202,22 +223,27 @@ class BatchMaker:
         transform = self.source.transform
         if transform is None:
             return list(samples)
-        places = zip(samples, ids_of, positions, strict=True)
-        return [self._transformed(transform, sample, ids, batch.epoch, position) for sample, ids, position in places]
-
-    def _sample(self, batch: MicroBatch, sample_id: int, position: int) -> Any:
-        """Read a sample: as a subclass of the dataset does, if that has its own way."""
-        if self.source.read_one is not None:
-            with self._named("reading", [sample_id]):
-                return self.source.read_one(sample_id, batch.epoch, position)
-        return self.source.reader.sample(sample_id, batch.version)
-
-    def _transformed(self, transform: SeededCall, sample: Any, ids: list[int], epoch: int, position: int) -> Any:
-        began = perf_counter()
-        with self._named("transforming", ids):
-            transformed = transform(sample, epoch, position)
-        self.source.reader.counters.of_thread.transform_s += perf_counter() - began
+        of_thread = self.source.reader.counters.of_thread
+        transformed = []
+        for sample, ids, position in zip(samples, ids_of, positions, strict=True):
+            began = perf_counter()
+            try:
+                transformed.append(transform(sample, batch.epoch, position))
+            except Exception as error:
+                self._name_samples(error, "transforming", ids)
+                raise
+            of_thread.transform_s += perf_counter() - began
         return transformed
+
+    def _name_samples(self, error: Exception, doing: str, ids: list[int]) -> None:
+        """Add to an error of the user's code which samples it came from."""
+        snapshot = self.source.snapshot
+        reader = self.source.reader
+        shards = snapshot.shards_of(np.array(ids))
+        stream = snapshot.stream_names[int(snapshot.streams_of(np.array(ids[:1]))[0])]
+        files = sorted({reader.entry(int(shard))[1].raw.basename for shard in shards})
+        # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
+        error.add_note(f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}.")
 
     def _preserved(self) -> AbstractContextManager[None]:
         """Restore the global generators; not in threads, which never change them, nor in workers, which seed them."""
@@ -225,9 +251,6 @@ class BatchMaker:
         if self.in_threads or self.memory is not None or not any(functions):
             return nullcontext()
         return PreservedGenerators()
-
-    def _named(self, doing: str, ids: list[int], left: Iterator[int] | None = None) -> _Named:
-        return _Named(self.source, doing, ids, left)
 
     def verified(self, settings: BatchSettings, batches: Iterable[Delivery]) -> Generator[Delivery]:
         """Batches that are about to be handed out; made again if their shards have come and have other bytes.
@@ -243,30 +266,6 @@ class BatchMaker:
                 delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
             yield delivery
             del delivery  # or its memory would stay in use while the next one is made
-
-
-class _Named:
-    """Adds to an error of the user's code which samples it came from: the one before those left of them, or all."""
-
-    def __init__(self, source: SampleSource, doing: str, ids: list[int], left: Iterator[int] | None) -> None:
-        self._source = source
-        self._doing = doing
-        self._ids = ids
-        self._left = left
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if not isinstance(error, Exception):
-            return
-        ids = self._ids if self._left is None else [self._ids[-1 - length_hint(self._left)]]
-        snapshot = self._source.snapshot
-        reader = self._source.reader
-        shards = snapshot.shards_of(np.array(ids))
-        stream = snapshot.stream_names[int(snapshot.streams_of(np.array(ids[:1]))[0])]
-        files = sorted({reader.entry(int(shard))[1].raw.basename for shard in shards})
-        # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
-        error.add_note(f"While {self._doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}.")
 
 
 def clocks_of_processor(num_threads: int = 1) -> SampledClocks:

@@ -58,6 +58,7 @@ class LoaderIterator(Walk):
         batches.close()
     """
 
+    is_measured = False  # whether the loader measures its waits: not where somebody only looks at batches
     _is_over = True  # of a half-made one
     _failure: type[BaseException] | None = None  # that of the error which ended it
 
@@ -88,6 +89,7 @@ class LoaderIterator(Walk):
         try:
             if self._made is None:
                 self.start, self._made = self._loader.begin_iteration(self)
+                self.is_measured = self.moves or self._loader.evaluation
             if self.is_measured:
                 self._loader.meter.asked(asked, is_first=not self.num_batches)
             if self.limit is not None and self.num_batches >= self.limit:
@@ -109,11 +111,6 @@ class LoaderIterator(Walk):
         self.num_batches += 1
         self._loader.note_batch(self, asked, perf_counter(), made)
         return batch
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether the loader measures its waits: not where somebody only looks at batches."""
-        return self.moves or self._loader.evaluation
 
     @property
     def position(self) -> Position:

@@ -7,11 +7,13 @@ just before the call. The generators of the surrounding program are restored aft
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import inspect
 import random
+import struct
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
@@ -28,7 +30,7 @@ _COLLATE = 0x636F6C6C617465
 READING = 0x72656164696E67
 _OWN_SEEDS = ("set_random_seed", "set_random_state")  # albumentations, MONAI
 _OF_DATASETS = "_streaming_"  # begins what a dataset holds to read samples: that seeds what it calls itself
-_MT19937_BYTES = 4 * 625  # 624 words and a place among them
+_Words = ctypes.c_char * (4 * 625)  # of an MT19937: 624, and a place among them
 # Of objects within objects, and of lists, that are searched for these
 _MAX_DEPTH = 4
 _MAX_PARTS = 1000
@@ -53,82 +55,92 @@ def seed_globals(mixed: int) -> None:
     torch.default_generator.manual_seed(mixed)
 
 
-class _PythonWords:
+def _place_in(owner: object, kind: type, content: bytes) -> int:
+    """Where an object, as far as it is of this kind, has these bytes in memory; below 0 where it does not."""
+    return ctypes.string_at(id(owner), kind.__basicsize__).find(content)
+
+
+class _PythonState:
     """The state of `random`'s generator: its bytes in memory where CPython has them as expected; `getstate` is slow."""
 
     def __init__(self) -> None:
         self._generator: Any = random.random.__self__  # type: ignore[attr-defined]  # of a method
-        self._address = id(self._generator) + object.__basicsize__
-        self._is_readable = self._has_words()
-
-    def _has_words(self) -> bool:
-        """Whether its place and 624 words lie there."""
-        base: Any = type(self._generator).__base__
-        if base.__basicsize__ < object.__basicsize__ + _MT19937_BYTES:
-            return False
         _, (*words, place), _ = self._generator.getstate()
-        return memoryview(ctypes.string_at(self._address, _MT19937_BYTES)).cast("I").tolist() == [place, *words]
+        begin = _place_in(self._generator, _random.Random, struct.pack("625I", place, *words))
+        self._is_readable = begin >= 0
+        self._words = _Words.from_address(id(self._generator) + begin)
 
     def state(self) -> Any:
         """The state, for `restore`; two are equal where nothing was drawn between them."""
-        if not self._is_readable:
-            return self._generator.getstate()
-        return ctypes.string_at(self._address, _MT19937_BYTES), self._generator.gauss_next
+        return (self._words.raw, self._generator.gauss_next) if self._is_readable else self._generator.getstate()
 
     def restore(self, state: Any) -> None:
-        if not self._is_readable:
+        if self._is_readable:
+            self._words.raw, self._generator.gauss_next = state
+        else:
             self._generator.setstate(state)
-            return
-        words, self._generator.gauss_next = state
-        ctypes.memmove(self._address, words, _MT19937_BYTES)
 
 
-_PYTHON = _PythonWords()
+class _NumpyState:
+    """The same of numpy's, whose `get_state` is slower still."""
+
+    def __init__(self) -> None:
+        generator: Any = np.random.rand.__self__  # type: ignore[attr-defined]  # of a method
+        probe: Any = np.random.RandomState(0)
+        probe.standard_normal()
+        # The normal number that it holds back, and before it whether it does.
+        begin = _place_in(probe, np.random.RandomState, struct.pack("=qd", 1, probe.get_state()[4]))
+        self._is_readable = begin >= 0 and type(generator) is np.random.RandomState
+        self._held = (ctypes.c_char * 16).from_address(id(generator) + begin)
+
+    def state(self) -> Any:
+        words = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]  # it is documented
+        if self._is_readable:
+            return words.raw, self._held.raw
+        state: Any = np.random.get_state()
+        return state[0], state[1].tolist(), *state[2:]
+
+    def restore(self, state: Any) -> None:
+        if self._is_readable:
+            words = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]
+            words.raw, self._held.raw = state
+        else:
+            np.random.set_state(state)
 
 
-def _numpy_address() -> int:
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # it is documented
+@lru_cache(1)
+def _numpy_words(generator: Any) -> Any:
     if type(generator) is not np.random.MT19937:
         raise ValueError(
             "a sample's random numbers come from global generators that are seeded, as numpy's MT19937 can be; found "
             f"{type(generator).__name__}. Give numpy its own one back (np.random.set_bit_generator)"
         )
-    address: int = generator.ctypes.state_address
-    return address
+    return _Words.from_address(generator.ctypes.state_address)
 
 
-def _numpy_state() -> tuple[bytes, float | None]:
-    """The words of numpy's generator, and the normal number that it holds back: beside them, and only drawn to know it.
-
-    The generator is to be given this back; `np.random.get_state` takes 25 us.
-    """
-    address = _numpy_address()
-    before = ctypes.string_at(address, _MT19937_BYTES)
-    normal = np.random.standard_normal()
-    return before, normal if ctypes.string_at(address, _MT19937_BYTES) == before else None
+_PYTHON = _PythonState()
+_NUMPY = _NumpyState()
 
 
-def _restore_numpy(words: bytes, normal: float | None) -> None:
-    np.random.seed(0)  # it holds no number back then
-    ctypes.memmove(_numpy_address(), words, _MT19937_BYTES)
-    if normal is not None:
-        *numbers, place = memoryview(words).cast("I").tolist()
-        state: Any = "MT19937", numbers, place, 1, normal
-        np.random.set_state(state)
+def _states() -> tuple[Any, Any, torch.Tensor]:
+    """The states of the global CPU generators."""
+    return _PYTHON.state(), _NUMPY.state(), torch.default_generator.get_state()
+
+
+def _restore(states: tuple[Any, Any, torch.Tensor]) -> None:
+    _PYTHON.restore(states[0])
+    _NUMPY.restore(states[1])
+    torch.default_generator.set_state(states[2])
 
 
 class PreservedGenerators:
-    """Restores the global CPU generators at the end of a block; takes about 5 us, so once for a batch."""
+    """Restores the global CPU generators at the end of a block; takes about 3 us, so once for a batch."""
 
     def __enter__(self) -> None:
-        self._numpy = _numpy_state()
-        self._python = _PYTHON.state()
-        self._torch = torch.default_generator.get_state()
+        self._states = _states()
 
     def __exit__(self, *_: object) -> None:
-        _PYTHON.restore(self._python)
-        _restore_numpy(*self._numpy)
-        torch.default_generator.set_state(self._torch)
+        _restore(self._states)
 
 
 class SeededCall:
@@ -175,7 +187,7 @@ class SeededCall:
         """
         if self.takes_rng or self._reseeds or self._draws:
             return None
-        _seed_as_before()
+        _restore(_SEEDED)
         values = read()
         self._draws = not _is_untouched()
         return None if self._draws else values
@@ -191,27 +203,16 @@ class SeededCall:
         return self.function(value)
 
 
-def _words() -> tuple[Any, bytes]:
-    """The states of the global generators of `random` and numpy."""
-    return _PYTHON.state(), ctypes.string_at(_numpy_address(), _MT19937_BYTES)
-
-
 with PreservedGenerators():
     seed_globals(_COLLATE)
-    _SEEDED = _words()
-    _SEEDED_TORCH = torch.default_generator.get_state()
-
-
-def _seed_as_before() -> None:
-    """As `seed_globals(_COLLATE)`, in a third of its time."""
-    _PYTHON.restore(_SEEDED[0])
-    np.random.seed(_COLLATE & 0xFFFFFFFF)
-    torch.default_generator.set_state(_SEEDED_TORCH)
+    _SEEDED = _states()
+    _SEEDED_BYTES = *_SEEDED[:2], _SEEDED[2].numpy().tobytes()
 
 
 def _is_untouched() -> bool:
-    """Whether nothing was drawn since then."""
-    return _words() == _SEEDED and torch.equal(torch.default_generator.get_state(), _SEEDED_TORCH)
+    """Whether nothing was drawn since these states were restored."""
+    python, numpy, of_torch = _states()
+    return (python, numpy, of_torch.numpy().tobytes()) == _SEEDED_BYTES
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:
