@@ -20,6 +20,7 @@ SHORTER = {
     "pack_plan": ["--only", "rows of 2|documents|16 canonical nodes: ours, 2|images|beside|first batch.*many"],
     "resume_peers": ["--only", "in the middle of an epoch"],
 }
+LONG = {"cold_start", "plan_runs", "resume_peers", "order_scale", "read_photos"}
 NEEDS = {"spark_rows": ("pyspark", "spark"), "resume_peers": ("lightning",) * 2, "trainer_overhead": ("lightning",) * 2}
 
 
@@ -32,7 +33,9 @@ def run(program: str, *arguments: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [pytest.param(name, marks=pytest.mark.nightly if name in LONG else ()) for name in PROGRAMS]
+)
 def test_a_benchmark_runs_with_tiny_data(program: str) -> None:
     pytest.importorskip("torch", reason="most benchmarks need torch: uv sync")
     module, extra = NEEDS.get(program, ("numpy", ""))

@@ -188,7 +188,7 @@ def read_forever(dataset: Path, folder: Path, limit_bytes: int | None, seed: int
             (folder / f"wrong-{number}").touch()
 
 
-@pytest.mark.parametrize("compression", [None, "zstd"])
+@pytest.mark.parametrize("compression", [pytest.param(None, marks=pytest.mark.nightly), "zstd"])
 def test_markers_cover_every_shard_whenever_processes_are_killed(tmp_path: Path, compression: str | None) -> None:
     index = make_dataset(tmp_path / "d", NUM_SHARDS, SHARD_BYTES, compression)
     folder, rng = tmp_path / "c", random.Random(3)

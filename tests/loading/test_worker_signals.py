@@ -21,7 +21,8 @@ pytest.importorskip("torch")
 from lightning_stream import MDSWriter
 
 METHODS = pytest.mark.parametrize(
-    "method", ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+    "method",
+    ["fork", pytest.param("forkserver", marks=pytest.mark.slow), pytest.param("spawn", marks=pytest.mark.nightly)],
 )
 TRAINER = """
 import multiprocessing, os, signal, subprocess, sys, time
