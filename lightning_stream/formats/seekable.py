@@ -30,8 +30,7 @@ _SEEKABLE = 0x8F92EAB1
 _FRAME_HEAD_BYTES = 18  # at most
 _CHECKSUM_BYTES = 4
 _REPEATED = 1  # the kind of a block that has one byte
-_HEAD = struct.Struct("<II")
-_FRAME = struct.Struct("<II")
+_HEAD = struct.Struct("<II")  # of the table, and the sizes of a frame
 _FOOT = struct.Struct("<IBI")
 
 
@@ -48,7 +47,7 @@ def compress_frames(shard: bytes, level: int) -> bytes:
     compressor = importlib.import_module("zstandard").ZstdCompressor(level, write_checksum=True)
     view = memoryview(shard)
     frames = [compressor.compress(view[begin:end]) for begin, end in pairwise(edges)]
-    sizes = [_FRAME.pack(len(frame), end - begin) for frame, (begin, end) in zip(frames, pairwise(edges), strict=True)]
+    sizes = [_HEAD.pack(len(frame), end - begin) for frame, (begin, end) in zip(frames, pairwise(edges), strict=True)]
     table = b"".join([*sizes, _FOOT.pack(len(frames), 0, _SEEKABLE)])
     return b"".join([*frames, _HEAD.pack(_SKIPPABLE, len(table)), table])
 
@@ -67,7 +66,7 @@ class Frames:
         self._per_frame = samples_per_frame(entry.num_samples, entry.raw.num_bytes)
         self.num_frames = 1 + -(-entry.num_samples // self._per_frame)
         end = entry.compressed.num_bytes
-        self.table = end - _HEAD.size - _FRAME.size * self.num_frames - _FOOT.size, end
+        self.table = end - _HEAD.size - _HEAD.size * self.num_frames - _FOOT.size, end
 
     def of(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the frames that have these samples: ascending, distinct."""

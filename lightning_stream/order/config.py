@@ -125,11 +125,10 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             wrong.append(f"{self.batching_method} needs {_SIZES[method.fixed]} from the start.")
         if self.mosaic is not None:
             wrong += violations(structs.asdict(self.mosaic), _MOSAIC_RULES, PUBLIC_NAMES)
+            method = MOSAIC
         yield from wrong
         if self.mosaic is not None and self.forgotten is not None:
             yield f"Samples are forgotten in the native order only, not with {self.algorithm!r}: omit forget."
-        if self.mosaic is not None:
-            method = MOSAIC
         if self.needs_lengths and method is not None and not method.can_be_packed:
             able = [name for name, other in METHODS.items() if other.can_be_packed]
             what = "Rows are packed from" if self.packing else "Samples are sorted by length in"

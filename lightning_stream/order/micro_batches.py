@@ -59,7 +59,7 @@ class MicroBatch(Samples, Place):
     @property
     def num_tokens(self) -> int:
         """Tokens of the rows that count; 0 where samples are not packed into rows."""
-        if self.rows is None or not self.num_samples:
+        if self.rows is None:
             return 0
         return int(self.rows.take(np.flatnonzero(~self.filler)).num_tokens.sum())
 

@@ -254,18 +254,18 @@ class Position:
         )
 
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:
-        pairs = [] if tail is None else [("tail", self.tail, tail)]
-        names = [name for name in OrderConfig.__struct_fields__ if name != "switches"]  # checked with the data
-        if self.order.forgotten is None and run.forgotten is not None:
-            seen = first_seen(run, run.forgotten, (self.epoch, self.position))
-            names = names if seen else [name for name in names if name != "forgotten"]  # as if never seen, see `forget`
+        place = (self.epoch, self.position)
+        alike = {"switches"}  # they are checked with the data
+        if self.order.forgotten is None and run.forgotten is not None and not first_seen(run, run.forgotten, place):
+            alike.add("forgotten")  # as if never seen, see `forget`
         former = self.order.schedule
         schedule = run.config.schedule
-        if former is not None and schedule is not None and former != schedule:
-            begun = run.settled(self.epoch, self.position)
-            names = [name for name in names if name != "schedule" or not schedule.extends(former, begun)]
+        if former and schedule and former != schedule and schedule.extends(former, run.settled(*place)):
+            alike.add("schedule")
         if self.order.shuffle != run.config.shuffle:  # they follow
-            names = [name for name in names if name not in (*NATIVE_NAMES, "even_rows")]
+            alike.update(NATIVE_NAMES, ("even_rows",))
+        names = [name for name in OrderConfig.__struct_fields__ if name not in alike]
+        pairs = [("tail", self.tail, tail or self.tail)]
         pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
         differences = [(PUBLIC_NAMES.get(name, name), old, new) for name, old, new in pairs if old != new]
         sentences = [f"{name} was {old!r} and is {new!r} now." for name, old, new in differences]

@@ -15,8 +15,7 @@ from .orders import Interleave, Order, ceil_div, places_by
 from .world import World
 
 if TYPE_CHECKING:
-    from .batches import BatchPlan
-    from .cuts import Cuts
+    from .batches import BatchPlan, Cuts
     from .packing import RowSpans
 
 

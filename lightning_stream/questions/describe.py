@@ -157,7 +157,7 @@ def stage_of_batches(
 
 def weights_in(weights: StreamWeights) -> dict[str, Any]:
     """The weights of a stream that are set."""
-    return {name: value for name, value in vars(weights).items() if value is not None}
+    return _shown(weights, *vars(weights))
 
 
 def _shown(settings: Any, *names: str) -> dict[str, Any]:
@@ -168,9 +168,10 @@ def _shown(settings: Any, *names: str) -> dict[str, Any]:
 
 def _of_lengths(name: str, settings: Any, public: Mapping[str, str]) -> Stage:
     """Settings that depend on the lengths of the samples, by their public names; those named "" are not shown."""
-    values = {public.get(name, name): value for name, value in vars(settings).items() if value is not None}
+    values = {public.get(name, name): value for name, value in _shown(settings, *vars(settings)).items()}
     digest = values.pop("lengths")
-    return Stage(name, {name: value for name, value in values.items() if name}, digest=digest)
+    values.pop("", None)
+    return Stage(name, values, digest=digest)
 
 
 def _draw(config: OrderConfig, run: RunOrder | None) -> Stage:

@@ -21,7 +21,15 @@ from urllib.parse import quote
 
 import msgspec
 
-from lightning_stream import errors
+from lightning_stream.errors import (
+    AlreadyExistsError,
+    ConflictError,
+    FormatError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+    redact,
+)
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, with_lengths
@@ -66,10 +74,10 @@ class Transaction:
         places = tuple(out) if isinstance(out, (tuple, list)) else (out,)
         named = all(isinstance(place, (str, os.PathLike)) and str(place) for place in places)
         if not named or len(places) not in (1, 2):
-            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {errors.redact(repr(out))}.")
+            raise ValueError(f"out must be a path, a URL, or (local path, URL); got {redact(repr(out))}.")
         urls = [os.path.expanduser(place) for place in places]  # noqa: PTH111 - may be URLs
         if len(urls) == 2 and (is_remote(urls[0]) or urls[0] == urls[1]):
-            raise ValueError(f"out as a pair must be (local path, URL), two places; got {errors.redact(repr(out))}.")
+            raise ValueError(f"out as a pair must be (local path, URL), two places; got {redact(repr(out))}.")
         self.local = next((url for url in urls if not is_remote(url)), None)
         self.remote = next((url for url in urls[::-1] if len(urls) == 2 or is_remote(url)), None)
         self.keep_local = keep_local
@@ -132,7 +140,7 @@ class Transaction:
             return
         try:
             self._version = read_newest(self.store)
-        except errors.NotFoundError:
+        except NotFoundError:
             raise ValueError(f"append=True needs a dataset; {self.store.url} has no {INDEX_NAME}.") from None
         if any(newest_text(store) != self._version.index.data for store in self.stores[1:]):
             raise ValueError(
@@ -158,9 +166,9 @@ class Transaction:
     def _entries(self) -> Iterator[ObjectEntry]:
         try:
             yield from self.store.list("")
-        except (errors.UnavailableError, errors.NotFoundError):
+        except (UnavailableError, NotFoundError):
             raise
-        except errors.StoreError:  # no right to list, or a web server
+        except StoreError:  # no right to list, or a web server
             index = seen(self.store, INDEX_NAME)[0]
             if index is not None:
                 yield from (ObjectEntry(name, 0) for name in (INDEX_NAME, *listed_files(index)))
@@ -210,9 +218,9 @@ class Transaction:
                     store.translated(name, write_file, store.folder / name, parts)
                 else:
                     store.put(name, b"".join(parts), if_absent=True)
-            except errors.AlreadyExistsError:
+            except AlreadyExistsError:
                 if self.mode == "new":
-                    raise errors.AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
+                    raise AlreadyExistsError(_another(f"{store.url} holds {name!r} already")) from None
             else:
                 self.done.add(name)
 
@@ -241,7 +249,7 @@ class Transaction:
                 version = commit(
                     self.store, base, lambda version: self._fitting(edit, version), self._writer, retries=retries
                 )
-            except errors.AlreadyExistsError:  # a change of this key is there
+            except AlreadyExistsError:  # a change of this key is there
                 is_new = False
                 self.abort()
                 version = read_newest(self.store)  # its writer may have been killed before it was published
@@ -259,7 +267,7 @@ class Transaction:
             and base.num_samples
             and (now.columns, now.lengths.keys()) != (base.columns, base.lengths.keys())
         ):
-            raise errors.ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
+            raise ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
         return made
 
     def commit_index(self, index: bytes) -> None:
@@ -278,7 +286,7 @@ class Transaction:
         with self._or_abort():
             try:
                 self.store.put(name, data, if_absent=former is None, if_version=version)
-            except (errors.AlreadyExistsError, errors.ConflictError):
+            except (AlreadyExistsError, ConflictError):
                 if self.mode != "merge" or seen(self.store, name)[0] != data:  # else another rank merged the same
                     raise
 
@@ -287,7 +295,7 @@ class Transaction:
         """Delete the files of this writer if another one was first, and say so."""
         try:
             yield
-        except (errors.AlreadyExistsError, errors.ConflictError) as error:
+        except (AlreadyExistsError, ConflictError) as error:
             self.abort()
             raise type(error)(_another(str(error))) from error
 
@@ -313,7 +321,7 @@ class Transaction:
             for name, store in product(gone, self.stores):
                 if ours.fullmatch(name) or name in self._former.get(store.url, ()):
                     store.delete(name)
-        except errors.StoreError as error:
+        except StoreError as error:
             _LOG.warning("%s is written; up to %d old files could not be deleted: %s", self, len(gone), error)
         for folder in self.folders:
             _sweep_folders(folder, gone)
@@ -326,7 +334,7 @@ def begun(out: Place, mode: Mode, store_options: Mapping[str, Any] | None) -> tu
     """Begin a change of a dataset that exists; return it with the dataset's index. NotFoundError if there is none."""
     place = Transaction(os.fspath(out), store_options=store_options)
     if not place.store.exists(INDEX_NAME):
-        raise errors.NotFoundError(f"there is no dataset: {place.store.url} has no {INDEX_NAME}. Check the path.")
+        raise NotFoundError(f"there is no dataset: {place.store.url} has no {INDEX_NAME}. Check the path.")
     place.begin(mode)
     assert place.base is not None
     return place, place.base
@@ -334,14 +342,14 @@ def begun(out: Place, mode: Mode, store_options: Mapping[str, Any] | None) -> tu
 
 def newest_text(store: Store) -> bytes | None:
     """The text of the index of the newest version; None if there is no dataset."""
-    with contextlib.suppress(errors.NotFoundError, errors.FormatError):
+    with contextlib.suppress(NotFoundError, FormatError):
         return read_newest(store).index.data
     return None
 
 
 def _files_of_versions(store: Store) -> set[str]:
     """The files that any version of the dataset lists; none if there is no dataset."""
-    with contextlib.suppress(errors.NotFoundError, errors.FormatError):
+    with contextlib.suppress(NotFoundError, FormatError):
         older = index_text(older_entries(store))
         return listed_files(read_newest(store).index.data) | listed_files(older)
     return listed_files(seen(store, INDEX_NAME)[0])
@@ -376,11 +384,11 @@ def listed_files(index: bytes | None) -> set[str]:
     """Return the files that an index lists; none if it is not an index, since then there is no dataset."""
     try:
         parsed = Index.from_bytes(index or b"", INDEX_NAME)
-    except errors.FormatError:
+    except FormatError:
         return set()
     entries = chain.from_iterable(map(parsed.entries, range(len(parsed))))
     names = {file.basename for entry in entries for pair in entry.files for file in pair if file is not None}
-    with contextlib.suppress(errors.FormatError):  # wrong lengths do not make shards of another dataset
+    with contextlib.suppress(FormatError):  # wrong lengths do not make shards of another dataset
         names |= {file.basename for files in parsed.lengths.values() for file in files}
     return names
 

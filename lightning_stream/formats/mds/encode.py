@@ -208,8 +208,10 @@ def _encode_column(encoding: Encoding, name: str, values: Any, num_rows: int) ->
     if isinstance(column, list) and len(column) == num_rows:
         return [_blocks_if_fixed(column, size, name)]
     blocks: list[Any] = list(column) if isinstance(column, tuple) else [column]
-    is_right = all(isinstance(block, np.ndarray) and block.dtype == np.uint8 for block in blocks)
-    is_right = is_right and all(block.ndim == 2 and len(block) == num_rows for block in blocks)
+    is_right = all(
+        isinstance(block, np.ndarray) and block.dtype == np.uint8 and block.ndim == 2 and len(block) == num_rows
+        for block in blocks
+    )
     if not is_right or size not in (None, sum(block.shape[1] for block in blocks)):
         raise ValueError(f"{name}: encode_many must give {num_rows} values of its size: uint8[rows, width], or a list.")
     return blocks

@@ -18,8 +18,7 @@ import numpy as np
 
 from lightning_stream.lazy import cached
 from lightning_stream.order.arrays import Bools, Ints, starts_of
-from lightning_stream.order.batches import BatchPlan, Division, problems_of, refuse
-from lightning_stream.order.cuts import Cuts
+from lightning_stream.order.batches import BatchPlan, Cuts, Division, problems_of, refuse
 from lightning_stream.order.orders import Order, ceil_div
 from lightning_stream.order.shares import ByNode, ReplicaBatch
 
