@@ -166,6 +166,20 @@ def test_whatever_the_training_draws_between_batches_is_as_without_them(
     assert drawn(2) == expected
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_normal_number_that_numpy_holds_back_is_put_back(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.random.seed(1)
+    expected = [np.random.randn() for _ in range(5)]
+    monkeypatch.setattr("lightning_stream.loading.randomness._NUMPY._is_readable", in_memory)
+    np.random.seed(1)
+    drawn = []
+    for _ in range(5):
+        with PreservedGenerators():
+            np.random.randn()
+        drawn.append(np.random.randn())
+    assert drawn == expected
+
+
 def test_a_global_generator_that_cannot_be_seeded_is_refused() -> None:
     twister = np.random.get_bit_generator()
     np.random.set_bit_generator(np.random.PCG64(3))
