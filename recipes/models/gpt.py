@@ -1,5 +1,6 @@
 """A small GPT: it predicts the next token of packed documents, which may begin with images."""
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,7 +11,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from recipes.models.task import Batch, Task
 
-compiled_attention = torch.compile(flex_attention)  # at its first call
+
+@cache
+def compiled_attention() -> Any:
+    """FlexAttention compiled, for a GPU. To import the compiler takes seconds, so this waits for its first use."""
+    return torch.compile(flex_attention)
 
 
 class Block(nn.TransformerEncoderLayer):
@@ -23,7 +28,8 @@ class Block(nn.TransformerEncoderLayer):
         query, key, value = projected.permute(2, 0, 3, 1, 4)
         attended: Any
         if isinstance(sees, BlockMask):
-            attended = (compiled_attention if hidden.is_cuda else flex_attention)(query, key, value, block_mask=sees)
+            attention = compiled_attention() if hidden.is_cuda else flex_attention
+            attended = attention(query, key, value, block_mask=sees)
         else:
             attended = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees)
         hidden = hidden + self.self_attn.out_proj(attended.transpose(1, 2).flatten(2))
