@@ -26,6 +26,7 @@ from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.partial import PartialShards, num_ranges
 from lightning_stream.reading.proofs import UnverifiedRead, UnverifiedReads
+from lightning_stream.stores import is_remote
 from lightning_stream.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -153,6 +154,10 @@ class Fetch(Future["Lease | None"]):
         self.is_asked = self.is_elsewhere = False  # whether a thread was asked for it, and left it to another process
         self.arrived: Lease | None = None
 
+    def is_made_here(self) -> bool:
+        """Whether it is made from a file of this machine: that takes processors, and memory of each thread."""
+        return self.entry.raw.origin is not None and not is_remote(self.cache.store.url)
+
     def has_come(self) -> bool:
         """Whether the shard is here, or will not come."""
         return self.done() and not self.is_elsewhere
@@ -190,9 +195,10 @@ class FetchQueue:
             self._ask(fetches, rank)
 
     def first(self, fetches: Sequence[Fetch]) -> None:
-        """Fetch these before all others, and all at once: with more threads, if it takes more."""
+        """Fetch these before all others, and all at once: with more threads, if it takes more for a network."""
         with self._lock:
-            if (threads := urgent_threads(self._fetchers.num_threads, len(fetches))) > self._fetchers.num_threads:
+            threads = urgent_threads(self._fetchers.num_threads, len(fetches))
+            if threads > self._fetchers.num_threads and not all(fetch.is_made_here() for fetch in fetches):
                 self._fetchers.resize(threads)
             self._ask(fetches, _FIRST)
 
