@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -49,6 +49,10 @@ class DaemonPool:
             self._calls.put((future, call, args))
             self._grow()
         return future
+
+    def map(self, call: Callable[..., T], items: Iterable[Any]) -> list[T]:
+        """Run a call with each item, at once; return the results in the order of the items."""
+        return [future.result() for future in [self.submit(call, item) for item in items]]
 
     def _grow(self) -> None:
         """Start threads until each call that has not ended has one, or there are as many as there may be."""

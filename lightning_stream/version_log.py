@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from itertools import chain, takewhile
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
@@ -327,8 +328,7 @@ def _readable_changes(
             while isinstance(answers[0], Change):
                 changes += takewhile(lambda answer: isinstance(answer, Change), answers)
                 begin = first + len(changes)
-                reads = [pool.submit(_change_at, store, root, at) for at in range(begin, begin + _AT_ONCE)]
-                answers = [read.result() for read in reads]
+                answers = pool.map(partial(_change_at, store, root), range(begin, begin + _AT_ONCE))
                 if answers[0] is None and any(answers):  # committed meanwhile, or lost
                     answers[0] = _change_at(store, root, begin)
     answer = answers[0]

@@ -162,8 +162,7 @@ def _fixed_length(schema: Schema, name: str) -> int | None:
 
 def _from_shards(cache: ShardCache, index: Index, name: str) -> _Lengths:
     with DaemonPool(_THREADS, "lengths") as pool:
-        parts = [pool.submit(_of_shard, cache, index.entry(shard), name) for shard in range(len(index))]
-        return np.concatenate([part.result() for part in parts])
+        return np.concatenate(pool.map(lambda shard: _of_shard(cache, index.entry(shard), name), range(len(index))))
 
 
 def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:

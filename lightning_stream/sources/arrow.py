@@ -258,8 +258,6 @@ def _values(column: pa.Array, encoding: str) -> Values:
     sort = _sort(column.type)
     if encoding == "json":
         return list(map(_json_value(kind), column.to_pylist()))
-    if sort == "number":
-        return arrow_numbers(column.cast(pa.uint8()) if pa.types.is_boolean(kind) else column)
     if sort in ("date", "timestamp") and encoding == "str":
         return list(map(_iso, column.to_pylist()))
     if sort in _UNITS:
@@ -268,7 +266,7 @@ def _values(column: pa.Array, encoding: str) -> Values:
         return arrow_numbers(column.cast(pa.float64() if encoding.startswith("float") else pa.int64()))
     if sort == "decimal":
         return [value if encoding == "str_decimal" else str(value) for value in column.to_pylist()]
-    if sort == "list":
+    if sort in ("number", "list"):
         wanted = np.dtype(encoding.split(":")[1]) if ":" in encoding else None
         arrays = _nested(column)
         return _cast(arrays, wanted) if isinstance(arrays, np.ndarray) else [_cast(array, wanted) for array in arrays]
@@ -292,7 +290,7 @@ def _iso(moment: Any) -> str:
 
 
 def _nested(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
-    """Lists of numbers, nested or not, as one array if all rows have one shape, else as one array per row."""
+    """Numbers, or lists of them, nested or not: one array if all rows have one shape, else one array per row."""
     if pa.types.is_fixed_size_list(column.type):
         flat = _nested(_elements(column))
         size = column.type.list_size

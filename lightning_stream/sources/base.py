@@ -146,8 +146,8 @@ class Reader(ABC):
         Only headers, footers and indexes are read, of several files at once in the pool. FormatError for a file that
         has not these columns.
         """
-        for future in [pool.submit(self.pieces_of, file, columns) for file in files]:
-            yield from future.result()
+        for pieces in pool.map(lambda file: self.pieces_of(file, columns), files):
+            yield from pieces
 
     def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> Iterable[Piece]:
         """Return the pieces of one file."""

@@ -128,13 +128,11 @@ class DeltaReader(ParquetReader):
             begin += rows.num_rows
             yield Batch(rows if is_kept.all() else rows.filter(pa.array(is_kept)), where)
 
-    def _stored(
+    def _constants(
         self, names: Sequence[str], columns: Mapping[str, str], file: SourceFile
-    ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
+    ) -> dict[str, tuple[Any, str]]:
         constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}
-        return [name for name in columns if name not in constants], {
-            name: constant for name, constant in constants.items() if name in columns
-        }
+        return {name: constant for name, constant in constants.items() if name in columns}
 
 
 def _copy(store: Store, files: Iterable[SourceFile], folder: Path | str) -> None:
@@ -146,8 +144,7 @@ def _copy(store: Store, files: Iterable[SourceFile], folder: Path | str) -> None
         store.get(file.name, path, file.num_bytes)
 
     with DaemonPool(_CONNECTIONS, "delta") as pool:
-        for copied in [pool.submit(copy, file) for file in files]:
-            copied.result()
+        pool.map(copy, files)
 
 
 def _named_by_log(path: str, store: Store) -> str:

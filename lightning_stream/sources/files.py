@@ -171,7 +171,7 @@ class SourceFile:
             else:
                 ranges.append((begin, end))
         with DaemonPool(_CONNECTIONS, "ranges") as pool:
-            fetched = [fetch.result() for fetch in [pool.submit(self.view, *span) for span in ranges]]
+            fetched = pool.map(lambda span: self.view(*span), ranges)
         numbers = [bisect_right(ranges, (begin, self.num_bytes)) - 1 for begin, _ in spans]
         firsts = [ranges[k][0] for k in numbers]
         return [

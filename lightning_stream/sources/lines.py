@@ -114,8 +114,8 @@ class JsonlReader(Reader):
             return sum(_num_filled(block) for _, block in line_blocks(split))
 
         splits = [split for file in files for split in self.input_splits(file, _PIECE_BYTES)]
-        for piece, counted in zip(splits, [pool.submit(num_rows, split) for split in splits], strict=True):
-            if rows := counted.result():
+        for piece, rows in zip(splits, pool.map(num_rows, splits), strict=True):
+            if rows:
                 yield piece._replace(num_rows=rows)
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:

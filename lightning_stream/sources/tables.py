@@ -62,8 +62,7 @@ class TableReader(Reader):
         """Read the first file's schema; columns in the names of folders come behind its own."""
         with self._opened(files[0], headers=True) as table:
             schema = table.schema
-            media = _files(_noted(table.schema))
-        media = [name for name in media if asked is None or name in asked]
+            media = [name for name in _media_of(schema) if asked is None or name in asked]
         firsts: dict[str, bytes | None] = {}
         if media:
             with self._opened(files[0]) as table:
@@ -92,27 +91,29 @@ class TableReader(Reader):
             done = 0
             after = f" after number {split.begin:,} of its pieces" if split.begin else ""
             with self._opened(split.file) as table:
-                stored, folders = self._stored(table.schema.names, columns, split.file)
-                files = [name for name in _files(_noted(table.schema)) if name in stored]
+                constants = self._constants(table.schema.names, columns, split.file)
+                stored = [name for name in columns if name not in constants]
+                media = [name for name in _media_of(table.schema) if name in stored]
                 for batch in table.batches(split, stored or table.schema.names[:1]):
-                    for name in files:
+                    for name in media:
                         values = _file_bytes(batch.column(name), split.file, self.media)
                         batch = batch.set_column(batch.schema.names.index(name), name, values)
                     for piece in pieces_of(batch.select(stored) if stored else batch):
-                        rows = with_constants(piece, folders).select(list(columns))
+                        rows = with_constants(piece, constants).select(list(columns))
                         yield Batch(rows, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
 
     def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         with self._opened(file, headers=True) as table:
             try:
-                stored, _ = self._stored(table.schema.names, columns, file)
+                constants = self._constants(table.schema.names, columns, file)
+                stored = [name for name in columns if name not in constants]
                 if stored:
                     _source_schema(table.schema, {}, {name: columns[name] for name in stored})
             except ValueError as error:
                 raise FormatError(f"{file.uri}: {error}") from error
             others = tuple(name for name in (*table.schema.names, *file.partition) if name not in columns)
-            media = _files(_noted(table.schema))
+            media = _media_of(table.schema)
             types = self._other_types(table.schema, stored, file)
             pieces = [piece._replace(others=others, types=types) for piece in table.pieces() if piece.num_rows]
             return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in pieces]
@@ -130,17 +131,15 @@ class TableReader(Reader):
                 ) from error
         return {name: kind for name, kind in types.items() if kind != self.types[name]}
 
-    def _stored(
+    def _constants(
         self, names: Sequence[str], columns: Mapping[str, str], file: SourceFile
-    ) -> tuple[list[str], dict[str, tuple[Any, str]]]:
-        """The columns that are in a file, and the values of those that are in the names of its folders, with types."""
+    ) -> dict[str, tuple[Any, str]]:
+        """The values of the columns that are in the names of a file's folders, with their Arrow types."""
         folders = {name: text for name, text in file.partition.items() if name not in names and name in columns}
         present([*names, *folders], columns, file)
         numbers = {"int": "int64", "uint": "int64", "float": "float64"}
         kinds = {name: numbers.get(columns[name].rstrip("0123456789"), "string") for name in folders}
-        return [name for name in columns if name not in folders], {
-            name: (text, kinds[name]) for name, text in folders.items()
-        }
+        return {name: (text, kinds[name]) for name, text in folders.items()}
 
     @contextmanager
     def _opened(self, file: SourceFile, headers: bool = False) -> Iterator[Table]:
@@ -320,15 +319,15 @@ def _source_schema(schema: pa.Schema, first: Mapping[str, bytes | None], asked: 
     ``first``: the first values of the columns of images and the like, as far as they are known.
     """
     features = _noted(schema)
-    files = [name for name in _files(features) if name in schema.names]
-    for name in files:
+    media = [name for name in _media_of(schema) if name in schema.names]
+    for name in media:
         schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
     columns = arrow_columns(schema, asked)
     for name, kind in features.items():
         if name not in columns or (asked is not None and asked[name] is not None):
             continue
         shape = kind.get("shape") if str(kind.get("_type")).startswith("Array") else None
-        if name in files:
+        if name in media:
             columns[name] = image_encoding(first.get(name) or b"")
         elif shape and all(shape) and columns.get(name, "").count(":") == 1:
             columns[name] += f":{','.join(map(str, shape))}"
@@ -336,7 +335,7 @@ def _source_schema(schema: pa.Schema, first: Mapping[str, bytes | None], asked: 
     notes: dict[str, Any] = {"schema": {column.name: str(column.type) for column in schema}}
     if classes:
         notes["classes"] = {name: names for name, names in classes.items() if name in columns}
-    return SourceSchema(columns, notes, media=tuple(files))
+    return SourceSchema(columns, notes, media=tuple(media))
 
 
 def _first_value(column: pa.Array, file: SourceFile, media: Store | None) -> bytes | None:
@@ -370,14 +369,15 @@ def _file_bytes(column: pa.Array, file: SourceFile, media: Store | None) -> pa.A
                 "Pass media_root=, the folder or URL of these files (of convert: source_options={'media_root': ...})."
             )
         with DaemonPool(_CONNECTIONS, "media") as pool:
-            reads = [pool.submit(read_below, media, paths[k]) for k in wanted]
-            for k, read in zip(wanted, reads, strict=True):
-                values[k] = read.result()
+            reads = pool.map(lambda k: read_below(media, paths[k]), wanted)
+            for k, value in zip(wanted, reads, strict=True):
+                values[k] = value
     return pa.array(values, pa.large_binary())
 
 
-def _files(features: Mapping[str, Any]) -> list[str]:
-    return [name for name, kind in features.items() if kind.get("_type") in _FILES]
+def _media_of(schema: pa.Schema) -> list[str]:
+    """The columns of images, sounds and videos, as far as the schema notes them."""
+    return [name for name, kind in _noted(schema).items() if kind.get("_type") in _FILES]
 
 
 def _noted(schema: pa.Schema) -> dict[str, Any]:

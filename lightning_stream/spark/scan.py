@@ -10,7 +10,7 @@ pickles are the bytes that are stored.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import cached_property
@@ -108,13 +108,11 @@ class Dataset:
                     return reader.batch(np.zeros(1, np.int64))[name][0]
         raise ValueError(f"{index.where} has no sample that shows the dimensions of {name!r}. Pass .schema('...').")
 
-    @contextmanager
-    def opened(self, index: Index, names: Sequence[str]) -> Iterator[SampleReader]:
+    def opened(self, index: Index, names: Sequence[str]) -> AbstractContextManager[SampleReader]:
         """A reader of some columns of a shard; it decodes no value whose type Spark does not have."""
         decoders = {name: decoder for name in names if (decoder := decoder_of(index.columns[name])) is not None}
         config = ReaderConfig(decoders=decoders)
-        with temporary_reader(self.url, self.store_options, index=index.choose(names), config=config) as reader:
-            yield reader
+        return temporary_reader(self.url, self.store_options, index=index.choose(names), config=config)
 
 
 def _encodings(index: Index) -> dict[str, str]:
