@@ -410,8 +410,6 @@ def run_once_across_processes(done: Callable[[], T | None], work: Callable[[], T
         FileNotFoundError: The lock, or other files of the work, were deleted meanwhile.
         LightningStreamError: What the work raised, here or in the process that this one waited for.
     """
-    if (value := done()) is not None:
-        return value
     reason = lock.path.with_suffix(".failed")
     before = _read_failure(reason).get("token")
     for _ in backoff(wait_s):

@@ -20,11 +20,11 @@ def download(store: Store, file: FileEntry, to: Path, counters: Counters, connec
     to.unlink(missing_ok=True)
     try:
         with counters.timed("download_s"):
-            store.get(file.basename, to, file.num_bytes, connections)
+            num_bytes = store.get(file.basename, to, file.num_bytes, connections)
     except NotFoundError as error:
         raise NotFoundError(f"{error} The index lists this file: the dataset there is not whole.") from error
     if not isinstance(store, RetryingStore):  # which counts bytes as they arrive
-        counters.add("fetched_bytes", size_of(to) or 0)
+        counters.add("fetched_bytes", num_bytes)
     elif size_of(to) is None:  # with its folder
         raise deleted(to)
 

@@ -135,7 +135,7 @@ class ShardCache:
         if isinstance(store, RetryingStore):
             store.counters = self.counters
             store.share_keys(self._place)
-        self._folders = [folder for folder in (self._source, self.folder) if folder is not None]
+        self._folders = list(filter(None, (self._source, self.folder)))
         self._space = Space(self._place)
         self._index = IndexFile(self.store, self._place, self._drop, other)
         self._next_use: Callable[[str], float | None] | None = None
@@ -202,7 +202,7 @@ class ShardCache:
             NotFoundError, DigestError: The store has no such file; its bytes do not match the index.
         """
         name = file.basename
-        where = f"{self.store.url}/{file.basename}"
+        where = f"{self.store.url}/{name}"
         # Former releases gave such a file one hash, whichever the shards have: it is checked by that.
         wanted = self.config.validate_hash if make is None else None
         hash_name = None if file.hashes and wanted not in file.hashes else wanted

@@ -121,20 +121,16 @@ def ids_of(ids: Ids, name: str = "exclude_ids") -> NDArray[np.integer]:
 
 def _not_excluded(ids: Ids, reader: SampleReader) -> NDArray[np.bool_]:
     """bool[num_samples]: the samples of a reader that are not among these ids of the streams' samples."""
-    mask = np.ones(reader.shards.snapshot.num_samples, dtype=np.bool_)
-    mask[_ids(ids, len(mask))] = False
-    return mask if reader.members is None else mask[reader.members.mask]
-
-
-def _ids(ids: Ids, size: int) -> NDArray[np.int64]:
-    """The ids to exclude, also of a file."""
+    size = reader.shards.snapshot.num_samples
+    mask = np.ones(size, dtype=np.bool_)
     array = ids_of(ids)
     if (unknown := array[(array < 0) | (array >= size)]).size:
         raise ValueError(
             f"exclude_ids are ids of the streams' samples, 0 to {size - 1}; found {unknown.size:,} others, "
             f"e.g. {unknown[:3].tolist()}. Check which data they were noted for"
         )
-    return array.astype(np.int64)
+    mask[array.astype(np.int64)] = False
+    return mask if reader.members is None else mask[reader.members.mask]
 
 
 def _read(path: Path) -> NDArray[Any]:

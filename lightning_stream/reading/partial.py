@@ -89,7 +89,7 @@ class PartialShards:
         num_bytes = _stored(entry).num_bytes
         begin, end = _frames(entry).table
         table = 0 if shard_id in self._tables else REQUEST_BYTES + end - begin
-        num_ranges, range_bytes = _ranges(entry, indices)
+        num_ranges, range_bytes = ranges_of(entry, indices)
         cost = self._costs[shard_id] + table + num_ranges * REQUEST_BYTES + range_bytes
         if cost > REQUEST_BYTES + num_bytes:
             return False
@@ -270,13 +270,8 @@ def _stored(entry: ShardEntry) -> FileEntry:
     return entry.compressed or entry.raw
 
 
-def num_ranges(entry: ShardEntry, indices: Int64s) -> int:
-    """How many ranges have these samples, if all of a shard's are equally large."""
-    return _ranges(entry, indices)[0]
-
-
-def _ranges(entry: ShardEntry, indices: Int64s) -> tuple[int, int]:
-    """How many ranges have these samples, and their bytes."""
+def ranges_of(entry: ShardEntry, indices: Int64s) -> tuple[int, int]:
+    """How many ranges have these samples, and their bytes, if all of a shard's are equally large."""
     frames = _frames(entry)
     parts = frames.of(indices)
     mean = _stored(entry).num_bytes / max(1, frames.num_frames)

@@ -24,7 +24,7 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.next_use import NextUse
-from lightning_stream.reading.partial import PartialShards, num_ranges
+from lightning_stream.reading.partial import PartialShards, ranges_of
 from lightning_stream.reading.proofs import UnverifiedRead, UnverifiedReads
 from lightning_stream.stores import is_remote
 from lightning_stream.threads import DaemonPool
@@ -460,7 +460,7 @@ class ShardPool:
                 cheaper.add(shard_id)
         if starts is None:
             ranges = (
-                1 + num_ranges(self._shards.entry(shard_id)[1], wanted[shard_id]) for shard_id in awaited & cheaper
+                1 + ranges_of(self._shards.entry(shard_id)[1], wanted[shard_id])[0] for shard_id in awaited & cheaper
             )
             starts = cheaper >= awaited and not soon >= awaited and sum(ranges) <= spare
         return cheaper if starts else cheaper - awaited, awaited

@@ -26,6 +26,8 @@ from typing import Any, BinaryIO, ClassVar, TypeVar
 from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit, urlunsplit
 from xml.etree import ElementTree as ET
 
+import numpy as np
+
 from lightning_stream.errors import (
     AccessError,
     LightningStreamError,
@@ -345,16 +347,15 @@ def _socket_chunks(raw: Any, sock: socket.socket) -> Iterator[Any]:
     if first := raw.read1(max(CHUNK_BYTES, DEFAULT_BUFFER_SIZE), decode_content=False):  # all that is buffered
         yield first
     while (left := raw.length_remaining) > 2 * _RECORD_BYTES:
-        chunk = bytearray(min(CHUNK_BYTES, left - 2 * _RECORD_BYTES))
+        chunk: memoryview = np.empty(min(CHUNK_BYTES, left - 2 * _RECORD_BYTES), np.uint8).data  # no zeros
         wanted = max(1, min(wanted, _ENOUGH_BYTES, left - len(chunk) - _RECORD_BYTES))
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
         num_bytes = 0
         broken = None
-        view = memoryview(chunk)
         begun = time.perf_counter()
         while num_bytes < len(chunk) and time.perf_counter() - begun < _SLOW_S:
             try:
-                count = sock.recv_into(view[num_bytes:])
+                count = sock.recv_into(chunk[num_bytes:])
             except OSError as error:
                 broken = error
                 break
@@ -364,7 +365,7 @@ def _socket_chunks(raw: Any, sock: socket.socket) -> Iterator[Any]:
         wanted = int(_WAIT_S * num_bytes / max(time.perf_counter() - begun, 1e-6))
         raw.length_remaining = raw._fp.length = left - num_bytes  # noqa: SLF001 - as `raw.read1` itself does
         if num_bytes:
-            yield chunk if num_bytes == len(chunk) else chunk[:num_bytes]
+            yield chunk if num_bytes == len(chunk) else chunk[:num_bytes].tobytes()  # or it holds the rest, too
         if broken is not None:
             raise broken
         if not num_bytes:
@@ -563,11 +564,12 @@ class HuggingFaceStore(HttpStore):
         files = [ObjectEntry(path[begin:], size, oid) for path, size, oid in self._parsed(answer, parse)]
         return [entry for entry in files if entry.name.startswith(prefix)], more[1] if more else None
 
-    def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:  # noqa: ARG002
-        raise StoreError(f"{self.url}/{name}: the hub is read here, not written. Upload with `hf upload`.")
-
-    def _delete(self, name: str) -> None:
-        raise StoreError(f"{self.url}/{name}: the hub is read here, not written. Delete with `hf repo-files delete`.")
+    def _send(self, request: Request) -> Any:
+        if request.method != "GET":
+            raise StoreError(
+                f"{self.url}: the hub is read here, not written. Use `hf upload`, or `hf repo-files delete`."
+            )
+        return super()._send(request)
 
     def _sign(self, request: Request) -> None:
         token = first_set("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
