@@ -13,10 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint, Timer
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    Timer,
+)
 from support.lightning_runs import GLOBAL_BATCH, KINDS, Recorder, Run, checkpoints, keep_all, pl, saved_on_exception
 from support.resume_contract import WARNINGS, At, Steps, Stopped, before_step, expect_exact, from_step, raise_stopped
 
+from lightning_stream.errors import StateError
 from lightning_stream.trainers.lightning import callback as lightning_position
 
 STEPS_PER_EPOCH = 11
@@ -277,6 +285,15 @@ def test_a_checkpoint_from_before_any_data_begins_at_the_start(shards: Path, tmp
 
 class WithRate(Recorder):
     lr = 0.01
+
+
+@pytest.mark.parametrize("tuner", [LearningRateFinder, BatchSizeFinder])
+def test_a_resume_after_which_a_tuner_would_begin_again_is_refused(
+    tuner: Callable[[], Callback], shards: Path, tmp_path: Path
+) -> None:
+    Run(shards, tmp_path, save_at=(3,), max_steps=3)
+    with pytest.raises(StateError, match="trains from step 0 again"):
+        Run(shards, tmp_path / "again", checkpoints(tmp_path)[0][1], callbacks=[tuner()], recorder=WithRate)
 
 
 @pytest.mark.skipif(pl.__version__ < "2.5", reason="Lightning 2.4 cannot tell that it has validated at this step")

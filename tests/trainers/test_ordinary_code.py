@@ -294,7 +294,8 @@ def test_loaders_that_change_with_the_epoch_are_trained_on_and_resumed_as_they_a
 
     def fit(path: Path | None = None, *callbacks: Any) -> dict[int, list[int]]:
         module = Changing()
-        options = {**QUIET_TRAINER, "reload_dataloaders_every_n_epochs": 1, "limit_val_batches": 0}
+        options = {**QUIET_TRAINER, "limit_val_batches": 0, "default_root_dir": tmp_path / "root"}
+        options["reload_dataloaders_every_n_epochs"] = 1
         pl.Trainer(max_epochs=3, callbacks=list(callbacks), **options).fit(module, ckpt_path=path)
         return module.steps
 
@@ -319,7 +320,7 @@ def test_a_data_module_whose_loader_changes_with_the_epoch_is_not_resumed_inside
 
     def fit(path: Path | None = None, *callbacks: Any) -> None:
         data = Growing(train={"remote": shards, "shuffle": True}, global_batch_size=8)
-        options = {**QUIET_TRAINER, "reload_dataloaders_every_n_epochs": 1}
+        options = {**QUIET_TRAINER, "reload_dataloaders_every_n_epochs": 1, "default_root_dir": tmp_path / "root"}
         pl.Trainer(max_epochs=2, callbacks=list(callbacks), **options).fit(Recorder(), data, ckpt_path=path)
 
     fit(None, keep_all(tmp_path, every_n_train_steps=1))

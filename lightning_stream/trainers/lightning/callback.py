@@ -313,6 +313,7 @@ class StreamingCallback(Callback):
         self._continues_inside = self._is_restored and loops.stopped_inside(checkpoint)
         if not self._is_restored or (self.is_passive and not self._concerns_us(trainer, checkpoint)):
             return
+        rules.check_tuners(trainer, checkpoint)
         if loops.forget_fetched(trainer) and self.run.is_attached:
             self.run.detach()
         # Lightning has not set up its data yet.

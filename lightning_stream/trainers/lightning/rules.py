@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.trainers.lightning.loops import LoopPosition, lacks_last
+
+_TUNERS = ("LearningRateFinder", "BatchSizeFinder")
 
 
 def check_callbacks(trainer: Any) -> None:
@@ -31,6 +33,21 @@ def check_callbacks(trainer: Any) -> None:
                 "one optimizer step must take one global batch, whose size is known when the data is set up; "
                 f"GradientAccumulationScheduler({callback.scheduling}) changes it later. Use "
                 "Trainer(accumulate_grad_batches=...) instead, and another number from a checkpoint on"
+            )
+
+
+def check_tuners(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse to resume where a callback looks for a learning rate or a batch size before the training.
+
+    Lightning goes back to where it began to look, and then trains the whole run again, from its first step on.
+    """
+    for callback in trainer.callbacks:
+        hook = type(callback).on_fit_start.__qualname__  # some subclasses look elsewhere
+        if hook.split(".")[0] in _TUNERS and checkpoint["global_step"] > trainer.global_step:
+            raise StateError(
+                f"a resumed run must go on from its checkpoint, of step {checkpoint['global_step']}, but after "
+                f"{type(callback).__name__} Lightning trains from step 0 again. Remove it where ckpt_path is passed: "
+                "the checkpoint has the learning rate, and the batch size that was found is a setting"
             )
 
 
