@@ -22,7 +22,7 @@ from lightning_stream.loading.iteration import Loader, composer_callback
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start
 from lightning_stream.loading.source import BatchSettings, SampleSource
-from lightning_stream.loading.torch_private import iteration_key
+from lightning_stream.loading.torch_private import iteration_key, samples_at_once
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.batches import TAILS
 from lightning_stream.questions import Occurrence
@@ -128,6 +128,14 @@ class PlainIterations:
             raise ValueError(
                 f"{worker.num_workers} DataLoader workers divide the batches, so the dataset must know the batch "
                 "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
+            )
+        taken = samples_at_once()
+        if worker is not None and worker.num_workers > 1 and not worker.id and taken not in (None, self.batch_size):
+            warnings.warn(
+                f"workers divide the dataset's batches of {self.batch_size} samples, but the DataLoader takes {taken} "
+                "at a time: a state would count other samples than those trained on, and a resume lose and repeat "
+                "some. Pass the same batch_size to both, or use StreamingDataLoader",
+                stacklevel=2,
             )
         if source.is_switched and self.batch_size is None:
             raise ValueError("version= counts optimizer steps, so the dataset needs a batch size: pass batch_size=")

@@ -50,6 +50,14 @@ def iteration_key(info: worker.WorkerInfo) -> int:
     return hash((pipe, info.seed - info.id))
 
 
+def samples_at_once() -> int | None:
+    """How many samples torch's loader takes at once from the iterator that asks; None where another one takes them."""
+    frame = inspect.currentframe()
+    taker = frame and frame.f_back and frame.f_back.f_back
+    taken = None if taker is None else taker.f_locals.get("possibly_batched_index")
+    return len(taken) if isinstance(taken, list) else None
+
+
 def become_worker(index: int, count: int, seed: int, dataset: Any) -> None:
     """Let this process be a worker as torch's are: by its seed, threads, and ``get_worker_info()``."""
     seed_globals(seed + index)  # and torch.initial_seed() is that of the worker's info
