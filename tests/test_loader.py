@@ -420,11 +420,12 @@ def test_a_plain_dataloader_with_workers_needs_the_batch_size(dataset: Streaming
         next(iter(torch.utils.data.DataLoader(dataset, batch_size=16, num_workers=2)))
 
 
+@pytest.mark.usefixtures("workers_by_fork")  # they have this process's filters, which make an error of a warning
 def test_workers_of_a_plain_dataloader_warn_of_another_batch_size(shards: Path) -> None:
     dataset = StreamingDataset(remote=shards, batch_size=8)
     equal = torch.utils.data.DataLoader(dataset, batch_size=8, num_workers=2)
     assert sum(len(batch["id"]) for batch in equal) == dataset.size
-    with pytest.raises(UserWarning, match="the DataLoader takes 6 at a time"):  # in a worker, where warnings are errors
+    with pytest.raises(UserWarning, match="the DataLoader takes 6 at a time"):
         next(iter(torch.utils.data.DataLoader(dataset, batch_size=6, num_workers=2)))
 
 
