@@ -31,7 +31,7 @@ _NEVER = -1
 
 
 def _continued(loader: StreamingDataLoader, here: Position) -> Position:
-    """Where a run that stands here goes on with another loader: at the epoch's start, if its data or order differ."""
+    """Where a run at this position continues with another loader: at the epoch's start, if its data or order differ."""
     first = loader.first_position()
     order = loader.settings(here.order).order
     is_same = (first.snapshot, first.weights, order) == (here.snapshot, here.weights, here.order)

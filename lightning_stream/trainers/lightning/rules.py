@@ -45,7 +45,7 @@ def check_tuners(trainer: Any, checkpoint: Mapping[str, Any]) -> None:
         hook = type(callback).on_fit_start.__qualname__  # some subclasses look elsewhere
         if hook.split(".")[0] in _TUNERS and checkpoint["global_step"] > trainer.global_step:
             raise StateError(
-                f"a resumed run must go on from its checkpoint, of step {checkpoint['global_step']}, but after "
+                f"a resumed run must continue from its checkpoint, of step {checkpoint['global_step']}, but after "
                 f"{type(callback).__name__} Lightning trains from step 0 again. Remove it where ckpt_path is passed: "
                 "the checkpoint has the learning rate, and the batch size that was found is a setting"
             )
