@@ -218,9 +218,11 @@ class CacheFolder:
 
     def delete_drafts(self, name: str) -> None:
         """Delete all drafts of a shard; only for the holder of its lock."""
-        for draft in self._drafts.iterdir():  # a glob would compile its pattern for each shard
-            if draft.name.startswith(key_of(name)):
-                draft.unlink(missing_ok=True)
+        prefix = f"{key_of(name)}."
+        with contextlib.suppress(FileNotFoundError):  # the folder was deleted
+            for draft in self._drafts.iterdir():  # a glob would compile its pattern for each shard
+                if draft.name.startswith(prefix):
+                    draft.unlink(missing_ok=True)
 
     def publish(self, draft: Path, name: str, *, durable: bool = True) -> None:
         """Give a finished draft its final name, as `shared_files.publish` does."""

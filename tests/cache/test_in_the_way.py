@@ -81,6 +81,11 @@ def test_an_index_that_cannot_be_read_and_is_not_of_this_cache_stays(tmp_path: P
     assert (tmp_path / "cache" / "index.json").read_text() == '{"precious": 1}'
 
 
+def test_drafts_of_a_deleted_folder_are_no_error(tmp_path: Path) -> None:
+    CacheFolder(tmp_path / "deleted").delete_drafts(SHARD)
+    assert not (tmp_path / "deleted").exists()
+
+
 def test_a_link_under_a_shards_name_is_replaced_and_what_it_names_is_not(tmp_path: Path) -> None:
     make_dataset(tmp_path / "d", num_shards=1)
     (tmp_path / "victim").write_text("precious")

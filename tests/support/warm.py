@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,22 +38,31 @@ def python(interpreter: str = sys.executable, *imported: str) -> str:
     """The path of the program; its server ends with this process. Other modules may be imported, by another Python."""
     folder = tempfile.mkdtemp(prefix="warm")
     address = f"{folder}/socket"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)  # before the server begins, so that a client need not try again
     program = Path(folder, "python")
     program.write_text(f'#!/bin/sh\nexec "{interpreter}" -IS "{CLIENT}" "{interpreter}" "{address}" "$@"\n')
     program.chmod(0o755)
-    command = [interpreter, "-W", "ignore", "-P", __file__, address, str(program), *(imported or IMPORTED)]
-    server = subprocess.Popen(command, stdin=subprocess.PIPE)
-    atexit.register(server.communicate)  # closes its input, which ends it
+    number = listener.detach()
+    command = [interpreter, "-W", "ignore", "-P", __file__, str(number), str(program), *(imported or IMPORTED)]
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[number])
+    os.close(number)  # of a server that has failed, the address refuses
+    atexit.register(_end, server, folder)
     return str(program)
+
+
+def _end(server: subprocess.Popen[bytes], folder: str) -> None:
+    server.kill()  # a process that still has its input, as a worker may, cannot keep it
+    server.wait()
+    shutil.rmtree(folder)
 
 
 class _Server:
     """Forks a process for each client; what a client sends later is a signal, and its end is a SIGKILL."""
 
-    def __init__(self, address: str) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(address)
-        self._listener.listen(64)
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
         self._pids: dict[socket.socket, int] = {}
 
     def serve(self) -> dict[str, Any] | None:
@@ -178,8 +188,8 @@ def _run(request: dict[str, Any], program: str) -> int:
     return code
 
 
-def _main(address: str, program: str, *imported: str) -> None:
-    server = _Server(address)
+def _main(number: str, program: str, *imported: str) -> None:
+    server = _Server(socket.socket(fileno=int(number)))
     for name in imported:
         if find_spec(name.partition(".")[0]):
             import_module(name)

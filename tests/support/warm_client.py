@@ -22,12 +22,7 @@ def main(real: str, address: str, *arguments: str) -> None:
     if not can_hand_over or rest[:2] == ["-m", "pip"] or (rest[0] == "-c" and "multiprocessing" in rest[1][:40]):
         os.execv(real, [real, *arguments])
     server = socket.socket(socket.AF_UNIX)
-    while True:
-        try:
-            server.connect(address)
-            break
-        except (FileNotFoundError, ConnectionRefusedError):  # it begins to serve
-            signal.sigtimedwait([], 0.01)
+    server.connect(address)
     for name in PASSED_ON:
         signal.signal(getattr(signal, name), lambda number, _: server.sendall(bytes([number])))
     asked = {"cwd": os.getcwd(), "env": dict(os.environ), "options": actions, "arguments": rest}  # noqa: PTH109
@@ -39,7 +34,8 @@ def main(real: str, address: str, *arguments: str) -> None:
     code = int(server.recv(8) or b"1")
     if code >= 0:
         os._exit(code)
-    signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
     os.kill(os.getpid(), -code)
 
 
