@@ -13,7 +13,7 @@ import contextlib
 import gc
 import json
 import os
-import select
+import selectors
 import shutil
 import signal
 import socket
@@ -68,7 +68,11 @@ class _Server:
     def serve(self) -> dict[str, Any] | None:
         """Return what a forked process is to run, in that process; None at the end of the input."""
         while True:
-            readable, _, _ = select.select([sys.stdin, self._listener, *self._pids], [], [], 0.02)
+            # poll, unlike select, takes files of any number: the listener has that of a process with many open files
+            with selectors.PollSelector() as selector:
+                for file in (sys.stdin, self._listener, *self._pids):
+                    selector.register(file, selectors.EVENT_READ)
+                readable = {key.fileobj for key, _ in selector.select(0.02)}
             if sys.stdin in readable:
                 return None
             if self._listener in readable:
