@@ -36,6 +36,10 @@ _MAX_TRIES = 3
 _task: Any = None  # in a worker process: what it does with each partition
 
 
+class WorkersDiedError(LightningStreamError):
+    """Worker processes died several times at one partition; the same call continues with those that are done."""
+
+
 @dataclass(frozen=True)
 class ShardRange:
     """Whole shards that a process works on at a time: those of numbers [begin, end)."""
@@ -65,7 +69,7 @@ def run_partitions(
         remedy: What the user can do if memory ran out.
 
     Raises:
-        LightningStreamError: Processes died several times at one partition.
+        WorkersDiedError: Processes died several times at one partition.
     """
     done: dict[int, Any] = {}
 
@@ -90,7 +94,7 @@ def run_partitions(
             tries.update(partition.partition_id for partition in running.values())
             suspects = [str(partition) for partition in running.values() if tries[partition.partition_id] == _MAX_TRIES]
             if suspects:
-                raise LightningStreamError(
+                raise WorkersDiedError(
                     f"worker processes died {_MAX_TRIES} times while they worked on {' or '.join(suspects)}. If memory "
                     f"ran out, {remedy}. The partitions that are done stay: the same call continues from there."
                 ) from None

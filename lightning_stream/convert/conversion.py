@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -125,52 +126,61 @@ class Conversion:
 
     def run(self, workers: Workers, progress_bar: bool) -> ConversionResult:
         """Write what is missing, and publish it."""
+        num_bytes = self.partition_bytes or self.source.partition_bytes
+        shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
         with alone(self.uri):
-            manifests = {} if self.force else self._manifests()
-            if len(manifests) == len(self.outs):
-                return ConversionResult.of(self.uri, manifests)
-            self._refuse_other()
-            num_bytes = self.partition_bytes or self.source.partition_bytes
-            schema = self.schema or self.source.find_columns(self.columns if self.transform.function is None else None)
-            splits, by_piece = self._splits(schema, num_bytes)
-            schema = self._settled(schema, splits)
-            columns = self._columns(schema, splits)
-            shuffle = Shuffle.plan(self.source, self.uri, self.fingerprint, num_bytes, self.seed, self.tmp_dir)
-            if self.force:
-                shuffle.clean()
-            limit = None if by_piece else _SHARD_BYTES if self._size_limit == "auto" else self._size_limit
-            specs = {
-                split: self._spec(out, columns, schema, limit)
-                for split, out in self.outs.items()
-                if split not in manifests
-            }
-            begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
-            done = frozenset.intersection(
-                *(frozenset() if self.force else publication.done for publication in begun.values())
-            )
-            task = self._task(schema, columns, specs, by_piece)
-            partitions = partitions_of(splits, num_bytes)
-            receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
-            in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
-            try:
-                for split in begun:
-                    check(in_order[split], f"{self.source.name}{split and f' (split {split})'}", _FILL)
-            except ValueError:
-                for publication in begun.values():  # other settings or another source will write other partitions
-                    publication.cancel()
-                shuffle.clean()
-                raise
-            check_unchanged(self.source.files)
-            for split, publication in begun.items():
-                notes = {**_as_json({**schema.notes, "read": schema.columns}), **self.record}
-                digest = self._source_digest(splits, in_order[split]) if by_piece else ""
-                publication.publish(in_order[split], True, notes, digest)
+            shuffle.sweep()
+            with shuffle.alone() if self._shuffles_rows else nullcontext():
+                manifests = {} if self.force else self._manifests()
+                if len(manifests) == len(self.outs):
+                    return ConversionResult.of(self.uri, manifests)
+                self._refuse_other()
+                return self._run(frozenset(manifests), shuffle, num_bytes, workers, progress_bar)
+
+    def _run(
+        self, finished: frozenset[str], shuffle: Shuffle, num_bytes: int, workers: Workers, progress_bar: bool
+    ) -> ConversionResult:
+        """Write the splits that are not finished."""
+        schema = self.schema or self.source.find_columns(self.columns if self.transform.function is None else None)
+        splits, by_piece = self._splits(schema, num_bytes)
+        schema = self._settled(schema, splits)
+        columns = self._columns(schema, splits)
+        if self.force:
             shuffle.clean()
-            done_now = replace(ConversionResult.of(self.uri, self._manifests()), is_new=True)
-            num_shards = sum(done_now.num_shards.values())
-            if by_piece and num_shards > _MANY_SHARDS and done_now.num_bytes < num_shards * _SMALL_SHARD_BYTES:
-                _LOG.warning(_SMALL_SHARDS, self.uri, num_shards, done_now.num_bytes // num_shards >> 10)
-            return done_now
+        limit = None if by_piece else _SHARD_BYTES if self._size_limit == "auto" else self._size_limit
+        specs = {
+            split: self._spec(out, columns, schema, limit) for split, out in self.outs.items() if split not in finished
+        }
+        begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
+        done = frozenset.intersection(
+            *(frozenset() if self.force else publication.done for publication in begun.values())
+        )
+        task = self._task(schema, columns, specs, by_piece)
+        partitions = partitions_of(splits, num_bytes)
+        receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
+        in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
+        try:
+            for split in begun:
+                check(in_order[split], f"{self.source.name}{split and f' (split {split})'}", _FILL)
+        except ValueError:
+            for publication in begun.values():  # other settings or another source will write other partitions
+                publication.cancel()
+            raise
+        check_unchanged(self.source.files)
+        for split, publication in begun.items():
+            notes = {**_as_json({**schema.notes, "read": schema.columns}), **self.record}
+            digest = self._source_digest(splits, in_order[split]) if by_piece else ""
+            publication.publish(in_order[split], True, notes, digest)
+        done_now = replace(ConversionResult.of(self.uri, self._manifests()), is_new=True)
+        num_shards = sum(done_now.num_shards.values())
+        if by_piece and num_shards > _MANY_SHARDS and done_now.num_bytes < num_shards * _SMALL_SHARD_BYTES:
+            _LOG.warning(_SMALL_SHARDS, self.uri, num_shards, done_now.num_bytes // num_shards >> 10)
+        return done_now
+
+    @property
+    def _shuffles_rows(self) -> bool:
+        """Whether rows pass through temporary files."""
+        return self.shuffle and not self.source.reader.is_listing
 
     def _stores(self, out: Any) -> list[Store]:
         return Transaction(out, self.keep_local, self.store_options).stores
@@ -314,7 +324,7 @@ class Conversion:
 
             return run_partitions(task.run, pieces, workers, report)
 
-        if self.shuffle and not self.source.reader.is_listing:
+        if self._shuffles_rows:
             receipts = shuffle.write(task, partitions, done, run)
         else:
             receipts = run(task, [part for part in partitions if part.partition_id not in done], "converting")

@@ -7,13 +7,16 @@ each run, so it is read in a few pieces, sorted by key and written.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import stat
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from glob import escape
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,11 +25,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from lightning_stream.errors import UnavailableError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import Shard
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.order.permutation import MIX_STEP, mix64
+from lightning_stream.processes import WorkersDiedError
+from lightning_stream.shared_files import FileLock
 from lightning_stream.sources.base import Partition, Source
 from lightning_stream.stores import is_remote
 from lightning_stream.writer.lengths import Lengths
@@ -34,6 +40,8 @@ from lightning_stream.writer.lengths import Lengths
 from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes
 from .task import PartitionTask
 
+_LOG = logging.getLogger(__name__)
+_WAIT_S = 24 * 3600.0
 _BUCKET_BYTES = 64 << 20
 _RUN_BYTES = 64 << 20
 _COLUMNS = {"key": "uint64", "row": "bytes"}
@@ -145,9 +153,17 @@ def shuffled_listing(source: Source, seed: int) -> Source:
 
 @dataclass(frozen=True)
 class Shuffle:
-    """A shuffled conversion."""
+    """A shuffled conversion.
+
+    Attributes:
+        folder: Where its temporary files are; only this conversion to this place has one of this name.
+        former: A pattern of the names of those of all conversions to this place.
+        num_buckets: Parts of the range of keys.
+        seed: Chooses the keys.
+    """
 
     folder: Path
+    former: str
     num_buckets: int
     seed: int
 
@@ -155,18 +171,50 @@ class Shuffle:
     def plan(
         cls, source: Source, uri: str, fingerprint: str, partition_bytes: int, seed: int, tmp_dir: str | None
     ) -> Shuffle:
-        """Choose a folder beside a local dataset, else among this machine's temporary files.
-
-        Another call for the same output finds it again, and continues; no other conversion has the same one.
-        """
-        name = f"shuffle-{fingerprint}-{xxhash.xxh3_64_hexdigest(uri.encode())}"
+        """Choose a folder beside a local dataset, else among this machine's temporary files."""
+        place = xxhash.xxh3_64_hexdigest(uri.encode())
         if tmp_dir is not None:
-            folder = Path(tmp_dir).expanduser().absolute() / name
+            parent = Path(tmp_dir).expanduser().absolute()
+            begin = ""
         elif is_remote(uri):
-            folder = Path(tempfile.gettempdir()) / f"lightning_stream-{name}"
+            parent = Path(tempfile.gettempdir())
+            begin = "lightning_stream-"
         else:
-            folder = Path(uri).with_name(f".{Path(uri).name}.{name}")
-        return cls(folder, max(1, -(-source.num_bytes // min(partition_bytes, _BUCKET_BYTES))), seed)
+            parent = Path(uri).parent
+            begin = f".{Path(uri).name}."
+        folder = parent / f"{begin}shuffle-{fingerprint}-{place}"
+        former = f"{escape(begin)}shuffle-*-{place}"
+        return cls(folder, former, max(1, -(-source.num_bytes // min(partition_bytes, _BUCKET_BYTES))), seed)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep the same conversion out of this one's temporary files, and remove them at the end.
+
+        They stay if the same call may go on with them: after a kill, Ctrl-C, a store that failed, or workers that died.
+        """
+        with self._lock(self.folder):
+            try:
+                yield
+            except (KeyboardInterrupt, UnavailableError, WorkersDiedError):
+                if self.folder.exists():
+                    _LOG.warning("the same call of convert continues with the rows in %s.", self.folder)
+                raise
+            except BaseException:
+                self.clean()
+                raise
+            self.clean()
+
+    def sweep(self) -> None:
+        """Remove what other conversions to this place left, with which none continues."""
+        for folder in set(self.folder.parent.glob(self.former)) - {self.folder}:
+            lock = self._lock(folder)
+            if lock.try_acquire():
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.release()
+
+    @staticmethod
+    def _lock(folder: Path) -> FileLock:
+        return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)
 
     def write(
         self, task: PartitionTask, partitions: Sequence[Partition], done: frozenset[int], run: Runner

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +14,8 @@ import numpy as np
 import pytest
 
 from lightning_stream.convert import convert
-from lightning_stream.convert.shuffle import row_keys
+from lightning_stream.convert.shuffle import GatherTask, ScatterTask, row_keys
+from lightning_stream.errors import UnavailableError
 from lightning_stream.sources.base import partitions_of
 from lightning_stream.sources.choose import open_source
 
@@ -121,3 +123,67 @@ def test_a_partition_may_have_no_row_of_a_split(tmp_path: Path, samples_of: Any)
     assert 0 < done.num_samples["val"] < 10  # of some 30 partitions
     found = [sample["k"] for split in ("train", "val") for sample in samples_of(out / split)]
     assert sorted(found) == list(range(40))
+
+
+def _fails_late(row: dict[str, Any]) -> dict[str, Any]:
+    if row["k"] == 3900:
+        raise LookupError("no such row")
+    return row
+
+
+@pytest.mark.parametrize("more", [{"num_workers": 1}, {"num_workers": 2}, {"tmp_dir": "tmp"}])
+def test_a_conversion_that_fails_leaves_no_temporary_files(
+    sorted_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {**PLAIN, "shuffle": True, "partition_bytes": "60kb", "transform": _fails_late, **more}
+    with pytest.raises(LookupError):
+        convert(sorted_rows, tmp_path / "out", **settings)
+    assert {path.name for path in tmp_path.iterdir()} <= {"rows.jsonl", "out", "tmp"}
+    assert [*tmp_path.glob("tmp/*")] == []
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, UnavailableError])
+def test_one_that_was_interrupted_continues_and_another_one_removes_what_it_left(
+    sorted_rows: Path,
+    tmp_path: Path,
+    files_of: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise error
+
+    settings: dict[str, Any] = {**PLAIN, "shuffle": True, "partition_bytes": "60kb"}
+    for name in ("out", "other"):
+        with monkeypatch.context() as patch:
+            patch.setattr(GatherTask, "run", interrupt)
+            with pytest.raises(error):
+                convert(sorted_rows, tmp_path / name, **settings)
+        (left,) = tmp_path.glob(f".{name}.*")
+        assert left.is_dir()
+    with monkeypatch.context() as patch:
+        patch.setattr(ScatterTask, "run", None)
+        convert(sorted_rows, tmp_path / "out", **settings)
+    convert(sorted_rows, tmp_path / "whole", **settings)
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    assert [*tmp_path.glob(".out*")] == []
+    convert(sorted_rows, tmp_path / "other", **PLAIN, seed=1, overwrite=True)
+    assert [*tmp_path.glob(".*")] == []
+
+
+def test_of_two_conversions_that_are_the_same_one_waits_and_reuses_the_dataset(
+    sorted_rows: Path, tmp_path: Path
+) -> None:
+    _began.clear()
+    _go_on.clear()
+    pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
+    settings = {**PLAIN, "shuffle": True, "tmp_dir": str(tmp_path / "tmp"), "transform": _waits_in_its_first_row}
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(convert, sorted_rows, "memory://shuffled-at-once/out", **settings)
+        assert _began.wait(60)
+        second = threads.submit(convert, sorted_rows, "memory://shuffled-at-once/out", **settings)
+        time.sleep(0.3)
+        _go_on.set()
+        assert [first.result(60).is_new, second.result(60).is_new] == [True, False]
+    assert [*(tmp_path / "tmp").iterdir()] == []
