@@ -139,7 +139,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self._collate = SeededCall(collate_fn, self._source.seed, collate=True) if is_own else None  # type: ignore[arg-type]
         self.cursor = Cursor()
         self.meter = Meter()
-        self._workers = Workers(dataset, self.meter)
+        self._workers = Workers(vars(dataset).get("_streaming_user", dataset), self.meter)
         self.disks: tuple[tuple[int, ...], ...] | None = None  # what nodes held at the start; None: not asked yet
         plain_iterations_of(dataset).has_loader |= not evaluation
         self.workers, count = choose_workers(self._source, self._collate, self, workers, num_workers)

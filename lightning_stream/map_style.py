@@ -16,6 +16,7 @@ from lightning_stream.distributed import Dimensions, WorldLike
 from lightning_stream.errors import refuse_unknown
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.collate import collate_as_torch
+from lightning_stream.loading.indexed import Readable
 from lightning_stream.loading.loader_arguments import options_of
 from lightning_stream.loading.packing import Packing
 from lightning_stream.loading.randomness import READING, SeededCall
@@ -80,7 +81,8 @@ class MapDataset(StreamingDataset):
     """A map-style dataset, or a mixture of several, as trainers take it: with an order and a position.
 
     `StatefulDataLoader` makes one of each dataset; `StreamingDataModule` and `data_spec` do, too. ``dataset`` is the
-    user's own, whose attributes it has.
+    user's own, and what ``get_worker_info().dataset`` is. Its attributes are read and set here, too, but for those of
+    the names that a `StreamingDataset` has.
 
     Args:
         dataset: An object with ``__len__``, and ``__getitem__`` or ``__getitems__``; or several of them, by name, that
@@ -135,6 +137,20 @@ class MapDataset(StreamingDataset):
             source.lists = SamplerLists(sampler, source.seed, source.snapshot.num_samples)
         source.collate = collate_as_torch
         source.read_one = SeededCall(source.reader.read, source.seed ^ READING)
+        if type(self) is MapDataset:  # a subclass has attributes of its own
+            self._streaming_user = dataset
+
+    @Readable
+    def transform(self) -> Any:
+        """The option `transform`, or what the user's dataset calls so."""
+        transform = self._streaming_source.transform
+        return getattr(self.dataset, "transform", None) if transform is None else transform.function
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the next iteration at the beginning of this epoch, which the user's dataset is told, too."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        super().set_epoch(epoch)
 
     def __len__(self) -> int:
         """Samples of the dataset, over all replicas."""
@@ -148,9 +164,18 @@ class MapDataset(StreamingDataset):
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or "dataset" not in vars(self):
+        if name.startswith(("__", "_streaming_")) or "dataset" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set it where reading of samples finds it: in the user's dataset, which torch's ``loader.dataset`` is."""
+        is_ours = name.startswith("_streaming_") or isinstance(getattr(type(self), name, None), property)
+        user = vars(self).get("_streaming_user", self)
+        if is_ours or user is self:
+            super().__setattr__(name, value)
+        else:
+            setattr(user, name, value)
 
 
 def _streams(

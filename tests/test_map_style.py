@@ -310,6 +310,19 @@ class _Hidden(RandomSampler):
         return iter(self.random.sample(range(9), 9))
 
 
+class _CountsEpochs:
+    """Counts its epochs itself, so that its list depends on how often it was asked."""
+
+    epochs = 0
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        return iter(np.random.default_rng(self.epochs).permutation(9).tolist())
+
+
 class _Endless(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -330,6 +343,10 @@ class _Endless(IterableDataset[int]):
         (range(9), {"sampler": _Hidden()}, "lists others"),
         (range(9), {"sampler": iter([1])}, "has __iter__ and __len__"),
         (range(9), {"sampler": [9]}, "indices of the dataset's 9 samples"),
+        (range(9), {"sampler": _CountsEpochs()}, "lists others"),
+        (range(9), {"sampler": [(0, 1), (1, 2)]}, "whole numbers; found others"),
+        (range(9), {"sampler": [0.5]}, "whole numbers; found others"),
+        (range(9), {"lengths": [1] * 9, "pack": Packing(row_length=4)}, "mappings with 'tokens'; found int"),
         (range(9), {"sampler": DistributedSampler(range(9), 2, 0)}, "those of one rank"),
         (range(9), {"sampler": [1], "shuffle": True}, "omit shuffle"),
         (range(3), {"shufle": True}, "Did you mean 'shuffle'"),
@@ -364,3 +381,107 @@ def test_budgets_of_tokens_hold_with_lengths_that_are_found_once() -> None:
     copied = pickle.loads(pickle.dumps(loader.dataset))  # though the function cannot be pickled
     assert copied.lengths("tokens").tolist() == lengths(Squares())
     assert calls == [NUM_SAMPLES] * 2
+
+
+class Scaled(Dataset[int]):
+    """Samples that depend on what the training sets."""
+
+    scale = 1
+    _offset = 0
+    epoch = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return index * self.scale + self._offset + 1000 * self.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def transform(self) -> str:
+        return "theirs"
+
+
+def _open_in_worker(_: int) -> None:
+    worker = torch.utils.data.get_worker_info()
+    assert worker is not None
+    worker.dataset._offset = 100
+
+
+def _open_of_subset(_: int) -> None:
+    worker = torch.utils.data.get_worker_info()
+    assert worker is not None
+    worker.dataset.dataset._offset = 100
+
+
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, StatefulDataLoader])
+def test_what_a_worker_sets_is_set_on_the_users_own_dataset_as_in_torch(kind: Any) -> None:
+    options = {"batch_size": 8, "num_workers": 1, "multiprocessing_context": "fork"}
+    (batch,) = kind(Scaled(), worker_init_fn=_open_in_worker, **options)
+    assert batch.tolist() == [*range(100, 108)]
+    part = torch.utils.data.Subset(Scaled(), [3, 1])
+    (batch,) = kind(part, worker_init_fn=_open_of_subset, **options)
+    assert batch.tolist() == [103, 101]
+
+
+@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, StatefulDataLoader])
+def test_what_is_set_on_a_loaders_dataset_is_what_its_samples_are_made_with(kind: Any) -> None:
+    loader = pickle.loads(pickle.dumps(kind(Scaled(), 8)))
+    loader.dataset.scale = 2
+    loader.dataset._offset = 1
+    loader.dataset.set_epoch(3)
+    assert (loader.dataset._offset, loader.dataset.transform()) == (1, "theirs")
+    (batch,) = loader
+    assert batch.tolist() == [3001 + 2 * index for index in range(8)]
+    with pytest.raises(AttributeError):
+        kind([1, 2]).dataset.scale = 2
+
+
+def test_a_subclass_of_a_map_dataset_has_attributes_of_its_own() -> None:
+    class Counted(MapDataset):
+        def __init__(self) -> None:
+            super().__init__(Batched(draws=False))
+            self.count = 3
+
+        def get_item(self, sample_id: int, retry: int = 7) -> Any:
+            return sample_id + self.count
+
+    (batch,) = islice(StatefulDataLoader(Counted(), 2), 1)
+    assert batch.tolist() == [3, 4]
+
+
+class Drawing:
+    """Documents whose tokens are drawn at random; the first of each is its number."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        drawn = np.random.randint(1000, 10**6, index % 9)
+        return {"tokens": np.array([index, *drawn]), "mask": np.full(1 + index % 9, random.randrange(2))}
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_what_packed_documents_draw_is_the_same_in_any_world(num_workers: int) -> None:
+    options: dict[str, Any] = {"lengths": [1 + k % 9 for k in range(60)], "shuffle": True, "seed": 5}
+    options["pack"] = Packing(row_length=6, columns=("mask",))  # most documents are cut
+
+    def packed(rank: int, world: int, workers: int) -> list[list[tuple[list[int], list[int]]]]:
+        random.seed(rank + workers)
+        np.random.seed(rank + workers)
+        before = random.getstate()
+        loader = StatefulDataLoader(Drawing(), 4 // world, world=(rank, world), num_workers=workers, **options)
+        read = []
+        for batch in chain(loader, loader):
+            assert loader.last_batch is not None
+            of_rows = zip(batch["input_ids"].tolist(), batch["mask"].tolist(), loader.last_batch.filler, strict=True)
+            read.append([(tokens, mask) for tokens, mask, is_filler in of_rows if not is_filler])
+        assert random.getstate() == before
+        return read
+
+    whole = packed(0, 1, 0)
+    shares = [packed(rank, 2, num_workers) for rank in range(2)]
+    assert [a + b for a, b in zip(*shares, strict=True)] == whole
+    drawn = [tokens for rows_of_batch in whole for tokens, _ in rows_of_batch]
+    assert len({token for tokens in drawn for token in tokens if token >= 1000}) > 450  # those of two epochs differ

@@ -8,7 +8,7 @@ their shards were verified, compared before they are handed out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -16,10 +16,12 @@ from itertools import chain
 from operator import length_hint
 from pathlib import Path
 from time import perf_counter, process_time, thread_time
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
+from lightning_stream.formats.mds.gather import flat_copies
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns
 from lightning_stream.loading.packing import by_row, collate_rows, places_in_rows, read_rows, split_rows
@@ -31,8 +33,10 @@ from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import read_ahead
-from lightning_stream.reading.mapped import MapReader
+from lightning_stream.reading.mapped import MapReader, columns_of
+from lightning_stream.reading.shard_pool import UseFlat
 
+T = TypeVar("T")
 Delivery = tuple[Any, MicroBatch, Made]  # a batch, its samples, and the times of its making
 
 _WAITED = Path("/proc/thread-self/schedstat")  # what a thread computed, and waited for a core
@@ -155,7 +159,15 @@ class BatchMaker:
         packing = self.source.packing
         if batch.rows is None or packing is None:
             return reader.batch(batch.delivered, out, batch.version)
-        return read_rows(reader, batch.rows, packing)
+        if not isinstance(reader, MapReader):
+            return read_rows(reader, batch.rows, packing)
+        with self._preserved():
+            return read_rows(reader, batch.rows, packing, partial(self._use_documents, batch))
+
+    def _use_documents(self, batch: MicroBatch, ids: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]) -> T:
+        """As `use_flat` of a reader, of a dataset's samples: each draws at random by its number, in all of its rows."""
+        samples = list(self._read(batch, ids.tolist(), ids.tolist()))
+        return use(*flat_copies(columns_of(samples, names), names))
 
     def samples(self, batch: MicroBatch) -> list[Any]:
         """Read and transform the samples of one micro-batch: its rows, where documents are packed into rows.
@@ -175,21 +187,23 @@ class BatchMaker:
 
     def _single(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> list[Any]:
         """Read and transform samples one by one; `positions` are what each draws its random numbers by."""
+        samples = self._read(batch, ids, positions)
+        return self._all_transformed(batch, samples, ([sample_id] for sample_id in ids), positions)
+
+    def _read(self, batch: MicroBatch, ids: list[int], positions: list[int]) -> Iterable[Any]:
+        """Samples of these ids; those of a map-style dataset at once where nothing is drawn at random."""
         reader = self.source.reader
         read_one = self.source.read_one
         samples: Iterable[Any] | None = None
         if isinstance(reader, MapReader) and read_one is not None:
-            samples = read_one.read_unseeded(partial(self._unseeded, reader, ids))
-        if samples is None:
-            samples = self._seeded(batch, ids, positions)
-        return self._all_transformed(batch, samples, ([sample_id] for sample_id in ids), positions)
+            samples = read_one.read_unseeded(partial(self._unseeded, reader, read_one.function, ids))
+        return self._seeded(batch, ids, positions) if samples is None else samples
 
-    def _unseeded(self, reader: MapReader, ids: list[int]) -> list[Any]:
+    def _unseeded(self, reader: MapReader, read: Callable[[int], Any], ids: list[int]) -> list[Any]:
         """Samples of a dataset that may not draw at random."""
         remaining = iter(ids)
         try:
-            if reader.read_many is None:
-                read = reader.read
+            if reader.read_many is None or read != reader.read:  # a subclass's own
                 return [read(sample_id) for sample_id in remaining]
             samples = list(reader.read_many(ids))
             if len(samples) != len(ids):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, Literal
@@ -222,8 +222,13 @@ def take_rows(batch: Mapping[str, Any], rows: slice) -> dict[str, Any]:
     return taken
 
 
-def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[str, NDArray[Any]]:
-    """Read the documents of some rows into the arrays that `Packing` describes."""
+def read_rows(
+    reader: SampleReader,
+    rows: RowSpans,
+    packing: Packing,
+    use_flat: Callable[..., dict[str, NDArray[Any]]] | None = None,
+) -> dict[str, NDArray[Any]]:
+    """Read the documents of some rows into the arrays that `Packing` describes; `use_flat` replaces the reader's."""
     ids, which = np.unique(rows.ids, return_inverse=True)
     lengths = reader.lengths(packing.lengths_name)[ids]
     names = dict.fromkeys((packing.column or "", *packing.columns))
@@ -244,7 +249,7 @@ def read_rows(reader: SampleReader, rows: RowSpans, packing: Packing) -> dict[st
             arrays["input_ids" if name == packing.column else name] = signed(placed)
         return arrays
 
-    batch = reader.use_flat(ids, [*names], copied)
+    batch = (use_flat or reader.use_flat)(ids, [*names], copied)
     return {**batch, **_layout(rows, begins, batch["input_ids"], packing)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import cached_property
 from itertools import islice
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,8 @@ class SamplerLists:
 
     @cached_property
     def _is_repeatable(self) -> bool:
-        return np.array_equal(self._listed(0), self._listed(0))
+        sampler = copy.copy(self._sampler)  # the same one twice: it may count its epochs itself
+        return np.array_equal(self._listed(sampler, 0), self._listed(sampler, 0))
 
     def epoch(self, epoch: int) -> Ints:
         """The samples of an epoch, in order: int64[num_samples].
@@ -60,7 +62,7 @@ class SamplerLists:
                 f"continued; {type(self._sampler).__name__} lists others. Draw from random, numpy's or torch's global "
                 "generators or from an attribute `generator`, which are seeded, and take the epoch from set_epoch"
             )
-        listed = self._listed(epoch)
+        listed = self._listed(copy.copy(self._sampler), epoch)
         if len(listed) != len(self._sampler) or not (listed.view(np.uint64) < self._num_indices).all():
             raise ValueError(
                 f"a sampler lists len(sampler) indices of the dataset's {self._num_indices} samples; found "
@@ -68,8 +70,8 @@ class SamplerLists:
             )
         return listed
 
-    def _listed(self, epoch: int) -> Ints:
-        sampler = copy.copy(self._sampler)
+    def _listed(self, sampler: Any, epoch: int) -> Ints:
+        """The samples that it lists for an epoch; TypeError where they are no numbers."""
         seed = sample_seed(self._seed ^ _SAMPLER, epoch, 0)
         if self._has_generator:
             sampler.generator = torch.Generator().manual_seed(seed)
@@ -77,4 +79,10 @@ class SamplerLists:
             sampler.set_epoch(epoch)
         with PreservedGenerators():
             seed_globals(seed)
-            return np.fromiter(islice(sampler, len(sampler) + 1), np.int64)
+            try:
+                return np.fromiter(map(index, islice(sampler, len(sampler) + 1)), np.int64)
+            except TypeError as error:
+                raise TypeError(
+                    f"a sampler lists indices of samples, which are whole numbers; found others ({error}) from "
+                    f"{type(sampler).__name__}. Of a batch sampler, pass its sampler"
+                ) from error

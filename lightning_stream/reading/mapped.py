@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, cast
@@ -131,7 +131,7 @@ class MapReader(SampleReader):
     ) -> dict[str, Any]:
         """Samples that are mappings, as columns: lists of their values."""
         samples = [self.read(sample_id) for sample_id in ids.tolist()]
-        return {name: [np.asarray(sample[name]) for sample in samples] for name in samples[0]}
+        return columns_of(samples, samples[0])
 
     def fetch(self, shards: NDArray[np.int64]) -> None:
         """Nothing: there is nothing to fetch."""
@@ -144,6 +144,18 @@ class MapReader(SampleReader):
         lengths = np.concatenate([cast("MapStream", stream).read_lengths(name) for stream in self.streams])
         lengths.setflags(write=False)
         return lengths
+
+
+def columns_of(samples: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
+    """Columns of samples that are mappings, as lists of arrays. ValueError for other samples."""
+    try:
+        return {name: [np.asarray(sample[name]) for sample in samples] for name in names}
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"columns are read from samples that are mappings with {', '.join(map(repr, names))}; found "
+            f"{type(samples[0]).__name__}, and {error!r}. Return such samples from the dataset, or pack them whole: "
+            "Packing(column=None)"
+        ) from error
 
 
 def _read(calls: Sequence[Callable[[int], Any]], begins: Sequence[int], sample_id: int) -> Any:
