@@ -131,10 +131,12 @@ def convert(
     refuse_in_worker("convert()")
     if group_by is not None and val_fraction is None:
         raise ValueError("group_by keeps rows together in the validation split; it needs val_fraction.")
+    place = absolute(out)
+    outs = place if isinstance(place, tuple) else (place,)
     conversion = Conversion(
         source=open_dataset(source, kind, source_options, source_store_options)
-        or open_source(source, kind, source_options, source_store_options),
-        out=absolute(out),
+        or open_source(source, kind, source_options, source_store_options, outs),
+        out=place,
         keep_local=keep_local,
         store_options=store_options,
         columns=None if columns is None else dict(columns),

@@ -20,7 +20,15 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.processes import Progress, run_partitions
-from lightning_stream.sources.base import Partition, Piece, Source, SourceSchema, partitions_of, read_splits
+from lightning_stream.sources.base import (
+    Partition,
+    Piece,
+    Source,
+    SourceSchema,
+    partitions_of,
+    read_splits,
+    warn_of_others,
+)
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
 from lightning_stream.sources.nulls import NullRule, settled_columns, widened_columns
@@ -143,6 +151,8 @@ class Conversion:
         """Write the splits that are not finished."""
         schema = self.schema or self.source.find_columns(self.columns if self.transform.function is None else None)
         splits, by_piece = self._splits(schema, num_bytes)
+        if self.source.reader.is_strict:
+            warn_of_others(splits, schema.columns)
         schema = self._settled(schema, splits)
         columns = self._columns(schema, splits)
         if self.force:

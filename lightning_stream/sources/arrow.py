@@ -149,9 +149,12 @@ def _common_list(former: pa.DataType, latter: pa.DataType) -> pa.DataType:
 def arrow_columns(schema: pa.Schema, asked: Asked | None = None) -> dict[str, str]:
     """Return the encoding of every column that is written; ValueError names all that cannot be."""
     names = list(schema.names)
-    problems = [f"two columns are named {name!r}." for name in sorted({n for n in names if names.count(n) > 1})]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    problems = [f"two columns are named {name!r}." for name in twice]
     columns: dict[str, str] = {}
     for name in names if asked is None else asked:
+        if name in twice:
+            continue
         if name not in names:
             problems.append(f"{name!r} is not a column; the columns are {', '.join(names)}.")
             continue
@@ -160,7 +163,7 @@ def arrow_columns(schema: pa.Schema, asked: Asked | None = None) -> dict[str, st
             wanted = None if asked is None else asked[name]
             columns[name] = encoding_of(kind) if wanted is None else _allowed(kind, wanted)
         except (ValueError, TypeError, KeyError) as error:
-            problems.append(f"column {name!r}: {error}.")
+            problems.append(f"column {name!r}: {str(error).rstrip('.')}.")
     if problems or not columns:
         raise ValueError("the columns cannot be written: " + " ".join(problems or ["there are none."]))
     return columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from lightning_stream.sources.files import SourceFile
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
+_log = logging.getLogger(__name__)
 Row: TypeAlias = "Mapping[str, Any]"
 Asked: TypeAlias = "Mapping[str, str | None]"  # columns that are wanted, with their encodings or None to infer them
 SAMPLED_ROWS = 10_000
@@ -339,3 +341,14 @@ def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) 
     if missing:
         raise ValueError(f"all files must have the columns of the first; {file.uri} lacks {', '.join(missing)}.")
     return list(columns)
+
+
+def warn_of_others(pieces: Sequence[Piece], columns: Mapping[str, str]) -> None:
+    """Log the columns that only later files have."""
+    others = {name: piece.file for piece in reversed(pieces) for name in piece.others if name not in columns}
+    for name, file in others.items():
+        _log.warning(
+            "%s has a column %r, which the first file lacks: it is not read. Name the columns by columns=.",
+            file.uri,
+            name,
+        )

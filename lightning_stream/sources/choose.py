@@ -38,8 +38,10 @@ SPLIT_OF = {"train": "train", "val": "val", "valid": "val", "validation": "val",
 _HUGGING_FACE_STATE = "state.json"
 
 
-def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source:
-    """Find the files of a source, and the reader for them."""
+def open_source(
+    source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any, out: Sequence[str] = ()
+) -> Source:
+    """Find the files of a source, and the reader for them; the dataset is written to the places `out`."""
     options = dict(options or {})
     hidden = bool(options.pop("hidden", False))
     if isinstance(source, Inputs):
@@ -53,7 +55,7 @@ def open_source(source: Any, kind: str | None, options: Mapping[str, Any] | None
         left_out = 0
         splits = dict[str, tuple[SourceFile, ...]]()
     else:
-        listing = find_files(source, store_options, hidden=hidden)
+        listing = find_files(source, store_options, hidden=hidden, out=out)
         files, reader = reader_of(listing, kind, options)
         name = listing.name
         left_out = len(listing.left_out)

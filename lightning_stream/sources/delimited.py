@@ -15,7 +15,17 @@ import pyarrow.compute as pc
 import pyarrow.csv
 
 from lightning_stream.errors import FormatError
-from lightning_stream.sources.base import SAMPLED_ROWS, Asked, Batch, Piece, Reader, SourceSchema, present, spread
+from lightning_stream.sources.base import (
+    SAMPLED_ROWS,
+    Asked,
+    Batch,
+    Piece,
+    Reader,
+    SourceSchema,
+    present,
+    spread,
+    warn_of_others,
+)
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.sources.lines import check_on_bad, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
@@ -82,6 +92,8 @@ class CsvReader(Reader):
             for batch in self._texts(split):
                 where = f"{split.file.uri}, rows {done:,} to {done + batch.num_rows:,}{after}"
                 present(batch.schema.names, columns, split.file)
+                if self.is_strict and not split.begin and not done:
+                    warn_of_others([split._replace(others=tuple(batch.schema.names))], columns)
                 arrays = [self._parsed(name, batch.column(name), kind, where) for name, kind in columns.items()]
                 for piece in pieces_of(pa.RecordBatch.from_arrays(arrays, names=list(columns))):
                     yield Batch(piece, where)

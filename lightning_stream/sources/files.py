@@ -360,10 +360,15 @@ class Listing(NamedTuple):
     left_out: Sequence[str] = ()
 
 
-def find_files(source: Uris, options: Mapping[str, Any] | None = None, *, hidden: bool = False) -> Listing:
-    """Return the files of a source: those of a folder or pattern, of one name, or of a list of these in its order."""
+def find_files(
+    source: Uris, options: Mapping[str, Any] | None = None, *, hidden: bool = False, out: Sequence[str] = ()
+) -> Listing:
+    """Return the files of a source: those of a folder or pattern, of one name, or of a list of these in its order.
+
+    What is written into a folder below it, one of `out`, is no part of it.
+    """
     uris = [source] if isinstance(source, (str, os.PathLike)) else list(source)
-    listings = [_listed(os.fspath(uri), options, hidden) for uri in uris]
+    listings = [_listed(os.fspath(uri), options, hidden, [f"{place}/" for place in out]) for uri in uris]
     files = [file for listing in listings for file in listing.files]
     twice = [uri for uri, count in Counter(file.uri for file in files).items() if count > 1]
     if twice:
@@ -374,18 +379,26 @@ def find_files(source: Uris, options: Mapping[str, Any] | None = None, *, hidden
     return Listing(name, files, log, any(listing.is_table for listing in listings), left_out)
 
 
-def _listed(uri: str, options: Mapping[str, Any] | None, hidden: bool) -> Listing:
+def _listed(uri: str, options: Mapping[str, Any] | None, hidden: bool, out: Sequence[str]) -> Listing:
     place = uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
     options = options if is_remote(uri) else None
     parts = place.split("/")
-    literal = next((k for k, part in enumerate(parts) if WILD.search(part)), len(parts))
+    wild = (k for k, part in enumerate(parts) if WILD.search(part))
+    literal = len(parts) if _is_folder(place) else next(wild, len(parts))
     names = "/".join(parts[literal:])
     listing = files_of(open_store("/".join(parts[:literal]) or "/", options), names, hidden=hidden)
     if not names and not listing.files and not listing.log:  # one file
         listing = files_of(open_store("/".join(parts[:-1]) or "/", options), parts[-1], hidden=hidden)
-    if not listing.files:
+    below = tuple(place for place in out if not f"{listing.name}/".startswith(place))
+    files = [file for file in listing.files if not f"{file.root}/{file.name}".startswith(below)]
+    listing = listing._replace(files=files)
+    if not files:
         raise NotFoundError(f"a source must name files; {redact(uri)} names none. Check the path.")
     return listing
+
+
+def _is_folder(uri: str) -> bool:
+    return not is_remote(uri) and Path(uri).is_dir()
 
 
 def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
@@ -448,8 +461,10 @@ def _files(store: Store, entries: Sequence[ObjectEntry]) -> list[SourceFile]:
 def split_place(uri: str) -> tuple[str, str]:
     """Cut a path or URL into the folder and what names its files: a pattern, or a last part that ends like a file.
 
-    A folder may end like a file, too, as Spark names tables: see `files_of`.
+    A folder may end like a file, too, as Spark names tables: see `files_of`. One of this machine may have any name.
     """
+    if WILD.search(uri) and _is_folder(uri):
+        return uri, ""
     scheme, colon, path = uri.rpartition("://")
     parts = path.split("/")
     first = 3 if scheme == "hf" else 1 if colon else 0  # after the bucket, or the repository

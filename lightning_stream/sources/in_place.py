@@ -20,7 +20,15 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
-from lightning_stream.sources.base import Piece, Reader, Source, marks_of, readable, stamps_of
+from lightning_stream.sources.base import (
+    Piece,
+    Reader,
+    Source,
+    marks_of,
+    readable,
+    stamps_of,
+    warn_of_others,
+)
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import Listing, SourceFile, files_of
 from lightning_stream.sources.nulls import NullRule, settled_columns
@@ -87,7 +95,7 @@ class InPlace:
             columns = self._columns(source)
             shards = source.pieces(columns)
         if self.columns is None:
-            _warn_of_others(shards, columns)
+            warn_of_others(shards, columns)
         if not isinstance(self.columns, Mapping):
             columns = settled_columns(reader, columns, shards)
         _refuse_nulls(shards, columns)
@@ -230,13 +238,6 @@ def _refuse_nulls(shards: Sequence[Piece], columns: Mapping[str, str]) -> None:
         if nulls and not piece.settings.get("deleted"):
             count = sum(nulls[0] in piece.nulls for piece in shards)
             raise _nulls(piece.file.uri, f"{', '.join(nulls)}: {count:,} of {len(shards):,} shards have some")
-
-
-def _warn_of_others(shards: Sequence[Piece], columns: Mapping[str, str]) -> None:
-    """Log the columns that only later files have."""
-    others = {name: piece.file for piece in reversed(shards) for name in piece.others if name not in columns}
-    for name, file in others.items():
-        _log.warning("%s has a column %r, which the first file lacks: it is not read. %s", file.uri, name, _REMEDY)
 
 
 def changed_files(former: Index, now: Index) -> str:

@@ -132,6 +132,11 @@ class Conversion:
             batch_rows = _ARRAY_BATCH_ROWS
         return cls(rows, job, batch_rows)
 
+    @property
+    def _numbered(self) -> Any:
+        """The rows with numbers as names of columns: Spark's own may hold dots, or differ in their case only."""
+        return self.dataframe.toDF(*map(str, range(len(self.dataframe.columns))))
+
     def write(self, overwrite: bool, merge_index: bool = True) -> None:
         """Let Spark write the partitions that are not written, and publish all.
 
@@ -143,7 +148,7 @@ class Conversion:
         publication = Publication.begin(self.job, overwrite, _REPLACE)
         job = replace(self.job, done=publication.done)
         with small_batches(self.dataframe.sparkSession, self.batch_rows):
-            rows = collected(self.dataframe.mapInArrow(_task(job), RESULT))
+            rows = collected(self._numbered.mapInArrow(_task(job, self.dataframe.columns), RESULT))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         notes = {
@@ -154,14 +159,15 @@ class Conversion:
         publication.publish(receipts, merge_index, notes)
 
 
-def _task(job: SparkJob) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """What each task does with its rows."""
+def _task(job: SparkJob, names: Sequence[str]) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """What each task does with its rows, whose columns have these names."""
 
     def write(batches: Iterator[Any]) -> Iterator[Any]:
         from pyspark import TaskContext
 
         context = TaskContext.get()
         assert context is not None
-        yield from write_partition(job, context.partitionId(), batches)
+        named = (batch.rename_columns(names) for batch in batches)
+        yield from write_partition(job, context.partitionId(), named)
 
     return write

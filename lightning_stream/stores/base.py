@@ -274,7 +274,10 @@ class BaseStore(Store):
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
         """List in any order. `prefix` may end in the middle of a name."""
-        raise StoreError(f"{self.url}/{prefix}: it cannot be listed. Name the files, or use a bucket's own URL.")
+        raise StoreError(
+            f"{self.url}/{prefix}: a web server's files cannot be listed, so it can hold "
+            "only datasets with an index.json. Copy the files to a folder or bucket, or use a bucket's own URL."
+        )
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:  # noqa: ARG002
         return list(self._list(prefix)), None

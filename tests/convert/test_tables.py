@@ -7,8 +7,13 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
 import pytest
 
+from lightning_stream import StreamingDataset
 from lightning_stream.convert import convert
 from lightning_stream.errors import FormatError
 from lightning_stream.sources.base import partitions_of
@@ -120,6 +125,59 @@ def test_a_csv_file_is_cut_between_lines_unless_values_are_quoted(
     assert (len(partitions) == 1) == quoted
     with pytest.raises(FormatError, match="columns"):
         csv_samples(tmp_path, samples_of, f"k,text\n{rows}1,2,3\n", partition_bytes=10_000)
+
+
+@pytest.mark.parametrize("name", ["set*", "set?", "set{0..1}"])
+def test_a_folder_that_exists_is_no_pattern(tmp_path: Path, samples_of: Any, name: str) -> None:
+    for number, folder in enumerate((name, "set0", "setA")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_text(f'{{"k": {number}}}\n')
+    convert(tmp_path / name, tmp_path / "out", **PLAIN)
+    assert samples_of(tmp_path / "out") == [{"k": 0}]
+    assert [sample["k"] for sample in StreamingDataset(str(tmp_path / name), local=str(tmp_path / "cache"))] == [0]
+
+
+@pytest.mark.parametrize("size_limit", ["auto", "64mb"])
+@pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "npz"])
+def test_a_column_that_only_a_later_file_has_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, size_limit: str
+) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(20):
+        columns = {"k": [number], **({"late": [1]} if number == 7 else {})}
+        _write_table(tmp_path / "in" / f"{number:02}.{kind}", columns)
+    done = convert(tmp_path / "in", tmp_path / "out", **PLAIN, size_limit=size_limit)
+    assert (done.total, list(done.columns)) == (20, ["k"])
+    (told,) = [record.message for record in caplog.records if "late" in record.message]
+    assert "07." in told
+    assert "columns=" in told
+    caplog.clear()
+    convert(tmp_path / "in", tmp_path / "asked", **PLAIN, columns={"k": "int64"}, size_limit=size_limit)
+    assert not caplog.records
+
+
+def _write_table(path: Path, columns: dict[str, Any]) -> None:
+    table = pa.table(columns)
+    if path.suffix == ".csv":
+        pa.csv.write_csv(table, path)
+    elif path.suffix == ".parquet":
+        pq.write_table(table, path)
+    elif path.suffix == ".arrow":
+        with pa.ipc.new_file(path, table.schema) as file:
+            file.write_table(table)
+    else:
+        np.savez(path, **columns)
+
+
+def test_a_dataset_below_its_source_is_no_part_of_it(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.txt").write_text("first\nsecond\n")
+    settings: dict[str, Any] = {**PLAIN, "source_options": {"lines": True}}
+    assert convert(folder, folder / "mds", **settings).total == 2
+    again = convert(folder, folder / "mds", **settings)
+    assert (again.total, again.is_new) == (2, False)
+    assert convert(folder, (tmp_path / "here", folder / "mds"), **settings).is_new is False
 
 
 def test_a_folder_name_with_brackets_is_a_name(tmp_path: Path, samples_of: Any) -> None:

@@ -139,6 +139,19 @@ def test_rows_can_be_sorted_or_mixed_the_same_way_each_time(spark: Any, tmp_path
     assert shards_of(tmp_path / "b") == shards_of(tmp_path / "c") != shards_of(tmp_path / "d")
 
 
+def test_columns_have_any_names(spark: Any, tmp_path: Path) -> None:
+    names = ["a.b", "c`d", "id", "ID", "e f", "e, f"]
+    frame = spark.createDataFrame([tuple(range(6))], [f"c{number}" for number in range(6)]).toDF(*names)
+    room.dataframe_to_mds(frame, mds_kwargs=plain(tmp_path / "out"))
+    assert samples_of(tmp_path / "out") == [dict(zip(names, range(6), strict=True))]
+
+    def doubled(rows: Any) -> Any:
+        yield {"sum": 2 * int(rows["a.b"].sum() + rows["ID"].sum())}
+
+    room.dataframe_to_mds(frame, mds_kwargs=plain(tmp_path / "sum", columns={"sum": "int"}), udf_iterable=doubled)
+    assert samples_of(tmp_path / "sum") == [{"sum": 6}]
+
+
 def test_a_preprocessing_function_gives_the_samples(spark: Any, tmp_path: Path) -> None:
     def halves(frame: Any, count: int) -> Any:
         for number in frame["id"]:
