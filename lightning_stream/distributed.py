@@ -3,6 +3,9 @@
 In this order: what the caller passes (a `World`, a ``(rank, num_ranks)`` pair, a device mesh); the process group of
 `torch.distributed` if one is up; the variables of a launcher (torchrun, Composer, Open MPI, SLURM); one process alone.
 Nothing here makes a process group or writes to the environment.
+
+All ranks must see the same nodes, since a node's samples depend on their number. Most launchers tell a process only how
+many ranks its own node has: where nodes differ in size, ranks agree by the store of the process group.
 """
 
 from __future__ import annotations
@@ -10,12 +13,15 @@ from __future__ import annotations
 import math
 import os
 import re
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 from lightning_stream.order import World
 
@@ -32,6 +38,7 @@ _LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     "SLURM": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 }
+_agreed: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # ranks per node, by group and number of ranks
 
 
 def detect_world(world: WorldLike = None, replication: int = 1, data_dimension: Dimensions = "dp") -> World:
@@ -46,7 +53,7 @@ def detect_world(world: WorldLike = None, replication: int = 1, data_dimension: 
             names. ``"dp"`` also stands for ``dp_replicate`` and ``dp_shard`` in a mesh that has no ``"dp"``.
 
     Raises:
-        ValueError: The arguments or the launcher's variables contradict each other.
+        ValueError: The arguments or the launcher's variables contradict each other, or a rank has no number of ranks.
     """
     if isinstance(world, World):
         if replication not in (1, world.replication):
@@ -66,7 +73,7 @@ def detect_world(world: WorldLike = None, replication: int = 1, data_dimension: 
         num_ranks = dist.get_world_size()
     else:
         rank, num_ranks = _rank_of_launcher(os.environ)
-    return World(rank, num_ranks, _ranks_per_node(num_ranks, os.environ), replication)
+    return World(rank, num_ranks, _agreed_ranks_per_node(num_ranks), replication)
 
 
 def _rank_of_launcher(environ: Mapping[str, str]) -> tuple[int, int]:
@@ -77,7 +84,37 @@ def _rank_of_launcher(environ: Mapping[str, str]) -> tuple[int, int]:
             except ValueError as error:
                 variables = f"{rank}={environ[rank]!r}, {size}={environ[size]!r}"
                 raise ValueError(f"{launcher} sets whole numbers in its variables; found {variables}") from error
+    for launcher, (rank, size, _) in _LAUNCHERS.items():
+        if environ.get(rank, "0") != "0":
+            raise ValueError(
+                f"each process must know how many train together, or all of them would read all samples; {launcher} "
+                f"sets {rank} and {size}, but found {rank}={environ[rank]} alone. Set {size}, make the process group "
+                "first, or pass world="
+            )
+    if environ.get("WORLD_SIZE", "1") != "1" and "LOCAL_RANK" not in environ:  # Lightning's children have no RANK
+        warnings.warn(
+            f"WORLD_SIZE={environ['WORLD_SIZE']} without RANK: this process reads all samples, as one that trains "
+            "alone. Set RANK, make the process group first, or pass world=",
+            stacklevel=2,
+        )
     return 0, 1
+
+
+def _agreed_ranks_per_node(num_ranks: int) -> int:
+    """Ranks on each node: what the rank of the process group says that asks first; without a group, what this one says.
+
+    It may differ between ranks where nodes differ in size.
+    """
+    ranks_per_node = _ranks_per_node(num_ranks, os.environ)
+    if not (dist.is_available() and dist.is_initialized()):
+        return ranks_per_node
+    agreed = _agreed.setdefault(dist.group.WORLD, {})
+    if num_ranks not in agreed and get_worker_info() is None:  # a worker shares the connection of its trainer
+        with suppress(RuntimeError, ValueError):  # MPI has no store
+            store = dist.distributed_c10d._get_default_store()  # noqa: SLF001
+            key = f"lightning_stream/{num_ranks}/ranks_per_node"
+            agreed[num_ranks] = int(store.compare_set(key, "", str(ranks_per_node)))
+    return agreed.get(num_ranks, ranks_per_node)
 
 
 def _ranks_per_node(num_ranks: int, environ: Mapping[str, str]) -> int:
@@ -131,7 +168,7 @@ def _data_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[DeviceMesh, tu
 
 def _replicas_per_node(replicas: list[list[int]]) -> int:
     """Consecutive replicas on each node; all of them where the layout gives the nodes something else."""
-    ranks_per_node = _ranks_per_node(dist.get_world_size(), os.environ)
+    ranks_per_node = _agreed_ranks_per_node(dist.get_world_size())
     on_node: dict[int, list[int]] = defaultdict(list)
     for replica, ranks in enumerate(replicas):
         for node in {rank // ranks_per_node for rank in ranks}:

@@ -68,6 +68,22 @@ def test_broken_variables_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         detect_world()
 
 
+@pytest.mark.parametrize(("rank", "size"), [("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")])
+def test_a_rank_of_nobody_knows_how_many_is_refused(monkeypatch: pytest.MonkeyPatch, rank: str, size: str) -> None:
+    """It would read all samples, as every other rank."""
+    monkeypatch.setenv(rank, "2")
+    with pytest.raises(ValueError, match=f"Set {size}"):
+        detect_world()
+    monkeypatch.setenv(size, "4")
+    assert detect_world() == World(2, 4, 4)
+
+
+def test_a_number_of_ranks_without_a_rank_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.warns(UserWarning, match="WORLD_SIZE=4 without RANK"):
+        assert detect_world() == World(0, 1, 1)
+
+
 def test_what_the_caller_says_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -44,7 +44,7 @@ class PlainIterations:
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
         self.loaded_state: Mapping[str, Any] | None = None
-        self._shared = SharedPosition()
+        self._starts = SharedPosition()
         self._loaded: Position | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -61,6 +61,10 @@ class PlainIterations:
     def state_for(self, loader: Loader) -> Mapping[str, Any] | None:
         """The state that the dataset was given for its next loader; None for those after that one."""
         return self.loaded_state if self._owner is None or self.loader is loader else None
+
+    @property
+    def _shared(self) -> SharedPosition:
+        return self._starts.of_trainer(is_worker=get_worker_info() is not None)
 
     @property
     def _is_only_for_loader(self) -> bool:

@@ -1,7 +1,8 @@
 """Where the next iteration starts, in a value that living worker processes see too.
 
 The value is shared memory without a name: nothing outlives the run or meets another job's. Forked workers inherit it,
-spawned ones get its descriptor; a plain copy (pickle, deepcopy) is a value of its own.
+spawned ones get its descriptor; a plain copy (pickle, deepcopy) is a value of its own. Ranks that a launcher forks or
+spawns get it too, and each of them is a trainer of its own: it has a record of its own, which its workers share.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import context, reduction
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -24,9 +27,12 @@ from lightning_stream.threads import lock_over_forks
 
 _MAX_WORKERS = 1024
 _MAX_ITERATIONS = 64
+_MAX_TRAINERS = 1024  # at once; memory is taken only for those that iterate
 _START = ("start", np.int64, 2)  # an epoch and a position
 _ITERATION = np.dtype([("key", np.int64), _START, ("begun", np.bool_, _MAX_WORKERS)])
-_SHARED = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("latest", _ITERATION, _MAX_ITERATIONS)])
+_RECORD = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("latest", _ITERATION, _MAX_ITERATIONS)])
+_TABLE = [("num_trainers", np.int64), ("trainers", np.int64, _MAX_TRAINERS), ("records", _RECORD, _MAX_TRAINERS)]
+_SHARED = np.dtype(_TABLE)
 
 
 @dataclass(frozen=True)
@@ -55,24 +61,63 @@ class SharedPosition:
     Each worker begins every iteration once, all with a key that no other iteration has. The first one takes the next
     start and moves it to the next epoch; the others join it, also where other iterations began since, or the start was
     set. A worker that begins a second time under its key, as persistent ones do, begins another iteration.
+
+    A process that was forked or spawned is a worker of the one before, or a trainer of its own: `of_trainer`.
     """
 
     _fd = -1
 
-    def __init__(self, start: Start | None = None, fd: int | None = None) -> None:
+    def __init__(self, start: Start | None = None, current: Start | None = None, fd: int | None = None) -> None:
         self._fd = memory_file("position", _SHARED.itemsize) if fd is None else fd
         self._values: Any = np.frombuffer(mmap.mmap(self._fd, _SHARED.itemsize), dtype=_SHARED)
-        if start is not None:
-            self.upcoming = start
+        self._record = 0
+        self._begins_at = start or Start(), current  # of this process as a trainer
+        self._trainer = self._parent = _new_id()  # this process as a trainer, and the one that it comes from
+        if fd is None:
+            self.of_trainer(is_worker=False)
+        _all.add(self)
 
     def __reduce__(self) -> tuple[Callable[..., SharedPosition], tuple[Any, ...]]:
-        if context.get_spawning_popen() is not None:  # on its way to a worker process
-            return _attach, (reduction.DupFd(self._fd),)
-        return SharedPosition, (self.upcoming,)
+        if context.get_spawning_popen() is not None:  # on its way to another process
+            handle = reduction.DupFd(self._fd)
+            return _attach, (handle, self._record, self._trainer, self.upcoming, self.current)
+        return SharedPosition, (self.upcoming, self.current)
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
         if self._fd >= 0:
             _close(self._fd)
+
+    def of_trainer(self, *, is_worker: bool) -> SharedPosition:
+        """This value with the record of this process, or of the one whose worker it is.
+
+        A trainer's first one begins where the process that it comes from stood when it was forked or spawned.
+        """
+        trainer = self._parent if is_worker else self._trainer
+        if self._values["trainers"][0][self._record] == trainer:
+            return self
+        with self._locked():
+            table = self._values[0]
+            known = np.flatnonzero(table["trainers"] == trainer)
+            if len(known):
+                self._record = int(known[0])
+                return self
+            self._record = int(table["num_trainers"]) % _MAX_TRAINERS
+            upcoming, current = self._begins_at
+            record = table["records"][self._record]
+            record["start"] = upcoming.epoch, upcoming.position
+            record["is_set"] = current is None
+            record["num_begun"] = current is not None
+            record["latest"][0] = (0, (current.epoch, current.position) if current else 0, False)
+            table["trainers"][self._record] = trainer
+            table["num_trainers"] += 1
+        return self
+
+    def follow_fork(self) -> None:
+        """Take note, in a forked process, of the process before, and of where that one stands."""
+        if self._values["trainers"][0][self._record] == self._trainer:
+            self._begins_at = self.upcoming, self.current
+        self._parent = self._trainer
+        self._trainer = _new_id()
 
     @contextmanager
     def _locked(self) -> Iterator[Any]:
@@ -80,7 +125,7 @@ class SharedPosition:
         with _threads:
             fcntl.lockf(self._fd, fcntl.LOCK_EX)
             try:
-                yield self._values[0]
+                yield self._values["records"][0, self._record]
             finally:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN)
 
@@ -138,5 +183,21 @@ def memory_file(name: str, num_bytes: int) -> int:
     return fd
 
 
-def _attach(handle: Any) -> SharedPosition:
-    return SharedPosition(fd=handle.detach())
+def _attach(handle: Any, record: int, parent: int, start: Start, current: Start | None) -> SharedPosition:
+    shared = SharedPosition(start, current, handle.detach())
+    shared._record = record  # noqa: SLF001
+    shared._parent = parent  # noqa: SLF001
+    return shared
+
+
+def _new_id() -> int:
+    return secrets.randbits(62) + 1
+
+
+def _follow_fork() -> None:
+    for shared in list(_all):
+        shared.follow_fork()
+
+
+_all: WeakSet[SharedPosition] = WeakSet()
+os.register_at_fork(after_in_child=_follow_fork)

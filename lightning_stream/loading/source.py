@@ -5,16 +5,19 @@ A worker process gets one; it never calls the dataset back, except where a subcl
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
+from multiprocessing import context, parent_process
 from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
+from torch.utils.data import get_worker_info
 
 from lightning_stream.distributed import Dimensions, WorldLike, detect_world
 from lightning_stream.errors import NotFoundError
@@ -121,6 +124,7 @@ class SampleSource:
     balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
     forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
     buckets: Bucketing | None = None  # how samples of similar lengths come together
+    sent: tuple[int, World] | None = None  # the process that this was sent from, and its world
     orders: dict[OrderConfig, RunOrder] = field(default_factory=dict, repr=False)  # the latest; shared by copies
     switched: dict[Any, OrderConfig] = field(default_factory=dict, repr=False)  # settings with their switches
 
@@ -129,7 +133,10 @@ class SampleSource:
             self._refuse_with_switches()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "orders": {}}  # another process makes its own: those of packed rows hold all lengths
+        state = {**vars(self), "orders": {}}  # another process makes its own: those of packed rows hold all lengths
+        if context.get_spawning_popen() is not None:  # on its way to another process
+            state["sent"] = os.getpid(), self.detect_world()
+        return state
 
     @property
     def snapshot(self) -> Snapshot:
@@ -137,7 +144,13 @@ class SampleSource:
         return self.reader.snapshot
 
     def detect_world(self, of_loader: WorldLike = None) -> World:
-        """The world as a loader of it was given, or the dataset, or as detected now."""
+        """The world as a loader of it was given, or the dataset, or as detected now.
+
+        A spawned worker of torch's DataLoader has no process group to ask: its world is that of its trainer.
+        """
+        parent = parent_process()
+        if self.sent is not None and parent is not None and self.sent[0] == parent.pid and get_worker_info():
+            return self.sent[1]
         world = self.world if of_loader is None else of_loader
         return detect_world(world, self.replication or 1, self.data_dimension)
 
