@@ -40,6 +40,8 @@ class Cuts:
         listed: The number of batches of B, and the ends of those behind them; asked for when it is needed.
     """
 
+    _num_known = 0  # whole batches, at least: asking costs as much as the rest of planning a batch
+
     def __init__(
         self,
         start: int,
@@ -51,7 +53,6 @@ class Cuts:
         self._batch_size = batch_size
         self._reaches = reaches
         self._listed = listed
-        self._num_known = 0  # whole batches, at least: asking costs as much as the rest of planning a batch
 
     @cached_property
     def _ends(self) -> tuple[int, Sequence[int]]:
@@ -85,6 +86,8 @@ class Cuts:
 
     def bounds(self, k: int) -> tuple[int, int]:
         """The first position of batch ``k``, and the one behind its last; ValueError if there is no such batch."""
+        if 0 <= k < self._num_known:
+            return self.start + k * self._batch_size, self.start + (k + 1) * self._batch_size
         begin = self.end_of(k - 1) if k > 0 else self.start
         end = None if k < 0 else self.end_of(k)
         if begin is None or end is None:
@@ -293,7 +296,8 @@ class BatchPlan:
 
     def has(self, k: int) -> bool:
         """Whether there is a global batch ``k``. Cheap far from the epoch's end."""
-        return self._division.cuts.end_of(k) is not None
+        cuts = self._division.cuts
+        return cuts.is_whole(k) or cuts.end_of(k) is not None
 
     def bounds(self, k: int) -> tuple[int, int]:
         """First position of global batch ``k`` (counted from ``start``), and the one behind its last."""

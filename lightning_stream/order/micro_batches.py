@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from itertools import accumulate, islice
 
@@ -19,28 +19,23 @@ from .shares import ReplicaBatch, Samples
 _PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of a micro-batch in its epoch, known without planning its samples."""
+@dataclass(eq=False)
+class MicroBatch(Samples):
+    """The samples of a micro-batch, and its place in the epoch."""
 
+    _: KW_ONLY
     epoch: int
     begin: int  # the positions [begin, end) are those of its global batch, i.e. of its optimizer step
     end: int
     completes_step: bool  # whether it is the last micro-batch of that step on this rank
     ends_epoch: bool  # whether it is the last micro-batch of the epoch on this rank
+    substitutions: tuple[Substitution, ...] = ()  # delivered in place of some `ids` that could not be read
+    version: int = 0  # number of the version of the data in which its global batch begins
 
     @property
     def label(self) -> str:
-        """The place, for messages."""
+        """Its place, for messages."""
         return f"epoch {self.epoch}, positions {self.begin} to {self.end}"
-
-
-@dataclass(frozen=True)
-class MicroBatch(Samples, Place):
-    """The samples of a micro-batch, and its place in the epoch."""
-
-    substitutions: tuple[Substitution, ...] = ()  # delivered in place of some `ids` that could not be read
-    version: int = 0  # number of the version of the data in which its global batch begins
 
     @property
     def sample_ids(self) -> Ints:
@@ -109,28 +104,24 @@ class MicroBatches:
 
     def has(self, j: int) -> bool:
         """Whether there is a micro-batch j. Cheap far from the epoch's end, where `len` plans all packed rows."""
-        return self.plan.is_whole(j // self._pieces) or j < len(self)
+        return self._find(j) is not None
 
-    def _locate(self, j: int) -> tuple[int, int, int]:
-        """Global batch of micro-batch j, its number within that batch, and how many the batch has."""
-        if j >= 0 and self.plan.is_whole(j // self._pieces):
-            return j // self._pieces, j % self._pieces, self._pieces
+    def _find(self, j: int) -> tuple[int, int, int] | None:
+        """Global batch of micro-batch j, its number within that batch, and how many the batch has; None if absent."""
+        k, index = divmod(j, self._pieces)
+        if k >= 0 and self.plan.is_whole(k):
+            return k, index, self._pieces
         if not 0 <= j < len(self):
-            raise IndexError(f"micro-batches count from 0 to {len(self) - 1} here; found {j}")
+            return None
         rest = bisect_right(self._ends, j)
         first, end = self._ends[rest - 1 : rest + 1]
         return self.plan.num_whole_batches + rest - 1, j - first, end - first
 
-    def place(self, j: int) -> Place:
-        """The place of micro-batch j. O(1)."""
-        k, index, count = self._locate(j)
-        completes_step = index == count - 1
-        ends_epoch = completes_step and not self.plan.has(k + 1)
-        return Place(self.plan.order.epoch, *self.plan.bounds(k), completes_step, ends_epoch)
-
     def __getitem__(self, j: int) -> MicroBatch:
         """Micro-batch j, planned on its own. O(samples of its global batch)."""
-        k, index, count = self._locate(j)
+        if (located := self._find(j)) is None:
+            raise IndexError(f"micro-batches count from 0 to {len(self) - 1} here; found {j}")
+        k, index, count = located
         return next(self._made(k, self.plan.share(k), count, range(index, index + 1)))
 
     def walk(self, first: int = 0, step: int = 1) -> Iterator[MicroBatch]:
@@ -147,11 +138,11 @@ class MicroBatches:
                 yield from self._made(k, share, count, range(index, count, step))
 
     def _batches(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
-        """For each global batch of a walk: the result of `_locate` for its first micro-batch in the walk."""
+        """For each global batch of a walk: the result of `_find` for its first micro-batch in the walk."""
         j = first
-        while self.has(j):
-            k, index, count = self._locate(j)
-            yield k, index, count
+        while (located := self._find(j)) is not None:
+            yield located
+            _, index, count = located
             j += ceil_div(count - index, step) * step
 
     def _made(self, k: int, share: ReplicaBatch, count: int, indices: range) -> Iterator[MicroBatch]:
@@ -163,6 +154,16 @@ class MicroBatches:
         for index in indices:
             part = parts[index]
             is_last = index == count - 1
-            place = epoch.epoch, begin, end, is_last, is_last and not self.plan.has(k + 1)
-            made = MicroBatch(*place, part.ids, part.positions, part.filler, part.rows, version=version)
+            made = MicroBatch(
+                part.ids,
+                part.positions,
+                part.filler,
+                part.rows,
+                epoch=epoch.epoch,
+                begin=begin,
+                end=end,
+                completes_step=is_last,
+                ends_epoch=is_last and not self.plan.has(k + 1),
+                version=version,
+            )
             yield made if self._padding else made.without_padding()

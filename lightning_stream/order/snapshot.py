@@ -114,15 +114,13 @@ class Snapshot:
 
     def shards_of(self, ids: Ints) -> Ints:
         """The shard that holds each sample id."""
-        return self.locate(ids)[0]
+        return ids // self._shard_length if self._shard_length else segment_of(self.shard_offsets, ids)
 
     def locate(self, ids: Ints) -> tuple[Ints, Ints]:
         """The shard that holds each sample id, and the sample's index in it."""
-        if self._shard_length:
-            shards = ids // self._shard_length
-            return shards, ids - shards * self._shard_length
-        shards = segment_of(self.shard_offsets, ids)
-        return shards, ids - self.shard_offsets.take(shards)
+        shards = self.shards_of(ids)
+        begins = shards * self._shard_length if self._shard_length else self.shard_offsets.take(shards)
+        return shards, ids - begins
 
     @cached_property
     def _shard_length(self) -> int:

@@ -25,7 +25,7 @@ from lightning_stream.loading.iteration import LoaderIterator
 from lightning_stream.loading.randomness import sample_seed
 from lightning_stream.loading.source import BatchSettings
 from lightning_stream.order import OrderConfig, Position, is_mosaic_state
-from lightning_stream.order.micro_batches import MicroBatch, MicroBatches, Place
+from lightning_stream.order.micro_batches import MicroBatch, MicroBatches
 from lightning_stream.order.placement import NO_REPORT, disks_of
 from lightning_stream.trainers.agreement import check_ranks_agree
 from lightning_stream.trainers.audit import DeliveryRecord
@@ -151,7 +151,7 @@ class PositionTracker:
         self.epoch_in_training = -1  # the epoch of the micro-batch that was taken last; -1 before any
         self._proven: Position | None = None  # the last position with a ledger's sum of its own
         self._planned: _PlannedEpoch | None = None
-        self._place: Place | None = None  # of the micro-batch that no optimizer step has used up yet
+        self._place: MicroBatch | None = None  # of the micro-batch that no optimizer step has used up yet
         self._spans = False  # whether a whole global batch was trained on before it without a step
         self.records: list[RunRecord] = []  # of the run that it follows now
         self._settings: BatchSettings | None = None
