@@ -264,7 +264,7 @@ class StreamingDataLoader(DataLoader[Any]):
             start = self.normalised(self.position)  # no trainer yet: where a state put it
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
-        self.check()
+        self.check(settings)
         self.meter.total.settings = self._loading_settings(settings)
         self.meter.total.epoch_positions = run.num_samples / run.epoch(start.epoch).order.samples_per_position
         if iterator.limit == 0:
@@ -274,12 +274,13 @@ class StreamingDataLoader(DataLoader[Any]):
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None:
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         batch = iterator.last_batch
-        if made.unverified and batch is not None:
+        assert batch is not None
+        if made.unverified:
             self._source.reader.shards.delivered.add(made.unverified, batch.label)
         if iterator.is_measured:
             self.meter.note(asked, got, made, batch, iterator.num_batches == 1)
         self.cursor.handed_out(iterator)
-        if iterator.moves and batch is not None and batch.substitutions:
+        if iterator.moves and batch.substitutions:
             self.num_substituted += batch.num_substituted
 
     def compare_unverified(self, *, wait: bool = True) -> None:
@@ -289,9 +290,9 @@ class StreamingDataLoader(DataLoader[Any]):
         """
         self._source.reader.shards.delivered.compare(wait=wait)
 
-    def check(self) -> None:
+    def check(self, settings: BatchSettings | None = None) -> None:
         """Refuse settings that cannot be trained with, and log the shuffle's quality; once for each setting."""
-        settings = self.settings()
+        settings = settings or self.settings()
         self._source.reader.require_samples()
         if self._checked != settings:
             self._checked = settings

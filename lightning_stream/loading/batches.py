@@ -127,7 +127,7 @@ class BatchMaker:
                 self._name_samples(error, "collating", batch.sample_ids[:8].tolist())
                 raise
         try:
-            if self.source.packs_whole and batch.rows is not None:
+            if batch.rows is not None and self.source.packs_whole:
                 return collate_rows(samples, batch.rows)
             return self.source.collate(samples, self.memory)
         except (TypeError, AttributeError):
@@ -259,12 +259,13 @@ class BatchMaker:
         # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
         error.add_note(f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}.")
 
-    def _preserved(self) -> AbstractContextManager[None]:
-        """Restore the global generators; not in threads, which never change them, nor in workers, which seed them."""
+    @cached_property
+    def _preserved(self) -> Callable[[], AbstractContextManager[None]]:
+        """Restores the global generators; not in threads, which never change them, nor in workers, which seed them."""
         functions = self.source.transform, self.source.read_one, self.collate
         if self.in_threads or self.memory is not None or not any(functions):
-            return nullcontext()
-        return PreservedGenerators()
+            return nullcontext
+        return PreservedGenerators
 
     def verified(self, settings: BatchSettings, batches: Iterable[Delivery]) -> Generator[Delivery]:
         """Batches that are about to be handed out; made again if their shards have come and have other bytes.

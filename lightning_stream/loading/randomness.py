@@ -189,7 +189,8 @@ class SeededCall:
             return None
         _restore(_SEEDED)
         values = read()
-        self._draws = not _is_untouched()
+        python, numpy, of_torch = _states()
+        self._draws = (python, numpy, of_torch.numpy().tobytes()) != _SEEDED_BYTES
         return None if self._draws else values
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
@@ -207,12 +208,6 @@ with PreservedGenerators():
     seed_globals(_COLLATE)
     _SEEDED = _states()
     _SEEDED_BYTES = *_SEEDED[:2], _SEEDED[2].numpy().tobytes()
-
-
-def _is_untouched() -> bool:
-    """Whether nothing was drawn since these states were restored."""
-    python, numpy, of_torch = _states()
-    return (python, numpy, of_torch.numpy().tobytes()) == _SEEDED_BYTES
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:

@@ -186,7 +186,8 @@ def readable(
     if (bad.samples or bad.shards) and bad.suspects(reader, info.sample_ids):
         attempt = bad.replaced(reader, info, order)
     while True:
-        of_thread.unverified = unverified = list[UnverifiedRead]()
+        unverified: list[UnverifiedRead] = []
+        of_thread.unverified = unverified
         try:
             if attempt is info:
                 return read(info), info, tuple(unverified)

@@ -79,11 +79,11 @@ def read_ahead(
     infos = iter(infos)
     try:
         while not pool.has_all_open():
-            allowed = furthest if pool.queue.has_idle_threads() else depth
-            if len(ahead) <= allowed and (info := next(infos, None)) is not None:
+            while len(ahead) <= depth or (len(ahead) <= furthest and pool.queue.has_idle_threads()):
+                if (info := next(infos, None)) is None:
+                    break
                 ahead.append(info)
                 wants.append(reader.read_ahead(info.sample_ids))
-                continue
             if not ahead:
                 break
             next_use.position = ahead[0].begin

@@ -199,10 +199,6 @@ class SampleReader:
         """The ids of these samples in the streams: others only after deletions, or where a filter or subset chose."""
         return ids if self.members is None else self.members.select(ids)
 
-    def _locate(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The shard that holds each sample, and its index in it."""
-        return self.shards.snapshot.locate(self.original_ids(ids))
-
     def sample(self, sample_id: int, version: int | None = None) -> dict[str, Any]:  # noqa: ARG002 - see `switched`
         """Read one sample: column name to value. `version` counts where a training run switches versions.
 
@@ -300,14 +296,14 @@ class SampleReader:
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
         if self.shards.mixed_columns is None:
-            result = self.shards.pool.open.flat_arrays(*self._locate(ids), names, use)
+            result = self.shards.pool.open.flat_arrays(*self.shards.snapshot.locate(self.original_ids(ids)), names, use)
             if result is not None:
                 return result
         return use(*flat_copies(self.batch(ids), names))
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
         reads: list[UnverifiedRead] = []
-        of_shard, within = self._locate(ids)
+        of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
         mixed = self.shards.mixed_columns
         if self.shards.num_joined:
             columns = merge_groups(self._joined(of_shard, within, reads), self.shards.columns, len(ids), out)

@@ -94,7 +94,7 @@ class OpenShards:
 
     def has(self, shard_ids: NDArray[np.int64]) -> bool:
         """Whether all of these are open."""
-        return bool(self._is_open.take(shard_ids).all())
+        return int(np.count_nonzero(self._is_open.take(shard_ids))) == len(shard_ids)
 
     def gather(
         self, shard_ids: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None, joined: int = 0

@@ -280,7 +280,7 @@ def _numbers(window: AddressWindow, column: Column, at: Int64s, size: int, out: 
     assert layout is not None
     shape = (len(at), *layout.shape)
     if out is None:
-        return window.take_as(layout.dtype, at, size).reshape(shape)
+        return window.take(at, size).view(layout.dtype).reshape(shape)
     target = buffer_array(out, layout.dtype, shape, column.name)
     window.take(at, size, target.reshape(-1).view(np.uint8).reshape(len(at), size))
     return target
