@@ -274,13 +274,10 @@ class StreamingDataLoader(DataLoader[Any]):
     def note_batch(self, iterator: LoaderIterator, asked: float, got: float, made: Made) -> None:
         """Note a batch that is about to be handed out: when it was requested, when it came, and how it was made."""
         batch = iterator.last_batch
-        assert batch is not None
-        if made.unverified:
-            self._source.reader.shards.delivered.add(made.unverified, batch.label)
         if iterator.is_measured:
             self.meter.note(asked, got, made, batch, iterator.num_batches == 1)
         self.cursor.handed_out(iterator)
-        if iterator.moves and batch.substitutions:
+        if iterator.moves and batch is not None and batch.substitutions:
             self.num_substituted += batch.num_substituted
 
     def compare_unverified(self, *, wait: bool = True) -> None:

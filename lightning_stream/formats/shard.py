@@ -34,9 +34,10 @@ class Shard:
 
     def __init__(self, entry: ShardEntry, folder: Path, **settings: Unpack[Reading]) -> None:
         columns = settings.get("columns")
-        self.schema = entry.schema if columns is None else entry.schema.choose(columns)
+        schema = entry.schema
+        self.schema = schema if columns is None else schema.choose(columns)
         self.num_samples = entry.num_samples
-        self._layout = record_layout(entry.schema, **settings)
+        self._layout = record_layout(schema, **settings)
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, None if entry.raw.origin else entry.raw.num_bytes)
         offsets = sample_offsets(file, self.num_samples, file.num_bytes)

@@ -270,15 +270,18 @@ class BatchMaker:
     def verified(self, settings: BatchSettings, batches: Iterable[Delivery]) -> Generator[Delivery]:
         """Batches that are about to be handed out; made again if their shards have come and have other bytes.
 
-        Raises StoreError where that holds for a batch that was handed out before.
+        Those whose shards have not come are noted. Raises StoreError where one that was handed out before was wrong.
         """
         reader = self.source.reader
+        delivered = reader.shards.delivered
         for delivery in batches:
-            reader.shards.delivered.compare_arrived()
+            delivered.compare_arrived()
             while (unverified := delivery[2].unverified) and not reader.is_right(unverified, wait=False):
                 info = delivery[1]
                 _log.warning("The batch at %s was read unverified and wrong: it is made again.", info.label)
                 delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
+            if unverified:
+                delivered.add(unverified, delivery[1].label)
             yield delivery
             del delivery  # or its memory would stay in use while the next one is made
 

@@ -72,12 +72,12 @@ class UnverifiedReads:
         with self._guard:
             return [read for read in reads if read.is_awaited or read not in self._by_shard.get(read.shard_id, ())]
 
-    def compare(self, shard: Shard, shard_id: int, where: str) -> None:
+    def compare(self, shard: Shard, shard_id: int, url_of: Callable[[int], str]) -> None:
         """Raise StoreError where a verified shard differs from samples of it that were read; forget these."""
         with self._guard:
             reads = self._by_shard.pop(shard_id, set())
         if wrong := [read for read in reads if not read.agrees(shard)]:
-            raise _difference(where, wrong)
+            raise _difference(url_of(shard_id), wrong)
 
 
 class Deliveries:

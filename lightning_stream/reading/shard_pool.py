@@ -390,7 +390,7 @@ class ShardPool:
 
     def _begin(self, shard_ids: Sequence[int]) -> None:
         """Begin to fetch the shards that are neither open nor being fetched. The caller holds the lock."""
-        missing = [shard_id for shard_id in shard_ids if shard_id not in self.open and shard_id not in self.fetches]
+        missing = [shard_id for shard_id in shard_ids if shard_id not in self.fetches and shard_id not in self.open]
         if missing:
             new = {shard_id: Fetch(*self._shards.entry(shard_id)) for shard_id in missing}
             self.fetches |= new
@@ -483,7 +483,7 @@ class ShardPool:
                 continue
             shard, lease = opened
             self.partial.drop(shard_id)
-            self.unverified.compare(shard, shard_id, self._shards.url_of(shard_id))
+            self.unverified.compare(shard, shard_id, self._shards.url_of)
             with self.lock:
                 # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
                 if lease.is_held and (self.num_fetched_again == before or lease.is_current()):
