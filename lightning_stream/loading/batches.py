@@ -92,12 +92,13 @@ class BatchMaker:
         self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: SampledClocks | None = None
     ) -> Delivery:
         """Make one batch, whose planning took so long."""
-        of_thread = self.source.reader.counters.of_thread
+        source = self.source
+        of_thread = source.reader.counters.of_thread
         processor = processor or clocks_of_processor()
         of_thread.waited_s = of_thread.transform_s = of_thread.collate_s = 0.0
         processor.begin()
         began = perf_counter()
-        batch, info, unverified = readable(self.source.reader, self.source.bad_data, planned, order, self._batch)
+        batch, info, unverified = readable(source.reader, source.bad_data, planned, order, self._batch)
         ended = perf_counter()
         making_s = ended - began - of_thread.waited_s
         read_s = making_s - of_thread.transform_s - of_thread.collate_s

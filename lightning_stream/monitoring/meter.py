@@ -221,8 +221,9 @@ class Meter:
         self._training_since = got
         self._others.begin()
         self._collected = GARBAGE.seconds
-        total.wait_s += got - asked
-        total.longest_wait_s = max(total.longest_wait_s, got - asked)
+        wait_s = got - asked
+        total.wait_s += wait_s
+        total.longest_wait_s = max(total.longest_wait_s, wait_s)
         total.num_batches += 1
         total.num_ready += made.ended < asked
         if is_first:
@@ -237,8 +238,9 @@ class Meter:
         waits = total.first_waits if is_first else total.waits
         for part, seconds in zip(PARTS, divided(asked, got, made), strict=True):
             waits[part] += seconds
+        work = total.work
         for stage, seconds in zip(STAGES, made.stages, strict=True):
-            total.work[stage] += seconds
+            work[stage] += seconds
         total.cpu_s += made.cpu_s
         total.all_cpu_s += made.all_cpu_s
         total.queued_s += made.queued_s
