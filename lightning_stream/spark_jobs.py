@@ -28,6 +28,8 @@ def run_in_spark(
     Raises:
         LightningStreamError: A task ended with it in the executors, as often as Spark tries.
     """
+    if not hasattr(session, "createDataFrame"):
+        raise TypeError(f"spark must be a Spark session, such as local_session('local[2]'); got {session!r:.80}.")
     from pyspark import cloudpickle
 
     data = cloudpickle.dumps(task)

@@ -131,6 +131,8 @@ def convert(
     refuse_in_worker("convert()")
     if group_by is not None and val_fraction is None:
         raise ValueError("group_by keeps rows together in the validation split; it needs val_fraction.")
+    if not isinstance(columns, Mapping | None):
+        raise ValueError(f"columns must be a dict of encodings by name, {{'text': 'str'}}; got {columns!r:.80}.")
     place = absolute(out)
     outs = place if isinstance(place, tuple) else (place,)
     conversion = Conversion(

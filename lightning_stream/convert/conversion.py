@@ -161,11 +161,11 @@ class Conversion:
         specs = {
             split: self._spec(out, columns, schema, limit) for split, out in self.outs.items() if split not in finished
         }
+        task = self._task(schema, columns, specs, by_piece)  # first: what is wrong in the arguments leaves no files
         begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
         done = frozenset.intersection(
             *(frozenset() if self.force else publication.done for publication in begun.values())
         )
-        task = self._task(schema, columns, specs, by_piece)
         partitions = partitions_of(splits, num_bytes)
         receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
         in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
@@ -297,6 +297,8 @@ class Conversion:
     ) -> PartitionTask:
         split = None
         if self.val_fraction is not None:
+            if self.group_by is not None and self.group_by not in columns:
+                raise ValueError(f"group_by={self.group_by!r} is not a column; the columns are {', '.join(columns)}.")
             hashed = {name: columns[name] for name in schema.identity if name in columns} or columns
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
         check_measurable(self.lengths, columns)

@@ -141,8 +141,6 @@ class ValidationSplit:
         if self.group_by is None:
             encoder = MdsEncoder(self.columns)
             return encoder.encode_batch({name: values[name] for name in self.columns}, num_rows).rows()
-        if self.group_by not in values:
-            raise ValueError(f"group_by={self.group_by!r} is not a column; the columns are {', '.join(values)}.")
         groups = plain_values(values[self.group_by])
         return map(_group_bytes, groups.tolist() if isinstance(groups, np.ndarray) else groups)
 

@@ -46,7 +46,7 @@ def open_source(
     hidden = bool(options.pop("hidden", False))
     if isinstance(source, Inputs):
         return Source(f"{len(source.inputs):,} inputs", input_items(source), FunctionReader(source.function))
-    if hasattr(source, "with_format") and hasattr(source, "features"):
+    if hasattr(source, "with_format") and hasattr(source, "data") and hasattr(source, "features"):
         from lightning_stream.sources.arrays import DatasetReader
 
         reader: Any = DatasetReader(dataset=source, **options)

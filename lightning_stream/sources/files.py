@@ -15,7 +15,7 @@ import tarfile
 import zlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -367,7 +367,10 @@ def find_files(
 
     What is written into a folder below it, one of `out`, is no part of it.
     """
-    uris = [source] if isinstance(source, (str, os.PathLike)) else list(source)
+    is_list = isinstance(source, Iterable) and not isinstance(source, (str, Mapping))
+    uris = list(source) if is_list else [source]
+    if not uris or not all(isinstance(uri, (str, os.PathLike)) for uri in uris):
+        raise ValueError(f"a source must be a path, a URL, a pattern, or a list of these; got {source!r:.80}.")
     listings = [_listed(os.fspath(uri), options, hidden, [f"{place}/" for place in out]) for uri in uris]
     files = [file for listing in listings for file in listing.files]
     twice = [uri for uri, count in Counter(file.uri for file in files).items() if count > 1]

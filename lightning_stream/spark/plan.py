@@ -6,12 +6,14 @@ import hashlib
 import io
 import json
 import re
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import get_ident
+from typing import Any, TextIO
 from urllib.parse import unquote, urlparse
 from weakref import WeakKeyDictionary
 
@@ -65,10 +67,21 @@ def selected(dataframe: Any, columns: Sequence[str]) -> Any:
 
 def plan_text(dataframe: Any) -> str:
     """The plan as Spark explains it, without what differs from session to session."""
-    out = io.StringIO()
-    with redirect_stdout(out):
+    with redirect_stdout(_OfThread(sys.stdout)) as out:
         dataframe.explain("extended")
-    return _PASSING.sub("", out.getvalue())
+    return _PASSING.sub("", out.text.getvalue())
+
+
+class _OfThread(io.TextIOBase):
+    """Takes what this thread prints; what others print meanwhile goes to where it was printed before."""
+
+    def __init__(self, others: TextIO) -> None:
+        self.text = io.StringIO()
+        self._others = others
+        self._thread = get_ident()
+
+    def write(self, text: str) -> int:
+        return (self.text if get_ident() == self._thread else self._others).write(text)
 
 
 def fingerprint(dataframe: Any, settings: Mapping[str, Any], udf: Callable[..., Any] | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
 import sys
@@ -95,6 +96,7 @@ def _use_java(java: Path) -> None:
     if java == Path(shutil.which("java") or "") or os.environ.get("JAVA_HOME"):
         return
     home = Path(tempfile.mkdtemp(prefix="spark-java-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
     script = home / "bin" / "java"
     script.parent.mkdir()
     script.write_text(

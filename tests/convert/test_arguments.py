@@ -13,6 +13,38 @@ from lightning_stream.errors import NotFoundError
 PLAIN: dict[str, Any] = {"compression": None, "num_workers": 1}
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"val_fraction": 20}, "val_fraction must be between 0 and 1"),
+        ({"val_fraction": 0.5, "group_by": "author"}, "group_by='author' is not a column; the columns are k"),
+        ({"columns": ["k"]}, "columns must be a dict of encodings by name"),
+        ({"columns": {"k": "int99"}}, "no encoding 'int99'"),
+        ({"lengths": {"n": 3}}, "lengths must be functions by name"),
+    ],
+)
+def test_a_wrong_argument_leaves_nothing_in_the_way_of_the_right_call(
+    tmp_path: Path, wrong: dict[str, Any], message: str
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"k": 1}\n' * 50)
+    settings: dict[str, Any] = {"num_workers": 1}
+    with pytest.raises((ValueError, TypeError), match=message):
+        convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings, **wrong)
+    assert [path for path in (tmp_path / "out").rglob("*") if path.is_file()] == []
+    assert convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings).total == 50
+
+
+def test_a_name_of_a_cluster_is_no_session(rows_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"spark must be a Spark session, such as local_session\('local\[2\]'\)"):
+        convert(rows_file, tmp_path / "out", spark="local[2]")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("source", [None, 3, [], {"train": "rows.jsonl"}, [None]])
+def test_what_is_no_source_is_refused(tmp_path: Path, source: Any) -> None:
+    with pytest.raises(ValueError, match="a source must be a path, a URL, a pattern, or a list of these; got"):
+        convert(source, tmp_path / "out")
+
+
 def test_a_mistyped_argument_is_refused_with_the_one_that_was_meant(rows_file: Path, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match=r"convert\(\) got .* argument 'colums'\. Did you mean 'columns'\?"):
         convert(rows_file, tmp_path / "out", colums={})  # type: ignore[call-arg]

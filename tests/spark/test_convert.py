@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime as dt
 import io
 import json
+import threading
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 from lightning_stream import spark as room
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
+from lightning_stream.spark.plan import plan_text
 
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.UTC)
 
@@ -150,6 +152,18 @@ def test_columns_have_any_names(spark: Any, tmp_path: Path) -> None:
 
     room.dataframe_to_mds(frame, mds_kwargs=plain(tmp_path / "sum", columns={"sum": "int"}), udf_iterable=doubled)
     assert samples_of(tmp_path / "sum") == [{"sum": 6}]
+
+
+def test_what_other_threads_print_is_no_part_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    class Frame:
+        def explain(self, mode: str) -> None:
+            other = threading.Thread(target=print, args=("epoch 3",))
+            other.start()
+            other.join()
+            print(f"{mode} plan")
+
+    assert plan_text(Frame()) == "extended plan\n"
+    assert capsys.readouterr().out == "epoch 3\n"
 
 
 def test_a_preprocessing_function_gives_the_samples(spark: Any, tmp_path: Path) -> None:

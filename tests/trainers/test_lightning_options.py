@@ -48,7 +48,13 @@ def streaming(shards: Path, **options: Any) -> StreamingDataLoader:
 
 
 def test_an_option_that_no_door_has_is_refused_with_the_one_that_was_meant(shards: Path) -> None:
-    for wrong, meant in (("num_worker", "num_workers"), ("monitors", "monitor"), ("show_positions", "show_position")):
+    misspelt = {
+        "num_worker": "num_workers",
+        "monitors": "monitor",
+        "show_positions": "show_position",
+        "eval_batchsize": "eval_batch_size",
+    }
+    for wrong, meant in misspelt.items():
         with pytest.raises(TypeError, match=f"argument '{wrong}'. Did you mean '{meant}'"):
             StreamingDataModule(train=shards, batch_size=4, **{wrong: 2})  # type: ignore[arg-type]
 

@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any, Literal, Unpack
 
 from lightning_stream.distributed import detect_world
@@ -96,7 +97,8 @@ class StreamingDataModule(LightningDataModule):
         **options: Unpack[ModuleOptions],
     ) -> None:
         super().__init__()
-        refuse_unknown(type(self).__name__, options, list(ModuleOptions.__annotations__))
+        names = [*signature(StreamingDataModule).parameters, *ModuleOptions.__annotations__]
+        refuse_unknown(type(self).__name__, options, names)
         arguments = {"train": train, "val": val, "test": test, "predict": predict}
         self.datasets = {
             name: None if what is None else dataset_of(f"{name}=", what) for name, what in arguments.items()
