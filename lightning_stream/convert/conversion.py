@@ -167,7 +167,12 @@ class Conversion:
             *(frozenset() if self.force else publication.done for publication in begun.values())
         )
         partitions = partitions_of(splits, num_bytes)
-        receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
+        try:
+            receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
+        except Exception:
+            for publication in begun.values() if isinstance(workers, int) else ():  # tasks of Spark may still write
+                publication.withdraw()
+            raise
         in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
         try:
             for split in begun:

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +75,12 @@ class Publication:
         if done:
             _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
         return cls(spec, place, done)
+
+    def withdraw(self) -> None:
+        """Remove the note that this conversion has begun, if it has written nothing: any other one may follow then."""
+        with suppress(StoreError):  # it is told of the error that ended the conversion
+            if all(name.endswith("/begun") or not _PARTS.fullmatch(name) for name in self.place.look()):
+                self.place.sweep(_PARTS, self.place.former)
 
     def cancel(self) -> None:
         """Remove what was written and will not be published. A dataset that is there stays whole."""

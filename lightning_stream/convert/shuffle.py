@@ -14,7 +14,7 @@ import stat
 import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from glob import escape
 from operator import itemgetter
@@ -25,7 +25,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.errors import UnavailableError
+from lightning_stream.errors import CacheError, LockTimeoutError, UnavailableError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import Shard
@@ -192,7 +192,14 @@ class Shuffle:
 
         They stay if the same call may go on with them: after a kill, Ctrl-C, a store that failed, or workers that died.
         """
-        with self._lock(self.folder):
+        self.folder.parent.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as locks:
+            try:
+                locks.enter_context(self._lock(self.folder))
+            except LockTimeoutError:
+                raise
+            except CacheError:
+                _LOG.info("%s is in a file system without locks.", self.folder)
             try:
                 yield
             except (KeyboardInterrupt, UnavailableError, WorkersDiedError):
@@ -208,9 +215,10 @@ class Shuffle:
         """Remove what other conversions to this place left, with which none continues."""
         for folder in set(self.folder.parent.glob(self.former)) - {self.folder}:
             lock = self._lock(folder)
-            if lock.try_acquire():
-                shutil.rmtree(folder, ignore_errors=True)
-                lock.release()
+            with suppress(CacheError):  # a file system without locks: it may be in use
+                if lock.try_acquire():
+                    shutil.rmtree(folder, ignore_errors=True)
+                    lock.release()
 
     @staticmethod
     def _lock(folder: Path) -> FileLock:

@@ -52,6 +52,7 @@ _MARKER = re.compile(
 )
 _ASTRAY = re.compile(r"(^|/)\.{0,2}(/|$)|\0")  # an absolute path, an empty part, ``.``, ``..``, or a NUL
 _FILE = re.compile(r"(?i)\.(parquet|pq|arrow|feather|ipc|jsonl|ndjson|json|tar|npy|npz|csv)(\.gz|\.zst)?$")
+_NO_TEXT = re.compile("[\ud800-\udfff]")  # how Python shows bytes of names that are no UTF-8
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 _DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
 
@@ -367,11 +368,12 @@ def find_files(
 
     What is written into a folder below it, one of `out`, is no part of it.
     """
-    is_list = isinstance(source, Iterable) and not isinstance(source, (str, Mapping))
-    uris = list(source) if is_list else [source]
+    place: Any = source
+    is_list = isinstance(place, Iterable) and not isinstance(place, (str, Mapping))
+    uris = list(place) if is_list else [place]
     if not uris or not all(isinstance(uri, (str, os.PathLike)) for uri in uris):
         raise ValueError(f"a source must be a path, a URL, a pattern, or a list of these; got {source!r:.80}.")
-    listings = [_listed(os.fspath(uri), options, hidden, [f"{place}/" for place in out]) for uri in uris]
+    listings = [_listed(os.fspath(uri), options, hidden, [f"{folder}/" for folder in out]) for uri in uris]
     files = [file for listing in listings for file in listing.files]
     twice = [uri for uri, count in Counter(file.uri for file in files).items() if count > 1]
     if twice:
@@ -431,6 +433,8 @@ def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
     log = [entry for entry in entries if entry.name.startswith(DELTA_LOG) and entry.num_bytes]
     rule = _MARKER if hidden or _HIDDEN.search(names) else _HIDDEN
     shown = [entry for entry in entries if not _ASTRAY.search(entry.name) and not rule.search(entry.name)]
+    if isinstance(store, LocalStore):
+        _check_names(store, shown)
     left_out = _left_out(entries, shown)
     if left_out:
         _log.warning(
@@ -440,6 +444,15 @@ def files_of(store: Store, names: str = "", *, hidden: bool = False) -> Listing:
         )  # fmt: skip
     has_log = bool(log) or (bool(names and shown) and is_table(store))
     return Listing(store.url, _files(store, shown), _files(store, log), has_log, left_out)
+
+
+def _check_names(store: LocalStore, entries: Sequence[ObjectEntry]) -> None:
+    """Raise ValueError for a name that is no text, and NotFoundError for a link to nothing: no file may be lost."""
+    for entry in entries:
+        if _NO_TEXT.search(entry.name):
+            raise ValueError(f"names of files must be UTF-8; rename {entry.name!r} in {store.url}.")
+        if not entry.version:
+            raise NotFoundError(f"{store.url}/{entry.name} is a link to a file that is gone. Restore or remove it.")
 
 
 def _left_out(entries: Sequence[ObjectEntry], shown: Sequence[ObjectEntry]) -> list[str]:

@@ -81,9 +81,14 @@ class LocalStore(BaseStore):
 
     def _list(self, prefix: str) -> Iterator[ObjectEntry]:
         for name in sorted(_walk(self.folder, "", prefix)):
-            with contextlib.suppress(FileNotFoundError):
-                known = (self.folder / name).stat()
-                yield ObjectEntry(name, known.st_size, str(known.st_mtime_ns), change_mark(known))
+            path = self.folder / name
+            try:
+                known = path.stat()
+            except FileNotFoundError:
+                if path.is_symlink():  # to a file that is gone: it is no empty place
+                    yield ObjectEntry(name, 0)
+                continue
+            yield ObjectEntry(name, known.st_size, str(known.st_mtime_ns), change_mark(known))
 
     def _delete(self, name: str) -> None:
         (self.folder / name).unlink(missing_ok=True)

@@ -60,6 +60,25 @@ def test_a_rerun_reads_only_what_is_missing(tmp_path: Path, files_of: Any) -> No
     assert Counter((tmp_path / "read").read_text().split()) == {"0": 1, "1": 1}  # 0 to know the columns
 
 
+def test_one_that_fails_before_it_has_written_anything_is_in_no_way_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"k": 1}\n{"k": 2}\n')
+
+    def fails(row: dict[str, Any]) -> dict[str, Any]:
+        return {"k": row["k"] // (2 - row["k"])}
+
+    settings: dict[str, Any] = {"num_workers": 1, "columns": {"k": "int64"}}
+    with pytest.raises(ZeroDivisionError):
+        convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings, transform=fails)
+    assert convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings).total == 2
+    before = {path: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    with pytest.raises(ZeroDivisionError):
+        convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings, transform=fails, overwrite=True)
+    assert {path: path.read_bytes() for path in before} == before
+    assert not convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings).is_new
+
+
 def test_shards_left_without_any_receipt_are_known_as_ours(
     tmp_path: Path, files_of: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

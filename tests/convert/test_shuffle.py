@@ -16,6 +16,7 @@ import pytest
 from lightning_stream.convert import convert
 from lightning_stream.convert.shuffle import GatherTask, ScatterTask, row_keys
 from lightning_stream.errors import UnavailableError
+from lightning_stream.shared_files import FileLock, no_locks
 from lightning_stream.sources.base import partitions_of
 from lightning_stream.sources.choose import open_source
 
@@ -170,6 +171,20 @@ def test_one_that_was_interrupted_continues_and_another_one_removes_what_it_left
     assert [*tmp_path.glob(".out*")] == []
     convert(sorted_rows, tmp_path / "other", **PLAIN, seed=1, overwrite=True)
     assert [*tmp_path.glob(".*")] == []
+
+
+def test_temporary_files_may_be_where_there_are_no_locks(
+    sorted_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("fsspec", reason="needs fsspec: uv sync --group test")
+
+    def fail(lock: FileLock) -> bool:
+        raise no_locks(lock.path)
+
+    monkeypatch.setattr(FileLock, "try_acquire", fail)
+    settings = {**PLAIN, "shuffle": True, "tmp_dir": tmp_path / "not" / "yet"}
+    assert convert(sorted_rows, "memory://shuffled-without-locks/out", **settings).total == 4000
+    assert [*(tmp_path / "not" / "yet").iterdir()] == []
 
 
 def test_of_two_conversions_that_are_the_same_one_waits_and_reuses_the_dataset(

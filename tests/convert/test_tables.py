@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from lightning_stream import StreamingDataset
 from lightning_stream.convert import convert
-from lightning_stream.errors import FormatError
+from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.sources.base import partitions_of
 from lightning_stream.sources.choose import open_source
 
@@ -178,6 +179,27 @@ def test_a_dataset_below_its_source_is_no_part_of_it(tmp_path: Path) -> None:
     again = convert(folder, folder / "mds", **settings)
     assert (again.total, again.is_new) == (2, False)
     assert convert(folder, (tmp_path / "here", folder / "mds"), **settings).is_new is False
+
+
+def test_a_link_to_nothing_and_a_name_that_is_no_text_are_told(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"k": 1}\n')
+    (folder / ".#a.jsonl").symlink_to("editor@host")  # of an editor; hidden files are no data
+    assert convert(folder, tmp_path / "out", **PLAIN).total == 1
+    (folder / "b.jsonl").symlink_to(tmp_path / "blob")
+    for source in (folder, folder / "b.jsonl"):
+        with pytest.raises(NotFoundError, match=r"b\.jsonl is a link to a file that is gone"):
+            convert(source, tmp_path / "other", **PLAIN)
+    with pytest.raises(NotFoundError, match=r"b\.jsonl is a link to a file that is gone"):
+        StreamingDataset(str(folder), local=str(tmp_path / "cache"))[0]
+    (folder / "b.jsonl").unlink()
+    try:
+        Path(os.fsdecode(os.fsencode(folder) + b"/\xff.jsonl")).write_text('{"k": 2}\n')
+    except OSError:
+        return  # a file system whose names are text
+    with pytest.raises(ValueError, match=r"names of files must be UTF-8; rename '\\udcff.jsonl'"):
+        convert(folder, tmp_path / "third", **PLAIN)
 
 
 def test_a_folder_name_with_brackets_is_a_name(tmp_path: Path, samples_of: Any) -> None:
