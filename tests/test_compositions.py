@@ -184,10 +184,7 @@ def test_a_composed_dataset_is_exact_after_stops_in_other_worlds(folder: Path, n
 # Those that workers need most settings for; the others are nightly, as each case starts dozens of processes.
 WITH_WORKERS = (
     "schedule, filter, pack, balance",
-    "subset, pack",
-    "replication, pack",
     "whole, stratified, replication",
-    "whole, schedule, filter, balance by a function",
     "whole, bad samples, schedule, filter, balance",
 )
 

