@@ -503,6 +503,8 @@ def _check_order(
     forget: object,
 ) -> None:
     """Raise ValueError for settings of an order that are wrong, or contradict each other or the streams' weights."""
+    if not isinstance(pack, Packing | None):
+        raise TypeError(f"pack is a Packing; found {pack!r}. Pass e.g. Packing(row_length=2048)")
     rows = None if pack is None else pack.rows("")
     sorted_by = None if buckets is None else LengthBuckets(1, 1, buckets.batch_tokens)
     settings = {**arguments, "packing": rows, "buckets": sorted_by, "forgotten": None if forget is None else ""}

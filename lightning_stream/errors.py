@@ -125,7 +125,7 @@ def needs(package: str, extra: str, purpose: str) -> Iterator[None]:
 
 def suggesting(function: Callable[P, R]) -> Callable[P, R]:
     """Let the error of a function, or a constructor, for an unknown argument name the one that was probably meant."""
-    names = [name for name in signature(function).parameters if name != "self"]
+    names = list(signature(function).parameters)
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -136,7 +136,11 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) -> None:
-    """Raise TypeError for an argument that a function does not have; it names the one that was probably meant."""
+    """Raise TypeError for an argument that a function does not have; it names the one that was probably meant.
+
+    `names` may hold ``self`` and ``options``, which are no arguments.
+    """
+    names = [name for name in names if name not in ("self", "options")]
     for name in arguments:
         if name not in names:
             close = get_close_matches(_OF_LITDATA.get(name, name), names, 1)

@@ -28,6 +28,7 @@ from lightning_stream.reading.mapped import MapReader, MapStream
 from lightning_stream.reading.stream import Stream
 
 _SEED = 9176
+_NOT_WITH_SAMPLER = ("shuffle", "datasets by name", "schedule", "epoch_size", "batching_method", "forget")
 _REFUSED = {
     "batch_sampler": "its batches would be those of one world: pass batch_size=, and sampler= for an order of your own",
     "in_order": "batches come in the order of the run, which its state counts: omit in_order",
@@ -117,8 +118,8 @@ class MapDataset(StreamingDataset):
     ) -> None:
         refuse_unknown(type(self).__name__, options, [*signature(MapDataset).parameters, *MapOptions.__annotations__])
         by_name = lengths if isinstance(lengths, Mapping) else {} if lengths is None else {"tokens": lengths}
-        if sampler is not None and (shuffle or isinstance(dataset, Mapping)):
-            raise ValueError("a sampler is the whole order of one dataset: omit shuffle, and datasets by name")
+        if sampler is not None:
+            _refuse_with_sampler({"shuffle": shuffle, "datasets by name": isinstance(dataset, Mapping), **options})
         streams = _streams(dataset, proportion, by_name, options.get("schedule"))
         super().__init__(
             streams=streams,
@@ -204,6 +205,16 @@ def _streams(
             f"{', '.join(names)}. Pass e.g. lengths=lambda dataset: dataset.lengths"
         )
     return [MapStream(member, name, (proportion or {}).get(name), lengths) for name, member in dataset.items()]
+
+
+def _refuse_with_sampler(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for settings of an order that a sampler has itself."""
+    usual = (None, False, "random")
+    if named := [name for name in _NOT_WITH_SAMPLER if settings.get(name) not in usual]:
+        raise ValueError(
+            "a sampler is the whole order of one dataset, with the samples that it leaves out and the size of its "
+            f"epochs: omit {', '.join(named)}"
+        )
 
 
 def _is_map_style(value: Any) -> bool:
@@ -342,6 +353,7 @@ def dataset_of(name: str, data: Any, arguments: Mapping[str, Any] = MappingProxy
     if not _is_map_style(data):
         raise TypeError(
             f"{name} takes a StreamingDataset, a mapping of its arguments, a path or URL, a list of streams, or a "
-            f"map-style dataset; found {type(data).__name__}"
+            f"map-style dataset, which has __len__ and __getitem__; found {type(data).__name__}. Pass a loader's "
+            "dataset; of an iterable dataset nothing can be planned: write its samples once (MDSWriter)"
         )
     return MapDataset(data, **arguments)

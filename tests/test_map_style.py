@@ -349,6 +349,9 @@ class _Endless(IterableDataset[int]):
         (range(9), {"lengths": [1] * 9, "pack": Packing(row_length=4)}, "mappings with 'tokens'; found int"),
         (range(9), {"sampler": DistributedSampler(range(9), 2, 0)}, "those of one rank"),
         (range(9), {"sampler": [1], "shuffle": True}, "omit shuffle"),
+        (range(9), {"sampler": [1], "epoch_size": 5, "forget": [2]}, "omit epoch_size, forget"),
+        (range(9), {"sampler": [1], "batching_method": "per_stream"}, "omit batching_method"),
+        (range(9), {"pack": {"row_length": 4}}, "pack is a Packing"),
         (range(3), {"shufle": True}, "Did you mean 'shuffle'"),
     ],
 )
@@ -365,6 +368,12 @@ def test_a_state_of_other_data_or_settings_is_refused() -> None:
         StatefulDataLoader(Squares(), 8, True, seed=4).load_state_dict(state)
     generator = torch.Generator().manual_seed(3)
     StatefulDataLoader(Squares(), 8, True, generator=generator).load_state_dict(state)
+
+
+def test_a_function_of_lengths_that_fails_is_told_what_it_is_called_with() -> None:
+    with pytest.raises(TypeError) as caught:
+        list(StatefulDataLoader([{"t": [1]}], lengths=lambda sample: len(sample["t"]), batch_tokens=4))
+    assert "called with the dataset" in caught.value.__notes__[0]
 
 
 def test_budgets_of_tokens_hold_with_lengths_that_are_found_once() -> None:

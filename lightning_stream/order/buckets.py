@@ -76,8 +76,8 @@ class LengthBuckets:
             if multiple > room:
                 raise ValueError(
                     f"batch_tokens must have room for {multiple} samples of the greatest length, {longest:,}, which is "
-                    f"{multiple * longest:,}; found {batch_tokens:,}. Raise it, omit long samples with filter_lengths, "
-                    "or lower batch_multiple"
+                    f"{multiple * longest:,}; found {batch_tokens:,}. Raise it, omit long samples (by "
+                    "filter_lengths; of a map-style dataset, by torch.utils.data.Subset), or lower batch_multiple"
                 )
             batch_size = multiple
             usual = batch_tokens // mean

@@ -79,7 +79,13 @@ class GivenLengths:
                 f"lengths={{{name!r}: numbers}}, or a function that returns them for the dataset"
             )
         lengths = self.by_name[name]
-        return lengths(dataset) if callable(lengths) else lengths
+        if not callable(lengths):
+            return lengths
+        try:
+            return lengths(dataset)
+        except Exception as error:
+            error.add_note("This function of lengths= is called with the dataset, and returns those of all samples.")
+            raise
 
 
 class MapReader(SampleReader):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any, Unpack
 
 from lightning_stream.errors import StateError, refuse_unknown
@@ -74,7 +75,8 @@ class StreamingCallback(Callback):
     state_key = STATE_KEY  # the same for every subclass, so that a renamed class still finds its state
 
     def __init__(self, *, show_position: bool = True, is_passive: bool = False, **options: Unpack[RunOptions]) -> None:
-        refuse_unknown(type(self).__name__, options, list(CallbackOptions.__annotations__))
+        known = [*signature(StreamingCallback.__init__).parameters, *CallbackOptions.__annotations__]
+        refuse_unknown(type(self).__name__, options, known)
         self.run = Run(**options)
         self.is_passive = is_passive
         self.show_position = show_position
