@@ -134,7 +134,7 @@ def test_a_subset_is_balanced_by_its_own_lengths(shards: Path) -> None:
 
 
 def test_a_balance_that_can_do_nothing_is_warned_of(shards: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for nodes, world, warned in ((1, World(0, 4), 0), (4, World(0, 4, 2), 0), (4, World(0, 4), 1)):
+    for nodes, world, warned in ((1, World(0, 4), 0), (4, World(0, 4, 2), 0), (4, World(0, 4), 1), (1, World(0, 1), 0)):
         caplog.clear()
         next(iter(loaders_of(shards, 4, world, {**BALANCED, "num_canonical_nodes": nodes})[0]))
         assert sum("Shares are balanced among" in record.message for record in caplog.records) == warned

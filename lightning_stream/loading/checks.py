@@ -78,7 +78,7 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
             f"{num_dropped:,} of {run.snapshot.num_samples:,} samples are longer than a row, and in none: they are "
             "dropped (long_documents='drop')."
         )
-    if settings.balance is not None and not can_balance(run, world):
+    if settings.balance is not None and world.num_replicas > 1 and not can_balance(run, world):
         _log.warning(
             "Shares are balanced among the replicas of a machine, which has only one here, so that no machine "
             "downloads more. num_canonical_nodes=1, set when a run starts, balances over all machines; each then "

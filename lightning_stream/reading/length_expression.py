@@ -22,6 +22,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 _FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"max": np.maximum, "min": np.minimum}
 _SIGNS = re.compile(r"[+*()]|//|/\d| [-/%] ")  # a name of lengths has none of them
 _MOST_POWER = 8
+_MOST_CHARACTERS = 1000  # so that Python's limit of nested calls is far
 _LIMIT = 2**63
 _RULE = (
     "lengths are a name, or whole numbers and names joined by + - * // max() min(), or ** and a number from 1 to "
@@ -57,6 +58,8 @@ class LengthExpression:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        if len(text) > _MOST_CHARACTERS:
+            raise self._error("it is too long")
         try:
             self._tree = ast.parse(text.strip(), mode="eval").body
         except (SyntaxError, ValueError) as error:

@@ -60,6 +60,7 @@ def test_an_expression_gives_what_python_gives_or_says_why_not(text: str) -> Non
         ("2 * 3", "no name"),
         ("tokens + ", "cannot be read"),
         ("tokens + \x00", "cannot be read"),
+        ("+".join(["tokens"] * 5000), "too long"),
     ],
 )
 def test_anything_but_arithmetic_is_refused(text: str, cause: str) -> None:
