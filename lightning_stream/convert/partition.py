@@ -143,6 +143,9 @@ class PartitionWriter(MDSWriter):
         super().__init__(out=_PartitionPlace(spec, partition_id), columns=spec.columns, **spec.writer)
         self.partition_id = partition_id
 
+    def _tell_of(self, kind: type[BaseException]) -> None:
+        """Nothing: what a partition has left is the conversion's to say."""
+
     def write_encoded(self, batch: EncodedBatch, lengths: Lengths) -> None:
         """Add rows that are bytes of these columns already, with their lengths."""
         self._add_encoded(self._encoder or self._open(), batch, lengths)

@@ -362,6 +362,10 @@ class ShardWriter(ABC):
             return
         self._pipeline.fail(error or kind())
         self._pipeline.close()
+        self._tell_of(kind)
+
+    def _tell_of(self, kind: type[BaseException]) -> None:
+        """Say what an error has left."""
         left = sorted(self._place.done)
         _LOG.error(
             "writing to %s ended with %s before the index was put, so %s. It left %s.",

@@ -61,7 +61,7 @@ def test_a_rerun_reads_only_what_is_missing(tmp_path: Path, files_of: Any) -> No
 
 
 def test_one_that_fails_before_it_has_written_anything_is_in_no_way_of_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "rows.jsonl").write_text('{"k": 1}\n{"k": 2}\n')
 
@@ -77,6 +77,7 @@ def test_one_that_fails_before_it_has_written_anything_is_in_no_way_of_another(
         convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings, transform=fails, overwrite=True)
     assert {path: path.read_bytes() for path in before} == before
     assert not convert(tmp_path / "rows.jsonl", tmp_path / "out", **settings).is_new
+    assert not caplog.records  # the error says all
 
 
 def test_shards_left_without_any_receipt_are_known_as_ours(
