@@ -58,6 +58,26 @@ def samples_at_once() -> int | None:
     return len(taken) if isinstance(taken, list) else None
 
 
+def template_for(stateful: Any) -> Any:
+    """The state of this object in a sharded checkpoint that torch is about to load, with None for values; else None.
+
+    `torch.distributed.checkpoint` asks the object for its state and reads the keys of that alone, but a state may have
+    others: a change of the mixture, or windows that were counted.
+    """
+    frame = inspect.currentframe()
+    caller = frame and frame.f_back and frame.f_back.f_back
+    if caller is None or caller.f_globals.get("__name__") != "torch.distributed.checkpoint.state_dict_loader":
+        return None
+    values = caller.f_locals
+    if values.get("elem") is not stateful or "storage_reader" not in values:
+        return None
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    metadata = values["storage_reader"].read_metadata()
+    paths = {name: path for name, path in (metadata.planner_data or {}).items() if path[0] == values["key"]}
+    return unflatten_state_dict(dict.fromkeys(paths), paths).get(values["key"])
+
+
 def become_worker(index: int, count: int, seed: int, dataset: Any) -> None:
     """Let this process be a worker as torch's are: by its seed, threads, and ``get_worker_info()``."""
     seed_globals(seed + index)  # and torch.initial_seed() is that of the worker's info

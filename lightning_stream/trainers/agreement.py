@@ -1,12 +1,14 @@
 """Checks, once at the start of training, that all ranks train on the same run of the same data.
 
-Each rank reads the index and computes the order for itself. Samples would be lost and repeated without an error if one
-of them had other settings, or read another index because the dataset was replaced in the meantime.
+Each rank reads the index, computes the order and knows its place for itself. Samples would be lost and repeated without
+an error if one of them had other settings, saw another world, or read another index because the dataset was replaced in
+the meantime.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,20 +16,21 @@ import torch
 from numpy.typing import NDArray
 
 from lightning_stream.errors import StateError
-from lightning_stream.order import Position
+from lightning_stream.order import Position, World
 
 T = TypeVar("T")
 
 
-def check_ranks_agree(position: Position, report: T = None) -> list[T]:  # type: ignore[assignment]
-    """Compare the position of all ranks; returns what each reports beside it. Collective.
+def check_ranks_agree(position: Position, report: T = None, world: World | None = None) -> list[T]:  # type: ignore[assignment]
+    """Compare the position of all ranks, and their worlds; returns what each reports beside it. Collective.
 
     Raises:
         StateError: They differ; on every rank.
     """
-    states, reports = zip(*gathered((position.to_state(), report)), strict=True)
+    states, reports, worlds = zip(*gathered((position.to_state(), report, world)), strict=True)
     try:
         compare(states)
+        compare_worlds([seen for seen in worlds if seen is not None])
     except StateError:
         torch.distributed.barrier()  # a rank that ends while another still gathers would break its connection
         raise
@@ -70,3 +73,14 @@ def compare(states: Sequence[Mapping[str, Any]]) -> None:
                 f"all ranks train on one run of the same data, but ranks 0 and {rank} differ in {values}. The data was "
                 "replaced while the run began, or a setting depends on the rank: correct that and start again"
             )
+
+
+def compare_worlds(worlds: Sequence[World]) -> None:
+    """Raise StateError unless several ranks are all of one world."""
+    sizes = {replace(world, rank=0, disks=()) for world in worlds}
+    ranks = {world.rank for world in worlds}
+    if len(worlds) > 1 and (len(sizes) > 1 or len(ranks) < worlds[0].num_ranks):
+        raise StateError(
+            f"all ranks of a world train together, but the {len(worlds)} processes here are {list(worlds)}. Each would "
+            "read samples of others, or some nobody: omit world=, or pass the rank among all"
+        )

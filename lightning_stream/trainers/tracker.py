@@ -319,7 +319,7 @@ class PositionTracker:
         self._step = self.clock.step()
         loader = self.loader
         report = source_of(loader.streaming).disk(self.settings) if loader.disks is None else NO_REPORT
-        reports = check_ranks_agree(self.position, report)
+        reports = check_ranks_agree(self.position, report, self.settings.world)
         if loader.disks is None:
             loader.disks = disks_of(self.settings.world, reports)
             self._settings = None

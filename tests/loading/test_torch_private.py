@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 from multiprocessing import forkserver
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info  # noqa: E402
 
+from lightning_stream import MDSWriter, Packing, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream.errors import SettingsMismatch  # noqa: E402
 from lightning_stream.loading import torch_private  # noqa: E402
 
 
@@ -72,3 +76,29 @@ def test_a_forkserver_preloads_the_package_unless_the_program_chose_modules(monk
     server.set_forkserver_preload(["json"])
     torch_private.start_servers(multiprocessing.get_context("forkserver"))
     assert server._preload_modules == ["json"]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_sharded_checkpoint_gives_a_state_back_with_keys_that_a_new_loader_has_not(tmp_path: Path) -> None:
+    """Of packed rows, a state holds what was counted; and other settings are named, where keys would be missing."""
+    from torch.distributed import checkpoint
+
+    with MDSWriter(out=str(tmp_path / "data"), columns={"tokens": "ndarray:int32"}, lengths={"tokens": len}) as writer:
+        for number in range(60):
+            writer.write({"tokens": np.zeros(3 + number % 17, np.int32)})
+
+    def loader(**options: Any) -> StreamingDataLoader:
+        return StreamingDataLoader(StreamingDataset(tmp_path / "data", shuffle=True, **options), 2)
+
+    trained = loader(pack=Packing(row_length=40))
+    batches = iter(trained)
+    for _ in range(3):
+        next(batches)
+    state = trained.state_dict()
+    resumed = loader(pack=Packing(row_length=40))
+    assert "landmark" in state.keys() - resumed.state_dict().keys()
+    checkpoint.save({"data": trained}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    checkpoint.load({"data": resumed}, checkpoint_id=tmp_path / "ckpt", no_dist=True)
+    assert resumed.state_dict() == state
+    with pytest.raises(SettingsMismatch, match="packing was"):
+        checkpoint.load({"data": loader()}, checkpoint_id=tmp_path / "ckpt", no_dist=True)

@@ -10,9 +10,9 @@ from support.warm import python
 
 torch = pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
 from lightning_stream.errors import StateError  # noqa: E402
-from lightning_stream.trainers.agreement import check_ranks_agree, compare  # noqa: E402
+from lightning_stream.trainers.agreement import check_ranks_agree, compare, compare_worlds  # noqa: E402
 
 RANK = """
 import os, sys, torch
@@ -73,3 +73,17 @@ def test_a_seed_that_depends_on_the_rank_is_an_error(tmp_path: Path) -> None:
 def test_a_single_process_asks_no_other(tmp_path: Path) -> None:
     loader = StreamingDataLoader(StreamingDataset(remote=write(tmp_path / "data", 40)), 4)
     check_ranks_agree(loader.position)
+
+
+def test_ranks_that_see_different_worlds_or_leave_one_out_are_an_error() -> None:
+    """Each would be right alone; together they lose and repeat samples."""
+    for worlds in (
+        [World(0, 3, 3), World(1, 3, 3), World(2, 3, 1)],  # nodes of different sizes
+        [World(0, 2), World(0, 2)],  # the rank on its node in the place of that among all
+        [World(0, 4, 1, 2), World(1, 4, 1, 2), World(2, 4), World(3, 4)],
+    ):
+        with pytest.raises(StateError, match="all ranks of a world train together"):
+            compare_worlds(worlds)
+    compare_worlds([World(rank, 4, 2, 2, disks=((rank,),)) for rank in range(4)])
+    compare_worlds([World(rank // 2, 2) for rank in range(4)])  # of a mesh: ranks that share samples
+    compare_worlds([World(1, 2)])
