@@ -178,7 +178,7 @@ def expect_exact(make: Make, folder: Path, seed: int, stops: int, workers: Seque
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_composed_dataset_is_exact_after_stops_in_other_worlds(folder: Path, name: str) -> None:
-    expect_exact(COMPOSITIONS[name], folder, seed=1, stops=3, workers=[0])
+    expect_exact(COMPOSITIONS[name], folder, seed=1, stops=2, workers=[0])
 
 
 # Those that workers need most settings for; the others are nightly, as each case starts dozens of processes.

@@ -79,8 +79,13 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *((name, 0) for name in WINDOWS),
+        *(pytest.param(name, 2, marks=[] if name == "packed rows" else pytest.mark.nightly) for name in WINDOWS),
+    ],
+)
 def test_the_limit_that_the_error_names_holds_the_shards_of_windows_of_documents(
     server: WebServer, tmp_path: Path, name: str, workers: int
 ) -> None:

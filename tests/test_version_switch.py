@@ -83,7 +83,8 @@ WORKERS = [(1, 2), (2, 2), (4, 2)]
 @pytest.mark.parametrize(
     ("step", "ranks", "num_workers"),
     [
-        *((step, *world) for step in (1, 5, 12, 13, 20) for world in WORLDS),
+        *((step, *world) for step in (1, 12, 13) for world in WORLDS),
+        *(pytest.param(step, *world, marks=pytest.mark.nightly) for step in (5, 20) for world in WORLDS),
         *((5, *world) for world in WORKERS),
         *(pytest.param(13, *world, marks=pytest.mark.slow) for world in WORKERS),
     ],

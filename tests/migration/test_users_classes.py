@@ -181,8 +181,15 @@ def as_they_are(samples: list[Any]) -> list[Any]:
     return samples
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, StreamingDataLoader])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [
+        (torch.utils.data.DataLoader, 2),
+        (StreamingDataLoader, 0),
+        pytest.param(torch.utils.data.DataLoader, 0, marks=pytest.mark.nightly),
+        pytest.param(StreamingDataLoader, 2, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class_of_mds_users_runs_and_resumes_exactly(
     data: Path, tmp_path: Path, name: str, kind: Any, workers: int

@@ -142,12 +142,18 @@ def flat(row: dict[str, Any], above: str = "") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_what_litdata_optimized_reads_as_its_own_reader_gives_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["nested", "absent", "binary zstd"], marks=pytest.mark.slow),
+        pytest.param(["mixed", "binary", "numbers", "nested zstd"], marks=pytest.mark.nightly),
+    ],
+    ids=["some", "others"],
+)
+def test_what_litdata_optimized_reads_as_its_own_reader_gives_it(tmp_path: Path, names: list[str]) -> None:
     pytest.importorskip("litdata", reason="litdata is not installed: pip install litdata zstd", exc_type=ImportError)
-    names = ["mixed", "nested", "binary", "absent", "numbers"]
-    if find_spec("zstd") is not None:
-        names += ["nested zstd", "binary zstd"]
+    if find_spec("zstd") is None:
+        names = [name for name in names if not name.endswith("zstd")]
     (tmp_path / "write.py").write_text(LITDATA)
     command = [sys.executable, str(tmp_path / "write.py"), *names]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

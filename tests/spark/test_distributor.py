@@ -116,7 +116,9 @@ def make_lightning() -> Any:
 
 @pytest.mark.distributed
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("local_mode", [True, False], ids=["local", "on workers"])
+@pytest.mark.parametrize(
+    "local_mode", [pytest.param(True, marks=pytest.mark.nightly), False], ids=["local", "on workers"]
+)
 def test_native_ddp_trains_on_every_sample_once(
     spark: Any, dataset: Path, local_mode: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

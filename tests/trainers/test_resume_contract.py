@@ -57,6 +57,7 @@ from lightning_stream import (
 )
 
 pytestmark = WARNINGS
+nightly = pytest.mark.nightly
 FEW, ALL = (4, 11, 14), range(1, 33)
 TRAINERS = ("Lightning", "Composer")
 
@@ -108,7 +109,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 EACH = pytest.mark.parametrize("name", HOSTS)
 EACH_TRAINER = pytest.mark.parametrize("name", TRAINERS)
-STOPS = pytest.mark.parametrize("stops", [FEW, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["few", "many"])
+STOPS = pytest.mark.parametrize("stops", [FEW, pytest.param(ALL, marks=nightly)], ids=["few", "many"])
 
 
 @EACH
@@ -170,8 +171,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+ALIKE = ("a mixture, random", "a mixture, stratified", "packed samples")  # of each, another kind is alike
+KINDS_MADE = [pytest.param(kind, marks=[nightly] if kind in ALIKE else []) for kind in MADE]
+
+
 @EACH
-@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize("kind", KINDS_MADE)
 def test_a_run_over_data_of_other_kinds_is_the_order_and_continues_exactly_around_the_ends_of_epochs(
     root: Path, tmp_path: Path, name: str, kind: str
 ) -> None:
@@ -232,7 +237,7 @@ def test_a_checkpoint_at_the_end_of_an_epoch_starts_the_next(
 FIRST, LAST = map(int, os.environ.get("LIGHTNING_STREAM_SEEDS", "100:300").split(":"))
 ONCE_WRONG = {7214, 7242}  # a mixture whose last epoch is short; an evaluation over batches of a budget
 NIGHTLY = sorted({*ONCE_WRONG, *range(FIRST, LAST)})
-SEEDS = [*range(8), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in NIGHTLY)]
+SEEDS = [*range(4), *(pytest.param(seed, marks=nightly) for seed in (*range(4, 8), *NIGHTLY))]
 
 
 @pytest.fixture
@@ -273,6 +278,8 @@ def test_every_epoch_trains_on_every_sample_once(shards: Path, tmp_path: Path, n
 
 PLAIN = Chain(0, {"shuffle_seed": 3}, {})
 KINDS = ("look", "three", "kept", "pass", "statistics", "second", "kept second")
+PARTS_OF_OTHERS = ("look", "kept", "second")
+KINDS_OF_LOOKS = [pytest.param(kind, marks=[nightly] if kind in PARTS_OF_OTHERS else []) for kind in KINDS]
 
 
 def fit(name: str, shards: Path, folder: Path, link: Link, path: Path | None = None, **given: Any) -> Any:
@@ -299,8 +306,8 @@ def quiet(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
 
 @EACH_TRAINER
-@pytest.mark.parametrize("shift", [0, *(pytest.param(k, marks=pytest.mark.nightly) for k in (1, 2, 3))])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shift", [0, *(pytest.param(k, marks=nightly) for k in (1, 2, 3))])
+@pytest.mark.parametrize("kind", KINDS_OF_LOOKS)
 def test_looks_in_all_hooks_change_no_batch_and_no_checkpoint(
     shards: Path, tmp_path: Path, quiet: Any, name: str, kind: str, shift: int
 ) -> None:

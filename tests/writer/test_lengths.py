@@ -189,7 +189,7 @@ def test_overwriting_replaces_the_lengths_and_deletes_the_former_files(tmp_path:
     assert not list((tmp_path / "set").glob("*.bin"))
 
 
-@pytest.mark.parametrize("how", ["new", "append", "overwrite"])
+@pytest.mark.parametrize("how", ["new", "append", pytest.param("overwrite", marks=pytest.mark.nightly)])
 def test_a_writer_killed_at_any_step_leaves_lengths_that_fit_the_samples(tmp_path: Path, how: str) -> None:
     options = {} if how == "new" else {how: True}
     wanted = {"new": range(20, 40), "append": [*range(15), *range(20, 40)], "overwrite": range(20, 40)}[how]
