@@ -75,7 +75,7 @@ def with_frozen_objects(sample: dict[str, Any]) -> dict[str, Any]:
 def test_the_collections_of_a_worker_do_not_visit_what_the_trainer_made(data: Path) -> None:
     before = gc.get_freeze_count()
     made = [[] for _ in range(1000)]
-    dataset = StreamingDataset(remote=data, transform=with_frozen_objects)
+    dataset = StreamingDataset(remote=data, transform=with_frozen_objects, epoch_size=16)  # each counts all objects
     with_workers = StreamingDataLoader(dataset, 8, num_workers=1)
     assert all(batch["frozen"].min() >= before + len(made) for batch in with_workers)
     with_workers.close()

@@ -161,7 +161,7 @@ def test_checkpoints_validations_and_garbage_collections_are_not_training(data: 
             if number % 16 == 5:
                 with loader.aside("validation"):
                     spend(0.03)
-            kept.append([{} for _ in range(1000)])  # what a full collection has to look at
+            kept.append([{} for _ in range(200)])  # what a full collection has to look at
             gc.collect()
         with loader.aside("checkpoint"):  # between epochs
             spend(0.1)
