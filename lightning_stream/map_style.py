@@ -148,7 +148,7 @@ class MapDataset(StreamingDataset):
         return getattr(self.dataset, "transform", None) if transform is None else transform.function
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of this epoch, which the user's dataset is told, too."""
+        """Start the next iteration at the beginning of this epoch, here and in the user's dataset."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
         super().set_epoch(epoch)

@@ -78,7 +78,7 @@ class Publication:
 
     def withdraw(self) -> None:
         """Remove the note that this conversion has begun, if it has written nothing: any other one may follow then."""
-        with suppress(StoreError):  # it is told of the error that ended the conversion
+        with suppress(StoreError):  # the caller gets the error that ended the conversion
             if all(name.endswith("/begun") or not _PARTS.fullmatch(name) for name in self.place.look()):
                 self.place.sweep(_PARTS, self.place.former)
 

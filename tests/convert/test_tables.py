@@ -149,9 +149,9 @@ def test_a_column_that_only_a_later_file_has_is_told(
         _write_table(tmp_path / "in" / f"{number:02}.{kind}", columns)
     done = convert(tmp_path / "in", tmp_path / "out", **PLAIN, size_limit=size_limit)
     assert (done.total, list(done.columns)) == (20, ["k"])
-    (told,) = [record.message for record in caplog.records if "late" in record.message]
-    assert "07." in told
-    assert "columns=" in told
+    (warning,) = [record.message for record in caplog.records if "late" in record.message]
+    assert "07." in warning
+    assert "columns=" in warning
     caplog.clear()
     convert(tmp_path / "in", tmp_path / "asked", **PLAIN, columns={"k": "int64"}, size_limit=size_limit)
     assert not caplog.records
