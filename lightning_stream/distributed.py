@@ -4,7 +4,7 @@ In this order: what the caller passes (a `World`, a ``(rank, num_ranks)`` pair, 
 `torch.distributed` if one is up; the variables of a launcher (torchrun, Composer, Open MPI, SLURM); one process alone.
 Nothing here makes a process group or writes to the environment.
 
-All ranks must see the same nodes, since a node's samples depend on their number. Most launchers tell a process only how
+All ranks must see the same nodes, since a node's samples depend on their number. Most launchers give a process only how
 many ranks its own node has: where nodes differ in size, ranks agree by the store of the process group.
 """
 

@@ -36,7 +36,6 @@ SCRIPTS = {
         f"{loader}_{way}": f"loader = {made}\nbatches = iter(loader)\nfirst = next(batches)\n{end}"
         for loader, made in LOADERS.items()
         for way, end in WAYS.items()
-        if loader != "workers" or way == "error"  # else as persistent ones
     },
     "broken_off_with_workers": f"loader = {LOADERS['workers']}\nfor batch in loader: break",
     "epochs": f"loader = {LOADERS['persistent']}\nfor epoch in range(2):\n    for batch in loader: pass",
@@ -120,10 +119,7 @@ atexit.register(lambda: vars(sys.modules["lightning_stream.loading.worker_pool"]
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "persistent_error",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("alone_normal", "persistent_normal")),
-    ],
+    ["persistent_error", *(pytest.param(name, marks=pytest.mark.slow) for name in ("alone_normal", "workers_normal"))],
 )
 def test_a_process_of_its_own_ends_as_quietly(remote: Path, tmp_path: Path, name: str) -> None:
     script = tmp_path / "script.py"

@@ -143,7 +143,7 @@ class PartitionWriter(MDSWriter):
         super().__init__(out=_PartitionPlace(spec, partition_id), columns=spec.columns, **spec.writer)
         self.partition_id = partition_id
 
-    def _tell_of(self, kind: type[BaseException]) -> None:
+    def _log_error(self, kind: type[BaseException]) -> None:
         """Nothing: what a partition has left is the conversion's to say."""
 
     def write_encoded(self, batch: EncodedBatch, lengths: Lengths) -> None:

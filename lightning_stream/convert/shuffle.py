@@ -190,7 +190,7 @@ class Shuffle:
     def alone(self) -> Iterator[None]:
         """Keep the same conversion out of this one's temporary files, and remove them at the end.
 
-        They stay if the same call may go on with them: after a kill, Ctrl-C, a store that failed, or workers that died.
+        They stay where the same call continues with them: after a kill, Ctrl-C, a store's failure, or workers' deaths.
         """
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as locks:

@@ -362,9 +362,9 @@ class ShardWriter(ABC):
             return
         self._pipeline.fail(error or kind())
         self._pipeline.close()
-        self._tell_of(kind)
+        self._log_error(kind)
 
-    def _tell_of(self, kind: type[BaseException]) -> None:
+    def _log_error(self, kind: type[BaseException]) -> None:
         """Say what an error has left."""
         left = sorted(self._place.done)
         _LOG.error(

@@ -140,7 +140,7 @@ def test_a_folder_that_exists_is_no_pattern(tmp_path: Path, samples_of: Any, nam
 
 @pytest.mark.parametrize("size_limit", ["auto", "64mb"])
 @pytest.mark.parametrize("kind", ["csv", "parquet", "arrow", "npz"])
-def test_a_column_that_only_a_later_file_has_is_told(
+def test_a_column_that_only_a_later_file_has_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str, size_limit: str
 ) -> None:
     (tmp_path / "in").mkdir()
@@ -181,7 +181,7 @@ def test_a_dataset_below_its_source_is_no_part_of_it(tmp_path: Path) -> None:
     assert convert(folder, (tmp_path / "here", folder / "mds"), **settings).is_new is False
 
 
-def test_a_link_to_nothing_and_a_name_that_is_no_text_are_told(tmp_path: Path) -> None:
+def test_a_link_to_nothing_and_a_name_that_is_no_text_are_refused(tmp_path: Path) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "a.jsonl").write_text('{"k": 1}\n')

@@ -114,7 +114,10 @@ class Spends(composer.Callback):  # type: ignore[misc]  # Composer has no types
     eval_after_all = fit_end  # the last one comes after the end
 
 
-@pytest.mark.parametrize(("num_workers", "micro_batch"), [(0, 4), (2, 16)])
+@pytest.mark.parametrize(
+    ("num_workers", "micro_batch"),
+    [(0, 4), (2, 16), *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((0, 16), (2, 4)))],
+)
 def test_the_parts_of_a_run_add_up_to_it(shards: Path, tmp_path: Path, num_workers: int, micro_batch: int) -> None:
     folders = (tmp_path / str(number) for number in range(3))
 

@@ -111,7 +111,21 @@ def test_training_is_measured_without_its_validations(
 
 @pytest.mark.parametrize(
     ("num_workers", "when", "accumulated"),
-    [(0, {"every_n_train_steps": 4}, 1), (0, {"every_n_epochs": 1}, 2), (2, {"every_n_train_steps": 4}, 2)],
+    [
+        (0, {"every_n_train_steps": 4}, 1),
+        (0, {"every_n_epochs": 1}, 2),
+        (2, {"every_n_train_steps": 4}, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                (0, {"every_n_train_steps": 4}, 2),
+                (0, {"every_n_epochs": 1}, 1),
+                (2, {"every_n_train_steps": 4}, 1),
+                (2, {"every_n_epochs": 1}, 1),
+                (2, {"every_n_epochs": 1}, 2),
+            )
+        ),
+    ],
 )
 def test_the_parts_of_a_run_add_up_to_it(
     shards: Path, tmp_path: Path, num_workers: int, when: dict[str, int], accumulated: int
