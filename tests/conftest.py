@@ -136,8 +136,9 @@ def mosaic_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield python(interpreter, "streaming")
 
 
-def pytest_collection_finish() -> None:
-    """A garbage collection in a test need not visit all that the imports made: that takes a second."""
+@pytest.fixture(scope="module", autouse=True)
+def _collections_do_not_visit_what_was_there_before() -> None:
+    """All that imports and earlier tests made: that takes a garbage collection up to a second."""
     gc.collect()
     gc.freeze()
 

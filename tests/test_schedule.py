@@ -328,7 +328,7 @@ CHAINS = {
 
 
 @pytest.mark.parametrize("chain", CHAINS)
-@pytest.mark.parametrize("after", [1, pytest.param(2, marks=pytest.mark.nightly), 5])
+@pytest.mark.parametrize("after", [*(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 2)), 5])
 def test_a_change_leaves_the_batches_before_it_where_windows_are_rearranged(
     documents: Path, chain: str, after: int
 ) -> None:

@@ -94,7 +94,7 @@ def test_shards_that_are_closed_while_they_are_read_stay_mapped(
 
     def read(seed: int) -> None:
         generator = np.random.default_rng(seed)
-        for _ in range(150):
+        for _ in range(60):
             ids = generator.integers(0, NUM_SAMPLES, 6)
             announced = reader.read_ahead(ids)
             assert [int(number) for number in reader.batch(ids)["id"]] == ids.tolist()

@@ -121,7 +121,7 @@ def _place(kind: str, folder: Path, request: Any) -> tuple[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("folder", 8),
+        ("folder", 4),
         pytest.param("moto", 40, marks=pytest.mark.nightly),
         pytest.param("ceph", 125, marks=pytest.mark.nightly),
     ],
