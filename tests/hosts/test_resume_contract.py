@@ -88,9 +88,7 @@ MORE = [
 ]  # fmt: skip
 MORE_OF = {"plain loop": MORE, "Lightning, data module": MORE[:3], "Composer, data_spec": MORE[:3]}
 CASES = [
-    pytest.param(
-        host, stop, change, marks=[] if (stop, change) in [*QUICK, *MORE_OF.get(host, [])] else nightly
-    )
+    pytest.param(host, stop, change, marks=[] if (stop, change) in [*QUICK, *MORE_OF.get(host, [])] else nightly)
     for host in HOSTS
     for stop in STOPS
     for change in CHANGES

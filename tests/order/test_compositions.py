@@ -245,7 +245,7 @@ def expect_chain(name: str, seed: int, stops: int) -> None:
 
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_a_composed_run_is_exact_after_any_stops_in_any_worlds(name: str) -> None:
-    expect_chain(name, seed=0, stops=10)
+    expect_chain(name, seed=0, stops=6)
 
 
 @pytest.mark.nightly

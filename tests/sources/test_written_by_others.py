@@ -145,8 +145,8 @@ def flat(row: dict[str, Any], above: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["nested", "absent", "binary zstd"], marks=pytest.mark.slow),
-        pytest.param(["mixed", "binary", "numbers", "nested zstd"], marks=pytest.mark.nightly),
+        pytest.param(["absent", "nested zstd"], marks=pytest.mark.slow),
+        pytest.param(["mixed", "binary", "numbers", "nested", "binary zstd"], marks=pytest.mark.nightly),
     ],
     ids=["some", "others"],
 )

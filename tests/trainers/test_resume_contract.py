@@ -112,9 +112,16 @@ EACH_TRAINER = pytest.mark.parametrize("name", TRAINERS)
 STOPS = pytest.mark.parametrize("stops", [FEW, pytest.param(ALL, marks=nightly)], ids=["few", "many"])
 
 
-@EACH
+# With a trainer, workers that persist are those that differ most from none.
+DATA_OF = [
+    pytest.param(kind, name, marks=[nightly] if name in TRAINERS and kind in ("processes", "threads") else [])
+    for kind in DATA
+    for name in HOSTS
+]
+
+
 @STOPS
-@pytest.mark.parametrize("kind", DATA)
+@pytest.mark.parametrize(("kind", "name"), DATA_OF)
 def test_a_run_over_any_data_is_the_order_and_its_checkpoints_continue_exactly(
     shards: Path, tmp_path: Path, name: str, kind: str, stops: Any
 ) -> None:
