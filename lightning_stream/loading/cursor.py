@@ -79,6 +79,12 @@ class Walk:
             self.start = replace(self.start, order=order, landmark=counted)
             self.is_outdated = True
 
+    def continue_at(self, start: Position) -> None:
+        """Hand out the batches of another epoch from the next one on."""
+        self.start = start
+        self.last_batch = None
+        self.is_outdated = True
+
     def ended(self) -> Walk:
         """What remains of it after its end."""
         asked_at = _ALONE if self.asked_at == _LoaderChanges.count else self.asked_at

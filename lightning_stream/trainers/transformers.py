@@ -61,6 +61,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         self._state: Any = None  # the trainer's
         self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
         self._batch_index = 0  # of the micro-batch that is taken next
+        self._steps_per_epoch = 1  # as the trainer counted them before the training
+        self._micro_batches_per_step = 1
         self._since: Mark | None = None  # when the trainer's latest event was over
 
     @property
@@ -87,15 +89,24 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         """How many steps there were."""
         return 0 if self._state is None else int(self._state.global_step)
 
-    def owns(self, iterator: LoaderIterator) -> bool:  # noqa: ARG002 - that which begins last before the first step
-        """Begin the rest of an epoch, if the trainer is about to fetch its first batch."""
-        run = self.run
+    def owns(self, iterator: LoaderIterator) -> bool:
+        """Begin the rest of an epoch, if the trainer is about to fetch its first batch.
+
+        The iteration that begins last before the first step is its own.
+        """
         if self._begins_epoch:
-            run.move_to(run.loader.normalised(run.position))
-            run.fetched = []
-            self._batch_index = run.loader.batches_before(run.position)
-            run.begin_epoch(self._batch_index)
+            self._begin_epoch()
+            if self.run.loader.epochs_differ:  # the trainer's are all as long as it took the first one to be
+                num_steps = self._steps_per_epoch - self.step() % self._steps_per_epoch
+                iterator.limit = num_steps * self._micro_batches_per_step
         return self._begins_epoch
+
+    def _begin_epoch(self) -> None:
+        run = self.run
+        run.move_to(run.loader.normalised(run.position))
+        run.fetched = []
+        self._batch_index = run.loader.batches_before(run.position)
+        run.begin_epoch(self._batch_index)
 
     # The trainer's events
 
@@ -108,6 +119,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
 
         Raises:
             TypeError: The trainer has another loader.
+            ValueError: Epochs differ in length, and the loader does not know how many batches a step takes.
             StateError: The checkpoint holds no position.
         """
         if not isinstance(train_dataloader, StreamingDataLoader):
@@ -115,6 +127,14 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
                 "StreamingTrainerCallback keeps the position of a StreamingDataLoader; found "
                 f"{type(train_dataloader).__name__}. Return one from the trainer's get_train_dataloader"
             )
+        accumulate = args.gradient_accumulation_steps
+        if train_dataloader.epochs_differ and train_dataloader.accumulate % accumulate:
+            raise ValueError(
+                f"epochs differ in length here, so the loader must know that a step takes {accumulate} batches; found "
+                f"accumulate={train_dataloader.accumulate}. Pass accumulate={accumulate} to it"
+            )
+        self._micro_batches_per_step = accumulate
+        self._steps_per_epoch = max(1, -(-len(train_dataloader) // accumulate))
         self._state = state
         run = self.run
         self.monitor.stop("before its end")
@@ -146,8 +166,10 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
             frame = frame.f_back
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        """Begin the next epoch, if the trainer has cut the one before short."""
-        if self.run.epoch_in_training == self.run.position.epoch:
+        """Begin the next epoch, if the trainer has cut the one before short; not where it took epochs to be equal."""
+        iteration = self.run.iteration
+        is_full = iteration is not None and iteration.num_batches == iteration.limit
+        if self.run.epoch_in_training == self.run.position.epoch and not is_full:
             self.run.epoch_over()
         self._begins_epoch = True
 
@@ -171,7 +193,13 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint."""
-        self.run.sync()
+        run = self.run
+        run.sync()
+        iteration = run.iteration
+        is_over = run.current is not None and run.current.ends_epoch
+        if is_over and run.loader.epochs_differ and iteration is not None:
+            self._begin_epoch()
+            iteration.continue_at(run.position)
         self._note_event()
 
     def _note_event(self) -> None:

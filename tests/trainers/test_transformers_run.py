@@ -51,18 +51,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(
     data: Path, folder: Path, callback: StreamingTrainerCallback, *, accumulate: int = 1, knows: bool = True,
-    max_steps: int = -1, resume: bool = False, others: Sequence[Any] = (),
+    max_steps: int = -1, resume: bool = False, others: Sequence[Any] = (), epochs: int = EPOCHS, version: Any = None,
 ) -> Model:  # fmt: skip
     """Train; `knows`: whether the loader knows of the accumulation."""
 
     class Host(transformers.Trainer):  # type: ignore[misc]  # it may be absent
         def get_train_dataloader(self) -> Any:
-            dataset = StreamingDataset(local=data, shuffle=True)
+            dataset = StreamingDataset(local=data, shuffle=True, version=version)
             size = {"global_batch_size": GLOBAL_BATCH, "accumulate": accumulate} if knows else {}
             return StreamingDataLoader(dataset, **(size or {"batch_size": GLOBAL_BATCH // accumulate}))
 
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), num_train_epochs=EPOCHS, per_device_train_batch_size=GLOBAL_BATCH // accumulate,
+        output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=GLOBAL_BATCH // accumulate,
         gradient_accumulation_steps=accumulate, max_steps=max_steps, save_steps=3, use_cpu=True, report_to=[],
         disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
@@ -92,6 +92,44 @@ def test_a_record_over_a_stop_says_that_all_steps_were_delivered(
     seen = [number for ids in first.ids + second.ids for number in ids]
     assert sorted(seen) == sorted([*range(NUM_SAMPLES)] * EPOCHS)
     assert sorted(seen[:NUM_SAMPLES]) == [*range(NUM_SAMPLES)]
+
+
+GROWS = [(0, 0), (4, 1)]  # 32 samples in the first epoch, 64 in the others
+
+
+@pytest.fixture(scope="module")
+def growing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dataset of two versions."""
+    folder = tmp_path_factory.mktemp("transformers_run") / "growing"
+    for numbers in (range(NUM_SAMPLES // 2), range(NUM_SAMPLES // 2, NUM_SAMPLES)):
+        with MDSWriter(out=str(folder), columns={"id": "int64"}, append=numbers.start > 0) as writer:
+            for number in numbers:
+                writer.write({"id": np.int64(number)})
+    return folder
+
+
+@pytest.mark.parametrize(("accumulate", "stops"), [(1, ()), (1, (3, 6)), (2, ()), (2, (4, 11))])
+def test_epochs_of_other_lengths_than_the_first_are_read_to_their_ends(
+    growing: Path, tmp_path: Path, accumulate: int, stops: tuple[int, ...]
+) -> None:
+    """The trainer's own epochs are all as long as it took the first one to be: 4 steps."""
+    options: dict[str, Any] = {"accumulate": accumulate, "epochs": 6, "version": GROWS}
+    parts = [stopped_at(growing, tmp_path, stop, resume=k > 0, **options) for k, stop in enumerate(stops)]
+    callback = StreamingTrainerCallback(record_delivery=tmp_path / "record")
+    parts.append(train(growing, tmp_path, callback, resume=bool(stops), **options))
+    seen = [ids for part in parts for ids in part.ids]
+    loader = StreamingDataLoader(StreamingDataset(local=growing, shuffle=True, version=GROWS), GLOBAL_BATCH)
+    planned = [number for _ in range(4) for batch in loader for number in batch["id"].tolist()]
+    assert len(seen) == 24 * accumulate
+    assert [number for ids in seen for number in ids] == planned[: 24 * GLOBAL_BATCH]
+    dataset = StreamingDataset(local=growing, shuffle=True, version=GROWS)
+    found = verify_delivery(tmp_path / "record", dataset)
+    assert (found.num_steps, found.first_difference) == (24, None)
+
+
+def test_where_epochs_differ_the_loader_must_know_what_a_step_takes(growing: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Pass accumulate=2"):
+        train(growing, tmp_path, StreamingTrainerCallback(), accumulate=2, knows=False, version=GROWS)
 
 
 class Looks(transformers.TrainerCallback):  # type: ignore[misc]  # it may be absent
