@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NoReturn, TypedDict, Unpack
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.dataset import StreamingDataset
 from lightning_stream.distributed import Dimensions, WorldLike
@@ -344,6 +344,7 @@ def dataset_of(name: str, data: Any, arguments: Mapping[str, Any] = MappingProxy
             )
         return data
     if data is None or isinstance(data, Mapping):
+        _refuse_datasets_by_name(name, data or {})
         arguments = {**(data or {}), **arguments}
         return MapDataset(**arguments) if "dataset" in arguments else StreamingDataset(**arguments)
     if isinstance(data, str | os.PathLike):
@@ -357,3 +358,14 @@ def dataset_of(name: str, data: Any, arguments: Mapping[str, Any] = MappingProxy
             "dataset; of an iterable dataset nothing can be planned: write its samples once (MDSWriter)"
         )
     return MapDataset(data, **arguments)
+
+
+def _refuse_datasets_by_name(name: str, arguments: Mapping[str, Any]) -> None:
+    """Raise TypeError for datasets by name, in place of the arguments of one."""
+    datasets = [key for key, value in arguments.items() if isinstance(value, Dataset) or _is_map_style(value)]
+    if len(datasets) == len(arguments) > 0 and not set(datasets) & {"dataset", *signature(StreamingDataset).parameters}:
+        raise TypeError(
+            f"{name} takes one dataset, or a mapping of its arguments; found datasets by the names "
+            f"{', '.join(map(str, datasets))}. Mix map-style ones by {{'dataset': {{...}}, 'proportion': {{...}}}}, "
+            "shards by a list of streams; to train on several at once, give the trainer a loader of each"
+        )

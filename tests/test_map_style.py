@@ -25,7 +25,12 @@ from torch.utils.data import (  # noqa: E402
     default_collate,
 )
 
-from lightning_stream import MapDataset, Packing, StatefulDataLoader  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    MapDataset,
+    Packing,
+    StatefulDataLoader,
+    StreamingDataset,
+)
 from lightning_stream.errors import StateError  # noqa: E402
 
 NUM_SAMPLES, GLOBAL_BATCH = 53, 8
@@ -494,3 +499,12 @@ def test_what_packed_documents_draw_is_the_same_in_any_world(num_workers: int) -
     assert [a + b for a, b in zip(*shares, strict=True)] == whole
     drawn = [tokens for rows_of_batch in whole for tokens, _ in rows_of_batch]
     assert len({token for tokens in drawn for token in tokens if token >= 1000}) > 450  # those of two epochs differ
+
+
+def test_datasets_by_name_are_no_arguments_of_one() -> None:
+    pytest.importorskip("lightning")
+    from lightning_stream import StreamingDataModule
+
+    for several in ({"a": range(3), "b": [1, 2]}, {"web": StreamingDataset("nowhere")}):
+        with pytest.raises(TypeError, match=f"train= takes one dataset.*names {', '.join(several)}. Mix"):
+            StreamingDataModule(several, batch_size=2)
