@@ -31,8 +31,8 @@ from lightning_stream.sources.base import (
     Row,
     batched,
     read_splits,
-    readable,
 )
+from lightning_stream.sources.files import readable
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.batch import check_texts
 from lightning_stream.writer.lengths import LengthFunctions, measure_batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -11,11 +10,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from lightning_stream.errors import FormatError
 from lightning_stream.lazy import cached
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Piece
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.files import SourceFile, readable
 from lightning_stream.sources.tables import Table, TableReader, fitting_rows
 
 _BLOCK_ROWS = 1024
@@ -56,14 +54,9 @@ class NumpyReader(TableReader):
     column: str = "array"
 
     def _table(self, plain: Any, file: SourceFile) -> Table:
-        try:
+        with readable(file.uri, has_arguments=False):
             rows_of, num_rows, num_bytes, block_rows = self._rows_of(file) or self._loaded(file)
             schema = pa.schema({name: _arrow_array(array).type for name, array in rows_of(range(0)).items()})
-        except (ValueError, EOFError, zipfile.BadZipFile, pa.ArrowNotImplementedError) as error:
-            is_pickled = "pickle" in str(error)
-            reason = "it holds objects, or is none: only unpickling could read it, which would run code"
-            reason = reason if is_pickled else str(error).rstrip(".")
-            raise FormatError(f"{file.uri} cannot be read as a NumPy file: {reason}. Write it again.") from error
 
         def read(rows: Sequence[int], columns: Iterable[str] | None) -> list[pa.RecordBatch]:
             arrays = rows_of(rows)
@@ -104,7 +97,7 @@ class NumpyReader(TableReader):
 
     def _loaded(self, file: SourceFile) -> _Arrays:
         """The rows of a file that must be read as a whole."""
-        with file.unpacked("a NumPy file") as plain:
+        with file.unpacked() as plain:
             loaded = npy.load(plain)
         arrays = loaded if isinstance(loaded, dict) else self._named(loaded)
         lengths = {name: len(array) if array.ndim else -1 for name, array in arrays.items()}

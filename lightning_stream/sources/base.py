@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
@@ -13,9 +13,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from lightning_stream.errors import FormatError, LightningStreamError, summarize
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.files import SourceFile, readable
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -248,24 +247,6 @@ class Source:
         limit = reader.piece_bytes if by_piece and reader.piece_bytes else partition_bytes
         with readable(self.name):
             return [split for file in self.files for split in reader.input_splits(file, limit)]
-
-
-@contextmanager
-def readable(where: str, *, has_arguments: bool = True) -> Iterator[None]:
-    """Raise whatever a reader meets in damaged files as FormatError.
-
-    What is no word about the data stays: our own errors, those of the system, and those of programs; with
-    ``has_arguments``, plain ValueErrors too, which may be about arguments of the user's.
-    """
-    try:
-        yield
-    except (LightningStreamError, ImportError, NameError, AssertionError):
-        raise
-    except Exception as error:
-        is_of_system = isinstance(error, OSError) and error.errno is not None
-        if is_of_system or (has_arguments and type(error) is ValueError):
-            raise
-        raise FormatError(f"{where} cannot be read: {summarize(error)}. It may be damaged: fetch it again.") from error
 
 
 def stamps_of(files: Iterable[SourceFile]) -> str:

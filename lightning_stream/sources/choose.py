@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, needs, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, find_files, media_store
+from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, find_files, media_store, readable
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 
 # The suffixes and the reader of each kind.
@@ -165,12 +165,10 @@ def _saved_files(files: Sequence[SourceFile]) -> Sequence[SourceFile]:
         folder, _, last = name.rpartition("/")
         if last != _HUGGING_FACE_STATE:
             continue
-        try:
+        with readable(file.uri, has_arguments=False):
             state = json.loads(file.read())
             file_names = [entry["filename"] for entry in state["_data_files"]] if "_data_files" in state else []
             chosen = file_names and state.get("_indices_data_files")
-        except (ValueError, TypeError, KeyError) as error:
-            raise FormatError(f"{file.uri} must be the state of a saved dataset ({error!r}). Save it again.") from error
         paths = [f"{folder}/{file_name}".lstrip("/") for file_name in file_names]
         if missing := [path for path in paths if path not in by_name]:
             raise FormatError(f"{file.uri} names {missing[0]}, which is not there. Copy the dataset again.")

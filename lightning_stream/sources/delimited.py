@@ -26,7 +26,7 @@ from lightning_stream.sources.base import (
     spread,
     warn_of_others,
 )
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.files import SourceFile, readable
 from lightning_stream.sources.lines import check_on_bad, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
 
@@ -110,7 +110,7 @@ class CsvReader(Reader):
         data = _Blocks(chain([first.lstrip(b"\r\n")], blocks))
         skip = partial(_skipped, file.uri) if self.on_bad == "skip" else None
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=skip)
-        try:
+        with readable(file.uri):
             names = self.names or pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names
             if len(set(names)) < len(names):
                 raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
@@ -118,8 +118,6 @@ class CsvReader(Reader):
             reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
             batches = pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
             yield from (batch for batch in batches if batch.num_rows)  # a block may have blank lines only
-        except (pa.ArrowInvalid, UnicodeDecodeError) as error:
-            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {error}.") from error
 
     def _parsed(self, name: str, texts: pa.Array, encoding: str, where: str) -> pa.Array:
         """Texts as what the encoding stores."""
@@ -171,7 +169,7 @@ class _Blocks:
 def _head(file: SourceFile) -> tuple[bytes, int]:
     """The line of names, the first that is not blank, and the number of bytes up to its end. CR ends one, too."""
     num_bytes = 0
-    with file.unpacked("a file of lines") as plain:
+    with file.unpacked() as plain:
         for line in chain([plain.readline()], plain):
             if head := _LINE.match(line):
                 return head[0], num_bytes + head.end()

@@ -11,8 +11,6 @@ import math
 import mmap
 import os
 import re
-import tarfile
-import zlib
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +24,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact
+from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact, summarize
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.stores.local import change_mark, is_other_mark
 from lightning_stream.stores.transfer import refuse_query
@@ -54,7 +52,31 @@ _ASTRAY = re.compile(r"(^|/)\.{0,2}(/|$)|\0")  # an absolute path, an empty part
 _FILE = re.compile(r"(?i)\.(parquet|pq|arrow|feather|ipc|jsonl|ndjson|json|tar|npy|npz|csv)(\.gz|\.zst)?$")
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # how Python shows bytes of names that are no UTF-8
 _ENDINGS = (".gz", ".zst", ".bz2", ".xz")
-_DAMAGED = (EOFError, OSError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError, UnicodeDecodeError)
+# What to do where a file cannot be read, by a word of the error.
+_REMEDIES = {
+    "encrypt": "Write it without encryption.",
+    "pickle": "Only unpickling could read it, which would run code: write it again without objects.",
+    "": "It may be damaged or cut off: fetch it again.",
+}
+
+
+@contextmanager
+def readable(where: str, *, has_arguments: bool = True) -> Iterator[None]:
+    """Raise whatever a reader meets in damaged files as FormatError.
+
+    What is no word about the data stays: our own errors, those of the system, and those of programs; with
+    ``has_arguments``, plain ValueErrors too, which may be about arguments of the user's.
+    """
+    try:
+        yield
+    except (LightningStreamError, ImportError, NameError, AssertionError):
+        raise
+    except Exception as error:
+        is_of_system = isinstance(error, OSError) and error.errno is not None
+        if is_of_system or (has_arguments and type(error) is ValueError):
+            raise
+        remedy = next(remedy for word, remedy in _REMEDIES.items() if word in str(error))
+        raise FormatError(f"{where} cannot be read: {summarize(error).rstrip('.')}. {remedy}") from error
 
 
 @dataclass(frozen=True)
@@ -130,16 +152,11 @@ class SourceFile:
         return file
 
     @contextmanager
-    def unpacked(self, what: str) -> Iterator[BinaryIO]:
-        """Its bytes, decompressed by what its name ends with. FormatError if reading fails: it must be ``what``."""
+    def unpacked(self) -> Iterator[BinaryIO]:
+        """Its bytes, decompressed by what its name ends with. FormatError where reading them fails."""
         make = _UNPACKERS.get(Path(self.name).suffix.lower(), nullcontext)
-        try:
-            with self.open() as file, make(file) as plain:
-                yield plain
-        except LightningStreamError:
-            raise
-        except _DAMAGED as error:
-            raise FormatError(f"{self.uri} must be {what}; reading it failed: {error}. Fetch it again.") from error
+        with readable(self.uri), self.open() as file, make(file) as plain:
+            yield plain
 
     def read(self, begin: int = 0, end: int | None = None) -> bytes:
         """All of it, or its bytes [begin, end), as stored."""

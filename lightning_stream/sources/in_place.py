@@ -20,17 +20,9 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
-from lightning_stream.sources.base import (
-    Piece,
-    Reader,
-    Source,
-    marks_of,
-    readable,
-    stamps_of,
-    warn_of_others,
-)
+from lightning_stream.sources.base import Piece, Reader, Source, marks_of, stamps_of, warn_of_others
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
-from lightning_stream.sources.files import Listing, SourceFile, files_of
+from lightning_stream.sources.files import Listing, SourceFile, files_of, readable
 from lightning_stream.sources.nulls import NullRule, settled_columns
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import is_other_mark

@@ -17,7 +17,7 @@ from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
 
 from .base import SAMPLED_ROWS, Asked, Batch, Piece, Reader, Row, SourceSchema, batched, spread
-from .files import SourceFile
+from .files import SourceFile, readable
 from .nulls import LARGEST_FLOAT
 
 _BLOCK_BYTES = 1 << 22
@@ -42,7 +42,7 @@ def line_blocks(split: Piece) -> Iterator[tuple[int, bytes]]:
     """Yield the lines that begin within a piece, in blocks of a few MiB; each with its position in bytes."""
     # A compressed file is one piece; the end that an index has of it is that of the compressed bytes.
     end = None if split.file.is_packed else split.end
-    with split.file.unpacked("a file of lines") as file:
+    with split.file.unpacked() as file:
         at = split.begin
         if at:
             file.seek(at - 1)
@@ -128,11 +128,8 @@ class JsonlReader(Reader):
             for lines, where in _filled_lines(split):
                 yield Batch(self._parsed(lines[:limit], where), where)
             return
-        with split.file.unpacked("a JSON array") as plain:
-            try:
-                rows = json.load(plain)
-            except ValueError as error:
-                raise FormatError(f"{split.file.uri} is not valid JSON ({error}).") from error
+        with split.file.unpacked() as plain:
+            rows = json.load(plain)
         wrong = next((row for row in rows if not isinstance(row, dict)), None)
         if wrong is not None:
             raise FormatError(f"{split.file.uri} must be an array of JSON objects; it holds {wrong!s:.60}.")
@@ -155,7 +152,7 @@ class JsonlReader(Reader):
 def _is_array(file: SourceFile) -> bool:
     if file.ending != ".json":
         return False
-    with file.unpacked("JSON") as plain:
+    with file.unpacked() as plain:
         return plain.read(64).removeprefix(_BOM).lstrip()[:1] == b"["
 
 
@@ -243,13 +240,11 @@ class TextReader(Reader):
         return (batch for split in splits for batch in self._by_line(split))
 
     def _text_row(self, file: SourceFile, columns: Mapping[str, str]) -> Row:
-        with file.unpacked("text in UTF-8") as plain:
+        with file.unpacked() as plain:
             row = {"text": plain.read().removeprefix(_BOM).decode(), "name": file.name}
             return {name: row[name] for name in columns}
 
     def _by_line(self, split: Piece) -> Iterator[Batch]:
-        try:
+        with readable(split.file.uri):
             for lines, where in _filled_lines(split):
                 yield Batch([{"text": line.decode().rstrip("\r")} for line in lines], where)
-        except UnicodeDecodeError as error:
-            raise FormatError(f"{split.file.uri} must be text in UTF-8: {error}.") from error

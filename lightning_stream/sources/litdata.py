@@ -24,7 +24,7 @@ from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, present
-from lightning_stream.sources.files import SourceFile, rows_at
+from lightning_stream.sources.files import SourceFile, readable, rows_at
 from lightning_stream.threads import DaemonPool
 
 # The dtypes by the numbers that LitData stores.
@@ -70,7 +70,11 @@ class LitDataReader(Reader):
     def begin(self, files: Sequence[SourceFile]) -> None:
         where = f"{files[0].root}/{INDEX_NAME}"
         try:
-            index = json.loads(files[0].beside(INDEX_NAME))
+            text = files[0].beside(INDEX_NAME)
+        except NotFoundError as error:
+            raise FormatError(f"{files[0].uri} must lie beside LitData's {INDEX_NAME}. Copy that, too.") from error
+        with readable(where, has_arguments=False):
+            index = json.loads(text)
             config = index["config"]
             self.formats = [str(form) for form in config["data_format"]]
             self.compression = (config.get("compression_level") or "chunk") if config.get("compression") else None
@@ -79,10 +83,6 @@ class LitDataReader(Reader):
             may_have_rows = str(spec.get("type")).endswith("dict") and set(self.formats) <= _OF_ROWS
             self._types = dict(_types(config.get("types") or {})) if may_have_rows else {}
             self._chunks = {str(chunk["filename"]): int(chunk["chunk_size"]) for chunk in index["chunks"]}
-        except NotFoundError as error:
-            raise FormatError(f"{files[0].uri} must lie beside LitData's {INDEX_NAME}. Copy that, too.") from error
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise FormatError(f"{where} is not an index of LitData ({error!r}). Write it again.") from error
         self.has_sizes = config.get("item_loader") != "TokensLoader"
         self.names = self.names if len(self.names) == len(self.formats) else list(map(str, range(len(self.formats))))
         self.is_table = bool(self._types)
@@ -221,10 +221,8 @@ def _arrow_rows(file: SourceFile, data: memoryview) -> Any:
         import pyarrow as pa
     rows = data[tail - int.from_bytes(data[tail : tail + 4], "little") : tail]
     opened = pa.ipc.open_file if bytes(rows[:6]) == b"ARROW1" else pa.ipc.open_stream
-    try:
+    with readable(file.uri):
         table = opened(pa.py_buffer(rows)).read_all()
-    except (pa.ArrowInvalid, OSError) as error:
-        raise FormatError(f"{file.uri} must hold Arrow rows of LitData: {error}. Copy the chunk again.") from error
     if table.num_rows != count:
         raise FormatError(f"{file.uri} must hold {count:,} rows; found {table.num_rows:,}. Copy the chunk again.")
     return table

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from lightning_stream.errors import FormatError, LightningStreamError
+from lightning_stream.errors import FormatError
 from lightning_stream.lazy import cached
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
 from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, present
-from lightning_stream.sources.files import RangedFile, SourceFile, read_below
+from lightning_stream.sources.files import RangedFile, SourceFile, read_below, readable
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
@@ -144,15 +144,8 @@ class TableReader(Reader):
     @contextmanager
     def _opened(self, file: SourceFile, headers: bool = False) -> Iterator[Table]:
         """A file, or only what its headers hold."""
-        try:
-            with self._plain(file, headers and file.path is None) as plain:
-                yield self._table(plain, file)
-        except LightningStreamError:
-            raise
-        except (pa.ArrowInvalid, OSError) as error:
-            remedy = "Write it without encryption." if "encrypt" in str(error) else "It may be cut off: copy it again."
-            reason = str(error).strip().rstrip(".")
-            raise FormatError(f"{file.uri} cannot be read as {self.kind}: {reason}. {remedy}") from error
+        with readable(file.uri), self._plain(file, headers and file.path is None) as plain:
+            yield self._table(plain, file)
 
     def _plain(self, file: SourceFile, tail: bool) -> Any:
         """The file, or what its end alone gives."""

@@ -221,7 +221,7 @@ def _opened(file: SourceFile) -> Iterator[Read]:
     if not _is_packed(file):
         yield lambda at, size: file.view(at, min(file.num_bytes, at + size))
         return
-    with file.unpacked("a whole tar") as plain:
+    with file.unpacked() as plain:
         yield _Forward(plain).read
 
 

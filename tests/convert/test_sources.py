@@ -128,7 +128,7 @@ def test_texts_are_samples_by_file_or_by_line(tmp_path: Path, samples_of: Any) -
     convert(tmp_path / "in", tmp_path / "lines", **PLAIN, source_options={"lines": True}, partition_bytes=5)
     assert [sample["text"] for sample in samples_of(tmp_path / "lines")] == ["eins", "zwei", "d\u00fcr", "vier"]
     (tmp_path / "in" / "c.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(FormatError, match=r"c\.txt.*UTF-8"):
+    with pytest.raises(FormatError, match=r"c\.txt cannot be read: .*utf-8"):
         convert(tmp_path / "in", tmp_path / "out", **PLAIN)
 
 

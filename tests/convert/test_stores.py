@@ -58,7 +58,7 @@ def test_a_whole_file_of_a_store_is_read_in_few_requests() -> None:
     assert isinstance(store, RetryingStore)
     requests = store.counters.values[NAMES.index("requests") :]
     before = requests[0]
-    with replace(file, store=store).unpacked("text") as plain:
+    with replace(file, store=store).unpacked() as plain:
         assert plain.read().decode() == text
     assert requests[0] - before <= 2
 

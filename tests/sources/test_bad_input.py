@@ -99,12 +99,12 @@ def of_stream(folder: Path) -> None:
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "parquet that is cut off": (
         lambda folder: (parquet(folder / "b.parquet"), cut(folder / "b.parquet", slice(300))),
-        r"b.parquet cannot be read as parquet: .* cut off: copy it again",
+        r"b.parquet cannot be read: .* cut off: fetch it again",
     ),
-    "empty parquet": (lambda folder: (folder / "b.parquet").touch(), r"b.parquet cannot be read.*0 bytes.*copy it"),
+    "empty parquet": (lambda folder: (folder / "b.parquet").touch(), r"b.parquet cannot be read.*0 bytes.*fetch it"),
     "encrypted parquet": (
         lambda folder: (folder / "b.parquet").write_bytes(b"PARE" + bytes(200) + b"\x08\0\0\0PARE"),
-        r"b.parquet cannot be read as parquet: .*encrypt.* Write it without encryption",
+        r"b.parquet cannot be read: .*encrypt.* Write it without encryption",
     ),
     "parquet without a column": (
         lambda folder: parquet(folder / "b.parquet", ROWS.select(["id"])),
@@ -153,7 +153,7 @@ ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a damaged state": (
         lambda folder: (saved(folder), (folder / "state.json").write_text("{")),
-        r"state.json must be the state of a saved dataset .* Save it again",
+        r"state.json cannot be read: .* fetch it again",
     ),
     "a tar that ends after a sample": (
         lambda folder: (folder / "a.tar").write_bytes(tar(folder / "a.tar", SAMPLES)[:4096]),
@@ -181,23 +181,23 @@ ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an array of objects": (
         lambda folder: (folder / "a.npy").write_bytes(array(np.array([{}] * 2000, object))),
-        r"a.npy cannot be read as a NumPy file: .*would run code",
+        r"a.npy cannot be read: .*would run code",
     ),
     "a pickle that is named as an array": (
         lambda folder: (folder / "a.npy").write_bytes(pickle.dumps(Path("x" * 9000))),
-        r"a.npy cannot be read as a NumPy file",
+        r"a.npy cannot be read: ",
     ),
     "a pickle that is named as arrays": (
         lambda folder: (folder / "a.npz").write_bytes(pickle.dumps({"x": 1})),
-        r"a.npz cannot be read as a NumPy file: it holds objects, or is none: .*would run code",
+        r"a.npz cannot be read: .*would run code",
     ),
     "an array that is cut off": (
         lambda folder: (folder / "a.npy").write_bytes(array(np.zeros(5000))[:9000]),
-        r"a.npy cannot be read as a NumPy file: .*Write it again",
+        r"a.npy cannot be read: .* fetch it again",
     ),
     "arrays that are cut off": (
         lambda folder: (np.savez(folder / "a.npz", x=np.arange(3000)), cut(folder / "a.npz", slice(5000))),
-        r"a.npz cannot be read as a NumPy file: File is not a zip file. Write it again",
+        r"a.npz cannot be read: .*File is not a zip file. .* fetch it again",
     ),
     "lines that are cut off": (
         lambda folder: (folder / "a.jsonl").write_text('{"a": 1}\n{"a":'),
@@ -205,7 +205,7 @@ ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "compressed lines that are cut off": (
         lambda folder: (folder / "a.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' * 999)[:-20]),
-        r"a.jsonl.gz must be a file of lines; .* Fetch it again",
+        r"a.jsonl.gz cannot be read: .* fetch it again",
     ),
     "lines with nulls": (
         lambda folder: (folder / "a.jsonl").write_text('{"a": 1}\n{"a": null}\n'),

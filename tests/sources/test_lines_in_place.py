@@ -83,7 +83,7 @@ def test_a_bad_line_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFix
 
 def test_a_bad_row_of_a_table_of_texts_can_be_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "a.csv").write_text("x,y\n1,2\n3\n5,6\n")
-    with pytest.raises(FormatError, match=r"a\.csv cannot be read as csv"):
+    with pytest.raises(FormatError, match=r"a\.csv cannot be read: .*Expected 2 columns, got 1"):
         convert(tmp_path / "a.csv", tmp_path / "out", num_workers=1)
     done = convert(tmp_path / "a.csv", tmp_path / "out", num_workers=1, source_options={"on_bad": "skip"})
     assert values(done.uri) == [1, 5]
