@@ -43,11 +43,25 @@ class MapStream(Stream):
     ) -> None:
         super().__init__(local=name, name=name, proportion=proportion)
         self.dataset = dataset
-        self.lengths = GivenLengths(lengths or {})
+        self.lengths = dict(lengths or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the lengths, since functions may not be pickled: a reader's state has what was read."""
+        return {**vars(self), "lengths": {}}
 
     def read_lengths(self, name: str) -> NDArray[np.uint32]:
         """The lengths of this name. ValueError where there are none, or other numbers."""
-        lengths = np.asarray(self.lengths.of(name, self.dataset))
+        if name not in self.lengths:
+            raise ValueError(
+                f"the order needs the samples' lengths {name!r}; found {', '.join(self.lengths) or 'none'}. Pass "
+                f"lengths={{{name!r}: numbers}}, or a function that returns them for the dataset"
+            )
+        lengths = self.lengths[name]
+        try:
+            lengths = np.asarray(lengths(self.dataset) if callable(lengths) else lengths)
+        except Exception as error:
+            error.add_note("This function of lengths= is called with the dataset, and returns those of all samples.")
+            raise
         size = len(self.dataset)
         is_right = lengths.shape == (size,) and (not size or lengths.dtype.kind in "iu")
         if not is_right or (size and not 0 <= lengths.min() <= lengths.max() < 2**32):
@@ -56,36 +70,6 @@ class MapStream(Stream):
                 f"shape {lengths.shape} for {name!r} of {self.local}. Pass an array, or a function that returns one"
             )
         return lengths.astype(np.uint32)
-
-
-class GivenLengths:
-    """Lengths as the user gave them. They stay out of a pickle, which has what was read: functions may not be pickled.
-
-    Args:
-        by_name: Arrays or lists, or functions that return one for a dataset.
-    """
-
-    def __init__(self, by_name: Mapping[str, Any]) -> None:
-        self.by_name = dict(by_name)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"by_name": {}}
-
-    def of(self, name: str, dataset: Any) -> Any:
-        """The lengths of this name, as they are given or as the function returns them."""
-        if name not in self.by_name:
-            raise ValueError(
-                f"the order needs the samples' lengths {name!r}; found {', '.join(self.by_name) or 'none'}. Pass "
-                f"lengths={{{name!r}: numbers}}, or a function that returns them for the dataset"
-            )
-        lengths = self.by_name[name]
-        if not callable(lengths):
-            return lengths
-        try:
-            return lengths(dataset)
-        except Exception as error:
-            error.add_note("This function of lengths= is called with the dataset, and returns those of all samples.")
-            raise
 
 
 class MapReader(SampleReader):
@@ -102,7 +86,7 @@ class MapReader(SampleReader):
         self.read = partial(_read, calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
 
     def __getstate__(self) -> dict[str, Any]:
-        names = cast("MapStream", self.streams[0]).lengths.by_name
+        names = cast("MapStream", self.streams[0]).lengths
         return {**super().__getstate__(), "_lengths": {**self._lengths, **{name: self.lengths(name) for name in names}}}
 
     @cached_property

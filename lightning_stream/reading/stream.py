@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -208,8 +207,8 @@ def with_version(stream: Stream, version: Version | None) -> Stream:
 
 
 def _changed(stream: Stream, **values: Any) -> Stream:
-    changed = copy.copy(stream)
-    vars(changed).update(values)
+    changed = object.__new__(type(stream))  # not by `copy`, which leaves out what is not pickled
+    vars(changed).update(vars(stream), **values)
     return changed
 
 
