@@ -48,11 +48,6 @@ def furthest_ahead(predownload: int | None, device_batch_size: int, *, is_limite
     return depth if predownload is not None or is_limited else _FURTHER * depth
 
 
-def spare_requests(num_files: int, num_processes: int) -> int:
-    """How many ranges each process that reads may request of shards that are being fetched anyway."""
-    return num_files // (_FILES_PER_RANGE * num_processes)
-
-
 def read_ahead(
     reader: SampleReader,
     plan: BatchPlan,
@@ -70,7 +65,7 @@ def read_ahead(
     """
     pool = reader.shards.pool
     is_exiting = sys.is_finalizing
-    pool.spare_requests = spare_requests(reader.shards.num_files, plan.world.num_replicas * num_workers)
+    pool.spare_requests = reader.shards.num_files // (_FILES_PER_RANGE * plan.world.num_replicas * num_workers)
     depth = read_ahead_depth(predownload, device_batch_size)
     next_use = _eviction_plan(reader, plan, num_workers * (depth + _FINISHED_BATCHES))
     furthest = furthest_ahead(predownload, device_batch_size, is_limited=reader.shards.is_limited)

@@ -26,9 +26,6 @@ class _Part:
     has_rest: bool  # of the epoch; then the beginning of the next epoch follows
 
 
-_NOTHING = _Part(0, 0, np.zeros(0, np.int64), np.zeros(0, np.int64), has_rest=False)
-
-
 class NextUse:
     """The position at which a shard is needed next, by any rank; those of the next epoch count on from this one's.
 
@@ -46,7 +43,7 @@ class NextUse:
         self._snapshot = snapshot
         self._lag = lag
         self._horizon = max(1, horizon // order.order.samples_per_position)
-        self._part = _NOTHING  # replaced as one, since several threads ask
+        self._part: _Part | None = None  # replaced as one, since several threads ask
         self._began_at = time.time()
         self.position = 0
 
@@ -68,7 +65,7 @@ class NextUse:
     def _looked_up(self, at: int) -> _Part:
         part = self._part
         begin = max(0, at - self._lag)
-        if begin < part.begin or (not part.has_rest and at + self._horizon // 2 > part.end):
+        if part is None or begin < part.begin or (not part.has_rest and at + self._horizon // 2 > part.end):
             end, shards, positions = self._uses(self._order, begin, at + self._horizon)
             has_rest = not self._order.exists(end)
             if has_rest and self._order.following is not None:

@@ -157,12 +157,12 @@ class PartialShards:
             rows = cache.other.samples(cache.store, entry, indices.tolist())
             self._note(shard_id, len(indices), sum(map(len, rows)))
             return dict(zip(indices.tolist(), rows, strict=True))
-        known = self._tables.get(shard_id)
-        table = _equal_sizes_table(entry)
-        coming = None if known is not None else self._requests.submit(self._fetch_table, shard_id, entry)
-        if coming is None or table is None:
-            table = known if coming is None else coming.result()
-        assert table is not None
+        table = self._tables.get(shard_id)
+        coming = None
+        if table is None:
+            coming = self._requests.submit(self._fetch_table, shard_id, entry)
+            table = _equal_sizes_table(entry)
+            table = coming.result() if table is None else table
         parts = _parts(entry, table, indices)
         requests = [self._requests.submit(self._fetch, shard_id, *_range(table, part)) for part in parts]
         samples = _cut(entry, table, parts, [request.result() for request in requests], indices)

@@ -212,7 +212,7 @@ class SampleReader:
             return self._part_of_sample(sample_id, shard_id, within)
         shard_ids = self.shards.with_joined(np.array([shard_id])).tolist()
         values = dict(chain.from_iterable(self._part_of_sample(sample_id, part, within).items() for part in shard_ids))
-        return {name: values[name] for name in self.shards.columns if name in values}
+        return {name: values[name] for name in self.shards.merged_columns or () if name in values}
 
     def _part_of_sample(self, sample_id: int, shard_id: int, within: int) -> dict[str, Any]:
         """The columns of a sample that one shard has."""
@@ -295,31 +295,25 @@ class SampleReader:
             ValueError: There is no such column.
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
-        if self.shards.mixed_columns is None:
-            result = self.shards.pool.open.flat_arrays(*self.shards.snapshot.locate(self.original_ids(ids)), names, use)
-            if result is not None:
-                return result
-        return use(*flat_copies(self.batch(ids), names))
+        result = self.shards.pool.open.flat_arrays(*self.shards.snapshot.locate(self.original_ids(ids)), names, use)
+        return use(*flat_copies(self.batch(ids), names)) if result is None else result
 
     def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
         reads: list[UnverifiedRead] = []
         of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
-        mixed = self.shards.mixed_columns
-        if self.shards.num_joined:
-            columns = merge_groups(self._joined(of_shard, within, reads), self.shards.columns, len(ids), out)
-        elif mixed is not None:
-            groups = gather_groups(*self._opened(of_shard, within, reads))
-            columns = merge_groups(groups, mixed, len(ids), out)
-        else:
+        merged = self.shards.merged_columns
+        if merged is None:
             gathered = self.shards.pool.open.gather(of_shard, within, out)
             columns = gathered or gather(*self._opened(of_shard, within, reads), out)
+        else:
+            columns = merge_groups(self._groups(of_shard, within, reads), merged, len(ids), out)
         for name, values in columns.items() if self.shards.config.load_images else ():
             load_images(name, values)
         if reads:
             self._note_unverified(reads)
         return columns
 
-    def _joined(self, of_shard: Int64s, within: Int64s, reads: list[UnverifiedRead]) -> list[Group]:
+    def _groups(self, of_shard: Int64s, within: Int64s, reads: list[UnverifiedRead]) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
         groups: list[Group] = []
         for joined, rows in self.shards.parts(of_shard):

@@ -52,7 +52,7 @@ class OpenShards:
     `StreamShards` explains the ids. Reading is thread-safe; changes need the caller's lock.
     """
 
-    def __init__(self, num_shards: int, num_joined: int = 0) -> None:
+    def __init__(self, num_shards: int, num_joined: int) -> None:
         self._leased: dict[int, tuple[Shard, Lease]] = {}
         self._num_shards = num_shards
         self._tables = [SpanTable(num_shards) for _ in range(1 + num_joined)]

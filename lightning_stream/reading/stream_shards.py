@@ -146,15 +146,12 @@ class StreamShards:
         return self.num_shards + int(self.has_joined.sum())
 
     @cached_property
-    def mixed_columns(self) -> dict[str, bool] | None:
-        """All columns, and whether all shards have them in one encoding; None where all shards have the same."""
-        return mixed_columns(self.indexes)
-
-    @cached_property
-    def columns(self) -> dict[str, bool]:
-        """As `mixed_columns`, also where all shards have the same columns."""
-        same = dict.fromkeys(self.indexes[0].column_sets[0], True) if self.mixed_columns is None else {}
-        return self.mixed_columns or same
+    def merged_columns(self) -> dict[str, bool] | None:
+        """All columns, and whether all samples have them in one encoding; None where each shard has just these."""
+        columns = mixed_columns(self.indexes)
+        if columns is None and self.num_joined:
+            return dict.fromkeys((name for index in self.indexes for name in index.columns), True)
+        return columns
 
     def with_joined(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of shards, each before those that are joined to it."""
