@@ -229,30 +229,24 @@ def _arrow_rows(file: SourceFile, data: memoryview) -> Any:
 
 
 def _table_batches(table: Any, columns: Mapping[str, str], file: SourceFile) -> Iterator[Batch]:
+    import pyarrow as pa
+
     from lightning_stream.sources.tables import pieces_of
 
     done = 0
-    for batch in table.to_batches():
-        values = {name: _nested_column(batch, name) for name in columns}
-        for rows in pieces_of(type(batch).from_pydict(values)):
+    fields = _fields(table)
+    values = {name: fields.get(name, pa.nulls(table.num_rows)) for name in columns}
+    for batch in pa.table(values).to_batches():
+        for rows in pieces_of(batch):
             yield Batch(rows, f"{file.uri}, rows {done:,} to {done + rows.num_rows:,}")
             done += rows.num_rows
 
 
-def _nested_column(batch: Any, name: str) -> Any:
-    """The values of a column, or of a field of structs, which `_leaves` names; nulls where there is none."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    column = batch
-    while name:
-        names = [field.name for field in (column.schema if column is batch else column.type)]
-        key = next((key for key in names if name == key or name.startswith(f"{key}.")), None)
-        if key is None:
-            return pa.nulls(batch.num_rows)
-        column = column.column(key) if column is batch else pc.struct_field(column, key)
-        name = name[len(key) + 1 :]
-    return column
+def _fields(table: Any) -> dict[str, Any]:
+    """The columns of a table, and the fields of its structs, which `_leaves` names as Arrow does."""
+    columns = dict(zip(table.column_names, table.columns, strict=True))
+    flat = table.flatten()
+    return columns if flat.schema == table.schema else {**_fields(flat), **columns}
 
 
 def _encoding(name: str, form: str, where: str) -> str:
