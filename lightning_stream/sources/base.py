@@ -316,12 +316,11 @@ def spread(files: Sequence[SourceFile], count: int = 8) -> list[SourceFile]:
     return filled[:: max(1, len(filled) // count)][:count]
 
 
-def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> list[str]:
-    """Return the columns that are to be read from a file; ValueError if it lacks one."""
+def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> None:
+    """Raise ValueError if a file lacks one of these columns."""
     missing = [name for name in columns if name not in names]
     if missing:
         raise ValueError(f"all files must have the columns of the first; {file.uri} lacks {', '.join(missing)}.")
-    return list(columns)
 
 
 def warn_of_others(pieces: Sequence[Piece], columns: Mapping[str, str]) -> None:

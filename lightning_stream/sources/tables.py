@@ -69,20 +69,20 @@ class TableReader(Reader):
                 batches = (batch for piece in table.pieces() for batch in table.batches(piece, media))
                 if batch := next((batch for batch in batches if batch.num_rows), None):
                     firsts = {name: _first_value(batch.column(name), files[0], self.media) for name in media}
-        for name in [name for name in files[0].partition if name not in schema.names]:
-            texts = {file.partition.get(name) for file in files}
+        folders = [file.partition for file in files]
+        for name in [name for name in folders[0] if name not in schema.names]:
+            texts = {folder.get(name) for folder in folders}
             is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
             is_number &= not str((asked or {}).get(name)).startswith("str")
             kind = pa.int64() if is_number else pa.string()
             schema = schema.append(pa.field(name, kind))
         source_schema = _source_schema(schema, firsts, asked)
-        inferred = [
-            name for name in source_schema.columns if name not in files[0].partition and not (asked and asked[name])
-        ]
-        self.types = {name: plain_type(schema.field(name).type) for name in inferred if name not in media}
+        known = {*folders[0], *media, *(name for name, encoding in (asked or {}).items() if encoding)}
+        inferred = [name for name in source_schema.columns if name not in known]
+        self.types = {name: plain_type(schema.field(name).type) for name in inferred}
         if empty := [name for name, kind in self.types.items() if pa.types.is_null(kind)]:
             _LOG.warning("%s: %s can only be null, and becomes json.", files[0].uri, ", ".join(empty))
-        nulls = {name for name in source_schema.columns if any(file.partition.get(name, "") is None for file in files)}
+        nulls = {name for folder in folders for name, text in folder.items() if text is None}
         columns = {name: "json" if name in nulls else encoding for name, encoding in source_schema.columns.items()}
         return replace(source_schema, columns=columns)
 
@@ -221,17 +221,18 @@ class ParquetReader(TableReader):
 
         names = set(opened.schema_arrow.names)
 
-        def pieces(begin: int = 0, end: int | None = None) -> list[Piece]:
-            groups = {k: footer.row_group(k) for k in range(footer.num_row_groups)[begin:end]}
+        def pieces() -> list[Piece]:
+            groups = map(footer.row_group, range(footer.num_row_groups))
             return [
                 Piece(file, k, k + 1, group.total_byte_size, group.num_rows, nulls=_nulls(group, names))
-                for k, group in groups.items()
+                for k, group in enumerate(groups)
             ]
 
         def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
-            for piece in pieces(place.begin, place.end):
-                rows = fitting_rows(piece.num_rows, piece.num_bytes)
-                yield from opened.iter_batches(rows, [piece.begin], columns, use_threads=False)
+            for k in range(footer.num_row_groups)[place.begin : place.end]:
+                group = footer.row_group(k)
+                rows = fitting_rows(group.num_rows, group.total_byte_size)
+                yield from opened.iter_batches(rows, [k], columns, use_threads=False)
 
         return Table(opened.schema_arrow, pieces, batches)
 
