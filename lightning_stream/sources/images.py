@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -71,11 +72,13 @@ class FileFolderReader(Reader):
     def _encoding(self, files: Sequence[SourceFile]) -> str:
         return "bytes"
 
+    def _label(self, file: SourceFile) -> int:
+        return bisect_left(self.classes, _class_of(file))
+
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         return True
 
     def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
-        labels = {name: label for label, name in enumerate(self.classes)}
         pending = list[SourceFile]()
         num_bytes = 0
         for file, after in zip_longest(files, files[1:]):
@@ -83,9 +86,7 @@ class FileFolderReader(Reader):
             num_bytes += file.num_bytes
             is_last = after is None or after.root != file.root  # a source may name several folders
             if num_bytes >= _PIECE_BYTES or len(pending) == _PIECE_FILES or is_last:
-                listed = [
-                    (member.name, member.num_bytes, member.stamp, labels[_class_of(member)]) for member in pending
-                ]
+                listed = [(member.name, member.num_bytes, member.stamp, self._label(member)) for member in pending]
                 yield Piece(pending[0], 0, len(pending), num_bytes, len(pending), {"listed": listed})
                 pending = []
                 num_bytes = 0
@@ -94,7 +95,6 @@ class FileFolderReader(Reader):
         return True
 
     def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
-        labels = {name: label for label, name in enumerate(self.classes)}
         if self.listed:
             first = splits[0].file
             rows = splits[0].rows
@@ -104,7 +104,7 @@ class FileFolderReader(Reader):
                 for name, size, stamp, label in listed
             ]
         else:
-            labelled = [(split.file, labels[_class_of(split.file)]) for split in splits]
+            labelled = [(split.file, self._label(split.file)) for split in splits]
         return batched(self._rows(labelled, columns), _BATCH_BYTES)
 
     def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
