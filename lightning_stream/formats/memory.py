@@ -51,18 +51,18 @@ class MappedFile:
         self.address: int = self.array.__array_interface__["data"][0]
 
 
-def sample_offsets(table: MappedFile, num_samples: int, end: int) -> NDArray[np.uint32]:
-    """Return the offsets of all samples and their end, as a view of the mapped file that begins with them.
+def sample_offsets(table: NDArray[np.uint8], num_samples: int, begin: int, end: int, where: str) -> NDArray[np.uint32]:
+    """Return the offsets of all samples and their end, as a view of the bytes of a file that begins with them.
 
-    FormatError for another number of samples than the index says, or offsets that are not in order up to ``end``.
+    FormatError for another number of samples than the index says, or offsets that are not in order from at least
+    ``begin`` up to ``end``.
     """
-    table_end = 8 + 4 * num_samples
-    count = int.from_bytes(table.view[:4], "little")
-    if table.num_bytes < table_end or count != num_samples:
-        raise FormatError(f"{table.where}: must hold {num_samples} samples, as its index says; it holds {count}.")
-    offsets: NDArray[np.uint32] = table.array[4:table_end].view("<u4")
-    if int(offsets[-1]) != end or not (offsets[1:] >= offsets[:-1]).all():
-        raise offsets_error(table.where, num_samples)
+    count = int.from_bytes(table[:4], "little")
+    if len(table) < 8 + 4 * num_samples or count != num_samples:
+        raise FormatError(f"{where}: must hold {num_samples} samples, as its index says; it holds {count}.")
+    offsets: NDArray[np.uint32] = table[4 : 8 + 4 * num_samples].view("<u4")
+    if int(offsets[0]) < begin or int(offsets[-1]) != end or not (offsets[1:] >= offsets[:-1]).all():
+        raise offsets_error(where, num_samples)
     return offsets
 
 

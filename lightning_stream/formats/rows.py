@@ -161,7 +161,7 @@ def write_as_mds(entry: ShardEntry, files: Sequence[Path], to: Path, mark: str =
     """
     made = as_mds(entry, mark)
     data, meta = (MappedFile(path, raw.num_bytes) for path, (raw, _) in zip(files, entry.files, strict=True))
-    offsets = sample_offsets(meta, entry.num_samples, data.num_bytes).astype(np.int64)
+    offsets = sample_offsets(meta.array, entry.num_samples, 0, data.num_bytes, meta.where).astype(np.int64)
     parse = _row_parser(entry.schema)
     absent = [_ABSENT[kind] for kind in entry.encodings]
     encoder = MdsEncoder.of_rows(made.schema, _stamp(entry, mark).encode())

@@ -40,13 +40,12 @@ class Shard:
         self._layout = record_layout(schema, **settings)
         self._path = folder / entry.raw.basename
         file = MappedFile(self._path, None if entry.raw.origin else entry.raw.num_bytes)
-        offsets = sample_offsets(file, self.num_samples, file.num_bytes)
+        offsets = sample_offsets(file.array, self.num_samples, 8 + 4 * self.num_samples, file.num_bytes, file.where)
         steps = offsets[1:] - offsets[:-1]
-        first = int(offsets[0])
         right = steps >= self._layout.min_bytes if self._layout.stride is None else steps == self._layout.stride
-        if not right.all() or first < 8 + 4 * self.num_samples:
+        if not right.all():
             raise offsets_error(file.where, self.num_samples)
-        span = (file.address, file.address + file.num_bytes, file.address + first, self.num_samples)
+        span = (file.address, file.address + file.num_bytes, file.address + int(offsets[0]), self.num_samples)
         self._mapped: Mapped | None = Mapped(self._layout, file, span)
 
     @property

@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.codecs import decompress
-from lightning_stream.formats.memory import Int64s
+from lightning_stream.formats.memory import Int64s, sample_offsets
 from lightning_stream.formats.model import SEEKABLE, FileEntry, ShardEntry
 from lightning_stream.formats.seekable import Frames
 from lightning_stream.formats.shard import Shard
@@ -283,16 +283,7 @@ def ranges_of(entry: ShardEntry, indices: Int64s) -> tuple[int, int]:
 
 def offsets_of(content: bytes, entry: ShardEntry, where: str) -> _Offsets:
     """The offsets with which a raw MDS shard begins; FormatError if they do not fit the index."""
-    if len(content) == table_bytes(entry):
-        num_samples = int.from_bytes(content[:4], "little")
-        offsets = np.frombuffer(content, "<u4", offset=4)
-        edges = (num_samples, int(offsets[-1])) == (entry.num_samples, entry.raw.num_bytes)
-        if edges and offsets[0] >= len(content) and not (offsets[1:] < offsets[:-1]).any():
-            return offsets
-    raise FormatError(
-        f"{where}: it does not begin as a shard of {entry.num_samples} samples in {entry.raw.num_bytes:,} bytes, as in "
-        "its index. Compare it with the dataset's source."
-    )
+    return sample_offsets(np.frombuffer(content, np.uint8), entry.num_samples, len(content), entry.raw.num_bytes, where)
 
 
 def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:

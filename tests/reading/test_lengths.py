@@ -333,7 +333,7 @@ def test_shards_that_do_not_fit_their_index_give_no_lengths(tmp_path: Path) -> N
     data = bytearray(path.read_bytes())
     data[8] ^= 0xFF
     path.write_bytes(data)
-    with pytest.raises(FormatError, match=r"shard\.00000\.mds: it does not begin as a shard of"):
+    with pytest.raises(FormatError, match=r"shard\.00000\.mds: its offsets are not those of"):
         StreamingDataset(local=folder).lengths("tokens")
 
 
