@@ -98,14 +98,16 @@ class DeltaReader(ParquetReader):
 
     def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
         action = self._actions[file.name]
-        names = [key.removeprefix("partition.") for key in action if key.startswith("partition.")]
-        types = {name: str(self._schema.field(name).type).replace("_view", "") for name in names}
         # The settings are those of all columns of the table: what is read of it does not make it another table.
-        partition = {name: (_plain(action[f"partition.{name}"]), types[name]) for name in names}
+        partition = {}
+        for key, value in action.items():
+            if key.startswith("partition."):
+                name = key.removeprefix("partition.")
+                partition[name] = _plain(value), str(self._schema.field(name).type).replace("_view", "")
         with self._opened(file, headers=True) as table:
             stored = set(table.schema.names)
             groups = table.pieces()
-        absent = [name for name in self._schema.names if name not in stored and name not in names]
+        absent = [name for name in self._schema.names if name not in stored and name not in partition]
         nulls = [*absent, *(name for name, (value, _) in partition.items() if value is None)]
         pieces = []
         begin = 0

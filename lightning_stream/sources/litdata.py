@@ -319,39 +319,35 @@ class _Tagged:
         self._at = 0
 
     def value(self) -> Any:
-        tag = self._bytes(1)[0]
-        if tag in (5, 6):
-            return self._dicts(tag)
-        if tag in (7, 0x11):
-            return self._text()
-        if tag in (8, 0x12):
-            return int.from_bytes(self._bytes(8), "little", signed=True)
-        if tag in (9, 0x13):
-            return struct.unpack("<d", self._bytes(8))[0]
-        if tag in (10, 0x14):
-            return self._bytes(1) != b"\0"
-        if tag in (11, 0x10):
-            return None
-        return self._list(tag, self._count())
+        match self._bytes(1)[0]:
+            case 0:
+                return json.loads(self._bytes(self._count()))
+            case 1:
+                return [self._text() for _ in range(self._count())]
+            case 2 | 3 | 4 as tag:
+                return self._numbers(("<i8", "<f8", "bool")[tag - 2], self._count())
+            case 5:
+                return {self._text(): self.value() for _ in range(self._count())}
+            case 6:  # dicts with the same keys
+                count = self._count()
+                keys = [self._text() for _ in range(self._count())]
+                return [{key: self.value() for key in keys} for _ in range(count if keys else 0)]
+            case 7 | 0x11:
+                return self._text()
+            case 8 | 0x12:
+                return self._numbers("<i8")[0]
+            case 9 | 0x13:
+                return self._numbers("<f8")[0]
+            case 10 | 0x14:
+                return self._numbers("bool")[0]
+            case 11 | 0x10:
+                return None
+            case tag:
+                raise ValueError(f"its tag is {tag}")
 
-    def _list(self, tag: int, count: int) -> Any:
-        if tag == 0:
-            return json.loads(self._bytes(count))
-        if tag == 1:
-            return [self._text() for _ in range(count)]
-        if tag in (2, 3):
-            return np.frombuffer(self._bytes(8 * count), "<i8" if tag == 2 else "<f8").tolist()
-        if tag == 4:
-            return list(map(bool, self._bytes(count)))
-        raise ValueError(f"its tag is {tag}")
-
-    def _dicts(self, tag: int) -> Any:
-        """One dict, or a list of dicts with the same keys."""
-        count = self._count()
-        if tag == 5:
-            return {self._text(): self.value() for _ in range(count)}
-        keys = [self._text() for _ in range(self._count())]
-        return [{key: self.value() for key in keys} for _ in range(count if keys else 0)]
+    def _numbers(self, dtype: str, count: int = 1) -> list[Any]:
+        numbers: list[Any] = np.frombuffer(self._bytes(np.dtype(dtype).itemsize * count), dtype).tolist()
+        return numbers
 
     def _count(self) -> int:
         return int.from_bytes(self._bytes(4), "little")
