@@ -24,6 +24,7 @@ from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.mds.encode import MdsEncoder
 from lightning_stream.sources.base import (
     Batch,
+    Columns,
     MeasuredColumns,
     Partition,
     Piece,
@@ -96,7 +97,7 @@ def _checked(made: Any, name: str) -> Iterator[Row]:
         yield sample
 
 
-def _refuse_others(rows: Sequence[Row], columns: Mapping[str, str]) -> None:
+def _refuse_others(rows: Sequence[Row], columns: Columns) -> None:
     """Raise ValueError if a row has a value beyond the columns that were inferred."""
     for row in rows:
         if not row.keys() <= columns.keys():
@@ -124,7 +125,7 @@ class ValidationSplit:
     fraction: float
     seed: int
     group_by: str | None
-    columns: Mapping[str, str]
+    columns: Columns
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction < 1:
@@ -154,8 +155,8 @@ class PartitionTask:
     """What all partitions have in common. Picklable."""
 
     reader: Reader
-    read: Mapping[str, str]  # the columns that are read, with their encodings
-    columns: Mapping[str, str]  # those that are written
+    read: Columns  # the columns that are read, with their encodings
+    columns: Columns  # those that are written
     specs: Mapping[str, OutputSpec]  # the datasets that are written, by split
     transform: Transform
     nulls: NullRule

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.sources.base import Asked
+from lightning_stream.sources.base import Asked, Columns
 from lightning_stream.writer.batch import arrow_numbers
 
 Values: TypeAlias = "NDArray[Any] | Sequence[Any] | pa.Array"
@@ -216,7 +216,7 @@ def _inner(kind: pa.DataType, sort: str) -> dict[str, pa.DataType]:
 
 
 def settle_nulls(
-    batch: pa.RecordBatch, columns: Mapping[str, str], fill: Mapping[str, Any], drop: bool, nulls: dict[str, int]
+    batch: pa.RecordBatch, columns: Columns, fill: Mapping[str, Any], drop: bool, nulls: dict[str, int]
 ) -> pa.RecordBatch:
     """Return a plain batch with nulls filled, or their rows dropped; add the numbers of what is left to ``nulls``.
 
@@ -245,7 +245,7 @@ def settle_nulls(
     return batch
 
 
-def writer_columns(batch: pa.RecordBatch, columns: Mapping[str, str]) -> dict[str, Values]:
+def writer_columns(batch: pa.RecordBatch, columns: Columns) -> dict[str, Values]:
     """Return a plain batch as values that `MDSWriter.write_batch` takes; loops over rows only where it must."""
     values = {}
     for name, encoding in columns.items():

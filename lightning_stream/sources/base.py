@@ -20,6 +20,7 @@ from lightning_stream.threads import DaemonPool
 
 _log = logging.getLogger(__name__)
 Row: TypeAlias = "Mapping[str, Any]"
+Columns: TypeAlias = "Mapping[str, str]"  # their encodings by name
 Asked: TypeAlias = "Mapping[str, str | None]"  # columns that are wanted, with their encodings or None to infer them
 SAMPLED_ROWS = 10_000
 _MIN_BYTES = 32 << 20
@@ -135,13 +136,13 @@ class Reader(ABC):
         return (type(self).scan, type(self).pieces_of) != (Reader.scan, Reader.pieces_of)
 
     @abstractmethod
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         """Yield the rows of some pieces, in order, some at a time: as values of each column where that is faster.
 
         A piece of some rows is read by ranges of bytes; only one whose file `has_rows` may be asked for.
         """
 
-    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         """Yield the pieces of all files that become shards where they are read in place, in order.
 
         Only headers, footers and indexes are read, of several files at once in the pool. FormatError for a file that
@@ -150,7 +151,7 @@ class Reader(ABC):
         for pieces in pool.map(lambda file: self.pieces_of(file, columns), files):
             yield from pieces
 
-    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> Iterable[Piece]:
+    def pieces_of(self, file: SourceFile, columns: Columns) -> Iterable[Piece]:
         """Return the pieces of one file."""
         raise ValueError(
             f"{file.uri}: files of the format {self.kind} cannot be read in place. Convert them: "
@@ -234,12 +235,12 @@ class Source:
         """Whether its pieces are known, so that it can be read in place."""
         return bool(self.files) and self.reader.has_pieces(self.files)
 
-    def pieces(self, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces(self, columns: Columns) -> list[Piece]:
         """Return the pieces of all files that become shards where it is read in place, in order."""
         with readable(self.name), DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
             return list(self.reader.scan(self.files, columns, pool))
 
-    def cut(self, columns: Mapping[str, str], partition_bytes: int, *, by_piece: bool = False) -> list[Piece]:
+    def cut(self, columns: Columns, partition_bytes: int, *, by_piece: bool = False) -> list[Piece]:
         """Cut the source, in order: into pieces that become shards where it is read in place, or into larger parts."""
         reader = self.reader
         if reader.piece_bytes is None and (by_piece or reader.is_cut_by_piece):
@@ -276,7 +277,7 @@ def partitions_of(splits: Sequence[Piece], partition_bytes: int) -> list[Partiti
     return partitions
 
 
-def read_splits(reader: Reader, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+def read_splits(reader: Reader, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
     """Yield the rows of some pieces, each as its settings need."""
     is_alike = not any(split.settings for split in splits)
     for part in [splits] if is_alike else [[split] for split in splits]:
@@ -316,14 +317,14 @@ def spread(files: Sequence[SourceFile], count: int = 8) -> list[SourceFile]:
     return filled[:: max(1, len(filled) // count)][:count]
 
 
-def present(names: Sequence[str], columns: Mapping[str, str], file: SourceFile) -> None:
+def present(names: Sequence[str], columns: Columns, file: SourceFile) -> None:
     """Raise ValueError if a file lacks one of these columns."""
     missing = [name for name in columns if name not in names]
     if missing:
         raise ValueError(f"all files must have the columns of the first; {file.uri} lacks {', '.join(missing)}.")
 
 
-def warn_of_others(pieces: Sequence[Piece], columns: Mapping[str, str]) -> None:
+def warn_of_others(pieces: Sequence[Piece], columns: Columns) -> None:
     """Log the columns that only later files have."""
     others = {name: piece.file for piece in reversed(pieces) for name in piece.others if name not in columns}
     for name, file in others.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -19,6 +19,7 @@ from lightning_stream.sources.base import (
     SAMPLED_ROWS,
     Asked,
     Batch,
+    Columns,
     Piece,
     Reader,
     SourceSchema,
@@ -84,7 +85,7 @@ class CsvReader(Reader):
             has_quotes = any(b'"' in block for block in iter(lambda: plain.read(_BLOCK_BYTES), b""))
         return super().input_splits(file, partition_bytes) if has_quotes else line_splits(file, partition_bytes)
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
         for split in splits:
             done = 0

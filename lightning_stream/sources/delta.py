@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
-from lightning_stream.sources.base import Asked, Batch, Piece, SourceSchema
+from lightning_stream.sources.base import Asked, Batch, Columns, Piece, SourceSchema
 from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader
 from lightning_stream.stores import Store
@@ -96,7 +96,7 @@ class DeltaReader(ParquetReader):
     def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
         return SourceSchema(arrow_columns(self._schema, asked))
 
-    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:
         action = self._actions[file.name]
         # The settings are those of all columns of the table: what is read of it does not make it another table.
         partition = {}
@@ -122,7 +122,7 @@ class DeltaReader(ParquetReader):
                 pieces.append(group._replace(num_rows=rows, settings=settings, nulls=(*group.nulls, *nulls)))
         return pieces
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         """Yield the rows of a row group that are not deleted, with the columns of the table."""
         begin = 0
         for rows, where in super().read(splits, columns):
@@ -130,9 +130,7 @@ class DeltaReader(ParquetReader):
             begin += rows.num_rows
             yield Batch(rows if is_kept.all() else rows.filter(pa.array(is_kept)), where)
 
-    def _constants(
-        self, names: Sequence[str], columns: Mapping[str, str], file: SourceFile
-    ) -> dict[str, tuple[Any, str]]:
+    def _constants(self, names: Sequence[str], columns: Columns, file: SourceFile) -> dict[str, tuple[Any, str]]:
         constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}
         return {name: constant for name, constant in constants.items() if name in columns}
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from lightning_stream.sources.base import Asked, Batch, Piece, Reader, Row, SourceSchema, batched, spread
+from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, spread
 from lightning_stream.sources.files import SourceFile, named_in_data
 from lightning_stream.threads import DaemonPool
 
@@ -78,7 +78,7 @@ class FileFolderReader(Reader):
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         return True
 
-    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         pending = list[SourceFile]()
         num_bytes = 0
         for file, after in zip_longest(files, files[1:]):
@@ -94,7 +94,7 @@ class FileFolderReader(Reader):
     def has_rows(self, file: SourceFile) -> bool:
         return True
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         if self.listed:
             first = splits[0].file
             rows = splits[0].rows
@@ -107,7 +107,7 @@ class FileFolderReader(Reader):
             labelled = [(split.file, self._label(split.file)) for split in splits]
         return batched(self._rows(labelled, columns), _BATCH_BYTES)
 
-    def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
+    def _rows(self, files: Sequence[tuple[SourceFile, int]], columns: Columns) -> Iterator[tuple[Row, str]]:
         with DaemonPool(_CONNECTIONS, "files") as pool:
             is_far = self.listed and files[0][0].path is None and self.column in columns
             reads = [pool.submit(file.read).result if is_far else file.read for file, _ in files]

@@ -20,7 +20,7 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
-from lightning_stream.sources.base import Piece, Reader, Source, marks_of, stamps_of, warn_of_others
+from lightning_stream.sources.base import Columns, Piece, Reader, Source, marks_of, stamps_of, warn_of_others
 from lightning_stream.sources.choose import reader_class, reader_of, split_folders
 from lightning_stream.sources.files import Listing, SourceFile, files_of, readable
 from lightning_stream.sources.nulls import NullRule, settled_columns
@@ -48,7 +48,7 @@ class InPlace:
     """
 
     kind: str | None = None
-    columns: Mapping[str, str] | Sequence[str] | None = None
+    columns: Columns | Sequence[str] | None = None
     version: int | None = None
     names: str = ""
     hidden: bool = False
@@ -216,14 +216,14 @@ class InPlace:
             raise ValueError(f"{where}{error}") from error
 
 
-def shards_text(kind: str, columns: Mapping[str, str], shards: Sequence[Piece]) -> bytes:
+def shards_text(kind: str, columns: Columns, shards: Sequence[Piece]) -> bytes:
     """Return the keys of an index whose shards are these pieces of files."""
     schema = MdsEncoder(columns).schema
     entries = (to_text(_entry(schema, kind, shard_index, piece)) for shard_index, piece in enumerate(shards))
     return b'"shards": [' + b", ".join(entries) + b'], "version": 2'
 
 
-def _refuse_nulls(shards: Sequence[Piece], columns: Mapping[str, str]) -> None:
+def _refuse_nulls(shards: Sequence[Piece], columns: Columns) -> None:
     """Raise FormatError if a column is known to have nulls, but cannot; those of deleted rows do not count."""
     for piece in shards:
         nulls = [name for name in piece.nulls if columns.get(name, "json") != "json"]

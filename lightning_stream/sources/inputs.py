@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from lightning_stream.fingerprint import function_text, value_digest
-from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, batched
+from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, batched
 from lightning_stream.sources.files import SourceFile
 from lightning_stream.writer.infer import infer_columns
 
@@ -55,7 +55,7 @@ class FunctionReader(Reader):
                 return SourceSchema(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         files = [split.file for split in splits]
         return batched((sample, file.uri) for file in files for sample in self.function(file.value))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -16,7 +16,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
 
-from .base import SAMPLED_ROWS, Asked, Batch, Piece, Reader, Row, SourceSchema, batched, spread
+from .base import SAMPLED_ROWS, Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, spread
 from .files import SourceFile, readable
 from .nulls import LARGEST_FLOAT
 
@@ -105,7 +105,7 @@ class JsonlReader(Reader):
         """Cut anywhere, unless the file is compressed, or one array of objects."""
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
 
-    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         """Yield pieces of about 64 MiB. Their rows are counted, so the files are read once."""
 
         def num_rows(split: Piece) -> int:
@@ -118,7 +118,7 @@ class JsonlReader(Reader):
             if rows:
                 yield piece._replace(num_rows=rows)
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         for split in splits:
             yield from self._rows(split)
 
@@ -234,12 +234,12 @@ class TextReader(Reader):
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         return line_splits(file, partition_bytes) if self.lines else super().input_splits(file, partition_bytes)
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         if not self.lines:
             return batched((self._text_row(split.file, columns), split.file.uri) for split in splits)
         return (batch for split in splits for batch in self._by_line(split))
 
-    def _text_row(self, file: SourceFile, columns: Mapping[str, str]) -> Row:
+    def _text_row(self, file: SourceFile, columns: Columns) -> Row:
         with file.unpacked() as plain:
             row = {"text": plain.read().removeprefix(_BOM).decode(), "name": file.name}
             return {name: row[name] for name in columns}

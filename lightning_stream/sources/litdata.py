@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
-from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, present
+from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, present
 from lightning_stream.sources.files import SourceFile, readable, rows_at
 from lightning_stream.threads import DaemonPool
 
@@ -98,7 +98,7 @@ class LitDataReader(Reader):
         wanted = formats if asked is None else [name for name in asked if name in formats]
         return SourceSchema({name: _encoding(name, formats[name], files[0].root) for name in wanted})
 
-    def scan(self, files: Sequence[SourceFile], columns: Mapping[str, str], pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         by_name = {file.name: file for file in files}
         settings = self.settings
         del settings["kind"]
@@ -110,7 +110,7 @@ class LitDataReader(Reader):
             present([*self.names, *self._types], columns, by_name[name])
             yield Piece(by_name[name], 0, num_items, by_name[name].num_bytes, num_items, settings, nulls)
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         for split in splits:
             file = split.file
             data = split.file.view() if split.rows is None else None
@@ -132,9 +132,7 @@ class LitDataReader(Reader):
         items = file.views(spans)
         return memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
 
-    def _cut(
-        self, data: memoryview, offsets: NDArray[np.int64], file: SourceFile, columns: Mapping[str, str]
-    ) -> dict[str, Any]:
+    def _cut(self, data: memoryview, offsets: NDArray[np.int64], file: SourceFile, columns: Columns) -> dict[str, Any]:
         """Cut items into the values of each column."""
         sizes = np.diff(offsets)[:, None]
         if self.has_sizes:
@@ -228,7 +226,7 @@ def _arrow_rows(file: SourceFile, data: memoryview) -> Any:
     return table
 
 
-def _table_batches(table: Any, columns: Mapping[str, str], file: SourceFile) -> Iterator[Batch]:
+def _table_batches(table: Any, columns: Columns, file: SourceFile) -> Iterator[Batch]:
     import pyarrow as pa
 
     from lightning_stream.sources.tables import pieces_of

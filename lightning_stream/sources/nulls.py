@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.sources.base import Piece, Reader, Row
+from lightning_stream.sources.base import Columns, Piece, Reader, Row
 from lightning_stream.writer.batch import batch_columns
 
 _NUMBERS = ("int", "uint", "float")
 LARGEST_FLOAT = 1 << 53  # up to it, every whole number is a float64
 
 
-def settled_columns(reader: Reader, columns: Mapping[str, str], pieces: Sequence[Piece]) -> dict[str, str]:
+def settled_columns(reader: Reader, columns: Columns, pieces: Sequence[Piece]) -> dict[str, str]:
     """Return the columns with encodings that hold the values of all files exactly; ValueError if there are none.
 
     MDS has no null but in json, so columns that are known to have some become json where the reader can do that.
@@ -25,7 +25,7 @@ def settled_columns(reader: Reader, columns: Mapping[str, str], pieces: Sequence
     return {**wider, **dict.fromkeys(nulls, "json")}
 
 
-def widened_columns(columns: Mapping[str, str], pieces: Iterable[Piece]) -> dict[str, str]:
+def widened_columns(columns: Columns, pieces: Iterable[Piece]) -> dict[str, str]:
     """Return the columns with encodings that hold the values of all files exactly; ValueError if there are none."""
     wider = [pair for piece in pieces for pair in piece.types.items()]
     if not wider:
@@ -48,7 +48,7 @@ class NullRule:
     fill: Mapping[str, Any] = field(default_factory=dict)
     drop: bool = False
 
-    def settle(self, rows: Any, columns: Mapping[str, str], nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
+    def settle(self, rows: Any, columns: Columns, nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
         """Return an Arrow batch, or rows, as columns of values for a writer, and the number of rows.
 
         There are no rows if nulls are left; ``nulls`` counts them by column.
@@ -62,7 +62,7 @@ class NullRule:
         batch = settle_nulls(rows, columns, self.fill, self.drop, nulls)
         return batch_columns({} if nulls or not batch.num_rows else writer_columns(batch, columns))
 
-    def _plain(self, rows: Sequence[Row], columns: Mapping[str, str], nulls: dict[str, int]) -> dict[str, Any]:
+    def _plain(self, rows: Sequence[Row], columns: Columns, nulls: dict[str, int]) -> dict[str, Any]:
         needed = {name for name, encoding in columns.items() if encoding != "json"}
         if self.drop:
             rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]

@@ -18,7 +18,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.lazy import cached
 from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
 from lightning_stream.sources.arrow_messages import Message, messages
-from lightning_stream.sources.base import Asked, Batch, Piece, Reader, SourceSchema, present
+from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, present
 from lightning_stream.sources.files import RangedFile, SourceFile, read_below, readable
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.stores import Store
@@ -86,7 +86,7 @@ class TableReader(Reader):
         columns = {name: "json" if name in nulls else encoding for name, encoding in source_schema.columns.items()}
         return replace(source_schema, columns=columns)
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         for split in _joined(splits):
             done = 0
             after = f" after number {split.begin:,} of its pieces" if split.begin else ""
@@ -103,7 +103,7 @@ class TableReader(Reader):
                         yield Batch(rows, f"{split.file.uri}, rows {done:,} to {done + piece.num_rows:,}{after}")
                         done += piece.num_rows
 
-    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:
         with self._opened(file, headers=True) as table:
             try:
                 constants = self._constants(table.schema.names, columns, file)
@@ -131,9 +131,7 @@ class TableReader(Reader):
                 ) from error
         return {name: kind for name, kind in types.items() if kind != self.types[name]}
 
-    def _constants(
-        self, names: Sequence[str], columns: Mapping[str, str], file: SourceFile
-    ) -> dict[str, tuple[Any, str]]:
+    def _constants(self, names: Sequence[str], columns: Columns, file: SourceFile) -> dict[str, tuple[Any, str]]:
         """The values of the columns that are in the names of a file's folders, with their Arrow types."""
         folders = {name: text for name, text in file.partition.items() if name not in names and name in columns}
         present([*names, *folders], columns, file)

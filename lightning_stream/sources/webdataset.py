@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.sources import npy
-from lightning_stream.sources.base import Asked, Batch, Piece, Reader, Row, SourceSchema, batched
+from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched
 from lightning_stream.sources.files import SourceFile, rows_at
 from lightning_stream.sources.tar_headers import BLOCK, Members, walk
 
@@ -72,7 +72,7 @@ class TarReader(Reader):
     def takes_nulls(self, encoding: str) -> bool:
         return False  # only some files are their own JSON
 
-    def pieces_of(self, file: SourceFile, columns: Mapping[str, str]) -> list[Piece]:
+    def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
         if _is_packed(file):
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
@@ -96,14 +96,14 @@ class TarReader(Reader):
             first = end
         return pieces
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         """Yield samples by column; row by row where one of them lacks a column, or has a wrong value."""
         for split in splits:
             with _opened(split.file) as read:
                 for part in _parts(split, read, is_scan=False):
                     yield from self._batches(part, columns)
 
-    def _batches(self, part: _Part, columns: Mapping[str, str]) -> Iterator[Batch]:
+    def _batches(self, part: _Part, columns: Columns) -> Iterator[Batch]:
         try:
             if self.is_strict and not columns.keys() >= part.files.keys():
                 raise LookupError("a sample has another file")
@@ -195,7 +195,7 @@ class _Part(NamedTuple):
         numbers = np.fromiter(by_sample.values(), np.int64, len(by_sample))
         return _values(self.data, self.members.headers[numbers] + BLOCK, self.members.sizes[numbers], encoding)
 
-    def rows(self, columns: Mapping[str, str]) -> Iterator[tuple[Row, str]]:
+    def rows(self, columns: Columns) -> Iterator[tuple[Row, str]]:
         """Yield each sample with those of these files that it has, and where it is; FormatError for wrong values."""
         begins = (self.members.headers + BLOCK).tolist()
         sizes = self.members.sizes.tolist()
