@@ -20,7 +20,7 @@ from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.hashing import DigestOf, digest, digest_file, digest_parts
 from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
-from lightning_stream.formats.memory import MappedFile
+from lightning_stream.formats.memory import Int64s, MappedFile
 from lightning_stream.formats.model import length_file_stem
 from lightning_stream.formats.shard import open_shard
 from lightning_stream.reading.partial import offsets_of, read_range, table_bytes
@@ -214,7 +214,7 @@ def _of_made_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
     return np.concatenate(parts)
 
 
-def _num_items(num_bytes: NDArray[np.int64], item_bytes: int) -> NDArray[np.int64]:
+def _num_items(num_bytes: Int64s, item_bytes: int) -> Int64s:
     """Return the items of arrays of one dimension, from the bytes of each; -1 if there is no such array.
 
     Before the items are a byte, and the number of items in 1, 2 or 4 bytes.

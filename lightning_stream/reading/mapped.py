@@ -123,10 +123,10 @@ class MapReader(SampleReader):
         samples = [self.read(sample_id) for sample_id in ids.tolist()]
         return columns_of(samples, samples[0])
 
-    def fetch(self, shards: NDArray[np.int64]) -> None:
+    def fetch(self, shards: Int64s) -> None:
         """Nothing: there is nothing to fetch."""
 
-    def read_ahead(self, ids: NDArray[np.int64]) -> Want:  # noqa: ARG002
+    def read_ahead(self, ids: Int64s) -> Want:  # noqa: ARG002
         """Nothing: there is nothing to fetch."""
         return Want(self.shards.pool, [])
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.order import EpochOrder, Snapshot
 
 _HORIZON = 1 << 20  # positions that are looked up at once
@@ -21,8 +21,8 @@ class _Part:
 
     begin: int
     end: int
-    shards: NDArray[np.int64]
-    positions: NDArray[np.int64]
+    shards: Int64s
+    positions: Int64s
     has_rest: bool  # of the epoch; then the beginning of the next epoch follows
 
 
@@ -76,7 +76,7 @@ class NextUse:
             self._part = part = _Part(begin, end, shards[by_shard], positions[by_shard], has_rest)
         return part
 
-    def _uses(self, order: EpochOrder, begin: int, end: int) -> tuple[int, NDArray[np.int64], NDArray[np.int64]]:
+    def _uses(self, order: EpochOrder, begin: int, end: int) -> tuple[int, Int64s, Int64s]:
         """The shards of the samples from a position on, and their positions; and where they end."""
         end = end if order.exists(end - 1) else order.num_samples
         ids, positions = order.samples(begin, end)

@@ -144,7 +144,7 @@ class SampleReader:
                 self._length_digests[name] = digest("xxh3_128", lengths.view(np.uint8).data)
         return self._length_digests[name]
 
-    def amounts(self, name: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def amounts(self, name: str, ids: Int64s) -> Int64s:
         """The lengths of some samples, or what an expression makes of them, which may be more than 32 bits hold."""
         expression = self._expression(name)
         if expression is None:
@@ -195,7 +195,7 @@ class SampleReader:
         """Cache and index entry of a shard, by its id."""
         return self.shards.entry(shard)
 
-    def original_ids(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    def original_ids(self, ids: Int64s) -> Int64s:
         """The ids of these samples in the streams: others only after deletions, or where a filter or subset chose."""
         return ids if self.members is None else self.members.select(ids)
 
@@ -288,7 +288,7 @@ class SampleReader:
                 self.sample(sample_id)
             return self._columns(ids, out)
 
-    def use_flat(self, ids: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]) -> T:
+    def use_flat(self, ids: Int64s, names: Sequence[str], use: UseFlat[T]) -> T:
         """The result of ``use``, which gets where the 1-d arrays of some columns lie in memory, and copies from there.
 
         Raises:
@@ -298,7 +298,7 @@ class SampleReader:
         result = self.shards.pool.open.flat_arrays(*self.shards.snapshot.locate(self.original_ids(ids)), names, use)
         return use(*flat_copies(self.batch(ids), names)) if result is None else result
 
-    def _columns(self, ids: NDArray[np.int64], out: Buffers | None) -> dict[str, Any]:
+    def _columns(self, ids: Int64s, out: Buffers | None) -> dict[str, Any]:
         reads: list[UnverifiedRead] = []
         of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
         merged = self.shards.merged_columns
@@ -346,7 +346,7 @@ class SampleReader:
                 reads.append(read)
         return [opened[shard_id][0] for shard_id in shard_ids.tolist()], which, within
 
-    def read_ahead(self, ids: NDArray[np.int64]) -> Want:
+    def read_ahead(self, ids: Int64s) -> Want:
         """Begin to fetch the shards of `ids` that are not here, in the order of their first use.
 
         Not those whose samples here are so few that they come by ranges. Drop the result once the samples were read, or
@@ -375,7 +375,7 @@ class SampleReader:
         """
         return not reads or all(self.shards.pool.agreements(reads, wait=wait).values())
 
-    def fetch(self, shards: NDArray[np.int64]) -> None:
+    def fetch(self, shards: Int64s) -> None:
         """Fetch shards into the cache, several at once. Raises the first failure."""
         with DaemonPool(self.shards.config.fetch_threads, "fetch") as pool:
             entries = map(self.entry, self.shards.with_joined(shards).tolist())

@@ -57,7 +57,7 @@ class OpenShards:
         self._num_shards = num_shards
         self._tables = [SpanTable(num_shards) for _ in range(1 + num_joined)]
         size = num_shards * len(self._tables)
-        self._used: NDArray[np.int64] = np.zeros(size, np.int64)  # by a clock of uses
+        self._used: Int64s = np.zeros(size, np.int64)  # by a clock of uses
         self._is_open: NDArray[np.bool_] = np.zeros(size, np.bool_)
         self._clock = 0
 
@@ -92,13 +92,11 @@ class OpenShards:
         leased = self._leased.get(shard_id)
         return leased[1] if leased is not None and leased[0] is shard else None
 
-    def has(self, shard_ids: NDArray[np.int64]) -> bool:
+    def has(self, shard_ids: Int64s) -> bool:
         """Whether all of these are open."""
         return int(np.count_nonzero(self._is_open.take(shard_ids))) == len(shard_ids)
 
-    def gather(
-        self, shard_ids: NDArray[np.int64], indices: NDArray[np.int64], out: Buffers | None, joined: int = 0
-    ) -> Batch | None:
+    def gather(self, shard_ids: Int64s, indices: Int64s, out: Buffers | None, joined: int = 0) -> Batch | None:
         """Row k is sample ``indices[k]`` of shard ``shard_ids[k]``; None if these are not all open and of one layout.
 
         With `joined` = 1, 2...: of the first, the second... of the shards that are joined to it.
@@ -109,9 +107,7 @@ class OpenShards:
         self._use(shard_ids if joined == 0 else shard_ids + joined * self._num_shards)
         return gather_rows(rows, out)
 
-    def flat_arrays(
-        self, shard_ids: NDArray[np.int64], indices: NDArray[np.int64], names: Sequence[str], use: UseFlat[T]
-    ) -> T | None:
+    def flat_arrays(self, shard_ids: Int64s, indices: Int64s, names: Sequence[str], use: UseFlat[T]) -> T | None:
         """The result of ``use`` with where the numbers of some columns lie; None if they cannot be used there."""
 
         rows = self._tables[0].find(shard_ids, indices)
@@ -121,7 +117,7 @@ class OpenShards:
         self._use(shard_ids)
         return use(arrays, rows.window.view)
 
-    def _use(self, shard_ids: int | NDArray[np.int64]) -> None:
+    def _use(self, shard_ids: int | Int64s) -> None:
         self._clock += 1
         self._used[shard_ids] = self._clock
 

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.counters import Counters
 from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.rows import as_mds
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
@@ -153,16 +154,16 @@ class StreamShards:
             return dict.fromkeys((name for index in self.indexes for name in index.columns), True)
         return columns
 
-    def with_joined(self, shards: NDArray[np.int64]) -> NDArray[np.int64]:
+    def with_joined(self, shards: Int64s) -> Int64s:
         """The ids of shards, each before those that are joined to it."""
         if not self.num_joined:
             return shards
         exists = np.concatenate([np.ones((1, len(shards)), np.bool_), self.has_joined[:, shards]])
-        shard_ids: NDArray[np.int64] = shards + self.num_shards * np.arange(len(exists))[:, None]
-        present: NDArray[np.int64] = shard_ids.T[exists.T]
+        shard_ids: Int64s = shards + self.num_shards * np.arange(len(exists))[:, None]
+        present: Int64s = shard_ids.T[exists.T]
         return present
 
-    def parts(self, of_shard: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64]]]:
+    def parts(self, of_shard: Int64s) -> list[tuple[int, Int64s]]:
         """0 with all rows; 1, 2... with the rows whose shards (``of_shard``) have a first, a second... joined one."""
         joined = [(k, np.flatnonzero(has.take(of_shard))) for k, has in enumerate(self.has_joined, 1)]
         return [(0, np.arange(len(of_shard))), *((k, rows) for k, rows in joined if len(rows))]

@@ -80,7 +80,7 @@ class SwitchedReader(SampleReader):
                 batch[name] = Ragged([None if is_absent else value for is_absent, value in values])
         return batch
 
-    def _lacking(self, ids: NDArray[np.int64], version: int | None) -> dict[str, NDArray[np.bool_]]:
+    def _lacking(self, ids: Int64s, version: int | None) -> dict[str, NDArray[np.bool_]]:
         """Whether each sample lacks a column that was added between versions, by its name.
 
         A sample that was deleted before may have a wrong value there.

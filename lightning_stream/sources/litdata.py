@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, present
 from lightning_stream.sources.files import SourceFile, readable, rows_at
 from lightning_stream.threads import DaemonPool
@@ -123,7 +124,7 @@ class LitDataReader(Reader):
     def has_rows(self, file: SourceFile) -> bool:
         return self.compression is None and not self.is_table
 
-    def _some(self, split: Piece) -> tuple[memoryview, NDArray[np.int64]]:
+    def _some(self, split: Piece) -> tuple[memoryview, Int64s]:
         """Some items of a chunk, and where each begins, and the last one ends."""
         file = split.file
         head = file.view(0, min(file.num_bytes, 8 + 4 * split.end if split.end else 0))
@@ -132,7 +133,7 @@ class LitDataReader(Reader):
         items = file.views(spans)
         return memoryview(b"".join(items)), np.cumsum([0, *map(len, items)])
 
-    def _cut(self, data: memoryview, offsets: NDArray[np.int64], file: SourceFile, columns: Columns) -> dict[str, Any]:
+    def _cut(self, data: memoryview, offsets: Int64s, file: SourceFile, columns: Columns) -> dict[str, Any]:
         """Cut items into the values of each column."""
         sizes = np.diff(offsets)[:, None]
         if self.has_sizes:
@@ -151,7 +152,7 @@ class LitDataReader(Reader):
         }
         return {name: values.get(name, [None] * (len(offsets) - 1)) for name in columns}
 
-    def _items(self, file: SourceFile, data: memoryview) -> tuple[memoryview, NDArray[np.int64]]:
+    def _items(self, file: SourceFile, data: memoryview) -> tuple[memoryview, Int64s]:
         """The uncompressed items of a chunk, and where each begins, and the last one ends."""
         if self.compression == "chunk":
             data = memoryview(_inflated(data))
@@ -171,14 +172,14 @@ class LitDataReader(Reader):
         self._check(file, offsets, count, len(view))
         return view, offsets
 
-    def _offsets(self, file: SourceFile, head: memoryview, num_bytes: int) -> NDArray[np.int64]:
+    def _offsets(self, file: SourceFile, head: memoryview, num_bytes: int) -> Int64s:
         """Where the items of a chunk begin, and the last one ends, from its beginning."""
         count = int.from_bytes(head[:4], "little")
         offsets = np.frombuffer(head[4 : min(8 + 4 * count, len(head) // 4 * 4)], "<u4").astype(np.int64)
         self._check(file, offsets, count, num_bytes)
         return offsets
 
-    def _check(self, file: SourceFile, offsets: NDArray[np.int64], count: int, num_bytes: int) -> None:
+    def _check(self, file: SourceFile, offsets: Int64s, count: int, num_bytes: int) -> None:
         if len(offsets) != count + 1 or int(offsets[-1]) > num_bytes or (np.diff(offsets) < 0).any():
             raise FormatError(f"{file.uri} must be a chunk of LitData; its offsets do not fit its {num_bytes:,} bytes.")
 
@@ -272,8 +273,8 @@ def _values(
     name: str,
     form: str,
     data: memoryview,
-    begins: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    begins: Int64s,
+    sizes: Int64s,
     file: SourceFile,
     wanted: str,
 ) -> Any:

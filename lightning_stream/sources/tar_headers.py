@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.sources.files import rows_at
 
 BLOCK = 512
@@ -40,9 +40,9 @@ class Members(NamedTuple):
     ``starts``: where the first header of each file begins. ``headers``: its last one. ``sizes``: its bytes.
     """
 
-    starts: NDArray[np.int64]
-    headers: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    starts: Int64s
+    headers: Int64s
+    sizes: Int64s
     odd: dict[int, str]
 
 
@@ -146,7 +146,7 @@ def _by_tarfile(data: memoryview, at: int, where: str, is_whole: bool) -> tuple[
     return member, archive.offset
 
 
-def _check_sums(data: memoryview, headers: NDArray[np.int64], where: str) -> None:
+def _check_sums(data: memoryview, headers: Int64s, where: str) -> None:
     rows = rows_at(data, headers, BLOCK)
     stated = rows[:, 148:156]  # which counts as spaces
     sums = rows.sum(axis=1, dtype=np.uint32) - stated.sum(axis=1, dtype=np.uint32) + 8 * ord(" ")

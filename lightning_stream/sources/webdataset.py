@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
+from lightning_stream.formats.memory import Int64s
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched
 from lightning_stream.sources.files import SourceFile, rows_at
@@ -294,7 +295,7 @@ def _text(name: bytes) -> str:
     return name.decode("utf-8", "surrogateescape")
 
 
-def _values(data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64], encoding: str) -> Any:
+def _values(data: memoryview, begins: Int64s, sizes: Int64s, encoding: str) -> Any:
     """Files as values, as an encoder takes them; views of the tar where that is possible."""
     width = int(sizes[0]) if len(sizes) and (sizes == sizes[0]).all() else 0
     if encoding.startswith("ndarray") and width and (arrays := _arrays(data, begins, width)) is not None:
@@ -308,7 +309,7 @@ def _values(data: memoryview, begins: NDArray[np.int64], sizes: NDArray[np.int64
     return [_value(bytes(value), encoding) for value in values] if is_parsed else values
 
 
-def _arrays(data: memoryview, begins: NDArray[np.int64], width: int) -> NDArray[Any] | None:
+def _arrays(data: memoryview, begins: Int64s, width: int) -> NDArray[Any] | None:
     """Files of NumPy that have one head, as one array; None if their heads differ."""
     first = io.BytesIO(data[int(begins[0]) : int(begins[0]) + width])
     layout = npy.read_head(first)
