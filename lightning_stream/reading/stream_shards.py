@@ -193,9 +193,7 @@ class StreamShards:
     def open(self, shard_id: int, entry: ShardEntry, folder: Path) -> Shard:
         """Open a shard, to read those of its columns that are chosen."""
         stream = self._stream_of(shard_id % self.num_shards)
-        decoders: Decoders | None = self._decoders[stream]
-        if decoders and self.indexes[stream].joined:  # the others are those of the shards beside it
-            decoders = {name: decoder for name, decoder in decoders.items() if name in entry.schema.names}
+        decoders = {name: decoder for name, decoder in self._decoders.items() if name in entry.schema.names}
         return open_shard(
             entry,
             folder,
@@ -208,12 +206,10 @@ class StreamShards:
         return int(np.searchsorted(self.snapshot.stream_offsets, shard, side="right")) - 1
 
     @cached_property
-    def _decoders(self) -> list[Decoders | None]:
-        """The decoders of each stream's columns; ValueError for those of no column."""
+    def _decoders(self) -> Decoders:
+        """The decoders of columns; ValueError for those of no column."""
         decoders = self.config.decoders or {}
-        known = [{name for columns in index.column_sets for name in columns} for index in self.indexes]
-        if absent := set(decoders).difference(*known):
-            raise ValueError(
-                f"decoders: no column {min(absent)!r}; there are {', '.join(sorted(set().union(*known)))}."
-            )
-        return [{name: decoder for name, decoder in decoders.items() if name in names} or None for names in known]
+        known = {name for index in self.indexes for columns in index.column_sets for name in columns}
+        if absent := decoders.keys() - known:
+            raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(sorted(known))}.")
+        return decoders
