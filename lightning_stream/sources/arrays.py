@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -73,14 +72,12 @@ class NumpyReader(TableReader):
         if not self.has_rows(file):
             return None
         size = min(_HEADER_BYTES, file.num_bytes)
-        head = io.BytesIO(cached(_HEADS, file.content, lambda _: bytes(file.view(0, size)), 256))
-        layout = npy.read_head(head)
+        layout = npy.read_head(cached(_HEADS, file.content, lambda _: bytes(file.view(0, size)), 256))
         if layout is None or file.num_bytes < _HEADER_BYTES:
             return None
-        shape, is_fortran, dtype = layout
-        first = head.tell()
+        first, shape, dtype = layout
         width = dtype.itemsize * int(np.prod(shape[1:]))
-        if dtype.hasobject or not shape or (is_fortran and len(shape) > 1) or not width:
+        if not shape or not width:
             return None
         if first + shape[0] * width != file.num_bytes:
             raise ValueError(f"its head promises {shape[0]:,} rows of {width:,} bytes; it has {file.num_bytes:,} bytes")

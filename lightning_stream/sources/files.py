@@ -190,12 +190,12 @@ class SourceFile:
                 ranges.append((begin, end))
         with DaemonPool(_CONNECTIONS, "ranges") as pool:
             fetched = pool.map(lambda span: self.view(*span), ranges)
-        numbers = [bisect_right(ranges, (begin, self.num_bytes)) - 1 for begin, _ in spans]
-        firsts = [ranges[k][0] for k in numbers]
-        return [
-            fetched[k][begin - first : end - first]
-            for k, first, (begin, end) in zip(numbers, firsts, spans, strict=True)
-        ]
+        views = []
+        for begin, end in spans:
+            k = bisect_right(ranges, (begin, self.num_bytes)) - 1
+            first = ranges[k][0]
+            views.append(fetched[k][begin - first : end - first])
+        return views
 
     def _mapped(self, begin: int, end: int, is_read: bool) -> memoryview:
         with self.open() as opened:
@@ -348,13 +348,13 @@ class RangedFile(io.RawIOBase):
 
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
     """Return ``width`` bytes from each of these positions: uint8[n, width]; a view where their distances are equal."""
-    flat = np.frombuffer(data, np.uint8)
-    steps = np.diff(begins)
-    if len(begins) and width and (steps == steps[:1]).all() and (not len(steps) or steps[0] > 0):
-        step = int(steps[0]) if len(steps) else width
-        return np.lib.stride_tricks.as_strided(flat[int(begins[0]) :], (len(begins), width), (step, 1), writeable=False)
     if not width or not len(begins):
         return np.empty((len(begins), width), np.uint8)
+    flat = np.frombuffer(data, np.uint8)
+    steps = np.diff(begins)
+    step = int(steps[0]) if len(steps) else width
+    if step > 0 and (steps == step).all():
+        return np.lib.stride_tricks.as_strided(flat[int(begins[0]) :], (len(begins), width), (step, 1), writeable=False)
     cells: Any = np.ndarray((len(flat) - width + 1,), f"V{width}", flat, 0, (1,))  # overlapping, one at every position
     rows: NDArray[np.uint8] = cells[begins].view(np.uint8).reshape(len(begins), width)
     return rows

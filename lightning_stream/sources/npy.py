@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import threading
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,14 +12,19 @@ import numpy as np
 _LOCK = threading.Lock()
 
 
-def read_head(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]] | None:
-    """Shape, whether the order is Fortran's, and dtype; None for a version of the format that others need."""
+def read_head(data: bytes | memoryview) -> tuple[int, tuple[int, ...], np.dtype[Any]] | None:
+    """Where the numbers of a file begin, their shape and dtype; None where they do not lie in C's order.
+
+    None also for objects, and for a version of the format that others need.
+    """
+    file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in reads:
         return None
     with _LOCK:
-        return reads[version](file)
+        shape, is_fortran, dtype = reads[version](file)
+    return None if dtype.hasobject or (is_fortran and len(shape) > 1) else (file.tell(), shape, dtype)
 
 
 def load(file: Any) -> Any:

@@ -52,16 +52,15 @@ class TarReader(Reader):
         file = files[0]
         known = {KEY: "str"}
         count = 0
-        with _opened(file) as read:
-            for part in _parts(Piece(file, 0, None, 0), read, is_scan=True):
-                count -= part.is_continued
-                for ending, numbers in part.files.items():
-                    sample, member_index = next(iter(numbers.items()))
-                    if ending not in known and count + sample < _SAMPLED:
-                        known[ending] = part.encoding(ending, member_index, read)
-                count += len(part.keys)
-                if count >= _SAMPLED:
-                    break
+        for part in _parts(Piece(file, 0, None, 0), is_scan=True):
+            count -= part.is_continued
+            for ending, numbers in part.files.items():
+                sample, member_index = next(iter(numbers.items()))
+                if ending not in known and count + sample < _SAMPLED:
+                    known[ending] = part.encoding(ending, member_index)
+            count += len(part.keys)
+            if count >= _SAMPLED:
+                break
         if len(known) == 1:
             raise ValueError(f"{file.uri} holds no sample. Remove it.")
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
@@ -79,10 +78,9 @@ class TarReader(Reader):
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
         begins = [np.empty(0, np.int64)]
         endings = Counter[str]()
-        with _opened(file) as read:
-            for part in _parts(Piece(file, 0, None, 0), read, is_scan=True):
-                endings.update({ending: len(numbers) for ending, numbers in part.files.items()})
-                begins.append(part.at + part.members.starts[part.firsts[part.is_continued :]])
+        for part in _parts(Piece(file, 0, None, 0), is_scan=True):
+            endings.update({ending: len(numbers) for ending, numbers in part.files.items()})
+            begins.append(part.at + part.members.starts[part.firsts[part.is_continued :]])
         samples = np.concatenate(begins)
         others = tuple(name for name in endings if name not in columns)
         wanted = [name for name, encoding in columns.items() if name != KEY and encoding != "json"]
@@ -100,9 +98,8 @@ class TarReader(Reader):
     def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         """Yield samples by column; row by row where one of them lacks a column, or has a wrong value."""
         for split in splits:
-            with _opened(split.file) as read:
-                for part in _parts(split, read, is_scan=False):
-                    yield from self._batches(part, columns)
+            for part in _parts(split, is_scan=False):
+                yield from self._batches(part, columns)
 
     def _batches(self, part: _Part, columns: Columns) -> Iterator[Batch]:
         try:
@@ -118,6 +115,7 @@ class _Part(NamedTuple):
 
     Attributes:
         file: The tar.
+        read: What reads bytes of it.
         at: Where the part begins.
         data: Its bytes.
         members: All files.
@@ -128,6 +126,7 @@ class _Part(NamedTuple):
     """
 
     file: SourceFile
+    read: Read
     at: int
     data: memoryview
     members: Members
@@ -137,7 +136,7 @@ class _Part(NamedTuple):
     is_continued: bool
 
     @classmethod
-    def of(cls, file: SourceFile, at: int, data: memoryview, members: Members, before: bytes) -> _Part:
+    def of(cls, file: SourceFile, read: Read, at: int, data: memoryview, members: Members, before: bytes) -> _Part:
         """Group files by their names; FormatError for two files of one ending. ``before``: the key before the part."""
         key = b""
         sample = -1
@@ -162,7 +161,7 @@ class _Part(NamedTuple):
             if sample in numbers:
                 raise FormatError(f"{file.uri}: sample {_text(key)!r} has two files {_text(ending).lower()!r}.")
             numbers[sample] = member_index
-        return cls(file, at, data, members, keys, firsts, files, keys[:1] == [before])
+        return cls(file, read, at, data, members, keys, firsts, files, keys[:1] == [before])
 
     def drop_last(self) -> int:
         """Drop the last sample, which may go on behind the part; return where it begins in the part."""
@@ -173,12 +172,13 @@ class _Part(NamedTuple):
                 del self.files[ending]
         return int(self.members.starts[self.firsts.pop()])
 
-    def encoding(self, ending: str, member_index: int, read: Read) -> str:
+    def encoding(self, ending: str, member_index: int) -> str:
         """The encoding of the files with an ending: by that, and by the head of one of them if they are arrays."""
         encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
         if encoding != "ndarray":
             return encoding
-        data = read(self.at + int(self.members.headers[member_index]) + BLOCK, int(self.members.sizes[member_index]))
+        begin = self.at + int(self.members.headers[member_index]) + BLOCK
+        data = self.read(begin, int(self.members.sizes[member_index]))
         try:
             return f"ndarray:{npy.load(io.BytesIO(data)).dtype.name}"
         except (ValueError, EOFError) as error:
@@ -246,8 +246,13 @@ def _is_packed(file: SourceFile) -> bool:
     return file.is_packed or file.ending == ".tgz"
 
 
-def _parts(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
+def _parts(piece: Piece, *, is_scan: bool) -> Iterator[_Part]:
     """Yield a piece of a tar part by part: whole samples, or for a scan what headers say of files of any size."""
+    with _opened(piece.file) as read:
+        yield from _parts_of(piece, read, is_scan=is_scan)
+
+
+def _parts_of(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
     file = piece.file
     at = piece.begin
     before = b""
@@ -257,7 +262,7 @@ def _parts(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
         data = read(at, room)
         is_whole = bool(piece.end) or len(data) < room
         walked = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
-        part = _Part.of(file, at, data, walked.members, before)
+        part = _Part.of(file, read, at, data, walked.members, before)
         step = walked.next
         is_end = walked.is_end or bool(piece.end)
         if is_whole and not is_end:
@@ -311,15 +316,13 @@ def _values(data: memoryview, begins: Int64s, sizes: Int64s, encoding: str) -> A
 
 def _arrays(data: memoryview, begins: Int64s, width: int) -> NDArray[Any] | None:
     """Files of NumPy that have one head, as one array; None if their heads differ."""
-    first = io.BytesIO(data[int(begins[0]) : int(begins[0]) + width])
-    layout = npy.read_head(first)
+    layout = npy.read_head(data[int(begins[0]) : int(begins[0]) + width])
     if layout is None:
         return None
-    shape, is_fortran, dtype = layout
-    head = first.tell()
+    head, shape, dtype = layout
     num_bytes = dtype.itemsize * int(np.prod(shape))
     heads = rows_at(data, begins, head)
-    if is_fortran or dtype.hasobject or not num_bytes or head + num_bytes != width or (heads != heads[0]).any():
+    if not num_bytes or head + num_bytes != width or (heads != heads[0]).any():
         return None
     return rows_at(data, begins + head, num_bytes).view(dtype).reshape(len(begins), *shape)
 
