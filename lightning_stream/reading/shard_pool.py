@@ -23,13 +23,13 @@ from lightning_stream.formats.mds.gather import SpanTable, flat_arrays, gather_r
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.model import ShardEntry
 from lightning_stream.formats.shard import Batch, Buffers, Shard
-from lightning_stream.reading.next_use import NextUse
 from lightning_stream.reading.partial import PartialShards, ranges_of
 from lightning_stream.reading.proofs import UnverifiedRead, UnverifiedReads
 from lightning_stream.stores import is_remote
 from lightning_stream.threads import DaemonPool
 
 if TYPE_CHECKING:
+    from lightning_stream.reading.look_ahead import NextUse
     from lightning_stream.reading.stream_shards import StreamShards
 
 T = TypeVar("T")

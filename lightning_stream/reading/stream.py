@@ -113,8 +113,8 @@ class Stream:
                 )
         if remote is None and local is None:
             raise ValueError("Stream needs remote= (a folder or URL), local= (a folder), or both")
-        for uri in filter(None, (remote, local)):
-            folder, slash, last = os.fspath(uri).rstrip("/").rpartition("/")
+        for uri in (remote, local):
+            folder, slash, last = os.fspath(uri or "").rstrip("/").rpartition("/")
             if slash and last == INDEX_NAME:
                 raise ValueError(
                     f"Stream takes a folder, not its index; found {redact(str(uri))}. Pass {redact(folder)!r}"
