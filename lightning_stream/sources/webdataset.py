@@ -1,13 +1,22 @@
-"""WebDataset tars: files with one key are a sample, their endings its columns. Nothing is unpacked to disk."""
+"""WebDataset tars: files with one key are a sample, their endings its columns. Nothing is unpacked to disk.
+
+Where files lie follows from their headers, without a Python object for each. Plain headers are walked by their sizes.
+Any header that is not plain (folders, long names, pax records that change a file, base-256 sizes, links) is read by
+`tarfile`. The layout: https://www.gnu.org/software/tar/manual/html_node/Standard.html.
+"""
 
 from __future__ import annotations
 
 import io
 import json
+import re
+import struct
+import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -20,7 +29,6 @@ from lightning_stream.formats.memory import Int64s
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched
 from lightning_stream.sources.files import SourceFile, rows_at
-from lightning_stream.sources.tar_headers import BLOCK, Members, walk
 
 Read: TypeAlias = "Callable[[int, int], memoryview]"
 KEY = "__key__"
@@ -39,6 +47,19 @@ _ENCODINGS = {
     **dict.fromkeys(("json", "jsn"), "json"), "npy": "ndarray",
 }  # fmt: skip
 _MEDIA = ("webp", "gif", "mp3", "m4a", "ogg", "opus", "flac", "mp4", "webm", "mkv", "mov", "avi")
+# Of headers
+_TAR_BLOCK = 512
+_HEADER = struct.Struct("124x12s20xB188xB")  # the size, the type, and the first byte of a prefix of the name
+_PLAIN = b"0"[0]
+_PAX = b"x"[0]
+_CHANGES = re.compile(rb"path=|size=|sparse|hdrcharset")  # pax records that change how a file is read
+_OCTAL = re.compile(rb" *([0-7]{1,12})[ \0]*")
+# Of the headers of one file
+_FEW_BYTES = 1 << 14
+_MOST_BYTES = 1 << 20
+_CHECKED = 1024  # headers at once: 512 KiB
+_ALIKE = 16  # files of one size: more of them may follow, as of token rows
+_PLAIN_FIELDS = [*range(124, 136), 156, 345]  # what `_HEADER` has
 
 
 @dataclass
@@ -177,7 +198,7 @@ class _Part(NamedTuple):
         encoding = _ENCODINGS.get(ending.rpartition(".")[2], "bytes")
         if encoding != "ndarray":
             return encoding
-        begin = self.at + int(self.members.headers[member_index]) + BLOCK
+        begin = self.at + int(self.members.headers[member_index]) + _TAR_BLOCK
         data = self.read(begin, int(self.members.sizes[member_index]))
         try:
             return f"ndarray:{npy.load(io.BytesIO(data)).dtype.name}"
@@ -194,11 +215,11 @@ class _Part(NamedTuple):
         if len(by_sample) < len(self.keys):
             raise LookupError(name)
         numbers = np.fromiter(by_sample.values(), np.int64, len(by_sample))
-        return _values(self.data, self.members.headers[numbers] + BLOCK, self.members.sizes[numbers], encoding)
+        return _values(self.data, self.members.headers[numbers] + _TAR_BLOCK, self.members.sizes[numbers], encoding)
 
     def rows(self, columns: Columns) -> Iterator[tuple[Row, str]]:
         """Yield each sample with those of these files that it has, and where it is; FormatError for wrong values."""
-        begins = (self.members.headers + BLOCK).tolist()
+        begins = (self.members.headers + _TAR_BLOCK).tolist()
         sizes = self.members.sizes.tolist()
         for sample, key in enumerate(self.keys):
             row: dict[str, Any] = {KEY: _text(key)}
@@ -261,10 +282,10 @@ def _parts_of(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
     while not is_end:
         data = read(at, room)
         is_whole = bool(piece.end) or len(data) < room
-        walked = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
-        part = _Part.of(file, read, at, data, walked.members, before)
-        step = walked.next
-        is_end = walked.is_end or bool(piece.end)
+        members = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
+        part = _Part.of(file, read, at, data, members, before)
+        step = members.next
+        is_end = members.is_end or bool(piece.end)
         if is_whole and not is_end:
             raise FormatError(
                 f"{file.uri} must be a whole tar; it has no end mark, or ends within a file. It may be cut off: fetch "
@@ -280,7 +301,7 @@ def _parts_of(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
             before = part.keys[-1]
         at += step
         if is_scan:
-            room = _PART_BYTES if step <= _SMALL_BYTES * len(walked.members.sizes) else _HEAD_BYTES
+            room = _PART_BYTES if step <= _SMALL_BYTES * len(members.sizes) else _HEAD_BYTES
     if not piece.end and any(read(at, _PART_BYTES).tobytes().strip(b"\0")):
         raise FormatError(f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`.")
 
@@ -344,3 +365,146 @@ def _value(data: bytes, encoding: str) -> Any:
     if encoding == "json":
         return json.loads(data)
     return data.decode() if encoding.startswith("str") else data
+
+
+class Members(NamedTuple):
+    """The regular files of a part of a tar, int64[n] each, and the names of those that are not plain, by number.
+
+    ``starts``: where the first header of each file begins. ``headers``: its last one. ``sizes``: its bytes. ``next``:
+    where the header behind all of them begins. ``is_end``: whether the tar's end mark is there.
+    """
+
+    starts: Int64s
+    headers: Int64s
+    sizes: Int64s
+    odd: dict[int, str]
+    next: int
+    is_end: bool
+
+
+def walk(data: memoryview, where: str, *, is_whole: bool, checked: bool) -> Members:
+    """Find the files of a tar, from the header at the beginning of ``data`` on, up to the end mark or the end of it.
+
+    Without ``is_whole``, the file continues behind ``data``: headers that are cut off are those of the next part. With
+    ``checked``, the sum of the bytes of each header must be the one that it states.
+
+    Raises:
+        FormatError: A header is damaged or cut off, or describes what has no bytes of its own.
+    """
+    entries = list[int]()
+    odd = dict[int, str]()
+    extensions = list[int]()
+    end = len(data)
+    start = at = alike = last = 0  # of the first header of a file, and of the next one
+    while at + _TAR_BLOCK <= end:
+        field, kind, prefix = _HEADER.unpack_from(data, at)
+        size, width = (-1, 0) if prefix else _plain_size(field)
+        if width and kind == _PLAIN:
+            entries += start, at, size
+            start = at = at + width
+            alike = alike + 1 if size == last else 0
+            last = size
+            if alike == _ALIKE:
+                alike = 0
+                count = _num_alike(data, at - width, width)
+                for begin in range(at, at + width * count, width):
+                    entries += begin, begin, size
+                start = at = at + width * count
+        elif width and kind == _PAX and _is_harmless(data, at + _TAR_BLOCK, size):
+            extensions.append(at)
+            at += width
+        else:
+            is_zero = not kind and not any(data[at : at + _TAR_BLOCK])
+            entry = None if is_zero else _by_tarfile(data, start, where, is_whole)
+            if entry is None:
+                break
+            member, width = entry
+            if member.isreg():
+                odd[len(entries) // 3] = member.name
+                entries += start, start + member.offset_data - _TAR_BLOCK, member.size
+            start = at = start + width
+    is_end = start == at <= end - _TAR_BLOCK and not any(data[at : at + _TAR_BLOCK])
+    if is_whole and not is_end and (start != at or at != end):
+        raise _damaged(where, f"a header or a file that ends behind the end, at byte {end:,}")
+    starts, files, sizes = np.array(entries, np.int64).reshape(-1, 3).T
+    for headers in (files, np.array(extensions, np.int64)) if checked else ():
+        for k in range(0, len(headers), _CHECKED):
+            _check_sums(data, headers[k : k + _CHECKED], where)
+    return Members(starts, files, sizes, odd, start, is_end)
+
+
+@lru_cache(1 << 12)
+def _plain_size(field: bytes) -> tuple[int, int]:
+    """The size in a header, and the bytes up to the next one; 0 of these if it is not plain."""
+    match = _OCTAL.fullmatch(field)
+    size = int(match[1], 8) if match else -1
+    return size, _TAR_BLOCK + -(-size // _TAR_BLOCK) * _TAR_BLOCK if match else 0
+
+
+def _num_alike(data: memoryview, at: int, width: int) -> int:
+    """The number of headers behind one, at equal distances, that are as plain and have its size; a thousand at most."""
+    most = min((len(data) - at - _TAR_BLOCK) // width, _CHECKED)
+    fields = rows_at(data, at + width * np.arange(most + 1), _TAR_BLOCK)[:, _PLAIN_FIELDS]
+    is_other = (fields != fields[0]).any(axis=1)
+    return int(is_other.argmax()) - 1 if is_other.any() else most
+
+
+def _is_harmless(data: memoryview, begin: int, size: int) -> bool:
+    """Whether a pax extension is here as a whole, and changes neither the name nor the size of its file."""
+    return begin + size + _TAR_BLOCK <= len(data) and _CHANGES.search(data, begin, begin + size) is None
+
+
+def _by_tarfile(data: memoryview, at: int, where: str, is_whole: bool) -> tuple[tarfile.TarInfo, int] | None:
+    """Read the headers of one file from ``at`` on, and up to where the next one begins; None if they are cut off."""
+    for room in (_FEW_BYTES, _MOST_BYTES):
+        try:
+            archive = tarfile.TarFile(fileobj=io.BytesIO(data[at : at + room]))
+            break
+        except tarfile.TarError as error:
+            is_cut = at + room > len(data)
+            if is_cut and not is_whole and len(data) - at < _MOST_BYTES:
+                return None
+            if is_cut or room == _MOST_BYTES:
+                raise _damaged(where, f"a damaged header at byte {at:,}: {error}") from error
+    member: tarfile.TarInfo | None = archive.firstmember  # type: ignore[attr-defined]  # not in the stubs
+    if member is None:
+        raise _damaged(where, f"a damaged header at byte {at:,}")
+    if why := refusal(member, archive):
+        raise FormatError(f"{where}: {why}")
+    return member, archive.offset
+
+
+def _check_sums(data: memoryview, headers: Int64s, where: str) -> None:
+    rows = rows_at(data, headers, _TAR_BLOCK)
+    stated = rows[:, 148:156]  # which counts as spaces
+    sums = rows.sum(axis=1, dtype=np.uint32) - stated.sum(axis=1, dtype=np.uint32) + 8 * ord(" ")
+    digits = (sums[:, None] >> np.arange(15, -1, -3, dtype=np.uint32) & 7) + ord("0")
+    for at in headers[(digits != stated[:, :6]).any(axis=1)].tolist():
+        try:  # some old tars have spaces before it, or sums of signed bytes
+            tarfile.TarInfo.frombuf(bytes(data[at : at + _TAR_BLOCK]), "utf-8", "surrogateescape")
+        except tarfile.HeaderError as error:
+            raise _damaged(where, f"a damaged header at byte {at:,}: {error}") from error
+
+
+def _damaged(where: str, problem: str) -> FormatError:
+    return FormatError(f"{where} must be a whole tar; found {problem}. Fetch it again.")
+
+
+def refusal(member: tarfile.TarInfo, archive: tarfile.TarFile) -> str:
+    """Why an entry of a tar cannot be read; empty if it can, or if it is no file of a sample."""
+    if archive.pax_headers.keys() & {"path", "size", "hdrcharset"}:
+        return f"a global header changes {', '.join(archive.pax_headers)} of all files. Write the tar without it."
+    if member.issparse():
+        return f"{member.name!r} is a sparse file, which cannot be read. Write the tar without --sparse."
+    if (member.islnk() or member.issym()) and is_named(member.name):
+        return (
+            f"{member.name!r} is a link to {member.linkname!r}, and has no bytes of its own. Write the tar with "
+            "--dereference --hard-dereference."
+        )
+    return ""
+
+
+def is_named(name: str) -> bool:
+    """Return whether a file's name has a key and an ending, so that the file belongs to a sample."""
+    stem, dot, _ = name.rpartition("/")[2].partition(".")
+    return bool(dot and stem and not stem.startswith("__"))

@@ -16,7 +16,7 @@ from lightning_stream import StreamingDataset
 from lightning_stream.convert import convert
 from lightning_stream.errors import FormatError
 from lightning_stream.sources import webdataset
-from lightning_stream.sources.tar_headers import walk
+from lightning_stream.sources.webdataset import walk
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 
@@ -126,7 +126,7 @@ def test_a_size_in_base_256_is_read() -> None:
     size = (8 << 30) + 5
     head = raw_header(b"a.bin", b"\x80" + size.to_bytes(11, "big"))
     found = walk(memoryview(head), "a.tar", is_whole=False, checked=True)
-    assert (found.members.sizes.tolist(), found.next, found.is_end) == ([size], 512 + (8 << 30) + 512, False)
+    assert (found.sizes.tolist(), found.next, found.is_end) == ([size], 512 + (8 << 30) + 512, False)
     with pytest.raises(FormatError, match=r"a.tar must be a whole tar; found .* behind the end, at byte 512"):
         walk(memoryview(head), "a.tar", is_whole=True, checked=True)
 
@@ -137,8 +137,8 @@ def test_a_pax_record_of_a_size_is_read() -> None:
     data = member("é" * 80 + ".bin", size).tobuf(tarfile.PAX_FORMAT)
     out.write(data)
     found = walk(memoryview(out.getvalue()), "a.tar", is_whole=False, checked=True)
-    assert found.members.sizes.tolist() == [size]
-    assert found.members.odd == {0: "é" * 80 + ".bin"}
+    assert found.sizes.tolist() == [size]
+    assert found.odd == {0: "é" * 80 + ".bin"}
 
 
 @pytest.mark.parametrize(
@@ -285,11 +285,11 @@ def test_members_of_equal_sizes_are_found_wherever_a_part_ends(seed: int) -> Non
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         expected = [(member.offset_data - 512, member.size) for member in archive]
     whole = walk(memoryview(data), "x", is_whole=True, checked=True)
-    assert [*zip(whole.members.headers.tolist(), whole.members.sizes.tolist(), strict=True)] == expected
+    assert [*zip(whole.headers.tolist(), whole.sizes.tolist(), strict=True)] == expected
     for stop in random.Random(seed).sample(range(512, len(data)), 20):
         part = walk(memoryview(data)[:stop], "x", is_whole=False, checked=False)
-        begun = [*zip(part.members.headers.tolist(), part.members.sizes.tolist(), strict=True)]
+        begun = [*zip(part.headers.tolist(), part.sizes.tolist(), strict=True)]
         assert begun == expected[: len(begun)]
         rest = walk(memoryview(data)[part.next :], "x", is_whole=True, checked=True)
-        ends = [*zip((rest.members.headers + part.next).tolist(), rest.members.sizes.tolist(), strict=True)]
+        ends = [*zip((rest.headers + part.next).tolist(), rest.sizes.tolist(), strict=True)]
         assert begun + ends == expected or part.is_end
