@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
@@ -137,7 +137,7 @@ class SourceFile:
         Of an object in a store, ``window`` bytes or more are asked for at once.
         """
         if self.path is None:
-            return cast(BinaryIO, io.BufferedReader(RangedFile(self, window), min(window, _COPIED_BYTES)))
+            return io.BufferedReader(RangedFile(self, window), min(window, _COPIED_BYTES))
         try:
             file = self.path.open("rb")
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -292,8 +292,8 @@ def _leaving(name: Any, root: str) -> FormatError:
 
 
 def _zstd(file: BinaryIO) -> BinaryIO:
-    reader = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
-    return cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, reader), _BUFFER_BYTES))
+    reader: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
+    return io.BufferedReader(reader, _BUFFER_BYTES)
 
 
 _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {

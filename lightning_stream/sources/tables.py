@@ -32,7 +32,7 @@ _FOOTER_BYTES = 1 << 16
 _MIN_FOOTER_BYTES = 1 << 12
 _WINDOW_BYTES = 1 << 11  # for headers, from one to the next
 _FOOTERS: dict[Any, Any] = {}  # of Parquet files
-_SCHEMAS: dict[Any, tuple[Message, pa.Schema]] = {}
+_SCHEMAS: dict[Any, Any] = {}
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
@@ -175,8 +175,7 @@ def pieces_of(
 def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str]]) -> pa.RecordBatch:
     """Return the batch with columns that have one value in all rows, given with its Arrow type."""
     for name, (value, kind) in constants.items():
-        column = pa.nulls(batch.num_rows) if value is None else pa.array([value] * batch.num_rows)
-        batch = batch.append_column(name, column.cast(_type_of(kind)))
+        batch = batch.append_column(name, pa.repeat(value, batch.num_rows).cast(_type_of(kind)))
     return batch
 
 
@@ -311,7 +310,7 @@ def _source_schema(schema: pa.Schema, first: Mapping[str, bytes | None], asked: 
     ``first``: the first values of the columns of images and the like, as far as they are known.
     """
     features = _noted(schema)
-    media = [name for name in _media_of(schema) if name in schema.names]
+    media = _media_of(schema)
     for name in media:
         schema = schema.set(schema.get_field_index(name), pa.field(name, pa.binary()))
     columns = arrow_columns(schema, asked)
@@ -375,4 +374,4 @@ def _media_of(schema: pa.Schema) -> list[str]:
 def _noted(schema: pa.Schema) -> dict[str, Any]:
     noted = (schema.metadata or {}).get(b"huggingface")
     features = (json.loads(noted).get("info", {}).get("features") or {}) if noted else {}
-    return {name: kind for name, kind in features.items() if isinstance(kind, dict)}
+    return {name: kind for name, kind in features.items() if isinstance(kind, dict) and name in schema.names}
