@@ -99,23 +99,22 @@ def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) 
     files: Sequence[FileEntry] | None = index.lengths.get(name)
     if files is not None:
         with DaemonPool(_THREADS, "lengths") as pool:
-            paths = [pool.submit(cache.side_file, file, None, digest_of) for file in files]
-            return [_mapped(path.result(), file) for path, file in zip(paths, files, strict=True)]
+            return pool.map(lambda file: _mapped(cache.side_file(file, None, digest_of), file), files)
     is_free = cache.in_place and not is_made(index)
     is_free = is_free or all(_fixed_length(schema, name) is not None for schema in index.schemas)
     # Without hashes, other shards may have the same index, so a file in the cache could be that of other data.
     if is_free or not (is_made(index) or all(schema.hashes for schema in index.schemas)):
         return [_from_shards(cache, index, name)]
     made = FileEntry(f"{length_file_stem(name)}.{index.digest[:16]}.bin", 4 * index.num_samples, {}, index.num_samples)
-    return [_mapped(cache.side_file(made, lambda draft: _write(_from_shards(cache, index, name), draft)), made)]
+
+    def write(draft: Path) -> None:
+        draft.write_bytes(_from_shards(cache, index, name).astype("<u4").tobytes())
+
+    return [_mapped(cache.side_file(made, write), made)]
 
 
 def _mapped(path: Path, file: FileEntry) -> _Lengths:
     return MappedFile(path, file.num_bytes).array.view("<u4")
-
-
-def _write(lengths: _Lengths, to: Path) -> None:
-    to.write_bytes(lengths.astype("<u4").tobytes())
 
 
 def _problem(cache: ShardCache, index: Index, name: str) -> str:

@@ -10,9 +10,9 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import filterfalse
+from typing import NamedTuple
 
 import numpy as np
 
@@ -116,8 +116,7 @@ def _eviction_plan(reader: SampleReader, plan: BatchPlan, lag: int = 0) -> NextU
     return next_use
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """The uses of shards in a part of the order: the shards ascending, and the positions of each ascending."""
 
     begin: int

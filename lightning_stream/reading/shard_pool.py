@@ -501,8 +501,14 @@ class ShardPool:
                 if not self.fetched_again(shard_id, lease, before):
                     raise
         except OSError as error:
-            self._explain_file_limit(error)
-            raise
+            if error.errno != errno.EMFILE:
+                raise
+            raise CacheError(
+                f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
+                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {len(self.open)} shards open already. "
+                "Raise the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or "
+                "batch"
+            ) from error
         return None
 
     def fetched_again(self, shard_id: int, lease: Lease | None, before: int) -> bool:
@@ -556,13 +562,3 @@ class ShardPool:
             most = max(2 * soft, wanted)  # so that it is seldom raised again
             limit = most if hard == resource.RLIM_INFINITY else min(most, hard)
             resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-
-    def _explain_file_limit(self, error: OSError) -> None:
-        """Raise CacheError if the limit of open files is why a file could not be opened."""
-        if error.errno == errno.EMFILE:
-            raise CacheError(
-                f"each open shard takes up to {_FILES_PER_SHARD} open files, but this process may have "
-                f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} in all and has {len(self.open)} shards open already. "
-                "Raise the limit (`ulimit -n`), write larger shards, or read from fewer at once: a smaller window= or "
-                "batch"
-            ) from error

@@ -249,7 +249,7 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
         for column_set in index.column_sets
         if column_set.get(name, encoding) != encoding
     ]
-    if wrong and index.num_shards and index.entry(0).raw.origin is None:
+    if wrong and not is_made(index):
         raise ValueError(
             f"columns: those of an MDS dataset keep their encodings; {index.where} has another one for "
             f"{', '.join(dict.fromkeys(wrong))}. Pass a list of names."

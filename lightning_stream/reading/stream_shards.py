@@ -8,7 +8,7 @@ second added columns have the ids from 2n on, and so on.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lightning_stream.cache import ShardCache
 from lightning_stream.counters import Counters
 from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
+from lightning_stream.formats.mds.layout import Decoders
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.rows import as_mds
 from lightning_stream.formats.shard import Shard, open_shard
@@ -29,8 +30,6 @@ from lightning_stream.reading.deleted import undeleted_samples
 from lightning_stream.reading.proofs import Deliveries
 from lightning_stream.reading.shard_pool import ShardPool
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of, name_of
-
-Decoders = Mapping[str, Callable[[bytes], Any]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class ReaderConfig:
     max_open_shards: int = 256
     fetch_threads: int = 4
     allow_unsafe_types: bool = False
-    decoders: Mapping[str, Callable[[bytes], Any]] | None = None
+    decoders: Decoders | None = None
     start_by_range: bool | None = None
     load_images: bool = False
 
