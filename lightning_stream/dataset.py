@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.cache import CacheConfig
-from lightning_stream.distributed import Dimensions, WorldLike
+from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import suggesting
 from lightning_stream.formats.sizes import parse_bytes, parse_count, whole_number
-from lightning_stream.former_names import taking_former
+from lightning_stream.former_names import parts_of, taking_former
 from lightning_stream.loading.describe import as_html, described, described_without_batches
 from lightning_stream.loading.indexed import IndexedSamples, Readable, refuse_overrides
 from lightning_stream.loading.packing import Bucketing, Packing
@@ -38,14 +38,13 @@ from lightning_stream.order.run import check_weights
 from lightning_stream.questions import Occurrence
 from lightning_stream.questions.describe import PUBLIC_NAMES, Chain
 from lightning_stream.reading.bad_samples import BadData, BadDataPolicy, OnBad
-from lightning_stream.reading.filters import Filters, Ids, Keep, LengthRules
+from lightning_stream.reading.filters import Filters, Keep
 from lightning_stream.reading.mapped import MapStream
 from lightning_stream.reading.stream import CacheDefaults, Stream, labels_of, name_of, weights_of, with_split
 from lightning_stream.reading.stream_shards import ReaderConfig
 from lightning_stream.reading.switched import reader_of
 
 _SHOWN_STREAMS = 4
-_PARTS_OF_ON_BAD = {"on_bad_sample": "sample", "on_bad_shard": "shard", "quarantine": "quarantine"}
 
 
 class StreamingDataset(IndexedSamples, IterableDataset[Any]):
@@ -67,8 +66,12 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         validate_hash: Name of the hash to check fetched files with; None checks the hashes that the index has.
         keep_zip: Whether compressed files stay in the cache after decompression.
         epoch_size: Samples per epoch, e.g. ``"100k"``; None to derive it from the streams' weights.
-        predownload: Samples each worker fetches ahead of what it delivers; None for eight batches,
-            and more while connections would be idle and nothing is evicted.
+        predownload: Samples each worker fetches ahead of what it delivers; None for eight batches, and more while
+            connections would be idle and nothing is evicted. Or a mapping with these ``"samples"`` and ``"by_range"``:
+            whether samples whose shards are still being fetched may be read by byte ranges. None does so where that is
+            faster and takes at most 5 % more requests, unless bad data is substituted; True wherever a range costs less
+            than the shard; False never, as with `validate_hash`. The bytes are compared with the verified shard before
+            a state is taken and when an iteration ends: a difference is an error.
         cache_limit: Bytes (``"10gb"``) each cache folder may hold; None for no limit.
         sampling_method: ``"balanced"`` draws again each epoch, ``"fixed"`` the same samples always.
         sampling_granularity: Samples taken from a shard at a time where a stream is only partly drawn.
@@ -87,13 +90,13 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             in the run; or take a second argument `rng`, a `numpy.random.Generator` of that position, which is faster.
         decoders: Column name to what turns its stored bytes into a value, instead of its encoding; e.g.
             ``{"image": lightning_stream.decode_jpeg}`` for arrays instead of PIL images.
-        window: Shards active at once in each canonical node; None for about 128 in total.
-        quick_start: Whether an epoch begins with the beginnings of its first shards, so that the first batches need not
-            wait for whole ones. The window grows over the next batches. None: as the state that a run continues from,
-            True for a new run.
-        world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair or a device mesh; None to detect
-            it when needed.
-        data_dimension: With a device mesh, the name or names of its data-parallel dimensions.
+        window: Shards active at once in each canonical node; None for about 128 in total. Or a mapping with these
+            ``"shards"`` and ``"quick_start"``: whether an epoch begins with the beginnings of its first shards, so that
+            the first batches need not wait for whole ones, and the window grows over the next batches. None: as the
+            state that a run continues from, True for a new run.
+        world: Which processes train together: a `World`, a ``(rank, num_ranks)`` pair, a device mesh whose data
+            dimension is ``"dp"`` (or ``dp_replicate`` and ``dp_shard``), or a pair of a mesh and the name or names of
+            its data-parallel dimensions, e.g. ``(mesh, ("replicate", "shard"))``; None to detect it when needed.
         shared_cache: Whether other users of the machine may share the cache folder.
         on_bad: ``"raise"``, or ``"substitute"`` to deliver another sample of the stream where one cannot be
             decoded: the same one in every world, so that all ranks keep step.
@@ -109,36 +112,31 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             without: `num_canonical_nodes` = 1 balances over all machines, but each of them reads all shards.
         forget: Ids of samples that are never delivered, but others of their streams in their places. A run continues so
             from a state before it saw any of them: `plan_replay` finds the newest.
-        start_by_range: Whether samples whose shards are still being fetched may be read by byte ranges: the first
-            batches need not wait for whole shards. The bytes are compared with the verified shard before a state is
-            taken and when an iteration ends: a difference is an error. None: where that is faster and takes at most 5 %
-            more requests, unless bad data is substituted. The beginning of a shard that is arriving takes none. False:
-            nothing is read before its shard is here, verified.
         pack: How documents, or whole samples, are packed into rows of one length, see `Packing`; a batch then has rows.
         schedule: The streams' weights over the run, by their names: a `Schedule`, or its points alone, in samples.
         bucket_by: Name or expression of lengths, e.g. ``"tokens"``: each global batch then has samples of similar
             lengths, so that padding them to the longest costs little. The lengths must be known, see
-            `MDSWriter(lengths=...)`.
-        bucket_window: Samples that are sorted by length together; None for 16,384, or 64 batches where these are more.
+            `MDSWriter(lengths=...)`. Or a mapping with these ``"lengths"`` and ``"window"``: the samples that are
+            sorted together, by default 16,384, or 64 batches where these are more.
         batch_tokens: Instead of batch sizes: tokens of a global batch at most, over all devices and with all samples
             padded to the longest. Each batch has as many samples of similar lengths as there is room for; the number
-            of batches is the same on every rank. `bucket_by` defaults to ``"tokens"``.
-        batch_multiple: With `batch_tokens`, the sizes of all batches are multiples of this, so that numbers of devices
-            that divide it get equal shares, and all others padding. None for the largest of 1, 2, 4, 8, 16 that the
+            of batches is the same on every rank. `bucket_by` defaults to ``"tokens"``. Or a mapping with these
+            ``"tokens"`` and ``"multiple"``: the sizes of all batches are multiples of it, so that numbers of devices
+            that divide it get equal shares, and all others padding; by default the largest of 1, 2, 4, 8, 16 that the
             longest samples leave room for.
         stream_config: Further arguments of the stream that is made of `remote` and `local`, e.g.
             ``{"options": {"endpoint_url": ...}}``.
         filter: Function of a sample (a dict, before `transform`) that returns whether it is kept. It is evaluated once
             per machine, in parallel, and its answers are kept in the first cache folder; a changed function is
-            evaluated again. A sample's answer must always be the same.
-        filter_lengths: The least and greatest length that are kept, None for no limit, by the name of a length:
-            ``{"tokens": (64, 4096)}``; or a function from the array of all samples' lengths to a bool array. With a
-            tuple of names, the function takes an array of each. No sample is read.
-        exclude_ids: Ids of samples that are not kept: numbers, or a file with one a line or of numpy (``.npy``).
+            evaluated again. A sample's answer must always be the same. Or a mapping with this function as ``"sample"``
+            and, for which no sample is read, ``"lengths"``: the least and greatest that are kept, None for no limit, by
+            the name of a length, ``{"tokens": (64, 4096)}``, or a function from the array of all samples' lengths to a
+            bool array, of several arrays with a tuple of names; and ``"exclude_ids"``: ids of samples that are not
+            kept, numbers or a file with one a line or of numpy (``.npy``).
         stream_name: Only ``"stream"``: streams of a class of your own are passed as `streams`.
 
     The ids of samples count those that are kept; `original_ids` gives their ids in the streams, which are those of
-    `exclude_ids` and of the quarantine. Whole numbers may be floats (``1e9``). The arguments of mosaicml-streaming's
+    ``exclude_ids`` and of the quarantine. Whole numbers may be floats (``1e9``). The arguments of mosaicml-streaming's
     dataset are attributes, too.
 
     Raises:
@@ -146,7 +144,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         TypeError: An unknown argument; or a subclass overrides a method that would never be called.
     """
 
-    @taking_former("on_bad", _PARTS_OF_ON_BAD, 'on_bad="substitute", or on_bad={"sample": "substitute"}')
+    @taking_former
     @suggesting
     def __init__(
         self,
@@ -160,7 +158,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         validate_hash: str | None = None,
         keep_zip: bool | None = False,
         epoch_size: float | str | None = None,
-        predownload: float | None = None,
+        predownload: float | Mapping[str, Any] | None = None,
         cache_limit: float | str | None = None,
         sampling_method: str = "balanced",
         sampling_granularity: float = 1,
@@ -174,21 +172,16 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         batching_method: str = "random",
         allow_unsafe_types: bool = False,
         replication: float | None = None,
-        bucket_by: str | None = None,
-        bucket_window: float | None = None,
-        batch_tokens: float | None = None,
-        batch_multiple: float | None = None,
+        bucket_by: str | Mapping[str, Any] | None = None,
+        batch_tokens: float | Mapping[str, Any] | None = None,
         stream_name: str = "stream",
         stream_config: Mapping[str, Any] | None = None,
         transform: Callable[..., Any] | None = None,
         decoders: Mapping[str, Callable[[bytes], Any]] | None = None,
-        window: float | None = None,
-        quick_start: bool | None = None,
+        window: float | Mapping[str, Any] | None = None,
         world: WorldLike = None,
-        data_dimension: Dimensions = "dp",
         shared_cache: bool = False,
         on_bad: OnBad = "raise",
-        start_by_range: bool | None = None,
         pack: Packing | None = None,
         version: str | int | Sequence[tuple[int, str | int]] | None = None,
         format: str | None = None,  # noqa: A002 - the word for it
@@ -196,16 +189,15 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         media_root: str | os.PathLike[str] | None = None,
         balance: str | Cost | None = None,
         forget: Iterable[int] | None = None,
-        filter: Keep | None = None,  # noqa: A002 - the word for it
-        filter_lengths: LengthRules | None = None,
-        exclude_ids: Ids | None = None,
+        filter: Keep | Mapping[str, Any] | None = None,  # noqa: A002 - the word for it
         schedule: Schedule | Sequence[tuple[float, Mapping[str, float]]] | None = None,
     ) -> None:
         refuse_overrides(type(self), IndexedSamples)
         single: dict[str, Any] = {"remote": remote, "local": local, "split": split, "version": version}
         single |= {"format": format, "columns": columns, "media_root": media_root}
         self.streams = _chosen_streams(streams, stream_name, single, stream_config)
-        counts = _whole_numbers(batch_size=batch_size, predownload=predownload, replication=replication)
+        ahead = parts_of("predownload", predownload)
+        counts = _whole_numbers(batch_size=batch_size, predownload=ahead.get("samples"), replication=replication)
         self.batch_size, self.predownload, self.replication = counts
         counts = _whole_numbers(shuffle_block_size=shuffle_block_size, num_canonical_nodes=num_canonical_nodes)
         self.shuffle_block_size, self.num_canonical_nodes = counts
@@ -218,13 +210,14 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         self.partition_algo = partition_algo
         self.cache_limit = None if cache_limit is None else parse_bytes(cache_limit, "cache_limit") or None
         self.allow_unsafe_types = allow_unsafe_types
+        active = parts_of("window", window)
         order_arguments: dict[str, Any] = {
             "shuffle": shuffle,
             "seed": self.shuffle_seed,
             "algorithm": shuffle_algo,
             "canonical_nodes": self.num_canonical_nodes,
-            "window": whole_number(window),
-            "quick_start": quick_start,
+            "window": whole_number(active.get("shards")),
+            "quick_start": active.get("quick_start"),
             "batching_method": batching_method,
             "sampling_method": sampling_method,
             "sampling_granularity": self.sampling_granularity,
@@ -232,15 +225,15 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             "mosaic": _mosaic_settings(shuffle_algo, partition_algo, self.shuffle_block_size),
             "schedule": _bound_schedule(schedule, self.streams),
         }
-        buckets = _bucketing(bucket_by, bucket_window, batch_tokens, batch_multiple)
+        buckets = _bucketing(parts_of("bucket_by", bucket_by), parts_of("batch_tokens", batch_tokens))
         _check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
         bad = BadData(BadDataPolicy.of(on_bad, self.shuffle_seed))
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
-        filters = Filters(filter, filter_lengths, exclude_ids, bad.policy)
+        filters = Filters(**parts_of("filter", filter), policy=bad.policy)
         reading = ReaderConfig(
             allow_unsafe_types=allow_unsafe_types,
             decoders=decoders,
-            start_by_range=False if start_by_range is None and bad.policy.substitutes else start_by_range,
+            start_by_range=ahead.get("by_range", False if bad.policy.substitutes else None),
             load_images=bad.policy.sample == "substitute",
         )
         # All that reading needs is in these two: the attributes of a subclass never meet them.
@@ -253,7 +246,6 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
             transform=None if transform is None else SeededCall(transform, self.shuffle_seed),
             world=world,
             replication=self.replication,
-            data_dimension=data_dimension,
             packing=pack,
             balance=balance,
             buckets=buckets,
@@ -268,6 +260,9 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         known = [] if snapshot is None else [f"{snapshot.num_samples:,} samples in {snapshot.num_shards:,} shards"]
         arguments = {PUBLIC_NAMES.get(name, name): value for name, value in order.items() if name != "mosaic"}
         arguments["batch_size"] = self._streaming_plain.batch_size
+        quick_start = arguments.pop("quick_start")
+        if quick_start is not None:
+            arguments["window"] = {"shards": arguments["window"], "quick_start": quick_start}
         defaults = signature(StreamingDataset).parameters
         settings = [f"{name}={value!r}" for name, value in arguments.items() if value != defaults[name].default]
         streams = [repr(stream) for stream in reader.streams[:_SHOWN_STREAMS]]
@@ -475,15 +470,28 @@ def _bound_schedule(schedule: Any, streams: Sequence[Stream]) -> Schedule | None
     return (schedule if isinstance(schedule, Schedule) else Schedule(schedule)).of_streams(labels_of(streams))
 
 
-def _bucketing(by: str | None, window: float | None, tokens: float | None, multiple: float | None) -> Bucketing | None:
-    """How samples of similar lengths come together; None if they do not. ValueError for settings that lack another."""
-    numbers = _whole_numbers(bucket_window=window, batch_tokens=tokens, batch_multiple=multiple)
-    by = "tokens" if by is None and tokens is not None else by
-    if window is not None and by is None:
-        raise ValueError(f"bucket_window needs bucket_by; found bucket_window={window} alone. Pass bucket_by too")
-    if multiple is not None and tokens is None:
-        raise ValueError(f"batch_multiple needs batch_tokens; found batch_multiple={multiple} alone. Pass both")
-    return None if by is None else Bucketing(by, *numbers)
+def _bucketing(by: Mapping[str, Any], budget: Mapping[str, Any]) -> Bucketing | None:
+    """How samples of similar lengths come together; None if they do not. ValueError for parts that lack another."""
+    numbers = {
+        "window of bucket_by": by.get("window"),
+        "tokens of batch_tokens": budget.get("tokens"),
+        "multiple of batch_tokens": budget.get("multiple"),
+    }
+    window, tokens, multiple = _whole_numbers(**numbers)
+    lengths = by.get("lengths")
+    if tokens is None and multiple is not None:
+        raise ValueError(
+            f"the multiple of batch_tokens needs its tokens; found {dict(budget)}. Pass e.g. "
+            f'{{"tokens": 65_536, "multiple": {multiple}}}'
+        )
+    if lengths is None and tokens is None:
+        if window is None:
+            return None
+        raise ValueError(
+            f"the window of bucket_by needs its lengths; found {dict(by)}. Pass e.g. "
+            f'{{"lengths": "tokens", "window": {window}}}'
+        )
+    return Bucketing("tokens" if lengths is None else lengths, window, tokens, multiple)
 
 
 def _mosaic_settings(algorithm: str | None, partition: str, block_size: int | None) -> MosaicConfig | None:

@@ -1,7 +1,8 @@
 """Which processes train together: the `World`, detected when it is needed.
 
-In this order: what the caller passes (a `World`, a ``(rank, num_ranks)`` pair, a device mesh); the process group of
-`torch.distributed` if one is up; the variables of a launcher (torchrun, Composer, Open MPI, SLURM); one process alone.
+In this order: what the caller passes (a `World`, a ``(rank, num_ranks)`` pair, a device mesh, or a pair of that and the
+names of its data dimensions); the process group of `torch.distributed` if one is up; the variables of a launcher
+(torchrun, Composer, Open MPI, SLURM); one process alone.
 Nothing here makes a process group or writes to the environment.
 
 All ranks must see the same nodes, since a node's samples depend on their number. Most launchers give a process only how
@@ -17,7 +18,8 @@ import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Union
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Union, cast
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -28,8 +30,8 @@ from lightning_stream.order import World
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-WorldLike = Union[World, tuple[int, int], "DeviceMesh", None]
 Dimensions = Union[str, tuple[str, ...]]
+WorldLike = Union[World, tuple[int, int], "DeviceMesh", tuple["DeviceMesh", Dimensions], None]
 
 # (rank, number of ranks, ranks on this node) as each launcher names them. SLURM's step variables exist only inside
 # an `srun` step: in a batch script SLURM_NTASKS is set although a single process runs.
@@ -41,33 +43,48 @@ _LAUNCHERS = {
 _agreed: WeakKeyDictionary[Any, dict[int, int]] = WeakKeyDictionary()  # ranks per node, by group and number of ranks
 
 
-def detect_world(world: WorldLike = None, replication: int = 1, data_dimension: Dimensions = "dp") -> World:
+def with_names(world: WorldLike, names: Dimensions = "dp") -> tuple[Any, Dimensions]:
+    """A world, and the names of the data dimensions if it is a mesh: those beside it, else these."""
+    if isinstance(world, tuple | list) and len(world) == 2 and isinstance(world[1], str | tuple | list):
+        return world
+    return world, names
+
+
+def detect_world(world: WorldLike = None, replication: int = 1, names: Dimensions = "dp") -> World:
     """Return the world and this process's rank in it.
 
-    Example: ``detect_world(mesh, data_dimension=("dp_replicate", "dp_shard"))``.
+    Example: ``detect_world((mesh, ("dp_replicate", "dp_shard")))``.
 
     Args:
-        world: A `World` (returned as it is), a ``(rank, num_ranks)`` pair, a device mesh, or None to detect.
+        world: A `World` (returned as it is), a ``(rank, num_ranks)`` pair, a device mesh, a pair of a mesh and the
+            names of its data-parallel dimensions, flattened ones included, or None to detect.
         replication: Groups of this many consecutive ranks get the same samples (tensor or sequence parallel).
-        data_dimension: The name of a device mesh's data-parallel dimension, flattened ones included, or a tuple of
-            names. ``"dp"`` also stands for ``dp_replicate`` and ``dp_shard`` in a mesh that has no ``"dp"``.
+        names: The data dimensions of a mesh alone. ``"dp"`` also stands for ``dp_replicate`` and ``dp_shard`` in a mesh
+            that has no ``"dp"``.
 
     Raises:
+        TypeError: The world is something else.
         ValueError: The arguments or the launcher's variables contradict each other, or a rank has no number of ranks.
     """
     if isinstance(world, World):
         if replication not in (1, world.replication):
             raise ValueError(f"replication is given twice: {world.replication} in the world, {replication} beside it")
         return world
-    if world is not None and not isinstance(world, tuple):
+    mesh, names = with_names(world, names)
+    if hasattr(mesh, "mesh_dim_names"):
         if replication != 1:
             raise ValueError(
-                "a device mesh says itself which ranks get the same samples: those that differ only outside "
-                f"data_dimension={data_dimension!r}; found replication={replication} beside it. Omit replication"
+                "a device mesh says itself which ranks get the same samples: those that differ only outside its "
+                f"data dimension {names!r}; found replication={replication} beside it. Omit replication"
             )
-        return _world_of_mesh(world, data_dimension)
-    if world is not None:
-        rank, num_ranks = world
+        return _world_of_mesh(mesh, names)
+    if mesh is not None:
+        if not isinstance(world, tuple | list) or [isinstance(value, Integral) for value in world] != [True, True]:
+            raise TypeError(
+                "a world is a World, a pair (rank, num_ranks), a device mesh, or a pair of a device mesh and the names "
+                f'of its data dimensions; found {world!r}. Pass e.g. world=(mesh, "dp_shard"), or omit it'
+            )
+        rank, num_ranks = cast("tuple[int, int]", world)
     elif dist.is_available() and dist.is_initialized():
         rank = dist.get_rank()
         num_ranks = dist.get_world_size()
@@ -132,9 +149,9 @@ def _ranks_per_node(num_ranks: int, environ: Mapping[str, str]) -> int:
     return num_ranks
 
 
-def _world_of_mesh(mesh: DeviceMesh, data_dimension: Dimensions) -> World:
+def _world_of_mesh(mesh: DeviceMesh, data_names: Dimensions) -> World:
     """The world of data replicas: ranks that differ only in other dimensions of the mesh get the same samples."""
-    mesh, names = _data_mesh(mesh, (data_dimension,) if isinstance(data_dimension, str) else data_dimension)
+    mesh, names = _data_mesh(mesh, (data_names,) if isinstance(data_names, str) else tuple(data_names))
     dimensions = [(mesh.mesh_dim_names or ()).index(name) for name in names]
     num_replicas = math.prod(mesh.size(dimension) for dimension in dimensions)
     # The ranks of each replica, in any layout.
@@ -145,7 +162,7 @@ def _world_of_mesh(mesh: DeviceMesh, data_dimension: Dimensions) -> World:
     if not indices or (group and {*group} != {*mesh.mesh.tolist()}):
         raise ValueError(
             f"the data mesh must have this rank and the ranks of its group; found rank {mesh.get_rank()} and {mesh}. "
-            "Pass the mesh that _flatten() returned, or data_dimension= with a tuple of the root mesh's names"
+            "Pass the mesh that _flatten() returned, or world=(mesh, NAMES) with the root mesh and a tuple of its names"
         )
     return World(indices[0], num_replicas, _replicas_per_node(replicas))
 
@@ -161,7 +178,7 @@ def _data_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> tuple[DeviceMesh, tu
     if not names or len({*names} & {*has}) < len(names):
         raise ValueError(
             f"a device mesh must name its data dimension: looked for {list(names)}, the mesh has {list(has)}. Pass "
-            "data_dimension= with one of them or a tuple of several, or pass the flattened mesh itself"
+            "world=(mesh, NAMES) with one of them or a tuple of several, or pass the flattened mesh itself"
         )
     return mesh, names
 

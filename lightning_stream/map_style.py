@@ -12,8 +12,9 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from lightning_stream.dataset import StreamingDataset
-from lightning_stream.distributed import Dimensions, WorldLike
+from lightning_stream.distributed import WorldLike
 from lightning_stream.errors import refuse_unknown
+from lightning_stream.former_names import taking_former
 from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.loading.collate import collate_as_torch
 from lightning_stream.loading.indexed import Readable
@@ -44,14 +45,11 @@ class MapOptions(TypedDict, total=False):
     batching_method: str
     pack: Packing | None
     balance: str | Cost | None
-    bucket_by: str | None
-    bucket_window: float | None
-    batch_tokens: float | None
-    batch_multiple: float | None
+    bucket_by: str | Mapping[str, Any] | None
+    batch_tokens: float | Mapping[str, Any] | None
     transform: Callable[..., Any] | None
     forget: Iterable[int] | None
     replication: float | None
-    data_dimension: Dimensions
 
 
 class OrderOptions(MapOptions, total=False):
@@ -97,14 +95,14 @@ class MapDataset(StreamingDataset):
         lengths: Lengths of the samples, for `pack`, `bucket_by` and `batch_tokens`: an array, or a function that
             returns one for a dataset, which is called once; they are called ``"tokens"``. Several by name: a mapping.
         options: `schedule`, `epoch_size`, `sampling_method`, `batching_method`, `pack`, `balance`, `bucket_by`,
-            `bucket_window`, `batch_tokens`, `batch_multiple`, `transform`, `forget`, `replication` and `data_dimension`
-            of a `StreamingDataset`.
+            `batch_tokens`, `transform`, `forget` and `replication` of a `StreamingDataset`.
 
     Raises:
         TypeError: It is no map-style dataset.
         ValueError: Settings that contradict each other.
     """
 
+    @taking_former
     def __init__(
         self,
         dataset: Any,
@@ -127,8 +125,7 @@ class MapDataset(StreamingDataset):
             shuffle_seed=_SEED if seed is None else seed,
             shuffle_algo=UNIFORM if sampler is None else SAMPLER,
             num_canonical_nodes=1,  # this, and what follows, of an order without shards
-            window=1,
-            quick_start=False,
+            window={"shards": 1, "quick_start": False},
             **options,
         )
         self.dataset = dataset
@@ -270,6 +267,7 @@ class StatefulDataLoader(StreamingDataLoader):
             torch.save({"model": model.state_dict(), "data": loader.state_dict()}, "run.pt")
     """
 
+    @taking_former
     def __init__(
         self,
         dataset: Any,

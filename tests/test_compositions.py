@@ -60,7 +60,9 @@ TOKENS = Schedule(POINTS, unit="tokens", mean_lengths=dict.fromkeys(SIZES, 35.5)
 COMPOSITIONS: dict[str, Make] = {
     "pack": dataset_of,
     "filter, pack": partial(dataset_of, filter=is_kept),
-    "lengths, ids, pack": partial(dataset_of, filter_lengths={"tokens": (8, 200)}, exclude_ids=range(0, 500, 9)),
+    "lengths, ids, pack": partial(
+        dataset_of, filter={"lengths": {"tokens": (8, 200)}, "exclude_ids": range(0, 500, 9)}
+    ),
     "schedule, pack": partial(dataset_of, **MIXED),
     "schedule in tokens, pack, balance": partial(dataset_of, **{**MIXED, "schedule": TOKENS}, balance="tokens"),
     "forget, pack": partial(dataset_of, forget=range(5, 500, 50)),
@@ -77,8 +79,8 @@ COMPOSITIONS |= {
     "whole, index order": partial(whole, shuffle=False),
     "whole, balance": partial(whole, balance=COST),
     "whole, a stored length": partial(dataset_of, pack=Packing(None, 80, 40, "drop", lengths="tokens")),
-    "whole, filter": partial(whole, filter=is_kept, filter_lengths={"tokens + 9 * images": (4, 80)}),
-    "whole, ids, epoch size": partial(whole, exclude_ids=range(0, 500, 9), epoch_size=333),
+    "whole, filter": partial(whole, filter={"sample": is_kept, "lengths": {"tokens + 9 * images": (4, 80)}}),
+    "whole, ids, epoch size": partial(whole, filter={"exclude_ids": range(0, 500, 9)}, epoch_size=333),
     "whole, stratified, replication": partial(whole, replication=2, batching_method="stratified"),
     "whole, forget": partial(whole, forget=range(5, 500, 50)),
     "whole, schedule": partial(whole, **MIXED),

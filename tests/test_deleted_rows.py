@@ -54,11 +54,11 @@ def test_ids_in_the_shards_stay_after_deletions_and_appends(tmp_path: Path) -> N
     versions.delete_rows(tmp_path, range(10))
     write(tmp_path, 60, 10, append=True)
     versions.delete_rows(tmp_path, [61])
-    dataset = StreamingDataset(local=tmp_path, exclude_ids=[12, 69])
+    dataset = StreamingDataset(local=tmp_path, filter={"exclude_ids": [12, 69]})
     wanted = [number for number in range(10, 70) if number not in (12, 61, 69)]
     assert ids(dataset) == wanted
     add_lengths(tmp_path, {"text": len}, num_workers=1)
-    dataset = StreamingDataset(local=tmp_path, filter_lengths={"text": (3, None)})
+    dataset = StreamingDataset(local=tmp_path, filter={"lengths": {"text": (3, None)}})
     assert ids(dataset) == [number for number in range(10, 70) if number != 61 and number % 7 >= 3]
 
 

@@ -47,8 +47,11 @@ def keep_most(sample: dict[str, Any]) -> bool:
     return len(sample["tokens"]) % 5 > 0
 
 
+FILTER = {"sample": keep_most, "lengths": {"tokens": (4, None)}, "exclude_ids": range(20)}
+
+
 def everything(folder: str, **given: Any) -> StreamingDataset:
-    rules = {"filter_lengths": {"tokens": (4, None)}, "exclude_ids": range(20), "filter": keep_most, "forget": [3, 4]}
+    rules = {"filter": FILTER, "forget": [3, 4]}
     return StreamingDataset(folder, shuffle=True, pack=PACK, balance="tokens", cache_limit="64mb", **{**rules, **given})
 
 
@@ -108,7 +111,7 @@ def test_its_digests_are_those_of_a_state(folder: str) -> None:
     ("changed", "stages"),
     [
         ({"shuffle_seed": 1}, {"shuffle"}),
-        ({"exclude_ids": [20]}, {"filter", "lengths", "pack", "shuffle", "forget"}),
+        ({"filter": {**FILTER, "exclude_ids": [20]}}, {"filter", "lengths", "pack", "shuffle", "forget"}),
         ({"forget": [3]}, {"forget", "shuffle"}),
     ],
 )
@@ -190,7 +193,7 @@ def test_many_documents_are_packed_only_when_that_is_asked_for(folder: str, monk
 
 
 def test_batches_by_length_are_described(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    sorted_ = StreamingDataset(folder, shuffle=True, bucket_by="tokens", bucket_window=64)
+    sorted_ = StreamingDataset(folder, shuffle=True, bucket_by={"lengths": "tokens", "window": 64})
     loader = StreamingDataLoader(sorted_, batch_size=4, collate_fn=list)
     chain, state = loader.describe(), loader.state_dict()
     assert chain["buckets"].settings == {"bucket_window": 64}

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.warm import python
@@ -17,6 +18,7 @@ from servers.ports import free_port  # noqa: E402
 from support.data import write_ids  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 
+from lightning_stream import StatefulDataLoader, StreamingDataLoader, StreamingDataset  # noqa: E402
 from lightning_stream.distributed import detect_world  # noqa: E402
 from lightning_stream.order import World  # noqa: E402
 
@@ -156,15 +158,15 @@ def test_ranks_of_one_data_replica_get_the_same_samples_in_any_layout(
                 flat = hsdp._flatten(mesh_dim_name="dp")
                 both = ("dp_replicate", "dp_shard")
                 expected = World(replica, 4, replicas_per_node)
-                assert detect_world(mesh, data_dimension=both) == expected
+                assert detect_world((mesh, both)) == expected
                 assert (
                     detect_world(mesh)
                     == detect_world(flat)
                     == detect_world(hsdp)
                     == World(replica, 4, replicas_per_node)
                 )
-                assert detect_world(hsdp, data_dimension=both) == expected
-                assert detect_world(mesh, data_dimension=f"tp{rank}").num_ranks == 2
+                assert detect_world((hsdp, both)) == expected
+                assert detect_world((mesh, f"tp{rank}")).num_ranks == 2
 
 
 @pytest.mark.parametrize(("tp_rank", "dp_rank"), [(0, 0), (1, 1), (0, 1), (1, 0)])
@@ -182,12 +184,12 @@ def test_a_flattened_name_gives_the_ranks_of_its_group_or_an_error() -> None:
             mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", f"tp{rank}", "b"))
             flat = mesh["a", "b"]._flatten(mesh_dim_name="ab")
             replica = flat.mesh.tolist().index(rank)
-            assert detect_world(flat, data_dimension="ab") == World(replica, 4, 4)
+            assert detect_world((flat, "ab")) == World(replica, 4, 4)
             if torch.equal(mesh["ab"].mesh, flat.mesh):
-                assert detect_world(mesh, data_dimension="ab") == World(replica, 4, 4)
+                assert detect_world((mesh, "ab")) == World(replica, 4, 4)
             else:  # torch 2.7
                 with pytest.raises(ValueError, match="Pass the mesh that _flatten"):
-                    detect_world(mesh, data_dimension="ab")
+                    detect_world((mesh, "ab"))
 
 
 def test_a_mesh_that_leaves_the_data_dimension_open_is_refused() -> None:
@@ -198,9 +200,29 @@ def test_a_mesh_that_leaves_the_data_dimension_open_is_refused() -> None:
         with pytest.raises(ValueError, match="must name its data dimension"):
             detect_world(init_device_mesh("cpu", (4,)))
         with pytest.raises(ValueError, match="must name its data dimension"):
-            detect_world(mesh, data_dimension=("data", "data"))
+            detect_world((mesh, ("data", "data")))
         with pytest.raises(ValueError, match="Omit replication"):
-            detect_world(mesh, replication=2, data_dimension="data")
+            detect_world((mesh, "data"), replication=2)
+
+
+def test_a_world_is_a_pair_of_numbers_or_of_a_mesh_and_names_and_nothing_else(tmp_path: Path) -> None:
+    wrong: tuple[Any, ...] = ("dp", 4, (1, 2, 3), ((0, 4), "dp"), (World(), "dp"), (1, "dp"), ("dp", 1), (0.0, 4), [])
+    for world in wrong:
+        with pytest.raises(TypeError, match=r"a world is a World, a pair .*found .*Pass e\.g\. world=\(mesh,"):
+            detect_world(world)
+    with process_group(3, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
+        assert detect_world((mesh, ["data"])) == detect_world((mesh, "data"))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"looked for \['dp'\].* Pass world=\(mesh, NAMES\)"):
+            detect_world((mesh, "dp"))
+        write_ids(str(tmp_path), range(8))
+        dataset = StreamingDataset(remote=str(tmp_path), world=(mesh, "data"))
+        assert [StreamingDataLoader(dataset, 1, world=world).detect_world() for world in (None, mesh)] == [
+            detect_world((mesh, "data"))
+        ] * 2
+        assert StreamingDataLoader(dataset, 1, world=(mesh, "model")).detect_world() == detect_world((mesh, "model"))
+        loader = StatefulDataLoader([1, 2, 3, 4], world=(mesh, ("data", "model")))
+        assert loader.detect_world().num_replicas == 4
 
 
 PROGRAM = """

@@ -135,15 +135,18 @@ def test_the_page_of_arguments_has_each_one_with_its_default() -> None:
     assert _same(run, {name: of_run[name] for name in RunOptions.__annotations__})
 
 
-def test_the_page_of_arguments_has_a_reason_for_each_of_ours_that_is_left_to_users() -> None:
-    pytest.importorskip("torch", reason="the dataset needs torch: uv sync")
-    from lightning_stream import StreamingDataset
+def test_the_page_of_arguments_has_the_parts_of_each_and_all_former_ones() -> None:
+    from lightning_stream.former_names import FORMER, PARTS
 
-    section = (DOCS / "arguments.md").read_text().split("\n## Why these are left to you\n")[1]
-    reasons = dict(re.findall(r"^\| `(\w+)` \| (.+\.) \|$", section, re.MULTILINE))
-    of_order = {"quick_start", "bucket_window", "batch_multiple"}
-    assert set(reasons) == of_order | {"start_by_range", "world", "data_dimension", "replication"}
-    assert set(reasons) <= set(_defaults(StreamingDataset))
+    _, parts, former = re.split(
+        r"\n## (?:Arguments with parts|Former arguments)\n", (DOCS / "arguments.md").read_text()
+    )
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| .+\. \|$", parts, re.MULTILINE)
+    assert {name: tuple(re.findall(r"\w+", shown)) for name, shown in rows} == {
+        name: (*usual, *others) for name, (usual, others) in PARTS.items()
+    }
+    cells = re.findall(r"^\| (`.+`) \| `(\w+)=", former, re.MULTILINE)
+    assert {now: re.findall(r"\w+", names) for names, now in cells} == {now: [*names] for now, names in FORMER.items()}
 
 
 def test_the_page_of_arguments_marks_those_that_the_page_on_migrating_has() -> None:

@@ -68,8 +68,8 @@ def steps_of(ranks: list[list[Any]]) -> list[list[int]]:
 
 RULES: dict[str, dict[str, Any]] = {
     "function": {"filter": is_odd},
-    "lengths": {"filter_lengths": {"tokens": (10, 40)}},
-    "all": {"filter": is_odd, "filter_lengths": {"tokens": (5, None)}, "exclude_ids": range(0, NUM_SAMPLES, 11)},
+    "lengths": {"filter": {"lengths": {"tokens": (10, 40)}}},
+    "all": {"filter": {"sample": is_odd, "lengths": {"tokens": (5, None)}, "exclude_ids": range(0, NUM_SAMPLES, 11)}},
 }
 
 
@@ -99,13 +99,14 @@ def test_no_sample_is_lost_or_repeated_in_any_world_after_any_stop(rules: dict[s
 def test_rules_keep_the_samples_that_pass_all_of_them(make: Make, tmp_path: Path) -> None:
     numbers = np.arange(NUM_SAMPLES)
     assert kept(make(filter=lambda sample: sample["id"] > 160)) == [161, 162, 163, 164, 165, 166]
-    assert kept(make(filter_lengths={"tokens": (10, 40)})) == numbers[(LENGTHS >= 10) & (LENGTHS <= 40)].tolist()
-    assert kept(make(filter_lengths={"tokens": (None, 7)})) == numbers[LENGTHS <= 7].tolist()
-    assert kept(make(filter_lengths={"tokens": lambda tokens: tokens % 2 == 1})) == numbers[LENGTHS % 2 == 1].tolist()
+    assert kept(make(filter={"lengths": {"tokens": (10, 40)}})) == numbers[(LENGTHS >= 10) & (LENGTHS <= 40)].tolist()
+    assert kept(make(filter={"lengths": {"tokens": (None, 7)}})) == numbers[LENGTHS <= 7].tolist()
+    odd = {"tokens": lambda tokens: tokens % 2 == 1}
+    assert kept(make(filter={"lengths": odd})) == numbers[LENGTHS % 2 == 1].tolist()
     both = {("tokens", "tokens"): lambda first, second: first + second < 21}
-    assert kept(make(filter_lengths=both)) == numbers[LENGTHS <= 10].tolist()
+    assert kept(make(filter={"lengths": both})) == numbers[LENGTHS <= 10].tolist()
     wanted = numbers[(numbers % 2 == 1) & (LENGTHS >= 25) & (numbers != 47)].tolist()
-    chosen = make(filter=is_odd, filter_lengths={"tokens": (25, None)}, exclude_ids=[47])
+    chosen = make(filter={"sample": is_odd, "lengths": {"tokens": (25, None)}, "exclude_ids": [47]})
     assert kept(chosen) == wanted
     assert chosen.lengths("tokens").tolist() == LENGTHS[wanted].tolist()
     assert kept(chosen.subset([1, 3])) == [wanted[1], wanted[3]]
@@ -113,14 +114,15 @@ def test_rules_keep_the_samples_that_pass_all_of_them(make: Make, tmp_path: Path
     (tmp_path / "ids").write_text("1\n3\n3\n")
     np.save(tmp_path / "ids.npy", np.array([1, 3]))
     for ids in ([1, 3], np.array([1, 3]), iter([3, 1]), tmp_path / "ids", str(tmp_path / "ids.npy")):
-        assert kept(make(exclude_ids=ids)) == numbers[(numbers != 1) & (numbers != 3)].tolist()
-    assert kept(make(exclude_ids=[])) == numbers.tolist()
+        assert kept(make(filter={"exclude_ids": ids})) == numbers[(numbers != 1) & (numbers != 3)].tolist()
+    assert kept(make(filter={"exclude_ids": []})) == numbers.tolist()
 
 
 def test_ids_count_over_all_streams_of_a_mixture(make: Make, tmp_path: Path) -> None:
     other = write(tmp_path / "other", first=1000)
     streams = [Stream(make().streams[0].remote, local=tmp_path / "a"), Stream(other, local=tmp_path / "b", repeat=2)]
-    dataset = make(remote=None, local=None, streams=streams, filter=is_odd, exclude_ids=[NUM_SAMPLES + 1])
+    rules = {"sample": is_odd, "exclude_ids": [NUM_SAMPLES + 1]}
+    dataset = make(remote=None, local=None, streams=streams, filter=rules)
     wanted = [*range(1, NUM_SAMPLES, 2), *range(1003, 1000 + NUM_SAMPLES, 2)]
     assert kept(dataset) == wanted
     assert dataset.original_ids([83, 84]).tolist() == [NUM_SAMPLES + 3, NUM_SAMPLES + 5]
@@ -131,19 +133,25 @@ def test_ids_count_over_all_streams_of_a_mixture(make: Make, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("rules", "error", "message"),
     [
-        ({"filter": {"tokens": (1, 2)}}, TypeError, "filter is a function of a sample.*filter_lengths"),
-        ({"filter_lengths": [("tokens", 3)]}, TypeError, "filter_lengths is a dict"),
-        ({"filter_lengths": {"tokens": 64}}, TypeError, "the least and the greatest .* found 'tokens': 64"),
-        ({"filter_lengths": {"tokens": (64, 2)}}, ValueError, "least length first"),
-        ({"filter_lengths": {"tokens": ("64", None)}}, TypeError, "a limit in filter_lengths is None or a number"),
-        ({"filter_lengths": {"tokens": (None, float("nan"))}}, TypeError, "a limit in filter_lengths"),
-        ({"filter_lengths": {"tokens": len}}, ValueError, r"returns bool\[167\].*returned int64\[\]"),
-        ({"filter_lengths": {"pixels": (1, 2)}}, LightningStreamError, "lengths 'pixels'"),
-        ({"exclude_ids": [3, 167]}, ValueError, r"0 to 166; found 1 others, e.g. \[167\]"),
-        ({"exclude_ids": [-1]}, ValueError, "found 1 others"),
-        ({"exclude_ids": [0.5]}, TypeError, "whole numbers; found float64"),
+        ({"filter": 3}, TypeError, "filter is a function of a sample.*or a mapping.*; found 3"),
+        ({"filter": {"sample": 3}}, TypeError, "filter is a function of a sample.*or a mapping.*; found 3"),
+        ({"filter": {"tokens": (1, 2)}}, ValueError, "filter has the parts sample, lengths, exclude_ids; found"),
+        ({"filter": {"lengths": [("tokens", 3)]}}, TypeError, "the lengths of filter are a dict"),
+        ({"filter": {"lengths": {"tokens": 64}}}, TypeError, "the least and the greatest .* found 'tokens': 64"),
+        ({"filter": {"lengths": {"tokens": (64, 2)}}}, ValueError, "have the least first"),
         (
-            {"exclude_ids": range(160), "filter": lambda _: False},
+            {"filter": {"lengths": {"tokens": ("64", None)}}},
+            TypeError,
+            "a limit in the lengths of filter is None or a number",
+        ),
+        ({"filter": {"lengths": {"tokens": (None, float("nan"))}}}, TypeError, "a limit in the lengths of filter"),
+        ({"filter": {"lengths": {"tokens": len}}}, ValueError, r"returns bool\[167\].*returned int64\[\]"),
+        ({"filter": {"lengths": {"pixels": (1, 2)}}}, LightningStreamError, "lengths 'pixels'"),
+        ({"filter": {"exclude_ids": [3, 167]}}, ValueError, r"0 to 166; found 1 others, e.g. \[167\]"),
+        ({"filter": {"exclude_ids": [-1]}}, ValueError, "found 1 others"),
+        ({"filter": {"exclude_ids": [0.5]}}, TypeError, "whole numbers; found float64"),
+        (
+            {"filter": {"exclude_ids": range(160), "sample": lambda _: False}},
             ValueError,
             "of 167, exclude_ids left 7, filter=<lambda> left 0",
         ),
@@ -158,7 +166,7 @@ def test_a_wrong_rule_is_refused(rules: dict[str, Any], error: Any, message: str
 def test_a_file_of_ids_names_its_wrong_line(make: Make, tmp_path: Path) -> None:
     (tmp_path / "ids").write_text("5\nx7\n")
     with pytest.raises(ValueError, match="found 'x7' in line 2"):
-        len(make(exclude_ids=tmp_path / "ids"))
+        len(make(filter={"exclude_ids": tmp_path / "ids"}))
 
 
 def test_an_error_of_the_function_names_the_sample(make: Make) -> None:
@@ -176,10 +184,11 @@ def test_a_run_is_not_resumed_under_another_filter(make: Make) -> None:
     loader = StreamingDataLoader(make(filter=is_odd), 10)
     next(iter(loader))
     state = loader.state_dict()
-    for others in ({}, {"exclude_ids": [1]}):
-        with pytest.raises(SnapshotMismatch, match="their filter, exclude_ids or subset is not"):
+    for others in ({}, {"filter": {"exclude_ids": [1]}}):
+        with pytest.raises(SnapshotMismatch, match="their filter or subset is not"):
             StreamingDataLoader(make(**others), 10).load_state_dict(state)
-    again = StreamingDataLoader(make(exclude_ids=range(0, NUM_SAMPLES, 2)), 10)  # other rules that keep the same
+    keeping_the_same = {"exclude_ids": range(0, NUM_SAMPLES, 2)}
+    again = StreamingDataLoader(make(filter=keeping_the_same), 10)
     again.load_state_dict(state)
 
 
@@ -189,8 +198,9 @@ def test_a_filter_is_evaluated_once_and_again_when_it_changes(make: Make, tmp_pa
     def calls(**rules: Any) -> int:
         notes.unlink(missing_ok=True)
         divisor = rules.pop("divisor", 3)
-        assert kept(make(filter=Noting(str(notes), divisor), **rules)) == [
-            number for number in range(NUM_SAMPLES) if number % divisor and number not in rules.get("exclude_ids", ())
+        excluded = rules.pop("exclude_ids", ())
+        assert kept(make(filter={"sample": Noting(str(notes), divisor), "exclude_ids": excluded}, **rules)) == [
+            number for number in range(NUM_SAMPLES) if number % divisor and number not in excluded
         ]
         return len(notes.read_text().split()) if notes.exists() else 0
 
@@ -277,14 +287,13 @@ def test_a_filter_keeps_what_cannot_be_read_only_where_it_will_be_substituted(ma
     with pytest.raises(FormatError, match=f"sample {bad},"):
         len(make(remote=remote, local=None, filter=lambda _: True))
     with pytest.raises(FormatError, match=f"sample {bad},"):
-        kept(make(remote=remote, local=None, exclude_ids=[0]))
-    assert bad not in kept(make(remote=remote, local=None, filter=lambda _: True, exclude_ids=[bad]))
+        kept(make(remote=remote, local=None, filter={"exclude_ids": [0]}))
+    assert bad not in kept(make(remote=remote, local=None, filter={"sample": lambda _: True, "exclude_ids": [bad]}))
     quarantine = tmp_path / "quarantine"
     dataset = make(
         remote=remote,
         local=None,
-        filter=lambda _: True,
-        exclude_ids=[0],
+        filter={"sample": lambda _: True, "exclude_ids": [0]},
         on_bad={"sample": "substitute", "quarantine": quarantine},
     )
     assert dataset.size == NUM_SAMPLES - 1

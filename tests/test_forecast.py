@@ -73,8 +73,8 @@ def test_with_the_limit_that_the_error_names_each_shard_is_fetched_once_by_all_w
 
 
 WINDOWS = {
-    "batches of one size": ({"bucket_by": "tokens", "bucket_window": 40}, 4),
-    "batches of a budget": ({"batch_tokens": 600, "bucket_window": 150, "batch_multiple": 2}, None),
+    "batches of one size": ({"bucket_by": {"lengths": "tokens", "window": 40}}, 4),
+    "batches of a budget": ({"batch_tokens": {"tokens": 600, "multiple": 2}, "bucket_by": {"window": 150}}, None),
     "packed rows": ({"pack": Packing("tokens", row_length=300, window=20)}, 4),
 }
 

@@ -108,7 +108,7 @@ def test_the_mean_lengths_of_a_part_are_those_of_the_tokens_that_are_trained_on(
         pack = Packing(row_length=32, long_documents=rule)
         loader = StreamingDataLoader(dataset_of(folder, schedule, pack=pack), ROWS)
         assert mean_lengths(loader)["code"] == pytest.approx(kept[300:].mean(), abs=1e-3)
-    some = StreamingDataLoader(dataset_of(folder, schedule, filter_lengths={"tokens": (30, None)}), ROWS)
+    some = StreamingDataLoader(dataset_of(folder, schedule, filter={"lengths": {"tokens": (30, None)}}), ROWS)
     assert mean_lengths(some)["web"] == pytest.approx(lengths[:300][lengths[:300] >= 30].mean(), abs=1e-3)
 
 

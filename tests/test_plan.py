@@ -55,7 +55,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebServer]:
 def loader_of(
     server: WebServer, folder: Path, part: str = "raw", world: World | None = None, workers: int = 0, **options: Any
 ) -> StreamingDataLoader:
-    dataset = StreamingDataset(f"{server.url}/{part}", local=folder, shuffle=True, start_by_range=False, **options)
+    options["predownload"] = {"samples": options.get("predownload"), "by_range": False}
+    dataset = StreamingDataset(f"{server.url}/{part}", local=folder, shuffle=True, **options)
     return StreamingDataLoader(dataset, 8, num_workers=workers, world=world or World())
 
 

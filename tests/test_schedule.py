@@ -322,8 +322,8 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, Any]:
 CHAINS = {
     "rows": ({"pack": Packing(row_length=24, window=30)}, {"global_batch_size": 6}),
     "rows_of_nodes": ({"pack": Packing(row_length=24, window=10), "num_canonical_nodes": 4}, {"global_batch_size": 6}),
-    "buckets": ({"bucket_by": "tokens", "bucket_window": 24}, {"global_batch_size": 12, "collate_fn": padded}),
-    "budget": ({"batch_tokens": 320, "bucket_window": 48}, {"collate_fn": padded}),
+    "buckets": ({"bucket_by": {"lengths": "tokens", "window": 24}}, {"global_batch_size": 12, "collate_fn": padded}),
+    "budget": ({"batch_tokens": 320, "bucket_by": {"window": 48}}, {"collate_fn": padded}),
 }
 
 

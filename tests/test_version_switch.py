@@ -252,7 +252,7 @@ def test_what_cannot_be_switched_is_refused(data: Path, tmp_path: Path) -> None:
     declared = [(0, 1), (5, 3)]
     refused: list[dict[str, Any]] = [
         {"filter": lambda sample: sample["id"] > 3},
-        {"exclude_ids": [3]},
+        {"filter": {"exclude_ids": [3]}},
         {"forget": [3]},
         {"pack": Packing("id", 8)},
         {"epoch_size": 50},

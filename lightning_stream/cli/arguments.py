@@ -19,7 +19,6 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, StoreError, UnavailableError, is_secret
 from lightning_stream.formats.index import INDEX_NAME, Index
-from lightning_stream.reading.bad_samples import BadDataPolicy
 from lightning_stream.reading.filters import Filters
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
@@ -341,7 +340,7 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
             for dataset, place, weight in zip(datasets, places, weights, strict=True)
         ])  # fmt: skip
         reader.shards.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
-        readers.append(Filters(None, options.filter_lengths, options.exclude_ids, BadDataPolicy()).applied(reader))
+        readers.append(Filters(lengths=options.filter_lengths, exclude_ids=options.exclude_ids).applied(reader))
     return readers
 
 

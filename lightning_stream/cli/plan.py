@@ -152,8 +152,7 @@ def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> Streamin
     return lightning_stream.StreamingDataset(  # imports torch, or raises an error that names the extra
         streams=streams,
         shuffle=options.shuffle,
-        filter_lengths=options.filter_lengths,
-        exclude_ids=options.exclude_ids,
+        filter={"lengths": options.filter_lengths, "exclude_ids": options.exclude_ids},
         forget=None if options.forget is None else ids_of(options.forget),
         pack=lightning_stream.Packing(**rows) if rows else None,
         **_passed(options, _DATASET),

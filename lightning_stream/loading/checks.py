@@ -87,7 +87,8 @@ def check_run(reader: SampleReader, run: RunOrder, settings: BatchSettings, ahea
     if run.config.buckets is not None and size % (settings.accumulate * world.num_replicas):
         _log.warning(
             f"With batch_tokens, batches have multiples of {size} samples. {world.num_replicas} replicas (times "
-            "accumulation) do not divide that, so every batch has padding. Set batch_multiple when a run starts."
+            "accumulation) do not divide that, so every batch has padding. When a run starts, set the multiple of "
+            "batch_tokens."
         )
     if isinstance(reader, MapReader):  # nothing is downloaded, and any sample comes next
         return

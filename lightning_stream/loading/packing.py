@@ -144,7 +144,7 @@ class Packing:
                     f"every sample must be in a row, but of {len(lengths):,} samples {np.count_nonzero(wrong):,} are "
                     f"{what} (row_length={self.row_length}), the first of them sample {first} with {lengths[first]:,} "
                     f"by {self.lengths_name!r}. Correct row_length or the lengths, {remedy}or leave them out by "
-                    "filter_lengths (of a map-style dataset, by torch.utils.data.Subset)"
+                    "the lengths of filter (of a map-style dataset, by torch.utils.data.Subset)"
                 )
 
     def resolved(self, reader: SampleReader, resumed: OrderConfig | None) -> RowPacking:

@@ -19,7 +19,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 from torch.utils.data import get_worker_info
 
-from lightning_stream.distributed import Dimensions, WorldLike, detect_world
+from lightning_stream.distributed import WorldLike, detect_world, with_names
 from lightning_stream.errors import NotFoundError
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.packing import Bucketing, Packing
@@ -119,7 +119,6 @@ class SampleSource:
     collate: Callable[..., Any] = collate_samples  # from samples, where a loader has no function of the user's
     world: WorldLike = None
     replication: int | None = None
-    data_dimension: Dimensions = "dp"
     packing: Packing | None = None  # how samples are packed into rows
     balance: str | Cost | None = None  # what shares are balanced by: the name of lengths, or a cost of lengths
     forget: NDArray[np.int64] | None = None  # ids of samples in whose places others are delivered
@@ -151,8 +150,8 @@ class SampleSource:
         parent = parent_process()
         if self.sent is not None and parent is not None and self.sent[0] == parent.pid and get_worker_info():
             return self.sent[1]
-        world = self.world if of_loader is None else of_loader
-        return detect_world(world, self.replication or 1, self.data_dimension)
+        _, names = with_names(self.world)  # also of a mesh that only the loader has
+        return detect_world(self.world if of_loader is None else of_loader, self.replication or 1, names)
 
     def settings(
         self, world: World, device_batch_size: int, accumulate: int, tail: Tail, resumed: OrderConfig | None = None
@@ -224,7 +223,7 @@ class SampleSource:
             "pack": self.packing is not None,
             "bucket_by or batch_tokens": self.buckets is not None,
             "forget": self.forget is not None,
-            "filter, filter_lengths, exclude_ids or a subset": self.reader.parent is not None,
+            "filter or a subset": self.reader.parent is not None,
             "on_bad": self.bad_data.policy.substitutes,
         }
         if present := [name for name, is_given in refused.items() if is_given]:

@@ -77,7 +77,7 @@ class LengthBuckets:
                 raise ValueError(
                     f"batch_tokens must have room for {multiple} samples of the greatest length, {longest:,}, which is "
                     f"{multiple * longest:,}; found {batch_tokens:,}. Raise it, omit long samples (by "
-                    "filter_lengths; of a map-style dataset, by torch.utils.data.Subset), or lower batch_multiple"
+                    "the lengths of filter; of a map-style dataset, by torch.utils.data.Subset), or lower the multiple"
                 )
             batch_size = multiple
             usual = batch_tokens // mean

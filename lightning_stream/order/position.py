@@ -223,8 +223,8 @@ class Position:
             return ""
         if old.has_streams_of(new):
             return (
-                "A run must continue over the samples it began with. Its streams are the same, but their filter, "
-                f"exclude_ids or subset is not: the state was written over {old.num_samples} samples (digest "
+                "A run must continue over the samples it began with. Its streams are the same, but their filter "
+                f"or subset is not: the state was written over {old.num_samples} samples (digest "
                 f"{old.digest}) and this dataset has {new.num_samples} (digest {new.digest}). Pass the former rules, "
                 "or accept another order from here on with on_mismatch='warn'."
             )

@@ -39,7 +39,8 @@ class Stage:
 
     Attributes:
         name: One word.
-        settings: By the names that `StreamingDataset` and `StreamingDataLoader` have for them.
+        settings: By the names that `StreamingDataset` and `StreamingDataLoader` have for them, or had before these were
+            parts of other arguments.
         counts: What it counts, by plural nouns. Names that end in ``bytes`` are shown in units, and one that ends in
             ``_percent`` belongs to the count before it.
         digest: Hexadecimal digits that differ for any other data or settings; None where nothing has a digest.

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError
+from lightning_stream.former_names import parts_of
 from lightning_stream.order.batches import EpochOrder
 from lightning_stream.order.ledger import Substitution, replacements
 from lightning_stream.order.micro_batches import MicroBatch
@@ -57,11 +58,7 @@ class BadDataPolicy:
     @classmethod
     def of(cls, on_bad: OnBad, seed: int) -> BadDataPolicy:
         """The policy that a dataset's `on_bad` describes; raise ValueError for another word or part."""
-        if not isinstance(on_bad, Mapping):
-            return cls(on_bad, on_bad, seed=seed)
-        if unknown := [*on_bad.keys() - {"sample", "shard", "quarantine"}]:
-            raise ValueError(f"the parts of on_bad are sample, shard and quarantine; found {unknown}. Correct them")
-        return cls(**{**on_bad, "seed": seed})
+        return cls(**parts_of("on_bad", on_bad), seed=seed)
 
 
 @dataclass

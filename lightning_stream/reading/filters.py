@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
@@ -43,43 +43,43 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Filters:
-    """The rules that a sample must pass: arguments of `StreamingDataset`, under its names.
+    """The rules that a sample must pass: the parts of `filter` of `StreamingDataset`.
 
     Raises:
         TypeError: A rule of the wrong type.
         ValueError: An empty range of lengths.
     """
 
-    filter: Keep | None
-    filter_lengths: LengthRules | None
-    exclude_ids: Ids | None
-    policy: BadDataPolicy
+    sample: Keep | None = None
+    lengths: LengthRules | None = None
+    exclude_ids: Ids | None = None
+    policy: BadDataPolicy = field(default_factory=BadDataPolicy)
 
     def __post_init__(self) -> None:
-        if self.filter is not None and not callable(self.filter):
+        if self.sample is not None and not callable(self.sample):
             raise TypeError(
-                f"filter is a function of a sample that returns True or False; found {self.filter!r}. Rules about "
-                "lengths are passed as filter_lengths, and ids as exclude_ids"
+                "filter is a function of a sample that returns True or False, or a mapping with that as 'sample', "
+                f"rules of 'lengths', and 'exclude_ids'; found {self.sample!r} for the function. Pass a function"
             )
-        if not isinstance(self.filter_lengths or {}, Mapping):
-            raise TypeError(f"filter_lengths is a dict, e.g. {{'tokens': (64, 4096)}}; found {self.filter_lengths!r}")
-        for name, rule in (self.filter_lengths or {}).items():
+        if not isinstance(self.lengths or {}, Mapping):
+            raise TypeError(f"the lengths of filter are a dict, e.g. {{'tokens': (64, 4096)}}; found {self.lengths!r}")
+        for name, rule in (self.lengths or {}).items():
             if callable(rule):
                 continue
             if not isinstance(name, str) or not isinstance(rule, (tuple, list)) or len(rule) != 2:
                 raise TypeError(
-                    "filter_lengths has, for the name of a length, the least and the greatest that are kept, or a "
-                    f"function of their array; found {name!r}: {rule!r}. Pass e.g. {{'tokens': (64, None)}}"
+                    "the lengths of filter have, for the name of a length, the least and the greatest that are kept, "
+                    f"or a function of their array; found {name!r}: {rule!r}. Pass e.g. {{'tokens': (64, None)}}"
                 )
             least, greatest = rule
             if not all(limit is None or AMOUNT.accepts(limit) for limit in rule):
-                raise TypeError(f"a limit in filter_lengths is None or {AMOUNT.text}; found {name!r}: {rule!r}")
+                raise TypeError(f"a limit in the lengths of filter is None or {AMOUNT.text}; found {name!r}: {rule!r}")
             if least is not None and greatest is not None and least > greatest:
-                raise ValueError(f"filter_lengths has the least length first; found {name!r}: {rule!r}. Exchange them")
+                raise ValueError(f"lengths of filter have the least first; found {name!r}: {rule!r}. Exchange them")
 
     def applied(self, reader: SampleReader) -> SampleReader:
         """The reader of the samples that are kept: the given one where there are no rules."""
-        rules = (self.filter, self.filter_lengths, self.exclude_ids)
+        rules = (self.sample, self.lengths, self.exclude_ids)
         return reader if all(rule is None for rule in rules) else reader.only(self.chosen)
 
     def chosen(self, reader: SampleReader) -> tuple[Bitmap, dict[str, int]]:
@@ -96,13 +96,13 @@ class Filters:
         if self.exclude_ids is not None:
             mask &= _not_excluded(self.exclude_ids, reader)
             left["exclude_ids"] = int(mask.sum())
-        for names, rule in (self.filter_lengths or {}).items():
+        for names, rule in (self.lengths or {}).items():
             mask &= _passed(reader, names, rule)
             left[f"filter_lengths[{names!r}]={_text(rule)}"] = int(mask.sum())
-        if self.filter is not None and mask.any():
+        if self.sample is not None and mask.any():
             passing = reader.only(Bitmap.of_mask(mask))
-            mask[mask] = Evaluation(passing, self.filter, BadData(self.policy)).mask()
-            left[f"filter={_text(self.filter)}"] = int(mask.sum())
+            mask[mask] = Evaluation(passing, self.sample, BadData(self.policy)).mask()
+            left[f"filter={_text(self.sample)}"] = int(mask.sum())
         if not mask.any():
             counts = ", ".join(f"{rule} left {count:,}" for rule, count in left.items())
             raise ValueError(f"filters must keep some samples; of {size:,}, {counts}. Correct the last one")
@@ -153,8 +153,8 @@ def _passed(reader: SampleReader, names: str | tuple[str, ...], rule: LengthRule
         mask = np.asarray(rule(*lengths))
         if mask.dtype != np.bool_ or mask.shape != lengths[0].shape:
             raise ValueError(
-                f"a function in filter_lengths returns bool[{len(lengths[0])}], an answer for each sample; that of "
-                f"{names!r} returned {mask.dtype}{list(mask.shape)}"
+                f"a function in the lengths of filter returns bool[{len(lengths[0])}], an answer for each sample; that "
+                f"of {names!r} returned {mask.dtype}{list(mask.shape)}"
             )
         return mask
     least, greatest = rule

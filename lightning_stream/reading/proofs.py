@@ -137,7 +137,7 @@ def _difference(where: str, reads: Sequence[UnverifiedRead], batches: Sequence[s
         f"{where}: samples that are delivered before their shard is verified must be the same in it, but the verified "
         f"file has other bytes, in one or more of the samples [{_shown(', ', indices)}]. They may have been trained "
         f"on{of_batches}. Resume from an earlier checkpoint, and check the proxy or server in between, or read over "
-        "https. start_by_range=False waits for whole shards."
+        "https. predownload={'by_range': False} waits for whole shards."
     )
 
 

@@ -39,7 +39,7 @@ def excluded_ids(
     Example::
 
         ids = excluded_ids("s3://bucket/train", is_long, spark=spark)
-        np.save("short.npy", ids)  # StreamingDataset("s3://bucket/train", exclude_ids="short.npy")
+        np.save("short.npy", ids)  # StreamingDataset("s3://bucket/train", filter={"exclude_ids": "short.npy"})
 
     Args:
         remote: Folder or URL of the dataset, which the executors see, too.
@@ -48,7 +48,7 @@ def excluded_ids(
         **reading: Further arguments of `Stream`, such as ``version`` and ``options``.
 
     Returns:
-        The ids of the samples that are not kept, int64, ascending: what ``StreamingDataset(exclude_ids=...)`` takes.
+        The ids of the samples that are not kept, int64, ascending: the ``"exclude_ids"`` of a dataset's `filter`.
     """
     stream = partial(Stream, absolute(remote), **reading)
     with scratch_folder() as folder, closing(_reader(stream, folder)) as reader:

@@ -54,7 +54,7 @@ def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"batching_method": "stratified", "window": 2, "num_canonical_nodes": 2}, {"batch_size": 4, "num_workers": 2}),
         ({"epoch_size": "40", "cache_limit": "1kb", "predownload": 8}, {"batch_size": 4}),
         ({"replication": 2}, {"batch_size": 4}),
-        ({"bucket_by": "tokens", "balance": "tokens", "filter_lengths": {"tokens": (8, None)}}, {"batch_size": 4}),
+        ({"bucket_by": "tokens", "balance": "tokens", "filter": {"lengths": {"tokens": (8, None)}}}, {"batch_size": 4}),
         ({"batch_tokens": 800, "forget": [3, 5]}, {}),
         ({"pack": Packing("tokens", row_length=64)}, {"batch_size": 4}),
     ],
@@ -66,7 +66,8 @@ def test_a_flag_is_the_argument_of_its_name(
     world = World(0, 4, 2, dataset.get("replication", 1))
     found = plan(StreamingDataLoader(own, world=world, **loader), Rates(step_s=0.02, sample_s=0.001))
     texts = {"filter_lengths": "tokens=8:", "forget": str(documents.parent / "ids"), "pack": "tokens=64"}
-    given = {name: texts.get(name, value) for name, value in {**dataset, **loader}.items() if name != "shuffle"}
+    passed = {"filter_lengths" if name == "filter" else name: value for name, value in {**dataset, **loader}.items()}
+    given = {name: texts.get(name, value) for name, value in passed.items() if name != "shuffle"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items()]
     flags += [] if dataset.get("shuffle", True) else ["--no-shuffle"]
     machine = ["--nodes", "2", "--devices", "2", "--step-ms", "20", "--sample-ms", "1"]

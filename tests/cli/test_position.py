@@ -73,7 +73,10 @@ def test_position_names_the_samples_that_come_next(
     assert about["global_batches_left"] == 5
     assert main(["position", str(run), "--stream", str(shards / "val")]) == 1
     assert "The data of --stream is not that of the checkpoint." in capsys.readouterr().out
-    trained(StreamingDataset(remote=str(shards / "train"), exclude_ids=[3]), run / "checkpoints" / "last.ckpt")
+    trained(
+        StreamingDataset(remote=str(shards / "train"), filter={"exclude_ids": [3]}),
+        run / "checkpoints" / "last.ckpt",
+    )
     assert main(["position", str(run), "--stream", str(shards / "train")]) == 1
     assert "read other samples of --stream: pass its --filter-lengths and --exclude-ids" in capsys.readouterr().out
     assert main(["position", str(run)]) == 0
@@ -271,7 +274,7 @@ def test_position_knows_filters_and_forgotten_samples(
 ) -> None:
     web, ids = str(documents / "web"), str(documents / "ids")
     chosen = StreamingDataset(
-        web, shuffle=True, pack=PACK, filter_lengths={"tokens": (8, 90)}, exclude_ids=ids, forget=[3, 5]
+        web, shuffle=True, pack=PACK, filter={"lengths": {"tokens": (8, 90)}, "exclude_ids": ids}, forget=[3, 5]
     )
     trained(chosen, tmp_path / "last.ckpt")
     loader = StreamingDataLoader(chosen, global_batch_size=8)
@@ -324,13 +327,18 @@ def test_position_shows_a_schedule_by_its_points(documents: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "size", [{"bucket_window": 64}, {"batch_tokens": 800}, {"batch_tokens": 800, "batch_multiple": 2}]
+    "size",
+    [
+        {"bucket_by": {"lengths": "tokens", "window": 64}},
+        {"batch_tokens": 800},
+        {"batch_tokens": {"tokens": 800, "multiple": 2}},
+    ],
 )
 def test_position_knows_batches_by_length(
-    size: dict[str, int], documents: Path, tmp_path: Path, answer: Answer
+    size: dict[str, Any], documents: Path, tmp_path: Path, answer: Answer
 ) -> None:
     web, batch = str(documents / "web"), {} if "batch_tokens" in size else {"global_batch_size": 8}
-    dataset = StreamingDataset(web, shuffle=True, bucket_by="tokens", **size)
+    dataset = StreamingDataset(web, shuffle=True, **{"bucket_by": "tokens", **size})
     loader = StreamingDataLoader(dataset, collate_fn=list, **batch)
     iterator = iter(loader)
     for _ in range(3):
@@ -485,7 +493,7 @@ def test_mosaicml_streaming_continues_from_converted_states(
 def test_a_run_over_some_samples_cannot_move_to_mosaicml_streaming(
     numbers: str, tmp_path: Path, answer: Answer
 ) -> None:
-    settings = {"shuffle_algo": "py1e", "batch_size": 16, "exclude_ids": [3]}
+    settings = {"shuffle_algo": "py1e", "batch_size": 16, "filter": {"exclude_ids": [3]}}
     torch.save(after(3, numbers, **settings)[0], tmp_path / "run.pt")
     (tmp_path / "ids.txt").write_text("3\n")
     flags = ["--stream", numbers, "--exclude-ids", str(tmp_path / "ids.txt")]

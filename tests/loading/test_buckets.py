@@ -16,7 +16,7 @@ from lightning_stream.errors import LightningStreamError, SettingsMismatch
 COUNT = 500
 LENGTHS = np.minimum(np.random.default_rng(0).lognormal(3, 1, COUNT), 200).astype(int) + 1
 BUDGET = {"batch_tokens": 4000}
-SORTED = {"bucket_by": "tokens", "bucket_window": 96}
+SORTED = {"bucket_by": {"lengths": "tokens", "window": 96}}
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,9 @@ def steps_of(loaders, *, stop=None):
     return [sorted(ids) for ids, _ in steps], [sum(sizes) for _, sizes in steps]
 
 
-@pytest.mark.parametrize("options", [BUDGET, SORTED, {**BUDGET, "bucket_window": 96, "batch_multiple": 6}])
+@pytest.mark.parametrize(
+    "options", [BUDGET, SORTED, {"batch_tokens": {"tokens": 4000, "multiple": 6}, "bucket_by": {"window": 96}}]
+)
 @pytest.mark.parametrize(("ranks", "workers", "accumulate"), [(2, 0, 1), (3, 2, 1), (2, 1, 3), (4, 0, 2), (6, 0, 1)])
 def test_global_batches_are_the_same_in_every_world(folder, options, ranks, workers, accumulate):
     alone, sizes = steps_of(loaders_of(folder, **options))
@@ -77,7 +79,9 @@ def test_global_batches_are_the_same_in_every_world(folder, options, ranks, work
     assert found == alone
 
 
-@pytest.mark.parametrize("options", [BUDGET, {**BUDGET, "bucket_window": 96, "batch_multiple": 12}])
+@pytest.mark.parametrize(
+    "options", [BUDGET, {"batch_tokens": {"tokens": 4000, "multiple": 12}, "bucket_by": {"window": 96}}]
+)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
 @pytest.mark.parametrize("accumulate", [1, 2, 3, 4, 8])
 def test_every_batch_of_a_budget_has_as_many_micro_batches_as_are_accumulated(folder, options, ranks, accumulate):
@@ -90,7 +94,7 @@ def test_every_batch_of_a_budget_has_as_many_micro_batches_as_are_accumulated(fo
         assert all(batch.ids.size > 0 for batch in micro)
 
 
-@pytest.mark.parametrize("options", [BUDGET, SORTED, {**BUDGET, "bucket_window": 64}])
+@pytest.mark.parametrize("options", [BUDGET, SORTED, {**BUDGET, "bucket_by": {"window": 64}}])
 def test_a_run_resumes_on_other_devices_at_the_next_batch(folder, options):
     alone, _ = steps_of(loaders_of(folder, **options))
     rng = np.random.default_rng(1)
@@ -108,14 +112,14 @@ def test_a_run_resumes_on_other_devices_at_the_next_batch(folder, options):
 
 
 def test_a_loader_counts_the_batches_of_each_epoch(folder):
-    (loader,) = loaders_of(folder, accumulate=2, **BUDGET, bucket_window=64)
+    (loader,) = loaders_of(folder, accumulate=2, **BUDGET, bucket_by={"window": 64})
     for epoch in range(3):
         assert len(loader) == loader.num_batches(epoch)
         assert sum(1 for _ in loader) == loader.num_batches(epoch)
 
 
 def test_the_part_of_an_epoch_that_is_done_counts_samples(folder):
-    (loader,) = loaders_of(folder, **BUDGET, bucket_window=64)
+    (loader,) = loaders_of(folder, **BUDGET, bucket_by={"window": 64})
     for _ in zip(loader, range(loader.num_batches(0) // 2), strict=False):
         done = loader.last_batch.end / loader.num_samples
         assert loader.stats().epoch_fraction == done
@@ -159,7 +163,12 @@ def test_copies_and_pickles_give_the_same_batches(folder):
 def test_a_resume_with_another_budget_is_refused(folder):
     (loader,) = loaders_of(folder, **BUDGET)
     steps_of([loader], stop=2)
-    for options in ({"batch_tokens": 5000}, {"bucket_window": 64, **BUDGET}, {"batch_multiple": 4, **BUDGET}, SORTED):
+    for options in (
+        {"batch_tokens": 5000},
+        {"bucket_by": {"window": 64}, **BUDGET},
+        {"batch_tokens": {"tokens": 4000, "multiple": 4}},
+        SORTED,
+    ):
         (other,) = loaders_of(folder, **options)
         with pytest.raises(SettingsMismatch, match="buckets was"):
             other.load_state_dict(loader.state_dict())
@@ -167,10 +176,10 @@ def test_a_resume_with_another_budget_is_refused(folder):
 
 def test_padding_in_every_batch_is_warned_of(folder, caplog):
     next(iter(loaders_of(folder, 3, **BUDGET)[0]))
-    assert "Set batch_multiple" in caplog.text
+    assert "set the multiple of batch_tokens" in caplog.text
     caplog.clear()
-    next(iter(loaders_of(folder, 3, **BUDGET, batch_multiple=12)[0]))
-    assert "batch_multiple" not in caplog.text
+    next(iter(loaders_of(folder, 3, batch_tokens={"tokens": 4000, "multiple": 12})[0]))
+    assert "multiple of" not in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -180,8 +189,9 @@ def test_padding_in_every_batch_is_warned_of(folder, caplog):
         (BUDGET, {"global_batch_size": 8}, "batch_tokens=4000 decides the batch sizes"),
         ({"batch_tokens": 100}, {}, "room for 1 samples of the greatest length"),
         ({"batch_tokens": 0}, {}, "batch_tokens"),
-        ({"bucket_window": 64}, {"batch_size": 8}, "bucket_window needs bucket_by"),
-        ({"batch_multiple": 6}, {"batch_size": 8}, "batch_multiple needs batch_tokens"),
+        ({"bucket_by": {"window": 64}}, {"batch_size": 8}, "the window of bucket_by needs its lengths"),
+        ({"batch_tokens": {"multiple": 6}}, {"batch_size": 8}, "the multiple of batch_tokens needs its tokens"),
+        ({"batch_tokens": {"token": 6}}, {}, "batch_tokens has the parts tokens, multiple; found .'token'"),
         ({"bucket_by": "words"}, {"batch_size": 8}, "words"),
         ({**BUDGET, "pack": Packing(row_length=64)}, {}, "Packed rows have one length"),
         ({**SORTED, "batching_method": "per_stream"}, {"batch_size": 8}, "batching_method random or stratified"),

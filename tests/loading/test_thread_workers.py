@@ -88,7 +88,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "both, far ahead": ({"transform": noisy}, {"collate_fn": mixed_up, "prefetch_factor": 9}),
     "one batch ahead": ({}, {"prefetch_factor": 1}),
     "small cache": ({"cache_limit": "30kb", "window": 32, "predownload": 16}, {"prefetch_factor": 1}),
-    "ranges": ({"start_by_range": True}, {}),
+    "ranges": ({"predownload": {"by_range": True}}, {}),
     "packed": ({"pack": Packing(column="tokens", row_length=16)}, {}),
 }
 

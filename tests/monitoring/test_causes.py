@@ -72,7 +72,7 @@ STORES = {
     "spoiled answers": Store(  # a second one of a shard would be an error, as is a range that differs from its shard
         "corrupt_downloads",
         {"latency_s": 0.1, "probability": {"flip": 1.0}, "once": True},
-        {"predownload": BATCH, "start_by_range": False},
+        {"predownload": {"samples": BATCH, "by_range": False}},
     ),
     "a look-ahead that is too short": Store("look_ahead", {"latency_s": 0.1}, {"predownload": BATCH}),
     "a cache that is too small": Store(

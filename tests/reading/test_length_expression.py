@@ -97,7 +97,7 @@ def test_a_dataset_has_lengths_by_an_expression(tmp_path: Path) -> None:
     lengths = reader.lengths("tokens + 576 * images")
     assert (lengths.dtype, lengths.tolist()) == (np.uint32, wanted)
     assert reader.amounts("tokens ** 2 + 40 * images", np.array([7, 2])).tolist() == [89, 84]
-    kept = StreamingDataset(local=tmp_path, filter_lengths={"tokens + 576 * images": (600, None)})
+    kept = StreamingDataset(local=tmp_path, filter={"lengths": {"tokens + 576 * images": (600, None)}})
     assert source_of(kept).reader.lengths("tokens + 576 * images").tolist() == [one for one in wanted if one >= 600]
     with pytest.raises(NotFoundError, match="'sounds'"):
         reader.lengths("tokens + sounds")

@@ -100,7 +100,7 @@ def test_the_digest_of_lengths_is_that_of_all_their_bytes(tmp_path: Path, count:
     wanted = xxhash.xxh3_128(np.arange(count, dtype="<u4").tobytes()).hexdigest()
     reader = StreamingDataset(local=tmp_path).reader
     assert reader.lengths_digest("tokens") == wanted
-    chosen = StreamingDataset(local=tmp_path, filter_lengths={"tokens": (0, 0)}).reader
+    chosen = StreamingDataset(local=tmp_path, filter={"lengths": {"tokens": (0, 0)}}).reader
     assert chosen.lengths_digest("tokens") == xxhash.xxh3_128(bytes(4)).hexdigest()
 
 

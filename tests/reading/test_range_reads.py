@@ -255,7 +255,7 @@ def test_training_fetches_whole_shards_once(served: Served, tmp_path: Path) -> N
 
 def test_a_start_by_range_waits_for_no_shard_and_still_fetches_each_once(served: Served, tmp_path: Path) -> None:
     served.server.slow = threading.Event()
-    dataset = served.dataset(tmp_path, shuffle=True, start_by_range=True)
+    dataset = served.dataset(tmp_path, shuffle=True, predownload={"by_range": True})
     batches = iter(StreamingDataLoader(dataset, 4))
     seen = next(batches)["id"].tolist()  # though no shard can have come yet
     served.server.slow.set()
@@ -266,7 +266,7 @@ def test_a_start_by_range_waits_for_no_shard_and_still_fetches_each_once(served:
     assert 0 < sum(value is not None for _, value in asked) < 40
 
 
-@pytest.mark.parametrize("options", [{}, {"start_by_range": False}, {"on_bad": {"shard": "substitute"}}])
+@pytest.mark.parametrize("options", [{}, {"predownload": {"by_range": False}}, {"on_bad": {"shard": "substitute"}}])
 def test_by_default_training_starts_by_range_within_the_requests_to_spare(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
@@ -386,7 +386,7 @@ def test_samples_of_shards_that_nobody_fetches_count_once_a_second_answer_agrees
 def start_by_range(served: Served, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StreamingDataset:
     """A dataset whose first samples come by ranges, with a wrong byte each."""
     served.server.slow = threading.Event()
-    dataset = served.dataset(folder, shuffle=True, start_by_range=True, batch_size=4)
+    dataset = served.dataset(folder, shuffle=True, predownload={"by_range": True}, batch_size=4)
     FirstAnswers(monkeypatch, "flip", tables_too=False)
     return dataset
 
@@ -440,7 +440,7 @@ def test_a_subset_of_a_subset_has_one_reader_of_shards_which_close_closes(served
 
 def test_nothing_unverified_is_read_where_shards_are_to_be_whole(served: Served, tmp_path: Path) -> None:
     """Also of shards that nobody fetches yet: single samples, sparse batches and subsets."""
-    dataset = served.dataset(tmp_path, start_by_range=False)
+    dataset = served.dataset(tmp_path, predownload={"by_range": False})
     assert dataset[7]["id"] == 7
     part = dataset.subset([NUM_SAMPLES - 1])
     assert next(iter(StreamingDataLoader(part, 1)))["id"].tolist() == [NUM_SAMPLES - 1]

@@ -131,7 +131,7 @@ def test_a_first_batch_takes_a_fraction_of_its_shards(
 
 
 def test_training_reads_every_sample_once(server: WebServer, rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    dataset = opened(server, tmp_path, shuffle=True, start_by_range=True)
+    dataset = opened(server, tmp_path, shuffle=True, predownload={"by_range": True})
     seen = dict[int, str]()
     for batch in StreamingDataLoader(dataset, 50):
         seen |= dict(zip(batch["id"].tolist(), batch["text"], strict=True))

@@ -40,12 +40,12 @@ WORKERS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "in order": {"shuffle": False},
-    "ranges": {"start_by_range": True},
-    "no quick start": {"quick_start": False},
-    "excluded": {"exclude_ids": [3, 500, 501], "start_by_range": True},
+    "ranges": {"predownload": {"by_range": True}},
+    "no quick start": {"window": {"quick_start": False}},
+    "excluded": {"filter": {"exclude_ids": [3, 500, 501]}, "predownload": {"by_range": True}},
     "few": {},  # a subset of a few samples of each shard
     "limit": {"cache_limit": 5 * SHARD_BYTES // 2 * 2, "shuffle": False},
-    "hash": {"validate_hash": "xxh3_64", "start_by_range": True},
+    "hash": {"validate_hash": "xxh3_64", "predownload": {"by_range": True}},
 }
 ENDS = ("break", "islice", "close", "exception", "kill", "all", "state", "look")
 

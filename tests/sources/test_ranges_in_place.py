@@ -236,7 +236,7 @@ def test_a_run_that_starts_by_ranges_has_the_same_batches(
         )
         return [np.asarray(batch[column]).tobytes() for batch in StreamingDataLoader(dataset, batch_size=50)]
 
-    assert batches(start_by_range=True) == batches()
+    assert batches(predownload={"by_range": True}) == batches()
     assert asked
 
 

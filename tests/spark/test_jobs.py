@@ -120,7 +120,7 @@ def test_ids_that_a_filter_excludes_are_those_of_a_dataset(
     ids = excluded_ids(str(shards), is_kept, spark=spark)
     assert ids.tolist() == list(range(0, ROWS, divisor))
     np.save(tmp_path / "ids.npy", ids)
-    by_ids, by_filter = {"exclude_ids": tmp_path / "ids.npy"}, {"filter": is_kept}
+    by_ids, by_filter = {"filter": {"exclude_ids": tmp_path / "ids.npy"}}, {"filter": is_kept}
     read = [[sample["id"] for sample in StreamingDataset(str(shards), **by)] for by in (by_ids, by_filter)]
     assert read[0] == read[1]
     assert len(read[0]) == ROWS - len(ids)

@@ -159,10 +159,11 @@ def draw_data(rng: random.Random, folder: Path) -> tuple[dict[str, Any], dict[st
         dataset |= {"pack": Packing(row_length=rng.choice((48, 64)), window=rng.choice((20, 50)))}
         dataset |= {"transform": number_row}
     if kind == "buckets":
-        dataset |= {"bucket_by": "tokens", "bucket_window": rng.choice((48, 64))}
+        dataset["bucket_by"] = {"lengths": "tokens", "window": rng.choice((48, 64))}
     if kind == "budget":
-        dataset |= {"batch_tokens": rng.choice((480, 520, 700)), "bucket_window": rng.choice((None, 48))}
-        dataset["batch_multiple"] = rng.choice((None, None, 1, 3, 4, 12))
+        tokens = rng.choice((480, 520, 700))
+        dataset["bucket_by"] = {"window": rng.choice((None, 48))}
+        dataset["batch_tokens"] = {"tokens": tokens, "multiple": rng.choice((None, None, 1, 3, 4, 12))}
         loading |= {"global_batch_size": None}
     return dataset, loading, kind == "budget"
 

@@ -274,7 +274,7 @@ def test_a_loader_made_for_each_epoch_continues_the_run(shards: Path, callbacks:
 
 
 LATER = {
-    "data": lambda epoch, shards: ({"remote": shards, "exclude_ids": range(40 * epoch)}, 16),
+    "data": lambda epoch, shards: ({"remote": shards, "filter": {"exclude_ids": range(40 * epoch)}}, 16),
     "seed": lambda epoch, shards: ({"remote": shards, "shuffle_seed": epoch}, 16),
     "batch": lambda epoch, shards: ({"remote": shards, "num_canonical_nodes": 8}, 8 * 2**epoch),
 }

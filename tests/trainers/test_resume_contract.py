@@ -72,7 +72,7 @@ DATA: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a rest that is dropped": ({}, {"tail": "drop"}),
     "an exact rest": ({}, {"tail": "exact"}),
     "batches of a device": ({}, {"batch_size": 16, "global_batch_size": None}),
-    "a filter": ({"filter": NotDivisible(5), "exclude_ids": range(7)}, {}),
+    "a filter": ({"filter": {"sample": NotDivisible(5), "exclude_ids": range(7)}}, {}),
     "an order of mosaicml-streaming": ({"shuffle_algo": "py1e"}, {}),
     **{name: ({}, loading) for name, loading in WORKERS.items()},
 }
@@ -152,7 +152,7 @@ def mixture(root: Path, method: str) -> tuple[dict[str, Any], dict[str, Any]]:
 SWITCH = [(0, 0), (17, 2)]  # in the second epoch, whose steps are 11 to 25
 ROWS = {"pack": Packing(row_length=40, window=50), "transform": number_row}
 WHOLE = {"pack": Packing(lengths="tokens + 8", row_length=48, window=50), "transform": without_tokens}
-BUDGET = {"batch_tokens": 520, "bucket_window": 48, "transform": without_tokens}
+BUDGET = {"batch_tokens": 520, "bucket_by": {"window": 48}, "transform": without_tokens}
 MADE: dict[str, Callable[[Path], tuple[dict[str, Any], dict[str, Any]]]] = {
     **{
         f"a mixture, {method}": lambda root, method=method: mixture(root, method)
