@@ -27,17 +27,37 @@ _log = logging.getLogger(__name__)
 
 
 class _Run(Run):
-    """A run whose trainer fetches all batches of a step before it trains on the first of them."""
+    """A run whose trainer fetches all batches of a step before it trains on the first of them.
+
+    The trainer steps at every so many batches of its epoch, and at as many as an epoch has; a resume begins its count
+    anew. So it is told where the last step of an epoch has fewer batches than others.
+    """
 
     def __init__(self, **options: Unpack[RunOptions]) -> None:
         super().__init__(**options)
         self.fetched: list[MicroBatch | None] = []  # of the trainer's, not yet taken
+        self.arguments: Any = None  # the trainer's
+        self.accumulate = 1  # as the user set it there
+        self.is_short = False  # whether the arguments are those of a step of fewer batches
+
+    def step_after(self, num_batches: int) -> None:
+        """Let the trainer step after so many batches of its epoch."""
+        self.arguments.gradient_accumulation_steps = num_batches
+        self.is_short = True
+
+    def step_as_set(self) -> None:
+        """Let the trainer step as the user set it."""
+        self.arguments.gradient_accumulation_steps = self.accumulate
+        self.is_short = False
 
     def note_batch(self, iterator: LoaderIterator) -> None:
         """Note a batch of the trainer's that is about to be handed out."""
         super().note_batch(iterator)
         if iterator is self.iteration:
-            self.fetched.append(iterator.last_batch)
+            batch = iterator.last_batch
+            self.fetched.append(batch)
+            if len(self.fetched) == 1 and batch is not None and batch.ends_epoch:
+                self.step_after(1)
 
 
 class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock):  # type: ignore[misc]  # may be absent
@@ -62,7 +82,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
         self._batch_index = 0  # of the micro-batch that is taken next
         self._steps_per_epoch = 1  # as the trainer counted them before the training
-        self._micro_batches_per_step = 1
+        self._num_left = 0  # micro-batches of this step that are not trained on
+        self._num_in_epoch = 0  # micro-batches, as the trainer counts them: a resume begins anew
         self._since: Mark | None = None  # when the trainer's latest event was over
 
     @property
@@ -98,7 +119,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
             self._begin_epoch()
             if self.run.loader.epochs_differ:  # the trainer's are all as long as it took the first one to be
                 num_steps = self._steps_per_epoch - self.step() % self._steps_per_epoch
-                iterator.limit = num_steps * self._micro_batches_per_step
+                iterator.limit = num_steps * self.run.accumulate
         return self._begins_epoch
 
     def _begin_epoch(self) -> None:
@@ -120,8 +141,15 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         Raises:
             TypeError: The trainer has another loader.
             ValueError: Epochs differ in length, and the loader does not know how many batches a step takes.
-            StateError: The checkpoint holds no position.
+            StateError: The checkpoint holds no position; or an error has left other arguments than the user's.
         """
+        run = self.run
+        if run.is_short and run.arguments is args:
+            run.step_as_set()
+            raise StateError(
+                "an error ended the training before this one in a step of fewer batches than others, for which "
+                "gradient_accumulation_steps was changed. It is as you set it again: call train() once more"
+            )
         if not isinstance(train_dataloader, StreamingDataLoader):
             raise TypeError(
                 "StreamingTrainerCallback keeps the position of a StreamingDataLoader; found "
@@ -133,10 +161,10 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
                 f"epochs differ in length here, so the loader must know that a step takes {accumulate} batches; found "
                 f"accumulate={train_dataloader.accumulate}. Pass accumulate={accumulate} to it"
             )
-        self._micro_batches_per_step = accumulate
+        run.arguments = args
+        run.accumulate = accumulate
         self._steps_per_epoch = max(1, -(-len(train_dataloader) // accumulate))
         self._state = state
-        run = self.run
         self.monitor.stop("before its end")
         run.attach(train_dataloader, clock=self)
         self._come_first()
@@ -172,6 +200,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         if self.run.epoch_in_training == self.run.position.epoch and not is_full:
             self.run.epoch_over()
         self._begins_epoch = True
+        self._num_in_epoch = 0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Take up the batches of this step; an iteration that begins later is another's.
@@ -190,10 +219,21 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         for self.run.current in fetched:
             self.run.take()
             self._batch_index += 1
+        self.run.step_as_set()
+        self._num_left = len(fetched)
+
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """Let the trainer step at the last batch of this step, also where it has fewer than others."""
+        self._num_in_epoch += 1
+        self._num_left -= 1
+        if self._num_left == 1:
+            self.run.step_after(self._num_in_epoch + 1)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint."""
         run = self.run
+        run.step_as_set()
+        self._num_in_epoch += 1
         run.sync()
         iteration = run.iteration
         is_over = run.current is not None and run.current.ends_epoch

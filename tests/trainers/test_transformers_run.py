@@ -33,9 +33,16 @@ class Model(torch.nn.Module):
         self.net = torch.nn.Linear(1, 1)
         self.ids: list[list[int]] = []
         self.drawn: list[float] = []
+        self.steps: list[int] = []
+        self.fails_at = -1
+        self.state: Any = None  # the trainer's
 
     def forward(self, id: Any) -> dict[str, Any]:  # noqa: A002 - the column's name
+        if len(self.ids) == self.fails_at - 1:
+            self.fails_at = -1
+            raise ArithmeticError
         self.ids.append(id.tolist())
+        self.steps.append(self.state.global_step)
         self.drawn.append(float(torch.rand(())))
         return {"loss": self.net(id.float()[:, None]).square().mean()}
 
@@ -49,26 +56,38 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(
+class Begins(transformers.TrainerCallback):  # type: ignore[misc]  # it may be absent
+    """Gives the model the trainer's state."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        model.state = state
+
+
+def train(data: Path, folder: Path, callback: StreamingTrainerCallback, *, resume: bool = False, **how: Any) -> Model:
+    """Train a new model; see `make`."""
+    host = make(data, folder, callback, **how)
+    host.train(resume_from_checkpoint=resume)
+    return host.model  # type: ignore[no-any-return]
+
+
+def make(
     data: Path, folder: Path, callback: StreamingTrainerCallback, *, accumulate: int = 1, knows: bool = True,
-    max_steps: int = -1, resume: bool = False, others: Sequence[Any] = (), epochs: int = EPOCHS, version: Any = None,
-) -> Model:  # fmt: skip
-    """Train; `knows`: whether the loader knows of the accumulation."""
+    max_steps: int = -1, others: Sequence[Any] = (), epochs: int = EPOCHS, **dataset: Any,
+) -> Any:  # fmt: skip
+    """A trainer of a new model; `knows`: whether the loader knows of the accumulation."""
 
     class Host(transformers.Trainer):  # type: ignore[misc]  # it may be absent
         def get_train_dataloader(self) -> Any:
-            dataset = StreamingDataset(local=data, shuffle=True, version=version)
             size = {"global_batch_size": GLOBAL_BATCH, "accumulate": accumulate} if knows else {}
-            return StreamingDataLoader(dataset, **(size or {"batch_size": GLOBAL_BATCH // accumulate}))
+            streamed = StreamingDataset(local=data, shuffle=True, **dataset)
+            return StreamingDataLoader(streamed, **(size or {"batch_size": GLOBAL_BATCH // accumulate}))
 
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), num_train_epochs=epochs, per_device_train_batch_size=GLOBAL_BATCH // accumulate,
         gradient_accumulation_steps=accumulate, max_steps=max_steps, save_steps=3, use_cpu=True, report_to=[],
         disable_tqdm=True, remove_unused_columns=False,
     )  # fmt: skip
-    model = Model()
-    Host(model, arguments, callbacks=[callback, *others]).train(resume_from_checkpoint=resume)
-    return model
+    return Host(Model(), arguments, callbacks=[callback, Begins(), *others])
 
 
 def stopped_at(data: Path, folder: Path, num_steps: int, **options: Any) -> Model:
@@ -125,6 +144,36 @@ def test_epochs_of_other_lengths_than_the_first_are_read_to_their_ends(
     dataset = StreamingDataset(local=growing, shuffle=True, version=GROWS)
     found = verify_delivery(tmp_path / "record", dataset)
     assert (found.num_steps, found.first_difference) == (24, None)
+
+
+@pytest.mark.parametrize(("accumulate", "fill"), [(2, 1), (4, 1), (4, 3)])
+def test_a_last_step_of_fewer_batches_is_a_step_of_its_own_after_a_resume(
+    data: Path, tmp_path: Path, accumulate: int, fill: int
+) -> None:
+    """Each epoch has five whole steps, and one that has `fill` micro-batches of `accumulate`."""
+    size = GLOBAL_BATCH * 5 + GLOBAL_BATCH // accumulate * fill
+    options: dict[str, Any] = {"accumulate": accumulate, "epochs": 3, "epoch_size": size}
+    whole = train(data, tmp_path / "whole", StreamingTrainerCallback(), **options)
+    parts = [stopped_at(data, tmp_path, stop, resume=stop > 2, **options) for stop in (2, 9, 11)]
+    parts.append(train(data, tmp_path, StreamingTrainerCallback(), resume=True, **options))
+    assert [step for part in parts for step in part.steps] == whole.steps
+    assert sorted(set(whole.steps)) == [*range(18)]
+    assert [ids for part in parts for ids in part.ids] == whole.ids
+
+
+def test_after_an_error_in_a_step_of_fewer_batches_the_arguments_are_the_users(data: Path, tmp_path: Path) -> None:
+    size = GLOBAL_BATCH * 5 + GLOBAL_BATCH // 4 * 3
+    options: dict[str, Any] = {"accumulate": 4, "epochs": 2, "epoch_size": size}
+    whole = train(data, tmp_path / "whole", StreamingTrainerCallback(), **options)
+    host = make(data, tmp_path, StreamingTrainerCallback(), **options)
+    host.model.fails_at = 23  # the last micro-batch of the epoch
+    with pytest.raises(ArithmeticError):
+        host.train()
+    del host.model.ids[12:]  # the checkpoint is that of step 3
+    with pytest.raises(StateError, match="call train"):
+        host.train(resume_from_checkpoint=True)
+    host.train(resume_from_checkpoint=True)
+    assert host.model.ids == whole.ids
 
 
 def test_where_epochs_differ_the_loader_must_know_what_a_step_takes(growing: Path, tmp_path: Path) -> None:
