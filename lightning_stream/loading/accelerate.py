@@ -7,9 +7,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
+from lightning_stream.errors import StateError
 from lightning_stream.order import World
 
 
@@ -40,7 +41,7 @@ class Prepared:
         self._batches.close()
 
 
-def _as_prepared(loader: Any, batches: Iterator[Any]) -> Generator[Any, None, None]:
+def _as_prepared(loader: Any, batches: Any) -> Generator[Any, None, None]:
     """Yield batches as Accelerate's own loaders do: on its device, the last one marked for gradient accumulation."""
     from accelerate.state import GradientState, PartialState
     from accelerate.utils import send_to_device
@@ -49,10 +50,28 @@ def _as_prepared(loader: Any, batches: Iterator[Any]) -> Generator[Any, None, No
     device = PartialState().device
     loader.remainder = -1  # `gather_for_metrics` drops nothing of the last batch
     state._add_dataloader(loader)  # noqa: SLF001  # as its own loaders do
+    is_first_step = state.num_steps > 1
     try:
         for batch in batches:
+            last = batches.last_batch
             loader.end_of_dataloader = loader.last_batch.ends_epoch
-            yield send_to_device(batch, device, non_blocking=loader.pin_memory)
+            is_first_step &= not last.completes_step
+            synchronised = state.sync_gradients
+            if is_first_step:
+                state._set_sync_gradients(False)  # noqa: SLF001  # so that we see whether `accumulate` sets it
+            try:
+                yield send_to_device(batch, device, non_blocking=loader.pin_memory)
+            finally:
+                has_stepped = is_first_step and state.sync_gradients
+                if is_first_step:
+                    state._set_sync_gradients(synchronised)  # noqa: SLF001
+            if has_stepped:
+                raise StateError(
+                    "an optimizer step must use up whole global batches, but Accelerate stepped in the middle of the "
+                    f"one at positions {last.begin} to {last.end}: it accumulates {state.num_steps} micro-batches and "
+                    f"the loader {loader.accumulate}, or it counts on from a run that accumulated others. Give both "
+                    "the same number, and set accelerator.step = 0 after load_state"
+                )
     finally:
         state._remove_dataloader(loader)  # noqa: SLF001
 
