@@ -279,11 +279,11 @@ def partitions_of(splits: Sequence[Piece], partition_bytes: int) -> list[Partiti
 
 def read_splits(reader: Reader, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
     """Yield the rows of some pieces, each as its settings need."""
-    is_alike = not any(split.settings for split in splits)
-    for part in [splits] if is_alike else [[split] for split in splits]:
+    has_settings = any(split.settings for split in splits)
+    for part in [[split] for split in splits] if has_settings else [splits]:
         # Errors of a function of the user's are the user's.
         with readable(part[0].file.uri) if part and reader.kind != "inputs" else nullcontext():
-            yield from (reader if is_alike else reader.of_piece(part[0])).read(part, columns)
+            yield from (reader.of_piece(part[0]) if part else reader).read(part, columns)
 
 
 def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:
