@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 
 from support.data import write_ids
 
-from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset
+from lightning_stream import MDSWriter, Stream, StreamingDataLoader, StreamingDataset, versions
 from lightning_stream.errors import DigestError, NotFoundError
 
 NUM_SAMPLES = 60
@@ -169,3 +169,14 @@ def test_files_in_another_format_are_read_from_the_split_of_the_dataset(tmp_path
     stream = Stream(f"file://{tmp_path}/data")
     datasets = [StreamingDataset(streams=[stream], split=f"{split}/*.jsonl") for split in ("train", "val")]
     assert [dataset[0]["from"] for dataset in datasets] == ["train", "val"]
+
+
+def test_a_stream_without_samples_is_mixed_with_one_that_has_an_added_column(tmp_path: Path) -> None:
+    write_ids(tmp_path / "empty", [])
+    write_ids(tmp_path / "full", range(5))
+    versions.add_column(tmp_path / "full", "twice", "int", lambda sample: 2 * sample["id"])
+    streams = [Stream(local=tmp_path / name) for name in ("empty", "full")]
+    dataset = StreamingDataset(streams=streams)
+    assert [dataset[k]["twice"] for k in range(5)] == [0, 2, 4, 6, 8]
+    (batch,) = StreamingDataLoader(dataset, 5, num_workers=0)
+    assert batch["twice"].tolist() == [0, 2, 4, 6, 8]
