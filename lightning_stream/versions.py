@@ -26,12 +26,11 @@ from .formats.model import MAX_FILE_BYTES, to_text
 from .formats.shard import open_shard
 from .order.bitmap import as_ids
 from .reading.bad_samples import BadData
-from .reading.deleted import deleted_samples
 from .reading.filters import Evaluation
 from .reading.lengths import read_lengths
 from .reading.reader import SampleReader
 from .reading.stream import Stream
-from .reading.stream_shards import ReaderConfig, StreamShards
+from .reading.stream_shards import ReaderConfig, StreamShards, deleted_samples
 from .stores import open_store
 from .version_log import Edit, Version, read_log, read_newest
 from .version_log import publish as publish_version

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.counters import Counters
+from lightning_stream.errors import FormatError
 from lightning_stream.formats.index import Index, ShardEntry, mixed_columns
 from lightning_stream.formats.mds.layout import Decoders
 from lightning_stream.formats.memory import Int64s
@@ -26,7 +27,6 @@ from lightning_stream.formats.rows import as_mds
 from lightning_stream.formats.shard import Shard, open_shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
-from lightning_stream.reading.deleted import undeleted_samples
 from lightning_stream.reading.proofs import Deliveries
 from lightning_stream.reading.shard_pool import ShardPool
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of, name_of
@@ -89,8 +89,19 @@ class StreamShards:
 
     @cached_property
     def undeleted(self) -> Bitmap | None:
-        """Which of the samples in the shards are not deleted; None if no version has deleted any."""
-        return undeleted_samples(self.caches, self.indexes)
+        """Which of the samples in the shards are not deleted; None if no version has deleted any.
+
+        Raises:
+            NotFoundError, DigestError, FormatError: A file of deleted samples is absent or damaged.
+        """
+        if all(index.deleted is None for index in self.indexes):
+            return None
+        mask = np.ones(self.snapshot.num_samples, np.bool_)
+        begin = 0
+        for cache, index in zip(self.caches, self.indexes, strict=True):
+            mask[begin + deleted_samples(cache, index)] = False
+            begin += index.num_samples
+        return Bitmap.of_mask(mask)
 
     @cached_property
     def snapshot(self) -> Snapshot:
@@ -212,3 +223,17 @@ class StreamShards:
         if absent := decoders.keys() - known:
             raise ValueError(f"decoders: no column {min(absent)!r}; there are {', '.join(sorted(known))}.")
         return decoders
+
+
+def deleted_samples(cache: ShardCache, index: Index) -> NDArray[np.int64]:
+    """The numbers of a stream's deleted samples, in ascending order: int64[n]."""
+    if index.deleted is None:
+        return np.empty(0, np.int64)
+    deleted = np.fromfile(cache.side_file(index.deleted), "<i8").astype(np.int64, copy=False)
+    is_right = len(deleted) == index.num_deleted and (np.diff(deleted, prepend=-1) > 0).all()
+    if not is_right or (deleted >= index.num_samples).any():
+        raise FormatError(
+            f"{cache.store.url}/{index.deleted.basename}: deleted samples must be different numbers below "
+            f"{index.num_samples:,}, in ascending order. Restore the file."
+        )
+    return deleted
