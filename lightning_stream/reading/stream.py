@@ -357,14 +357,13 @@ def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None 
         keep_zip=defaults.config.keep_zip if stream.keep_zip is None else stream.keep_zip,
         validate_hash=stream.validate_hash or defaults.config.validate_hash,
     )
-    other = None if isinstance(store, DownloadHook) else _in_place_of(stream)
+    other = None
+    if not isinstance(store, DownloadHook):
+        table_version = stream.version if isinstance(stream.version, int) else None
+        names = _place_of(stream)[1]
+        other = replace(stream._in_place, version=table_version, names=names)  # noqa: SLF001 - of this file's own class
     folder = None if stream.local is None else Path(stream.local, stream.split)
     return ShardCache(store, folder, config, other, counters)
-
-
-def _in_place_of(stream: Stream) -> InPlace:
-    version = stream.version if isinstance(stream.version, int) else None
-    return replace(stream._in_place, version=version, names=_place_of(stream)[1])  # noqa: SLF001 - this file's own class
 
 
 def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:
