@@ -407,10 +407,10 @@ def _listed(uri: str, options: Mapping[str, Any] | None, hidden: bool, out: Sequ
     parts = place.split("/")
     wild = (k for k, part in enumerate(parts) if WILD.search(part))
     literal = len(parts) if _is_folder(place) else next(wild, len(parts))
-    names = "/".join(parts[literal:])
-    listing = files_of(open_store("/".join(parts[:literal]) or "/", options), names, hidden=hidden)
-    if not names and not listing.files and not listing.log:  # one file
-        listing = files_of(open_store("/".join(parts[:-1]) or "/", options), parts[-1], hidden=hidden)
+    for end in (literal, len(parts) - 1):  # a folder or a pattern; else one file
+        listing = files_of(open_store("/".join(parts[:end]) or "/", options), "/".join(parts[end:]), hidden=hidden)
+        if literal < len(parts) or listing.files or listing.log:
+            break
     below = tuple(place for place in out if not f"{listing.name}/".startswith(place))
     files = [file for file in listing.files if not f"{file.root}/{file.name}".startswith(below)]
     listing = listing._replace(files=files)
@@ -496,15 +496,15 @@ def split_place(uri: str) -> tuple[str, str]:
 
     A folder may end like a file, too, as Spark names tables: see `files_of`. One of this machine may have any name.
     """
-    if WILD.search(uri) and _is_folder(uri):
-        return uri, ""
     scheme, colon, path = uri.rpartition("://")
+    if scheme.startswith("http") or (WILD.search(uri) and _is_folder(uri)):
+        return uri, ""
     parts = path.split("/")
     first = 3 if scheme == "hf" else 1 if colon else 0  # after the bucket, or the repository
     wild = next((k for k, part in enumerate(parts) if k >= first and WILD.search(part)), None)
-    if wild is None and len(parts) > first and _FILE.search(parts[-1]) and not scheme.startswith("http"):
+    if wild is None and len(parts) > first and _FILE.search(parts[-1]):
         wild = len(parts) - 1
-    if wild is None or scheme.startswith("http"):
+    if wild is None:
         return uri, ""
     if colon:
         refuse_query(uri)  # a pattern may have a question mark, but no signature

@@ -97,7 +97,8 @@ class LitDataReader(Reader):
         formats = dict(zip(self.names, self.formats, strict=True))
         formats |= {name: form for name, (form, _) in self._types.items()}  # of all rows, not of the first alone
         wanted = formats if asked is None else [name for name in asked if name in formats]
-        return SourceSchema({name: _encoding(name, formats[name], files[0].root) for name in wanted})
+        where = f"{files[0].root}: column"
+        return SourceSchema({name: _encoding(formats[name], f"{where} {name!r}") for name in wanted})
 
     def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         by_name = {file.name: file for file in files}
@@ -146,7 +147,7 @@ class LitDataReader(Reader):
             sizes = heads
         begins = offsets[1:, None] - np.cumsum(sizes[:, ::-1], axis=1)[:, ::-1]
         values = {
-            name: _values(name, form, data, begins[:, k], sizes[:, k], file, columns[name])
+            name: _values(form, data, begins[:, k], sizes[:, k], f"{file.uri}: column {name!r}", columns[name])
             for k, (name, form) in enumerate(zip(self.names, self.formats, strict=True))
             if name in columns
         }
@@ -248,7 +249,7 @@ def _fields(table: Any) -> dict[str, Any]:
     return columns if flat.schema == table.schema else {**_fields(flat), **columns}
 
 
-def _encoding(name: str, form: str, where: str) -> str:
+def _encoding(form: str, where: str) -> str:
     kind, _, code = form.partition(":")
     if kind in _SCALARS:
         return _SCALARS[kind]
@@ -266,22 +267,20 @@ def _encoding(name: str, form: str, where: str) -> str:
             return f"ndarray:{'uint8' if dtype == 'bool' else dtype}"
         form = f"{form} ({dtype})"
     why = "Unpickling would run code" if kind == "pickle" else "There is no encoding for it"
-    raise ValueError(f"{where}: column {name!r} has LitData's format {form!r}. {why}; omit it by columns=.")
+    raise ValueError(f"{where} has LitData's format {form!r}. {why}; omit it by columns=.")
 
 
 def _values(
-    name: str,
     form: str,
     data: memoryview,
     begins: Int64s,
     sizes: Int64s,
-    file: SourceFile,
+    where: str,
     wanted: str,
 ) -> Any:
     """The values of one column, as its encoding takes them; views of the chunk where that is possible."""
     kind, _, _ = form.partition(":")
-    encoding = _encoding(name, form, file.uri)
-    where = f"{file.uri}: column {name!r}"
+    encoding = _encoding(form, where)
     if kind in _SCALARS:
         dtype = np.dtype(encoding)
         if (sizes != dtype.itemsize).any():

@@ -269,41 +269,39 @@ def _is_packed(file: SourceFile) -> bool:
 
 def _parts(piece: Piece, *, is_scan: bool) -> Iterator[_Part]:
     """Yield a piece of a tar part by part: whole samples, or for a scan what headers say of files of any size."""
-    with _opened(piece.file) as read:
-        yield from _parts_of(piece, read, is_scan=is_scan)
-
-
-def _parts_of(piece: Piece, read: Read, *, is_scan: bool) -> Iterator[_Part]:
     file = piece.file
     at = piece.begin
     before = b""
     is_end = False
     room = _SMALL_BYTES if is_scan else piece.end - piece.begin if piece.end else _PART_BYTES
-    while not is_end:
-        data = read(at, room)
-        is_whole = bool(piece.end) or len(data) < room
-        members = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
-        part = _Part.of(file, read, at, data, members, before)
-        step = members.next
-        is_end = members.is_end or bool(piece.end)
-        if is_whole and not is_end:
+    with _opened(file) as read:
+        while not is_end:
+            data = read(at, room)
+            is_whole = bool(piece.end) or len(data) < room
+            members = walk(data, file.uri, is_whole=is_whole, checked=not is_scan)
+            part = _Part.of(file, read, at, data, members, before)
+            step = members.next
+            is_end = members.is_end or bool(piece.end)
+            if is_whole and not is_end:
+                raise FormatError(
+                    f"{file.uri} must be a whole tar; it has no end mark, or ends within a file. It may be cut off: "
+                    "fetch it again, or write it again."
+                )
+            if part.keys and not is_scan and not is_end:
+                step = part.drop_last()
+            if not step and not is_end:
+                room *= 4
+                continue
+            if part.keys:
+                yield part
+                before = part.keys[-1]
+            at += step
+            if is_scan:
+                room = _PART_BYTES if step <= _SMALL_BYTES * len(members.sizes) else _HEAD_BYTES
+        if not piece.end and any(read(at, _PART_BYTES).tobytes().strip(b"\0")):
             raise FormatError(
-                f"{file.uri} must be a whole tar; it has no end mark, or ends within a file. It may be cut off: fetch "
-                "it again, or write it again."
+                f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`."
             )
-        if part.keys and not is_scan and not is_end:
-            step = part.drop_last()
-        if not step and not is_end:
-            room *= 4
-            continue
-        if part.keys:
-            yield part
-            before = part.keys[-1]
-        at += step
-        if is_scan:
-            room = _PART_BYTES if step <= _SMALL_BYTES * len(members.sizes) else _HEAD_BYTES
-    if not piece.end and any(read(at, _PART_BYTES).tobytes().strip(b"\0")):
-        raise FormatError(f"{file.uri} holds bytes behind the end mark of its tar. Join tars by `tar --concatenate`.")
 
 
 def _names(data: memoryview, members: Members) -> list[bytes]:
