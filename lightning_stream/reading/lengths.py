@@ -32,12 +32,12 @@ from lightning_stream.writer.lengths import measure_batch
 _THREADS = 16
 _ROWS = 1024  # of a shard that are measured at once
 _SHORT = 240  # bytes: up to so many have an xxh3_64 of their own
-_Lengths = NDArray[np.uint32]
+Lengths = NDArray[np.uint32]
 
 
 def read_lengths(
     caches: Sequence[ShardCache], indexes: Sequence[Index], name: str, digest_of: DigestOf = digest_file
-) -> _Lengths:
+) -> Lengths:
     """Return the lengths of this name of all streams' samples, one stream after another: uint32[num_samples].
 
     ``digest_of`` verifies the files that the index lists.
@@ -87,7 +87,7 @@ def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
     return {"sum": total, "mean": total / max(1, len(lengths)), "max": int(lengths.max(initial=0))}
 
 
-def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) -> list[_Lengths]:
+def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) -> list[Lengths]:
     files: Sequence[FileEntry] | None = index.lengths.get(name)
     if files is not None:
         with DaemonPool(_THREADS, "lengths") as pool:
@@ -105,7 +105,7 @@ def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) 
     return [_mapped(cache.side_file(made, write), made)]
 
 
-def _mapped(path: Path, file: FileEntry) -> _Lengths:
+def _mapped(path: Path, file: FileEntry) -> Lengths:
     return MappedFile(path, file.num_bytes).array.view("<u4")
 
 
@@ -151,12 +151,12 @@ def _fixed_length(schema: Schema, name: str) -> int | None:
     return None if layout is None else layout.shape[0]
 
 
-def _from_shards(cache: ShardCache, index: Index, name: str) -> _Lengths:
+def _from_shards(cache: ShardCache, index: Index, name: str) -> Lengths:
     with DaemonPool(_THREADS, "lengths") as pool:
         return np.concatenate(pool.map(lambda shard: _of_shard(cache, index.entry(shard), name), range(len(index))))
 
 
-def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
+def _of_shard(cache: ShardCache, entry: ShardEntry, name: str) -> Lengths:
     schema = entry.schema
     if (length := _fixed_length(schema, name)) is not None:
         return np.full(entry.num_samples, length, np.uint32)
@@ -194,7 +194,7 @@ def _fixed_bytes(sizes: Sequence[int | None]) -> int:
     return sum(size or 0 for size in sizes)
 
 
-def _of_made_shard(cache: ShardCache, entry: ShardEntry, name: str) -> _Lengths:
+def _of_made_shard(cache: ShardCache, entry: ShardEntry, name: str) -> Lengths:
     """The lengths as `convert` would write them with ``lengths={name: len}``."""
     parts = []
     with cache.lease(entry) as lease, closing(open_shard(entry, lease.folder)) as shard:

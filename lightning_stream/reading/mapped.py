@@ -15,13 +15,13 @@ from typing import Any, cast
 from urllib.parse import quote
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
+from lightning_stream.reading.lengths import Lengths
 from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.shard_pool import Want
 from lightning_stream.reading.stream import Stream
@@ -49,7 +49,7 @@ class MapStream(Stream):
         """Without the lengths, since functions may not be pickled: a reader's state has what was read."""
         return {**vars(self), "lengths": {}}
 
-    def read_lengths(self, name: str) -> NDArray[np.uint32]:
+    def read_lengths(self, name: str) -> Lengths:
         """The lengths of this name. ValueError where there are none, or other numbers."""
         if name not in self.lengths:
             raise ValueError(
@@ -130,7 +130,7 @@ class MapReader(SampleReader):
         """Nothing: there is nothing to fetch."""
         return Want(self.shards.pool, [])
 
-    def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+    def _read_lengths(self, name: str) -> Lengths:
         lengths = np.concatenate([cast("MapStream", stream).read_lengths(name) for stream in self.streams])
         lengths.setflags(write=False)
         return lengths

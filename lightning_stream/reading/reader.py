@@ -12,7 +12,6 @@ from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lightning_stream.cache import ShardCache
 from lightning_stream.errors import DigestError, FormatError
@@ -25,7 +24,7 @@ from lightning_stream.formats.shard import Buffers, Shard
 from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.length_expression import LengthExpression, is_expression
-from lightning_stream.reading.lengths import MappedDigests, read_lengths
+from lightning_stream.reading.lengths import Lengths, MappedDigests, read_lengths
 from lightning_stream.reading.proofs import UnverifiedRead
 from lightning_stream.reading.shard_pool import UseFlat, Want
 from lightning_stream.reading.stream import name_of
@@ -56,7 +55,7 @@ class SampleReader:
         self.counters = shards.counters
         self.parent: SampleReader | None = None
         self._choose: Bitmap | Choose | None = None
-        self._lengths: dict[str, NDArray[np.uint32]] = {}
+        self._lengths: dict[str, Lengths] = {}
         self._length_digests: dict[str, str] = {}
 
     def only(self, chosen: Bitmap | Choose) -> SampleReader:
@@ -116,7 +115,7 @@ class SampleReader:
             return self.parent.snapshot.subset(self._choice[0])
         return self.shards.snapshot if self.members is None else self.shards.snapshot.subset(self.members)
 
-    def lengths(self, name: str) -> NDArray[np.uint32]:
+    def lengths(self, name: str) -> Lengths:
         """Return a length of every sample, e.g. its tokens, by sample id: uint32[num_samples], read-only.
 
         No sample is read. The numbers are in files beside the shards, which are downloaded once per machine and stay in
@@ -161,7 +160,7 @@ class SampleReader:
             return None
         return LengthExpression(name)
 
-    def _derived(self, name: str) -> NDArray[np.uint32]:
+    def _derived(self, name: str) -> Lengths:
         lengths = np.empty(self.snapshot.num_samples, np.uint32)
         for begin in range(0, len(lengths), _DERIVED_TOGETHER):
             ids = np.arange(begin, min(begin + _DERIVED_TOGETHER, len(lengths)))
@@ -172,7 +171,7 @@ class SampleReader:
         lengths.setflags(write=False)
         return lengths
 
-    def _read_lengths(self, name: str) -> NDArray[np.uint32]:
+    def _read_lengths(self, name: str) -> Lengths:
         digests = MappedDigests()
         lengths = read_lengths(self.caches, self.indexes, name, digests)
         if self.members is not None:
