@@ -14,7 +14,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from lightning_stream.formats.encodings import get_encoding
-from lightning_stream.sources.files import SourceFile, readable
+from lightning_stream.sources.files import Files, SourceFile, readable
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
@@ -120,18 +120,18 @@ class Reader(ABC):
     source_digest: str | None = None
     media: Store | None = None
 
-    def begin(self, files: Sequence[SourceFile]) -> None:  # noqa: B027 - most kinds need no list of all files
+    def begin(self, files: Files) -> None:  # noqa: B027 - most kinds need no list of all files
         """Look at the list of all files, those of all splits, before anything else."""
 
     @abstractmethod
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Return the columns, from a schema or from some rows; of those that are not asked for, less may be known."""
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut a file into parts of about ``partition_bytes``; always in the same way."""
         return [Piece(file, 0, None, file.num_bytes)]
 
-    def has_pieces(self, files: Sequence[SourceFile]) -> bool:
+    def has_pieces(self, files: Files) -> bool:
         """Whether `scan` finds pieces of these files."""
         return (type(self).scan, type(self).pieces_of) != (Reader.scan, Reader.pieces_of)
 
@@ -142,7 +142,7 @@ class Reader(ABC):
         A piece of some rows is read by ranges of bytes; only one whose file `has_rows` may be asked for.
         """
 
-    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Files, columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         """Yield the pieces of all files that become shards where they are read in place, in order.
 
         Only headers, footers and indexes are read, of several files at once in the pool. FormatError for a file that
@@ -258,7 +258,7 @@ def stamps_of(files: Iterable[SourceFile]) -> str:
     return digest.hexdigest()
 
 
-def marks_of(files: Sequence[SourceFile]) -> str:
+def marks_of(files: Files) -> str:
     """A mark of the last change of any kind of local files, as `change_mark` makes it of one; empty for others."""
     marks = [file.mark for file in files if file.mark]
     return f"{marks[0].partition('.')[0]}.{xxhash.xxh3_64_hexdigest(','.join(marks).encode())}" if marks else ""
@@ -311,7 +311,7 @@ def _num_bytes(value: Any) -> int:
     return 8 * len(value) if isinstance(value, (list, tuple, dict)) else getattr(value, "nbytes", _UNKNOWN_BYTES)
 
 
-def spread(files: Sequence[SourceFile], count: int = 8) -> list[SourceFile]:
+def spread(files: Files, count: int = 8) -> list[SourceFile]:
     """Return some of the files: the first, and others from all over."""
     filled = [file for file in files if file.num_bytes] or list(files)
     return filled[:: max(1, len(filled) // count)][:count]

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_stream.errors import FormatError, NotFoundError, needs, redact
 from lightning_stream.sources.base import Reader, Source
-from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, find_files, media_store, readable
+from lightning_stream.sources.files import DELTA_LOG, Files, Listing, SourceFile, find_files, media_store, readable
 from lightning_stream.sources.inputs import FunctionReader, Inputs, input_items
 
 # The suffixes and the reader of each kind.
@@ -50,7 +50,7 @@ def open_source(
         from lightning_stream.sources.arrays import DatasetReader
 
         reader: Any = DatasetReader(dataset=source, **options)
-        files: Sequence[SourceFile] = reader.files
+        files: Files = reader.files
         name = "a datasets.Dataset"
         left_out = 0
         splits = dict[str, tuple[SourceFile, ...]]()
@@ -68,7 +68,7 @@ def open_source(
 
 def reader_of(
     listing: Listing, kind: str | None = None, options: Mapping[str, Any] | None = None
-) -> tuple[Sequence[SourceFile], Reader]:
+) -> tuple[Files, Reader]:
     """Return the files of one kind, or of one version of a table, among all files of a source; and their reader.
 
     Raises:
@@ -123,7 +123,7 @@ def reader_class(kind: str) -> type[Reader]:
     return reader_type
 
 
-def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
+def _by_split(files: Files) -> dict[str, tuple[SourceFile, ...]]:
     """The files of each split, named by folders (``train/a.csv``) or by files (``train-1.csv``); empty for no splits.
 
     Raises:
@@ -144,7 +144,7 @@ def _by_split(files: Sequence[SourceFile]) -> dict[str, tuple[SourceFile, ...]]:
     return {split_of[name]: tuple(folders[name]) for name in in_order}
 
 
-def split_folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
+def split_folders(files: Files) -> dict[str, list[SourceFile]]:
     """The files by what names their split: a folder, or the first word of a file's name; empty if there is no split."""
     above = os.path.commonpath([os.path.dirname(file.name) for file in files])  # noqa: PTH120 - names, no paths
     folders: dict[str, list[SourceFile]] = {}
@@ -157,7 +157,7 @@ def split_folders(files: Sequence[SourceFile]) -> dict[str, list[SourceFile]]:
     return folders if "train" in splits and len(splits) > 1 else {}
 
 
-def _saved_files(files: Sequence[SourceFile]) -> Sequence[SourceFile]:
+def _saved_files(files: Files) -> Files:
     """The Arrow files that Hugging Face's ``save_to_disk`` noted, in its order; any other files as they are."""
     by_name = {file.name: file for file in files}
     noted: list[SourceFile] = []
@@ -178,7 +178,7 @@ def _saved_files(files: Sequence[SourceFile]) -> Sequence[SourceFile]:
     return noted or files
 
 
-def _only_kind(files: Sequence[SourceFile], name: str) -> str:
+def _only_kind(files: Files, name: str) -> str:
     known = [file.ending for file in files if file.ending in _KIND_OF]
     kinds = {_KIND_OF[ending] for ending in [ending for ending in known if ending not in _BESIDE] or known}
     if len(kinds) == 1:
@@ -192,7 +192,7 @@ def _only_kind(files: Sequence[SourceFile], name: str) -> str:
     raise ValueError(f"a dataset must be of one format; {name} holds {_counted(files)}. {remedy}")
 
 
-def _counted(files: Sequence[SourceFile]) -> str:
+def _counted(files: Files) -> str:
     """How many files of each format there are, for messages."""
     counts = Counter(_KIND_OF.get(file.ending, f"*{file.ending}" if file.ending else file.name) for file in files)
     return ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common(5)) or "no files"

@@ -21,7 +21,7 @@ from lightning_stream.errors import FormatError, LightningStreamError, NotFoundE
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.base import Asked, Batch, Columns, Piece, SourceSchema
-from lightning_stream.sources.files import DELTA_LOG, Listing, SourceFile, named_in_data
+from lightning_stream.sources.files import DELTA_LOG, Files, Listing, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
@@ -78,9 +78,7 @@ class DeltaReader(ParquetReader):
             )
         return [by_name[name] for name in self._actions]
 
-    def _deletions(
-        self, table: Any, store: Store, files: Sequence[SourceFile], folder: Path
-    ) -> dict[str, np.ndarray[Any, Any]]:
+    def _deletions(self, table: Any, store: Store, files: Files, folder: Path) -> dict[str, np.ndarray[Any, Any]]:
         """The numbers of the deleted rows of each file."""
         if "deletionVectors" not in (table.protocol().reader_features or ()):
             return {}
@@ -93,7 +91,7 @@ class DeltaReader(ParquetReader):
             for row in rows
         }
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         return SourceSchema(arrow_columns(self._schema, asked))
 
     def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:

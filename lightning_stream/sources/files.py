@@ -253,6 +253,9 @@ class SourceFile:
         )
 
 
+Files: TypeAlias = "Sequence[SourceFile]"
+
+
 def named_in_data(name: Any, root: str) -> str:
     """Return a name that was found in data, of a file below `root`; FormatError for one that could leave it anywhere.
 
@@ -372,8 +375,8 @@ class Listing(NamedTuple):
     """
 
     name: str
-    files: Sequence[SourceFile]
-    log: Sequence[SourceFile] = ()
+    files: Files
+    log: Files = ()
     is_table: bool = False
     left_out: Sequence[str] = ()
 
@@ -552,7 +555,7 @@ def _numbers(first: str, last: str) -> str:
     return f"(?:{'|'.join(blocks) or '(?!)'})"
 
 
-def check_unchanged(files: Sequence[SourceFile]) -> None:
+def check_unchanged(files: Files) -> None:
     """Raise FormatError if a file of this machine changed since it was listed."""
     for file in files:
         try:

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import ClassVar
 
 from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, spread
-from lightning_stream.sources.files import SourceFile, named_in_data
+from lightning_stream.sources.files import Files, SourceFile, named_in_data
 from lightning_stream.threads import DaemonPool
 
 _LOG = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class FileFolderReader(Reader):
     listed: Sequence[tuple[str, int, str, int]] = ()
     classes: tuple[str, ...] = field(default=(), init=False)
 
-    def begin(self, files: Sequence[SourceFile]) -> None:
+    def begin(self, files: Files) -> None:
         """Find all classes: of all splits, so that a class has the same number in each."""
         self.classes = tuple(sorted({_class_of(file) for file in files}))
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Return ``data`` or ``image``, ``label`` (omitted where there is one folder only) and ``name``."""
         known = {self.column: self._encoding(files), "label": "int", "name": "str"}
         if len(self.classes) < 2:
@@ -69,7 +69,7 @@ class FileFolderReader(Reader):
         notes = {"classes": {"label": list(self.classes)}} if "label" in known else {}
         return SourceSchema(known, notes, identity=(self.column,), media=(self.column,))
 
-    def _encoding(self, files: Sequence[SourceFile]) -> str:
+    def _encoding(self, files: Files) -> str:
         return "bytes"
 
     def _label(self, file: SourceFile) -> int:
@@ -78,7 +78,7 @@ class FileFolderReader(Reader):
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         return True
 
-    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Files, columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         pending = list[SourceFile]()
         num_bytes = 0
         for file, after in zip_longest(files, files[1:]):
@@ -137,7 +137,7 @@ class ImageFolderReader(FileFolderReader):
         if self.truncated not in ("refuse", "skip"):
             raise ValueError(f"truncated must be 'refuse' or 'skip'; got {self.truncated!r}.")
 
-    def _encoding(self, files: Sequence[SourceFile]) -> str:
+    def _encoding(self, files: Files) -> str:
         """``jpeg`` or ``png`` if all files are JPEG or PNG files, whatever their names are: readers decode both kinds
         there. Else ``bytes``. Of a source in a store, where looking at a file costs a request, only some are looked at.
         """

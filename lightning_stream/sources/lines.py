@@ -17,7 +17,7 @@ from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
 
 from .base import SAMPLED_ROWS, Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, spread
-from .files import SourceFile, readable
+from .files import Files, SourceFile, readable
 from .nulls import LARGEST_FLOAT
 
 _BLOCK_BYTES = 1 << 22
@@ -89,7 +89,7 @@ class JsonlReader(Reader):
     def __post_init__(self) -> None:
         check_on_bad(self.on_bad)
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Look at some rows of some files: where they can be cut, from all over."""
         rows: list[Row] = []
         for file in (sampled := spread(files)):
@@ -105,7 +105,7 @@ class JsonlReader(Reader):
         """Cut anywhere, unless the file is compressed, or one array of objects."""
         return super().input_splits(file, partition_bytes) if _is_array(file) else line_splits(file, partition_bytes)
 
-    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Files, columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         """Yield pieces of about 64 MiB. Their rows are counted, so the files are read once."""
 
         def num_rows(split: Piece) -> int:
@@ -228,7 +228,7 @@ class TextReader(Reader):
     kind = "text"
     lines: bool = False
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         return SourceSchema({"text": "str"} if self.lines else {"text": "str", "name": "str"})
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:

@@ -25,7 +25,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, present
-from lightning_stream.sources.files import SourceFile, readable, rows_at
+from lightning_stream.sources.files import Files, SourceFile, readable, rows_at
 from lightning_stream.threads import DaemonPool
 
 # The dtypes by the numbers that LitData stores.
@@ -68,7 +68,7 @@ class LitDataReader(Reader):
     has_sizes: bool = True
     is_table: bool = field(default=False, compare=False)
 
-    def begin(self, files: Sequence[SourceFile]) -> None:
+    def begin(self, files: Files) -> None:
         where = f"{files[0].root}/{INDEX_NAME}"
         try:
             text = files[0].beside(INDEX_NAME)
@@ -92,7 +92,7 @@ class LitDataReader(Reader):
         if config.get("encryption"):
             raise FormatError(f"{where}: encrypted chunks cannot be read. Write them without encryption.")
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Return the columns of the index; ValueError for values that cannot be read, such as pickled ones."""
         formats = dict(zip(self.names, self.formats, strict=True))
         formats |= {name: form for name, (form, _) in self._types.items()}  # of all rows, not of the first alone
@@ -100,7 +100,7 @@ class LitDataReader(Reader):
         where = f"{files[0].root}: column"
         return SourceSchema({name: _encoding(formats[name], f"{where} {name!r}") for name in wanted})
 
-    def scan(self, files: Sequence[SourceFile], columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
+    def scan(self, files: Files, columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
         by_name = {file.name: file for file in files}
         settings = self.settings
         del settings["kind"]

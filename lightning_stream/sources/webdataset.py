@@ -28,7 +28,7 @@ from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.sources import npy
 from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched
-from lightning_stream.sources.files import SourceFile, rows_at
+from lightning_stream.sources.files import Files, SourceFile, rows_at
 
 Read: TypeAlias = "Callable[[int, int], memoryview]"
 KEY = "__key__"
@@ -68,7 +68,7 @@ class TarReader(Reader):
 
     kind = "webdataset"
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Look at the names of the first 100 samples, and at the heads of arrays."""
         file = files[0]
         known = {KEY: "str"}
@@ -87,7 +87,7 @@ class TarReader(Reader):
         media = tuple(name for name in known if name.rpartition(".")[2] in _MEDIA)
         return SourceSchema(known, media=media)
 
-    def has_pieces(self, files: Sequence[SourceFile]) -> bool:
+    def has_pieces(self, files: Files) -> bool:
         return not any(map(_is_packed, files))
 
     def takes_nulls(self, encoding: str) -> bool:
