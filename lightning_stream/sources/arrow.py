@@ -24,17 +24,22 @@ Values: TypeAlias = "NDArray[Any] | Sequence[Any] | pa.Array"
 
 _NUMBERS = {f"{sign}int{bits}": f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 _NUMBERS |= {"halffloat": "float16", "float": "float32", "double": "float64", "bool": "uint8"}
-# The sort of a type, by the first word of its name.
-_SORTS = {
-    **dict.fromkeys(_NUMBERS, "number"),
-    **dict.fromkeys(("string", "large_string", "string_view"), "text"),
-    **dict.fromkeys(("binary", "large_binary", "binary_view", "fixed_size_binary"), "binary"),
-    **dict.fromkeys(("decimal32", "decimal64", "decimal128", "decimal256"), "decimal"),
-    **dict.fromkeys(("list", "large_list", "fixed_size_list"), "list"),
-    **dict.fromkeys(("date32", "date64"), "date"),
-    **dict.fromkeys(("time32", "time64"), "time"),
-    **{name: name for name in ("timestamp", "duration", "struct", "map", "null")},
+# The first words of the names of types, by their sort.
+_TYPES = {
+    "number": " ".join(_NUMBERS),
+    "text": "string large_string string_view",
+    "binary": "binary large_binary binary_view fixed_size_binary",
+    "decimal": "decimal32 decimal64 decimal128 decimal256",
+    "list": "list large_list fixed_size_list",
+    "date": "date32 date64",
+    "time": "time32 time64",
+    "timestamp": "timestamp",
+    "duration": "duration",
+    "struct": "struct",
+    "map": "map",
+    "null": "null",
 }
+_SORTS = {word: sort for sort, words in _TYPES.items() for word in words.split()}
 _ENCODING = {
     "text": "str", "binary": "bytes", "decimal": "str_decimal",
     "date": "int32", "timestamp": "int64", "duration": "int64", "time": "int64",
@@ -67,8 +72,7 @@ def _sort(kind: pa.DataType) -> str:
 
 
 def _word(kind: pa.DataType) -> str:
-    name = re.match(r"\w+", str(kind))
-    return name[0] if name else ""
+    return re.split(r"\W", str(kind), maxsplit=1)[0]
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:

@@ -40,12 +40,15 @@ _PART_BYTES = 1 << 22
 _BLOCK_BYTES = 1 << 16  # values of one size up to this are encoded at once
 _NAME_BYTES = 100
 _ODD = (b"\0", b"//", b"./")  # in names that have something behind them, or that `PurePosixPath` shortens
-_ENCODINGS = {
-    **dict.fromkeys(("jpg", "jpeg"), "jpeg"), "png": "png",
-    **dict.fromkeys(("cls", "cls2", "index", "inx", "id"), "int"),
-    **dict.fromkeys(("txt", "text", "transcript", "caption"), "str"),
-    **dict.fromkeys(("json", "jsn"), "json"), "npy": "ndarray",
-}  # fmt: skip
+_ENDINGS = {
+    "jpeg": "jpg jpeg",
+    "png": "png",
+    "int": "cls cls2 index inx id",
+    "str": "txt text transcript caption",
+    "json": "json jsn",
+    "ndarray": "npy",
+}
+_ENCODINGS = {ending: encoding for encoding, endings in _ENDINGS.items() for ending in endings.split()}
 _MEDIA = ("webp", "gif", "mp3", "m4a", "ogg", "opus", "flac", "mp4", "webm", "mkv", "mov", "avi")
 # Of headers
 _TAR_BLOCK = 512
