@@ -48,7 +48,6 @@ _ENCODING = {
 _PLAIN_TYPES = {
     "string_view": pa.large_string(), "binary_view": pa.large_binary(), "fixed_size_binary": pa.binary(),
 }  # fmt: skip
-_LISTS: dict[str, Callable[[pa.Field], pa.DataType]] = {"list": pa.list_, "large_list": pa.large_list}
 _NUMERIC = ("int", "uint", "float", "str_")
 # What may be asked for instead of the inferred encoding: beginnings of names.
 _ALLOWED = {
@@ -87,12 +86,15 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_map(kind):
         inner = plain_type(kind.key_type), plain_type(kind.item_type)
         return kind if inner == (kind.key_type, kind.item_type) else pa.map_(*inner)
-    if pa.types.is_fixed_size_list(kind):
-        return pa.list_(kind.value_field.with_type(plain_type(kind.value_type)), kind.list_size)
-    make = _LISTS.get(_word(kind))
-    if make is not None:
-        return make(kind.value_field.with_type(plain_type(kind.value_type)))
+    if _sort(kind) == "list":
+        element = kind.value_field.with_type(plain_type(kind.value_type))
+        return pa.large_list(element) if pa.types.is_large_list(kind) else pa.list_(element, _list_size(kind))
     return _PLAIN_TYPES.get(_word(kind), kind)
+
+
+def _list_size(kind: pa.DataType) -> int:
+    """The elements of each list of this type; -1 if they differ."""
+    return kind.list_size if pa.types.is_fixed_size_list(kind) else -1
 
 
 def plain_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -146,8 +148,7 @@ def _common_list(former: pa.DataType, latter: pa.DataType) -> pa.DataType:
         if "json" in (encoding_of(former), encoding_of(latter)):
             return pa.list_(pa.null())
         raise
-    is_fixed = all(map(pa.types.is_fixed_size_list, (former, latter))) and former.list_size == latter.list_size
-    return pa.list_(element, former.list_size if is_fixed else -1)
+    return pa.list_(element, _list_size(former) if _list_size(former) == _list_size(latter) else -1)
 
 
 def arrow_columns(schema: pa.Schema, asked: Asked | None = None) -> dict[str, str]:
@@ -189,7 +190,7 @@ def encoding_of(kind: pa.DataType) -> str:
     element = kind
     shape = []
     while _sort(element) == "list":
-        shape.append(element.list_size if pa.types.is_fixed_size_list(element) else 0)
+        shape.append(max(0, _list_size(element)))
         element = element.value_type
     if _sort(element) == "number":
         dtype = _NUMBERS[str(element)]
@@ -298,31 +299,26 @@ def _iso(moment: Any) -> str:
 
 def _nested(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
     """Numbers, or lists of them, nested or not: one array if all rows have one shape, else one array per row."""
-    if pa.types.is_fixed_size_list(column.type):
-        flat = _nested(_elements(column))
-        size = column.type.list_size
-        if isinstance(flat, np.ndarray):
-            return flat.reshape(len(column), size, *flat.shape[1:])
-        return [_stacked(flat[k : k + size]) for k in range(0, len(flat), size)]
     if _sort(column.type) != "list":
         return arrow_numbers(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column)
-    ends = arrow_numbers(column.offsets)
-    ends = ends - ends[0]
-    inner = _nested(_elements(column))
-    lengths = np.diff(ends)
-    if isinstance(inner, np.ndarray):
-        if len(lengths) and (lengths == lengths[0]).all():
-            return inner.reshape(len(lengths), int(lengths[0]), *inner.shape[1:])
-        return [inner[begin:end] for begin, end in pairwise(ends.tolist())]
-    return [_stacked(inner[begin:end]) for begin, end in pairwise(ends.tolist())]
+    inner: Any = _nested(_elements(column))
+    size = _list_size(column.type)
+    ends = size * np.arange(len(column) + 1) if size >= 0 else arrow_numbers(column.offsets)
+    if size < 0:
+        lengths = np.diff(ends)
+        is_even = len(lengths) > 0 and (lengths == lengths[0]).all()
+        size = int(lengths[0]) if is_even else -1
+    if size >= 0 and isinstance(inner, np.ndarray):
+        return inner.reshape(len(column), size, *inner.shape[1:])
+    parts = [inner[begin:end] for begin, end in pairwise((ends - ends[0]).tolist())]
+    return parts if isinstance(inner, np.ndarray) else list(map(_stacked, parts))
 
 
 def _elements(column: pa.Array) -> pa.Array:
     """The elements of lists. Arrow's own `flatten` imports its compute functions, which takes 50 ms."""
     if column.null_count or not len(column):
         return column.flatten()
-    if pa.types.is_fixed_size_list(column.type):
-        size = column.type.list_size
+    if (size := _list_size(column.type)) >= 0:
         return column.values.slice(column.offset * size, len(column) * size)
     ends = arrow_numbers(column.offsets)
     return column.values.slice(int(ends[0]), int(ends[-1] - ends[0]))

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -63,7 +64,7 @@ class TableReader(Reader):
         with self._opened(files[0], headers=True) as table:
             schema = table.schema
             media = [name for name in _media_of(schema) if asked is None or name in asked]
-        firsts: dict[str, bytes | None] = {}
+        firsts = dict[str, bytes]()
         if media:
             with self._opened(files[0]) as table:
                 batches = (batch for piece in table.pieces() for batch in table.batches(piece, media))
@@ -304,7 +305,7 @@ def _read_schema(plain: Any, file: SourceFile) -> tuple[Message, pa.Schema]:
     return head, pa.ipc.read_schema(pa.BufferReader(file.view(head.begin, head.end)))
 
 
-def _source_schema(schema: pa.Schema, first: Mapping[str, bytes | None], asked: Asked | None) -> SourceSchema:
+def _source_schema(schema: pa.Schema, first: Mapping[str, bytes], asked: Asked | None) -> SourceSchema:
     """The columns of a schema: with what Hugging Face's ``datasets`` notes in it about images, classes and shapes.
 
     ``first``: the first values of the columns of images and the like, as far as they are known.
@@ -319,7 +320,7 @@ def _source_schema(schema: pa.Schema, first: Mapping[str, bytes | None], asked: 
             continue
         shape = kind.get("shape") if str(kind.get("_type")).startswith("Array") else None
         if name in media:
-            columns[name] = image_encoding(first.get(name) or b"")
+            columns[name] = image_encoding(first.get(name, b""))
         elif shape and all(shape) and columns.get(name, "").count(":") == 1:
             columns[name] += f":{','.join(map(str, shape))}"
     classes = {name: kind["names"] for name, kind in features.items() if kind.get("_type") == "ClassLabel"}
@@ -329,13 +330,11 @@ def _source_schema(schema: pa.Schema, first: Mapping[str, bytes | None], asked: 
     return SourceSchema(columns, notes, media=tuple(media))
 
 
-def _first_value(column: pa.Array, file: SourceFile, media: Store | None) -> bytes | None:
-    """The first value of a column of images and the like; None if there is none."""
-    for row in range(len(column)):  # one by one: each may be a file of its own
-        value: bytes | None = _file_bytes(column.slice(row, 1), file, media)[0].as_py()
-        if value:
-            return value
-    return None
+def _first_value(column: pa.Array, file: SourceFile, media: Store | None) -> bytes:
+    """The first value of a column of images and the like; empty if there is none."""
+    rows = map(column.slice, range(len(column)), repeat(1))  # one by one: each may be a file of its own
+    values = (_file_bytes(row, file, media)[0].as_py() for row in rows)
+    return next(filter(None, values), b"")
 
 
 def _file_bytes(column: pa.Array, file: SourceFile, media: Store | None) -> pa.Array:
