@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from lightning_stream.reading.stream_shards import StreamShards
 
 _Offsets = NDArray[np.uint32]  # of a shard's samples or frames, and the end: [their number + 1]
-_Part = tuple[int, int]  # the first and the last of samples or frames that lie near each other
 REQUEST_BYTES = 2 << 20  # the cost of a request, in bytes that could have come meanwhile: about 35 ms at 60 MB/s
 _GAP_BYTES = REQUEST_BYTES // 8  # neighbours so near come in one range, with the bytes between them
 _HELD_BYTES = 64 << 20  # of tables that are kept
@@ -163,9 +163,11 @@ class PartialShards:
             coming = self._requests.submit(self._fetch_table, shard_id, entry)
             table = _equal_sizes_table(entry)
             table = coming.result() if table is None else table
-        parts = _parts(entry, table, indices)
-        requests = [self._requests.submit(self._fetch, shard_id, *_range(table, part)) for part in parts]
-        samples = _cut(entry, table, parts, [request.result() for request in requests], indices)
+
+        def request(begin: int, end: int) -> Callable[[], bytes]:
+            return self._requests.submit(self._fetch, shard_id, begin, end).result
+
+        samples = _read(entry, table, indices, request)
         if coming is not None and not np.array_equal(coming.result(), table):
             raise FormatError(f"{entry.raw.basename}: its samples differ in size.")
         return samples
@@ -295,35 +297,31 @@ def _equal_sizes_table(entry: ShardEntry) -> _Offsets | None:
     return (first + stride * np.arange(entry.num_samples + 1)).astype(np.uint32)
 
 
-def _parts(entry: ShardEntry, table: _Offsets, indices: Int64s) -> list[_Part]:
-    """The groups of neighbours of the frames that have these samples."""
-    frames = _frames(entry).of(indices)
-    gaps = table[frames[1:]].astype(np.int64) - table[frames[:-1] + 1]
-    firsts = np.flatnonzero(np.concatenate([[True], gaps > _GAP_BYTES]))
-    lasts = np.append(firsts[1:], len(frames)) - 1
-    return list(zip(frames[firsts].tolist(), frames[lasts].tolist(), strict=True))
-
-
-def _range(table: _Offsets, part: _Part) -> tuple[int, int]:
-    """The bytes of a part: their begin and end."""
-    return int(table[part[0]]), int(table[part[1] + 1])
-
-
-def _cut(
-    entry: ShardEntry, table: _Offsets, parts: list[_Part], contents: list[bytes], indices: Int64s
+def _read(
+    entry: ShardEntry, table: _Offsets, indices: Int64s, request: Callable[[int, int], Callable[[], bytes]]
 ) -> dict[int, bytes]:
-    """The samples of these indices from the bytes of parts; of raw shards, also those between them."""
+    """The samples of these indices; of raw shards, also those between them.
+
+    ``request(begin, end)`` begins to read some bytes, and returns what waits for them: neighbours come together.
+    """
+    frames = _frames(entry)
+    wanted = frames.of(indices)
+    gaps = table[wanted[1:]].astype(np.int64) - table[wanted[:-1] + 1]
+    firsts = np.flatnonzero(np.concatenate([[True], gaps > _GAP_BYTES]))
+    lasts = np.append(firsts[1:], len(wanted)) - 1
+    parts = list(zip(wanted[firsts].tolist(), wanted[lasts].tolist(), strict=True))
+    requests = [request(int(table[first]), int(table[last + 1])) for first, last in parts]
     stored = dict[int, bytes]()
-    for (first, last), content in zip(parts, contents, strict=True):
+    for (first, last), result in zip(parts, requests, strict=True):
+        content = result()
         edges = (table[first : last + 2] - table[first]).tolist()
         if len(content) != edges[-1]:
             raise FormatError(f"the samples {first} to {last} have {edges[-1]:,} bytes; found {len(content):,}")
         stored |= {first + k: content[begin:end] for k, (begin, end) in enumerate(pairwise(edges))}
-    frames = _frames(entry)
     if isinstance(frames, _Samples):
         return stored
     samples = dict[int, bytes]()
-    for frame in frames.of(indices).tolist():
+    for frame in wanted.tolist():
         content = decompress(SEEKABLE, stored[frame], entry.raw.num_bytes, f"{entry.raw.basename}, frame {frame}")
         samples |= frames.samples(frame, content)
     return samples
@@ -350,14 +348,14 @@ def _arriving(
                 size = num_bytes
                 grew = time.monotonic()
             if num_bytes >= needed and num_bytes >= (needed := frames.arrived(file, num_bytes, last, edges)):
-                table = np.array(edges, np.uint32)
-                parts = _parts(entry, table, indices)
-                ranges = [_range(table, part) for part in parts]
-                contents = [os.pread(file.fileno(), end - begin, begin) for begin, end in ranges]
-                return _cut(entry, table, parts, contents, indices)
+                return _read(entry, np.array(edges, np.uint32), indices, partial(_request_of_file, file.fileno()))
         time.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, 1.2 * pause_s)
     return None
+
+
+def _request_of_file(descriptor: int, begin: int, end: int) -> Callable[[], bytes]:
+    return partial(os.pread, descriptor, end - begin, begin)
 
 
 def read_range(cache: ShardCache, entry: ShardEntry, begin: int, end: int) -> tuple[bytes, str | None]:
