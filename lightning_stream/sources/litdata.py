@@ -104,13 +104,12 @@ class LitDataReader(Reader):
         by_name = {file.name: file for file in files}
         settings = self.settings
         del settings["kind"]
-        settings |= {"is_table": True} if self.is_table else {}
         nulls = tuple(name for name, (_, is_optional) in self._types.items() if is_optional)
         for name, num_items in self._chunks.items():
-            if name not in by_name:
+            if (file := by_name.get(name)) is None:
                 raise FormatError(f"{files[0].root}/{name} is in LitData's index, but not there. Copy it again.")
-            present([*self.names, *self._types], columns, by_name[name])
-            yield Piece(by_name[name], 0, num_items, by_name[name].num_bytes, num_items, settings, nulls)
+            present([*self.names, *self._types], columns, file)
+            yield Piece(file, 0, num_items, file.num_bytes, num_items, settings, nulls)
 
     def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         for split in splits:
