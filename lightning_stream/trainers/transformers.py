@@ -229,7 +229,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         if self._num_left == 1:
             self.run.step_after(self._num_in_epoch + 1)
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    def on_step_end(self, args: Any, _: Any, control: Any, **__: Any) -> None:
         """Commit the step, and note when it was over: what comes next may be an evaluation or a checkpoint."""
         run = self.run
         run.step_as_set()
@@ -240,6 +240,8 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         if is_over and run.loader.epochs_differ and iteration is not None:
             self._begin_epoch()
             iteration.continue_at(run.position)
+            if args.max_steps <= 0 and run.position.epoch >= args.num_train_epochs:
+                control.should_training_stop = True
         self._note_event()
 
     def _note_event(self) -> None:

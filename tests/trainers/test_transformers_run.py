@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers", reason="pip install 'lightnin
 
 import numpy as np  # noqa: E402
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, verify_delivery  # noqa: E402
+from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, verify_delivery, versions  # noqa: E402
 from lightning_stream.errors import LedgerError, StateError  # noqa: E402
 from lightning_stream.run_log import read_run  # noqa: E402
 from lightning_stream.trainers.transformers import StreamingTrainerCallback  # noqa: E402
@@ -118,12 +118,13 @@ GROWS = [(0, 0), (4, 1)]  # 32 samples in the first epoch, 64 in the others
 
 @pytest.fixture(scope="module")
 def growing(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of two versions."""
+    """A dataset of three versions: of 32 samples, of 64, and of 32 again."""
     folder = tmp_path_factory.mktemp("transformers_run") / "growing"
     for numbers in (range(NUM_SAMPLES // 2), range(NUM_SAMPLES // 2, NUM_SAMPLES)):
         with MDSWriter(out=str(folder), columns={"id": "int64"}, append=numbers.start > 0) as writer:
             for number in numbers:
                 writer.write({"id": np.int64(number)})
+    versions.delete_rows(folder, range(NUM_SAMPLES // 2, NUM_SAMPLES))
     return folder
 
 
@@ -159,6 +160,16 @@ def test_a_last_step_of_fewer_batches_is_a_step_of_its_own_after_a_resume(
     assert [step for part in parts for step in part.steps] == whole.steps
     assert sorted(set(whole.steps)) == [*range(18)]
     assert [ids for part in parts for ids in part.ids] == whole.ids
+
+
+def test_training_ends_with_its_last_epoch_where_later_ones_are_shorter(growing: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 3, "version": [(0, 1), (8, 2)]}
+    first = stopped_at(growing, tmp_path, 10, **options)
+    second = train(growing, tmp_path, StreamingTrainerCallback(), resume=True, **options)
+    seen = [number for ids in first.ids + second.ids for number in ids]
+    half = [*range(NUM_SAMPLES // 2)]
+    assert sorted(seen) == sorted([*range(NUM_SAMPLES), *half, *half])
+    assert second.steps[-1] == 15
 
 
 def test_after_an_error_in_a_step_of_fewer_batches_the_arguments_are_the_users(data: Path, tmp_path: Path) -> None:
