@@ -303,14 +303,15 @@ def _nested(column: pa.Array) -> NDArray[Any] | list[NDArray[Any]]:
         return arrow_numbers(column.cast(pa.uint8()) if pa.types.is_boolean(column.type) else column)
     inner: Any = _nested(_elements(column))
     size = _list_size(column.type)
-    ends = size * np.arange(len(column) + 1) if size >= 0 else arrow_numbers(column.offsets)
-    if size < 0:
+    ends = None if size >= 0 else arrow_numbers(column.offsets)
+    if ends is not None:
         lengths = np.diff(ends)
         is_even = len(lengths) > 0 and (lengths == lengths[0]).all()
         size = int(lengths[0]) if is_even else -1
     if size >= 0 and isinstance(inner, np.ndarray):
         return inner.reshape(len(column), size, *inner.shape[1:])
-    parts = [inner[begin:end] for begin, end in pairwise((ends - ends[0]).tolist())]
+    ends = size * np.arange(len(column) + 1) if ends is None else ends - ends[0]
+    parts = [inner[begin:end] for begin, end in pairwise(ends.tolist())]
     return parts if isinstance(inner, np.ndarray) else list(map(_stacked, parts))
 
 
