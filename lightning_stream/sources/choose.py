@@ -51,19 +51,15 @@ def open_source(
 
         reader: Any = DatasetReader(dataset=source, **options)
         files: Files = reader.files
-        name = "a datasets.Dataset"
-        left_out = 0
-        splits = dict[str, tuple[SourceFile, ...]]()
+        listing = Listing("a datasets.Dataset", files)
     else:
         listing = find_files(source, store_options, hidden=hidden, out=out)
         files, reader = reader_of(listing, kind, options)
-        name = listing.name
-        left_out = len(listing.left_out)
-        splits = _by_split(files) if isinstance(source, (str, os.PathLike)) and reader.kind != "delta" else {}
+    splits = _by_split(files) if isinstance(source, (str, os.PathLike)) and reader.kind != "delta" else {}
     if root := options.get("media_root"):
         reader.media = media_store(root, files[0].root, store_options)
     reader.begin([file for split in splits.values() for file in split] or files)
-    return Source(name, tuple(files), reader, splits, left_out)
+    return Source(listing.name, tuple(files), reader, splits, len(listing.left_out))
 
 
 def reader_of(

@@ -62,8 +62,7 @@ class FunctionReader(Reader):
 
 def input_items(source: Inputs) -> tuple[SourceFile, ...]:
     """Return the inputs as if they were files of one byte, each with a digest of its whole value."""
-    stamps = [f"{source.stamp} {value_digest(value)}" for value in source.inputs]
     return tuple(
-        SourceFile("", f"{k:05}", 1, stamp, value=value)
-        for k, (value, stamp) in enumerate(zip(source.inputs, stamps, strict=True))
+        SourceFile("", f"{k:05}", 1, f"{source.stamp} {value_digest(value)}", value=value)
+        for k, value in enumerate(source.inputs)
     )

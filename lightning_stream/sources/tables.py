@@ -63,7 +63,8 @@ class TableReader(Reader):
         """Read the first file's schema; columns in the names of folders come behind its own."""
         with self._opened(files[0], headers=True) as table:
             schema = table.schema
-            media = [name for name in _media_of(schema) if asked is None or name in asked]
+            wanted = dict.fromkeys(schema.names) if asked is None else asked
+            media = [name for name in _media_of(schema) if name in wanted]
         firsts = dict[str, bytes]()
         if media:
             with self._opened(files[0]) as table:
@@ -74,12 +75,11 @@ class TableReader(Reader):
         for name in [name for name in folders[0] if name not in schema.names]:
             texts = {folder.get(name) for folder in folders}
             is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
-            is_number &= not str((asked or {}).get(name)).startswith("str")
+            is_number &= not str(wanted.get(name)).startswith("str")
             kind = pa.int64() if is_number else pa.string()
             schema = schema.append(pa.field(name, kind))
         source_schema = _source_schema(schema, firsts, asked)
-        known = {*folders[0], *media, *(name for name, encoding in (asked or {}).items() if encoding)}
-        inferred = [name for name in source_schema.columns if name not in known]
+        inferred = [name for name in source_schema.columns if not (name in folders[0] or name in media or wanted[name])]
         self.types = {name: plain_type(schema.field(name).type) for name in inferred}
         if empty := [name for name, kind in self.types.items() if pa.types.is_null(kind)]:
             _LOG.warning("%s: %s can only be null, and becomes json.", files[0].uri, ", ".join(empty))
