@@ -28,6 +28,8 @@ _QUERY = re.compile(r"\?[^/?#=&]*=.*$", re.DOTALL)
 _CLAIM = re.compile(r"\.claim-([0-9]+)-[0-9a-f]{32}$")
 _CLAIM_VALID_S = 600
 _CLAIM_WAIT_S = 60.0
+_CLAIM_WATCHED_S = 30.0
+_CLOCKS_DIFFER_S = 86_400  # at most, of machines that write to one store
 
 
 @final
@@ -226,15 +228,22 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
 
     Each process puts a claim beside the object, then looks for other claims; if it sees one, it withdraws and tries
     again. Of two processes, the one that looks last sees both claims. The claim of a killed process is valid for ten
-    minutes; then the next process that looks deletes it.
+    minutes; then a process that has seen it for half a minute deletes it, since clocks may differ: a put takes seconds.
     """
+    seen_at: dict[str, float] = {}
     for _ in backoff(_CLAIM_WAIT_S):
         claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
         store.put(claim, b"")
         try:
             claims = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
             made_at = {match.string: int(match[1]) for match in claims if match}
-            dead = [other for other, since in made_at.items() if since < time.time() - _CLAIM_VALID_S]
+            now = time.monotonic()
+            seen_at = {other: seen_at.get(other, now) for other in made_at}
+            valid_s = {
+                other: _CLAIM_VALID_S if now - since >= _CLAIM_WATCHED_S else _CLOCKS_DIFFER_S
+                for other, since in seen_at.items()
+            }
+            dead = [other for other, since in made_at.items() if since < time.time() - valid_s[other]]
             for other in dead:
                 store.delete(other)
             if len(made_at) > len(dead):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,7 +23,7 @@ from lightning_stream.errors import (
     StoreError,
     UnavailableError,
 )
-from lightning_stream.stores import LocalStore, open_store
+from lightning_stream.stores import LocalStore, open_store, transfer
 from lightning_stream.stores.generic import FsspecStore
 from lightning_stream.stores.http import HttpStore
 
@@ -462,6 +463,24 @@ def test_the_claim_of_a_killed_process_is_deleted_by_the_next_one() -> None:
     with pytest.raises(AlreadyExistsError):
         store.put("pointer", b"second", if_absent=True)
     assert store.read("pointer") == b"first"
+
+
+def test_a_claim_of_another_clock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the other machine's clock is an hour behind, its claim is no older than it looks; it ends in seconds."""
+    pytest.importorskip("fsspec", reason="fsspec is not installed: pip install fsspec")
+    store = open_store("memory://claims/clocks")
+    hour_ago = int(time.time()) - 3600
+    alive, killed = (f"pointer.claim-{hour_ago}-{digit * 32}" for digit in "01")
+    store.put(alive, b"")
+    ends = threading.Timer(0.5, store.delete, [alive])
+    ends.start()
+    store.put("pointer", b"first", if_absent=True)
+    assert not ends.is_alive()
+    monkeypatch.setattr(transfer, "_CLAIM_WATCHED_S", 0.5)
+    store.put(killed, b"")
+    with pytest.raises(AlreadyExistsError):
+        store.put("pointer", b"second", if_absent=True)
+    assert [entry.name for entry in store.list("")] == ["pointer"]
 
 
 def test_a_put_that_breaks_leaves_nothing_behind() -> None:
