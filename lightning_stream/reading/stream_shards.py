@@ -137,24 +137,24 @@ class StreamShards:
         return self.snapshot.num_shards
 
     @cached_property
-    def has_joined(self) -> NDArray[np.bool_]:
-        """Whether each shard has a first, a second... shard joined to it."""
+    def exists(self) -> NDArray[np.bool_]:
+        """Whether there is each shard, which there is, and a first, a second... shard joined to it."""
         num_joined = max((len(index.joined) for index in self.indexes), default=0)
-        has_joined = np.zeros((num_joined, self.num_shards), np.bool_)
+        exists = np.zeros((1 + num_joined, self.num_shards), np.bool_)
         for first, index in zip(self.snapshot.stream_offsets.tolist(), self.indexes, strict=False):
-            for row, other in zip(has_joined, index.joined, strict=False):
-                row[first : first + len(other)] = True
-        return has_joined
+            for row, part in zip(exists, (index, *index.joined), strict=False):
+                row[first : first + len(part)] = True
+        return exists
 
     @cached_property
     def num_joined(self) -> int:
         """The most shards that are joined to one."""
-        return len(self.has_joined)
+        return len(self.exists) - 1
 
     @cached_property
     def num_files(self) -> int:
         """All shards, also those that are joined to others."""
-        return self.num_shards + int(self.has_joined.sum())
+        return int(self.exists.sum())
 
     @cached_property
     def merged_columns(self) -> dict[str, bool] | None:
@@ -168,15 +168,14 @@ class StreamShards:
         """The ids of shards, each before those that are joined to it."""
         if not self.num_joined:
             return shards
-        exists = np.concatenate([np.ones((1, len(shards)), np.bool_), self.has_joined[:, shards]])
-        shard_ids: Int64s = shards + self.num_shards * np.arange(len(exists))[:, None]
-        present: Int64s = shard_ids.T[exists.T]
+        shard_ids: Int64s = shards + self.num_shards * np.arange(len(self.exists))[:, None]
+        present: Int64s = shard_ids.T[self.exists[:, shards].T]
         return present
 
     def parts(self, of_shard: Int64s) -> list[tuple[int, Int64s]]:
         """0 with all rows; 1, 2... with the rows whose shards (``of_shard``) have a first, a second... joined one."""
-        joined = [(k, np.flatnonzero(has.take(of_shard))) for k, has in enumerate(self.has_joined, 1)]
-        return [(0, np.arange(len(of_shard))), *((k, rows) for k, rows in joined if len(rows))]
+        parts = enumerate(np.flatnonzero(exists.take(of_shard)) for exists in self.exists)
+        return [(k, rows) for k, rows in parts if len(rows)]
 
     @cached_property
     def entry(self) -> Callable[[int], tuple[ShardCache, ShardEntry]]:
