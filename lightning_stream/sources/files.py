@@ -300,11 +300,11 @@ def _zstd(file: BinaryIO) -> BinaryIO:
 
 
 _UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
-    ".gz": lambda file: gzip.GzipFile(fileobj=file),
-    ".tgz": lambda file: gzip.GzipFile(fileobj=file),
+    ".gz": gzip.open,
+    ".tgz": gzip.open,
     ".zst": _zstd,
-    ".bz2": bz2.BZ2File,
-    ".xz": lzma.LZMAFile,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
 }
 
 
