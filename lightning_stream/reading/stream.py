@@ -20,12 +20,13 @@ from lightning_stream.sources.in_place import InPlace, changed_files, is_made
 from lightning_stream.stores import Store, open_store, shown_url
 from lightning_stream.version_log import read_version
 
-_NEVER_CALLED = {  # methods of mosaicml-streaming's Stream, and what to do instead
-    **dict.fromkeys(("get_shards", "set_up_local", "get_index_size"), "write the shards into an index.json"),
-    **dict.fromkeys(("prepare_shard", "_prepare_shard_part"), "override _download_file"),
-    "_decompress_shard_part": "write the shards in one of the known compressions",
-    **dict.fromkeys(("apply_default", "apply_weights", "validate_weights"), "pass the settings to Stream.__init__"),
+_INSTEAD = {  # of methods of mosaicml-streaming's Stream
+    "write the shards into an index.json": "get_shards set_up_local get_index_size",
+    "override _download_file": "prepare_shard _prepare_shard_part",
+    "write the shards in one of the known compressions": "_decompress_shard_part",
+    "pass the settings to Stream.__init__": "apply_default apply_weights validate_weights",
 }
+_NEVER_CALLED = {method: remedy for remedy, methods in _INSTEAD.items() for method in methods.split()}
 
 
 T = TypeVar("T")
