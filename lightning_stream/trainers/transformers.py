@@ -82,7 +82,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         self._begins_epoch = False  # whether the trainer has begun an epoch, and trained on nothing of it
         self._batch_index = 0  # of the micro-batch that is taken next
         self._steps_per_epoch = 1  # as the trainer counted them before the training
-        self._num_left = 0  # micro-batches of this step that are not trained on
+        self._num_left = 0  # micro-batches of a step of fewer than others that are not trained on
         self._num_in_epoch = 0  # micro-batches, as the trainer counts them: a resume begins anew
         self._since: Mark | None = None  # when the trainer's latest event was over
 
@@ -220,7 +220,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
             self.run.take()
             self._batch_index += 1
         self.run.step_as_set()
-        self._num_left = len(fetched)
+        self._num_left = len(fetched) if len(fetched) < self.run.accumulate else 0
 
     def on_substep_end(self, *_: Any, **__: Any) -> None:
         """Let the trainer step at the last batch of this step, also where it has fewer than others."""
