@@ -30,7 +30,7 @@ class _Run(Run):
     """A run whose trainer fetches all batches of a step before it trains on the first of them.
 
     The trainer steps at every so many batches of its epoch, and at as many as an epoch has; a resume begins its count
-    anew. So it is told where the last step of an epoch has fewer batches than others.
+    at 0 again. So this sets where an epoch's last step has fewer batches than others.
     """
 
     def __init__(self, **options: Unpack[RunOptions]) -> None:
@@ -83,7 +83,7 @@ class StreamingTrainerCallback(TrainerCallback, ExportableState, TrainerClock): 
         self._batch_index = 0  # of the micro-batch that is taken next
         self._steps_per_epoch = 1  # as the trainer counted them before the training
         self._num_left = 0  # micro-batches of a step of fewer than others that are not trained on
-        self._num_in_epoch = 0  # micro-batches, as the trainer counts them: a resume begins anew
+        self._num_in_epoch = 0  # micro-batches, as the trainer counts them: from 0 again after a resume
         self._since: Mark | None = None  # when the trainer's latest event was over
 
     @property
