@@ -30,7 +30,7 @@ FORMER = {  # by argument: the part that each former argument is
 
 
 def parts_of(name: str, value: Any) -> dict[str, Any]:
-    """The parts of an argument that takes a mapping of them, or one value; None is none.
+    """The parts of an argument that takes a mapping of them, or one value; parts that are None are left out.
 
     Raises:
         ValueError: An unknown part.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import random
 from collections import Counter
@@ -112,11 +113,13 @@ def test_batches_are_collated_as_torch_does(num_workers: int) -> None:
     assert repr(batch) == repr(default_collate(samples))
 
 
-def test_an_epoch_is_a_random_permutation() -> None:
-    loader = StatefulDataLoader(range(4), 4, shuffle=True)
+@pytest.mark.parametrize("size", [4, pytest.param(5, marks=pytest.mark.nightly)])
+def test_an_epoch_is_a_random_permutation(size: int) -> None:
+    loader = StatefulDataLoader(range(size), size, shuffle=True)
     run = loader.dataset.order(loader.settings().order)
-    orders = Counter(tuple(run.epoch(epoch).ids(0, 4).tolist()) for epoch in range(480))
-    assert len(orders) == 24
+    num_orders = math.factorial(size)
+    orders = Counter(tuple(run.epoch(epoch).ids(0, size).tolist()) for epoch in range(20 * num_orders))
+    assert len(orders) == num_orders
     assert max(abs(count - 20) for count in orders.values()) < 20
 
 

@@ -331,7 +331,7 @@ def _source_schema(schema: pa.Schema, first: Mapping[str, bytes], asked: Asked |
 
 
 def _first_value(column: pa.Array, file: SourceFile, media: Store | None) -> bytes:
-    """The first value of a column of images and the like; empty if there is none."""
+    """The first value of a column of images and the like; empty where all are null."""
     rows = map(column.slice, range(len(column)), repeat(1))  # one by one: each may be a file of its own
     values = (_file_bytes(row, file, media)[0].as_py() for row in rows)
     return next(filter(None, values), b"")

@@ -195,7 +195,7 @@ def test_markers_cover_every_shard_whenever_processes_are_killed(tmp_path: Path,
     most = SHARD_BYTES * 1.6 if compression else SHARD_BYTES  # with its compressed file
     processes: list[Any] = []
     try:
-        for turn in range(4):
+        for turn in range(6):
             while len(processes) < 3:
                 said = SPAWN.Event()
                 seed = 10 * turn + len(processes)

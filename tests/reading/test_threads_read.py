@@ -86,15 +86,16 @@ def test_threads_decode_at_the_same_time(shards: Path, read: Callable[[SampleRea
         read(reader, NUM_SAMPLES - 2)
 
 
+@pytest.mark.parametrize("num_reads", [60, pytest.param(150, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("limit_bytes", [None, 14_000])
 def test_shards_that_are_closed_while_they_are_read_stay_mapped(
-    shards: Path, tmp_path: Path, limit_bytes: int | None
+    shards: Path, tmp_path: Path, limit_bytes: int | None, num_reads: int
 ) -> None:
     reader = reader_of(shards, tmp_path, limit_bytes, max_open_shards=2)
 
     def read(seed: int) -> None:
         generator = np.random.default_rng(seed)
-        for _ in range(60):
+        for _ in range(num_reads):
             ids = generator.integers(0, NUM_SAMPLES, 6)
             announced = reader.read_ahead(ids)
             assert [int(number) for number in reader.batch(ids)["id"]] == ids.tolist()

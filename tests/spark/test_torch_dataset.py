@@ -174,7 +174,7 @@ def test_rows_that_come_from_no_file_are_read_anew(spark: Any, tmp_path: Path) -
         with MDSWriter(out=str(tmp_path / "shards"), columns={"x": "int"}, append=True) as writer:
             writer.write({"x": 2})
         assert dataset_from_spark(of_a_data_source()).num_samples == 2
-    for value in range(8):  # freed, so that the next frame may have the same address
+    for value in range(20):  # freed, so that the next frame may have the same address
         assert dataset_from_spark(spark.createDataFrame([(value,)], "x int"))[0]["x"] == value
 
 

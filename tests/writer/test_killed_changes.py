@@ -122,6 +122,7 @@ def _place(kind: str, folder: Path, request: Any) -> tuple[str, Any]:
     ("kind", "count"),
     [
         ("folder", 4),
+        pytest.param("folder", 8, marks=pytest.mark.nightly),
         pytest.param("moto", 40, marks=pytest.mark.nightly),
         pytest.param("ceph", 125, marks=pytest.mark.nightly),
     ],
