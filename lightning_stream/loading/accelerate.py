@@ -58,11 +58,11 @@ def _as_prepared(loader: Any, batches: Any) -> Generator[Any, None, None]:
             is_first_step &= not last.completes_step
             synchronised = state.sync_gradients
             if is_first_step:
-                state._set_sync_gradients(False)  # noqa: SLF001  # so that we see whether `accumulate` sets it
+                state._set_sync_gradients(1)  # noqa: SLF001  # true, but not what `accumulate` sets, to see that
             try:
                 yield send_to_device(batch, device, non_blocking=loader.pin_memory)
             finally:
-                has_stepped = is_first_step and state.sync_gradients
+                has_stepped = is_first_step and state.sync_gradients is True
                 if is_first_step:
                     state._set_sync_gradients(synchronised)  # noqa: SLF001
             if has_stepped:

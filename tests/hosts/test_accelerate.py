@@ -92,3 +92,15 @@ def test_gradients_are_synchronised_at_each_step_and_at_the_end_of_an_epoch(tmp_
                 synchronised.append(host.sync_gradients)
         assert synchronised == [False, True, False, True, True]
         assert host.gradient_state.active_dataloader is None
+
+
+def test_a_loop_without_accumulate_steps_as_with_accelerates_own_loaders(tmp_path: Path) -> None:
+    host, model, prepared = begin(write(tmp_path, 8), 2, 2)
+    optimizer = host.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    biases = [model.bias.item()]
+    for batch in prepared:
+        host.backward(model(batch["id"][:, None].float()).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        biases.append(model.bias.item())
+    assert len(set(biases)) == 5
