@@ -39,6 +39,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", "ignore:Implicitly cleaning up:ResourceWarning")
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long files come first: a processor would have nothing to do while the other runs the last of them."""
+    marks = ("slow", "distributed")
+    long = {item.path for item in items if any(item.get_closest_marker(mark) for mark in marks)}
+    items.sort(key=lambda item: item.path not in long)
+
+
 _CHECKOUT = Path(__file__).resolve().parent.parent
 
 
