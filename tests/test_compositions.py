@@ -183,7 +183,7 @@ def test_a_composed_dataset_is_exact_after_stops_in_other_worlds(folder: Path, n
     expect_exact(COMPOSITIONS[name], folder, seed=1, stops=2, workers=[0])
 
 
-# Those that workers need most settings for; the others are nightly, as each case starts dozens of processes.
+# Those that workers need most settings for; the others, and more stops, are nightly: a case starts dozens of processes.
 WITH_WORKERS = (
     "schedule, filter, pack, balance",
     "whole, stratified, replication",
@@ -192,14 +192,14 @@ WITH_WORKERS = (
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "stops"),
     [
-        pytest.param(name, marks=pytest.mark.slow if name in WITH_WORKERS else pytest.mark.nightly)
-        for name in COMPOSITIONS
+        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in WITH_WORKERS),
+        *(pytest.param(name, 4, marks=pytest.mark.nightly) for name in COMPOSITIONS),
     ],
 )
-def test_a_composed_dataset_is_exact_with_workers(folder: Path, name: str) -> None:
-    expect_exact(COMPOSITIONS[name], folder, seed=2, stops=4, workers=[0, 1, 2, 4])
+def test_a_composed_dataset_is_exact_with_workers(folder: Path, name: str, stops: int) -> None:
+    expect_exact(COMPOSITIONS[name], folder, seed=2, stops=stops, workers=[0, 1, 2, 4])
 
 
 @pytest.mark.parametrize("after", [1, 4, 9])
