@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import logging
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -28,7 +28,7 @@ from lightning_stream.sources.base import (
     warn_of_others,
 )
 from lightning_stream.sources.files import SourceFile, readable
-from lightning_stream.sources.lines import check_on_bad, line_blocks, line_splits
+from lightning_stream.sources.lines import BOM, check_on_bad, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ _BLOCK_BYTES = 1 << 22
 # A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
 _WHOLE = r"-?(0|[1-9]\d{0,17})"
 _NUMBER = r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
-_LINE = re.compile(rb"[\r\n\xef\xbb\xbf]*[^\r\n\xef\xbb\xbf][^\r\n]*[\r\n]?")
 _PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": "^((?i)true|false)$"}
 
 
@@ -79,11 +78,11 @@ class CsvReader(Reader):
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         """Cut between lines, unless values are quoted: these may hold line ends."""
-        if file.num_bytes <= partition_bytes or file.is_packed or file.path is None:
-            return super().input_splits(file, partition_bytes)
-        with file.open() as plain:
-            has_quotes = any(b'"' in block for block in iter(lambda: plain.read(_BLOCK_BYTES), b""))
-        return super().input_splits(file, partition_bytes) if has_quotes else line_splits(file, partition_bytes)
+        is_cut = file.num_bytes > partition_bytes and file.path is not None
+        if is_cut:
+            with file.open() as plain:
+                is_cut = not any(b'"' in block for block in iter(lambda: plain.read(_BLOCK_BYTES), b""))
+        return line_splits(file, partition_bytes) if is_cut else super().input_splits(file, partition_bytes)
 
     def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
         """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
@@ -103,28 +102,27 @@ class CsvReader(Reader):
     def _texts(self, split: Piece) -> Iterator[pa.RecordBatch]:
         """All rows as texts."""
         file = split.file
-        head, above = _head(file) if self.names is None else (b"", 0)
-        blocks = (block[max(0, above - at) :] for at, block in line_blocks(split))
-        first = next((block for block in blocks if block.strip(b"\r\n")), None)
-        if first is None:
-            return  # nothing, or a line of names alone
-        data = _Blocks(chain([first.lstrip(b"\r\n")], blocks))
         skip = partial(_skipped, file.uri) if self.on_bad == "skip" else None
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=skip)
         with readable(file.uri):
-            names = self.names or pa.csv.read_csv(pa.BufferReader(head), None, parsing).column_names
+            names, above = _head(file, self.delimiter) if self.names is None else (self.names, 0)
+            blocks = (block[max(0, above - at) :] for at, block in line_blocks(split))
+            first = next((block for block in blocks if block.strip(b"\r\n")), None)
+            if first is None:
+                return  # nothing, or a line of names alone
             if len(set(names)) < len(names):
                 raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
+            first = BOM + first.lstrip(b"\r\n")  # Arrow drops one, also if it belongs to a value
+            data = io.BufferedReader(_Blocks(first, blocks), _BLOCK_BYTES)  # a short read makes Arrow lose rows
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
             reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
-            batches = pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
-            yield from (batch for batch in batches if batch.num_rows)  # a block may have blank lines only
+            yield from pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
 
     def _parsed(self, name: str, texts: pa.Array, encoding: str, where: str) -> pa.Array:
         """Texts as what the encoding stores."""
         if encoding.startswith(("str", "bytes", "json")):
             return texts
-        filled = pc.if_else(pc.equal(texts, ""), pa.scalar(None, pa.string()), texts)
+        filled = pc.if_else(pc.not_equal(texts, ""), texts, None)
         try:
             return _numbers(filled, encoding, is_strict=self.is_strict)
         except (ValueError, pa.ArrowInvalid) as error:
@@ -147,35 +145,31 @@ def _skipped(where: str, row: Any) -> str:
     return "skip"
 
 
-class _Blocks:
-    """Blocks of bytes as a file, as far as Arrow needs one."""
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a file."""
 
-    closed = False
-
-    def __init__(self, blocks: Iterator[bytes]) -> None:
+    def __init__(self, first: bytes, blocks: Iterator[bytes]) -> None:
+        self._left = memoryview(first)
         self._blocks = blocks
-        self._left = memoryview(b"")
 
-    def read(self, size: int) -> bytes:
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
         while not self._left and (block := next(self._blocks, None)) is not None:
             self._left = memoryview(block)
-        data = self._left[:size]
-        self._left = self._left[size:]
-        return bytes(data)
-
-    def close(self) -> None:
-        self._left = memoryview(b"")
+        part = self._left[: len(buffer)]
+        buffer[: len(part)] = part
+        self._left = self._left[len(part) :]
+        return len(part)
 
 
-def _head(file: SourceFile) -> tuple[bytes, int]:
-    """The line of names, the first that is not blank, and the number of bytes up to its end. CR ends one, too."""
-    num_bytes = 0
-    with file.unpacked() as plain:
-        for line in chain([plain.readline()], plain):
-            if head := _LINE.match(line):
-                return head[0], num_bytes + head.end()
-            num_bytes += len(line)
-    return b"", num_bytes
+def _head(file: SourceFile, delimiter: str) -> tuple[list[str], int]:
+    """The names of the columns, in the first row that is not blank, and the number of bytes up to its end."""
+    at, block = next(line_blocks(Piece(file, 0, None, 0)), (0, b""))
+    text = io.StringIO(block.decode(), newline="")
+    names = next(filter(None, csv.reader(text, delimiter=delimiter)), [])
+    return names, at + len(text.getvalue()[: text.tell()].encode())
 
 
 def _inferred(texts: pa.ChunkedArray) -> str:
@@ -185,8 +179,7 @@ def _inferred(texts: pa.ChunkedArray) -> str:
 
 
 def _numbers(texts: pa.Array, encoding: str, *, is_strict: bool) -> pa.Array:
-    is_truth = encoding == "uint8" and pc.all(pc.match_substring_regex(texts, _PATTERNS["uint8"])).as_py()
-    if is_truth:
+    if encoding == "uint8" and pc.all(pc.match_substring_regex(texts, _PATTERNS["uint8"])).as_py():
         return pc.equal(pc.utf8_lower(texts), "true").cast(pa.uint8())
     if is_strict:
         fits = pc.fill_null(pc.match_substring_regex(texts, _PATTERNS[encoding]), True)

@@ -23,7 +23,7 @@ from .nulls import LARGEST_FLOAT
 _BLOCK_BYTES = 1 << 22
 _SAMPLED_PIECES = 8
 _PIECE_BYTES = 64 << 20
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _MAYBE_BLANK = tuple(b"\n" + bytes([space]) for space in b"\n\r \t\v\f")
 _scan = json.JSONDecoder().raw_decode  # json.loads spends more on finding out what it was given than on parsing it
 _SKIP = "source_options={'on_bad': 'skip'} of convert leaves out such lines."
@@ -54,7 +54,7 @@ def line_blocks(split: Piece) -> Iterator[tuple[int, bytes]]:
                 return
             if not block.endswith(b"\n"):
                 block += file.readline()
-            start = len(_BOM) if at == 0 and block.startswith(_BOM) else 0
+            start = len(BOM) if at == 0 and block.startswith(BOM) else 0
             yield at + start, block[start:]
             at += len(block)
 
@@ -153,7 +153,7 @@ def _is_array(file: SourceFile) -> bool:
     if file.ending != ".json":
         return False
     with file.unpacked() as plain:
-        return plain.read(64).removeprefix(_BOM).lstrip()[:1] == b"["
+        return plain.read(64).removeprefix(BOM).lstrip()[:1] == b"["
 
 
 def check_on_bad(on_bad: str) -> None:
@@ -241,7 +241,7 @@ class TextReader(Reader):
 
     def _text_row(self, file: SourceFile, columns: Columns) -> Row:
         with file.unpacked() as plain:
-            row = {"text": plain.read().removeprefix(_BOM).decode(), "name": file.name}
+            row = {"text": plain.read().removeprefix(BOM).decode(), "name": file.name}
             return {name: row[name] for name in columns}
 
     def _by_line(self, split: Piece) -> Iterator[Batch]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import io
 import json
 import lzma
+import random
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ import zstandard
 from lightning_stream import StreamingDataset
 from lightning_stream.convert import convert
 from lightning_stream.errors import FormatError
+from lightning_stream.sources import delimited, lines
 
 PACKERS: dict[str, Callable[[bytes], bytes]] = {
     "": bytes, ".gz": gzip.compress, ".zst": zstandard.compress, ".bz2": bz2.compress, ".xz": lzma.compress
@@ -97,6 +100,23 @@ def test_rows_of_any_line_ends_are_read(tmp_path: Path, end: str) -> None:
     (folder / "a.csv").write_text("x,y\n0,a\n")
     (folder / "b.csv").write_bytes(f"\ufeff{end}x,y{end}1,b{end}{end}2,c{end}".encode())
     assert values(convert(folder, tmp_path / "out", num_workers=1).uri) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_over_many_blocks_are_those_of_pythons_csv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    for module in (delimited, lines):
+        monkeypatch.setattr(module, "_BLOCK_BYTES", 300)
+    draw = random.Random(seed)
+    cells = ["\ufeffa", "b,c", 'd"e', "f\ng", "h\r\ni", "", " ", '"', "j" * draw.randrange(50)]
+    rows = [[str(k), draw.choice(cells)] for k in range(100)]
+    end = draw.choice(["\n", "\r\n"])
+    with (tmp_path / "a.csv").open("w", newline="", encoding=draw.choice(["utf-8", "utf-8-sig"])) as file:
+        csv.writer(file, lineterminator=end).writerows([["k", "a\ntext"], *rows])
+    done = convert(tmp_path / "a.csv", tmp_path / "out", num_workers=1, partition_bytes=draw.choice([500, 1 << 20]))
+    assert values(done.uri, "k") == list(range(100))
+    assert values(done.uri, "a\ntext") == [text for _, text in rows]
 
 
 def test_an_unknown_option_of_a_source_is_named_with_those_there_are(tmp_path: Path) -> None:
