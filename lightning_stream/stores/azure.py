@@ -15,7 +15,7 @@ from lightning_stream.errors import AccessError, needs, redact
 
 from .base import BaseStore, ListingPage, StoreTraits
 from .credentials import Credentials, Keys, Renewed, lasting
-from .http import BucketStore, Request, content_md5, with_query, xml_of
+from .http import BucketStore, Headers, Request, content_md5, with_query, xml_of
 from .transfer import first_set, read_options, split_url
 
 _VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
@@ -95,7 +95,7 @@ class AzureStore(BucketStore):
         elif token := keys.get("token"):
             request.headers["Authorization"] = f"Bearer {token}"
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Headers) -> None:
         headers = {**headers, "x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
         super()._upload(method, url, body, num_bytes, headers)
 

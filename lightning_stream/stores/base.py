@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from lightning_stream.errors import (
 )
 
 from .credentials import Credentials, SharedFolder
-from .transfer import ObjectStream, check_name, claimed, shown_url, source_file
+from .transfer import NETWORK_ERRORS, ObjectStream, check_name, claimed, is_named, shown_url, source_file
 
 T = TypeVar("T")
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
@@ -170,14 +171,8 @@ class Store(ABC):
                 a large one is downloaded as several ranges at once.
             connections: The number of spare connections: with several, smaller objects are downloaded as ranges too.
         """
-        written = 0
-        with to.open("wb") as file, self.open(name) as stream:
-            refuse_larger(stream.num_bytes, num_bytes, f"{self.url}/{name}")
-            for chunk in stream:
-                written += len(chunk)
-                refuse_larger(written, num_bytes, f"{self.url}/{name}")
-                file.write(chunk)
-        return written
+        with self.open(name) as stream:
+            return Download(to, num_bytes).receive(stream, 0)[0]
 
     def read(self, name: str) -> bytes:
         """Return a whole (small) object."""
@@ -235,7 +230,7 @@ class BaseStore(Store):
 
     access_remedy: ClassVar[str] = "Check the credentials and their rights."
     missing: ClassVar[str] = "no such object. Check the URL."
-    network_errors: ClassVar[frozenset[str]] = frozenset({"OSError", "HTTPError"})
+    network_errors: ClassVar[frozenset[str]] = NETWORK_ERRORS | {"OSError"}
     client_errors: ClassVar[frozenset[str]] = frozenset()
     largest_put = math.inf
     _url = ""
@@ -377,7 +372,6 @@ class BaseStore(Store):
             return special
         status = self._status(error)
         reason = redact(str(error)) if isinstance(error, AnswerError) else summarize(error)
-        kinds = {kind.__name__ for kind in type(error).__mro__}
         if status in (404, 410):
             return NotFoundError(f"{where}: {self.missing}")
         if status == 407 or "connection failed: 407" in reason:
@@ -397,9 +391,9 @@ class BaseStore(Store):
             return PreconditionError(f"{where}: the condition does not hold")
         if status == 416:
             return PastTheEndError(f"{where}: past its end")
-        if status < 300 and kinds & self.network_errors:
+        if status < 300 and is_named(error, self.network_errors):
             return UnavailableError(f"{where}: {reason}. Check the network and the server.")
-        if status >= 300 or kinds & self.client_errors:
+        if status >= 300 or is_named(error, self.client_errors):
             return StoreError(f"{where}: {reason}. Check the URL and the options.")
         return None
 
@@ -409,7 +403,39 @@ def already_exists(where: str | Path) -> AlreadyExistsError:
     return AlreadyExistsError(f"{where}: there is an object of that name already. Choose another name.")
 
 
-def refuse_larger(num_bytes: int | None, promised: int | None, where: str) -> None:
+class Download:
+    """The file that an object, or ranges of it, are written to. It is open as long as a thread may still write one."""
+
+    def __init__(self, to: Path, promised_bytes: int | None) -> None:
+        self._fd = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        self._promised_bytes = promised_bytes
+
+    def resize(self, num_bytes: int) -> None:
+        """Give the file a size: its final one from the start where it comes in parts, so that nobody reads it early."""
+        os.ftruncate(self._fd, num_bytes)
+
+    def receive(self, stream: ObjectStream, begin: int) -> tuple[int, str | None]:
+        """Write a range of an object at its position; return its size and the object's tag."""
+        full_size = stream.total
+        if full_size is None and stream.num_bytes is not None:
+            full_size = begin + stream.num_bytes
+        _refuse_larger(full_size, self._promised_bytes, stream.where)
+        position = begin
+        for chunk in stream:
+            _refuse_larger(position + len(chunk), self._promised_bytes, stream.where)
+            view = memoryview(chunk)
+            while view:
+                written = os.pwrite(self._fd, view, position)
+                position += written
+                view = view[written:]
+        return position - begin, stream.tag
+
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
+        if hasattr(self, "_fd"):
+            _close(self._fd)
+
+
+def _refuse_larger(num_bytes: int | None, promised: int | None, where: str) -> None:
     """Raise DigestError for an object that is larger than its index promises, before more is downloaded."""
     if promised is not None and num_bytes is not None and num_bytes > promised:
         raise DigestError(f"{where}: the index promises {promised:,} bytes; there are {num_bytes:,} or more. {REMEDY}")

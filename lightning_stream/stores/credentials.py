@@ -24,7 +24,7 @@ from lightning_stream.errors import AccessError, LightningStreamError, Unavailab
 from lightning_stream.fingerprint import function_text
 from lightning_stream.shared_files import PRIVATE, FileLock, publish_bytes
 
-from .transfer import PerProcess
+from .transfer import NETWORK_ERRORS, PerProcess, is_named
 
 T = TypeVar("T")
 ENTRY_POINTS = "lightning_stream.credentials"  # other packages name their functions in this group
@@ -34,10 +34,6 @@ _MARGIN_S = 300.0  # and no longer
 _USELESS_S = 60.0  # new keys that are refused are not replaced any earlier
 _WAIT_S = 120.0  # for another process that asks for keys
 _FAR_S = 10 * 366 * 86400.0
-_NETWORK = {
-    *("ConnectionError", "TimeoutError", "URLError", "HTTPError", "RequestException", "HTTPClientError"),
-    *("TransportError", "ServiceRequestError", "ServiceResponseError"),
-}
 _log = logging.getLogger("lightning_stream.stores")
 
 
@@ -186,8 +182,7 @@ class Credentials:
         except LightningStreamError:
             raise
         except Exception as error:  # noqa: BLE001 - of a user's function
-            is_network = bool(_NETWORK & {kind.__name__ for kind in type(error).__mro__})
-            kind = UnavailableError if is_network else AccessError
+            kind = UnavailableError if is_named(error, NETWORK_ERRORS) else AccessError
             message = (
                 f"{self._where}: credentials= returned no keys ({summarize(error)}). Call it by itself to see why."
             )

@@ -20,7 +20,7 @@ from lightning_stream.errors import (
 )
 
 from .base import BaseStore, ObjectEntry
-from .transfer import ObjectStream, PerProcess, file_chunks, links_of
+from .transfer import ObjectStream, PerProcess, file_chunks, is_named, links_of
 
 _BLOCK_BYTES = 4 << 20
 # What file systems call the version of a file; most have one of these.
@@ -122,9 +122,9 @@ class FsspecStore(BaseStore):
         reason = summarize(error)
         if isinstance(error, (FileNotFoundError, NotADirectoryError, IsADirectoryError)):
             return NotFoundError(f"{where}: no such file. Check the URL.")
-        if isinstance(error, PermissionError) or {kind.__name__ for kind in type(error).__mro__} & _LOGIN_ERRORS:
+        if isinstance(error, PermissionError) or is_named(error, _LOGIN_ERRORS):
             return AccessError(f"{where}: refused ({reason}). Check user, key or password, and their rights.")
-        if isinstance(error, (OSError, EOFError, TimeoutError)) or type(error).__name__ == "SSHException":
+        if isinstance(error, (OSError, EOFError)) or type(error).__name__ == "SSHException":
             self._of_thread().connected = None  # the next attempt makes a new connection
             return UnavailableError(f"{where}: {reason}. Check the network and the server.")
         if isinstance(error, ValueError) and "Protocol not known" in str(error):

@@ -47,6 +47,7 @@ from .transfer import (
     PerProcess,
     content_version,
     first_set,
+    is_named,
     range_header,
     read_options,
     refuse_query,
@@ -55,6 +56,7 @@ from .transfer import (
 )
 
 T = TypeVar("T")
+Headers = Mapping[str, str | None]  # None: it is not sent
 _CONNECT_S = 20.0
 _CONNECTIONS = 64
 _MOST_REDIRECTS = 10
@@ -107,10 +109,6 @@ class HttpDialect(BaseStore):
 
     version_header: ClassVar[str] = "ETag"
     listing: ClassVar[str] = "a listing. Check the URL and the endpoint"
-    network_errors = BaseStore.network_errors | {
-        *("TransportError", "ServiceRequestError", "ServiceResponseError"),
-        *("HTTPClientError", "ConnectionError", "MetadataRetrievalError"),  # of the libraries for logins
-    }
     redirects: ClassVar[tuple[int, ...]] = (301, 302, 303, 307, 308)
     encoding = "identity"
     _options: Any  # has `timeout_s`
@@ -144,10 +142,10 @@ class HttpDialect(BaseStore):
         return ObjectStream(chunks, num_bytes, strong, answer.close, tag=tag, total=total)
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
-        headers = {"If-None-Match": "*"} if if_absent else {} if if_version is None else {"If-Match": if_version}
+        headers = {"If-None-Match": "*" if if_absent else None, "If-Match": if_version}
         self._upload("PUT", self._address(name), file, num_bytes, headers)
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Headers) -> None:
         headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream", **headers}
         answer = self._request(method, url, headers, body)
         said = answer.read()
@@ -168,11 +166,12 @@ class HttpDialect(BaseStore):
             raise UnavailableError(f"{self.url}: the server sent {text[:40]!r}, not {self.listing}.") from None
 
     def _request(
-        self, method: str, url: str, headers: Mapping[str, str] | None = None, body: Any = None, signed: bool = True
+        self, method: str, url: str, headers: Headers | None = None, body: Any = None, signed: bool = True
     ) -> Any:
         """Send a request, follow its redirects, and return the answer before its body is read."""
-        usual = {"User-Agent": "lightning_stream", "Accept-Encoding": self.encoding}
-        request = Request(method, url, {**usual, **(headers or {})}, body)
+        chosen = {"User-Agent": "lightning_stream", "Accept-Encoding": self.encoding, **(headers or {})}
+        sent = {name: value for name, value in chosen.items() if value is not None}
+        request = Request(method, url, sent, body)
         home = _origin(url)
         for _ in range(_MOST_REDIRECTS):
             if signed and _origin(request.url) == home:
@@ -213,7 +212,7 @@ class HttpDialect(BaseStore):
         except (LightningStreamError, MissingExtraError):
             raise
         except Exception as error:
-            if self.network_errors & {kind.__name__ for kind in type(error).__mro__}:
+            if is_named(error, self.network_errors):
                 raise
             raise AccessError(f"{self.url}: no usable credentials ({summarize(error)}). {self.access_remedy}") from None
 
@@ -422,8 +421,12 @@ def _pool(address: str, url: str, authorities: str | None) -> Any:
     # take the memory of each chunk from the kernel again: 0.6 CPU-seconds a GB instead of 0.4.
     bytearray(8 * CHUNK_BYTES)
     alive = [*urllib3.connection.HTTPConnection.default_socket_options, (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
-    options: dict[str, Any] = {"maxsize": _CONNECTIONS, "socket_options": alive, "ca_certs": authorities}
-    options["blocksize"] = CHUNK_BYTES  # of what is sent of a file at a time
+    options: dict[str, Any] = {
+        "maxsize": _CONNECTIONS,
+        "socket_options": alive,
+        "ca_certs": authorities,
+        "blocksize": CHUNK_BYTES,  # of what is sent of a file at a time
+    }
     if proxy is None:
         pool = urllib3.PoolManager(**options)
     elif proxy.startswith("socks"):
@@ -514,8 +517,8 @@ class HttpStore(HttpDialect):
         with self._request("GET", self._address(name)) as answer:
             if content_version(answer.read()) != if_version:
                 raise PreconditionError(name)
-        date = answer.headers.get("Last-Modified")
-        self._upload("PUT", self._address(name), file, num_bytes, {"If-Unmodified-Since": date} if date else {})
+        headers = {"If-Unmodified-Since": answer.headers.get("Last-Modified")}
+        self._upload("PUT", self._address(name), file, num_bytes, headers)
 
 
 class HuggingFaceStore(HttpStore):

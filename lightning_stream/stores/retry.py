@@ -18,7 +18,7 @@ from lightning_stream.counters import Counters
 from lightning_stream.errors import AlreadyExistsError, ConflictError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.threads import DaemonPool
 
-from .base import ListingPage, Store, StoreTraits, refuse_larger
+from .base import Download, ListingPage, Store, StoreTraits
 from .credentials import SharedFolder
 from .transfer import ObjectStream, source_file
 
@@ -213,25 +213,25 @@ class RetryingStore(Store):
         return self._read_unchanged(name, read)
 
     def _get(self, name: str, to: Path, num_bytes: int | None, connections: int, budget: RetryBudget) -> int:
-        draft = _Draft(os.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666), num_bytes)
+        file = Download(to, num_bytes)
         connections = connections if self.traits.ranges else 1  # others may send the whole object for each range
         ranges = [] if num_bytes is None else parts_of(num_bytes, connections, self.policy)
         first = []
         if len(ranges) > 1 and not self.traits.ranges:
             with self._open(name, *ranges[0], budget) as stream:
                 ranges = [] if stream.total is None else ranges[1:]  # None: it sends the whole object
-                first = [draft.receive(stream, 0)] if ranges else []
+                first = [file.receive(stream, 0)] if ranges else []
         if len(ranges) > 1 or first:
-            return self._get_parts(name, to, draft, ranges, first)
-        return self._receive(name, draft, (0, None), budget)[0]
+            return self._get_parts(name, to, file, ranges, first)
+        return self._receive(name, file, (0, None), budget)[0]
 
     def _get_parts(
-        self, name: str, to: Path, draft: _Draft, ranges: list[tuple[int, int]], parts: list[tuple[int, str | None]]
+        self, name: str, to: Path, file: Download, ranges: list[tuple[int, int]], parts: list[tuple[int, str | None]]
     ) -> int:
         """Fetch ranges at once, each with its own budget, which begins with it, not in the queue; `parts` are here."""
-        draft.resize(ranges[-1][1])
+        file.resize(ranges[-1][1])
         with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
-            futures = [pool.submit(self._receive, name, draft, span) for span in ranges]
+            futures = [pool.submit(self._receive, name, file, span) for span in ranges]
             try:
                 parts += [future.result() for future in futures]
             except BaseException:
@@ -240,14 +240,14 @@ class RetryingStore(Store):
         if len({tag for _, tag in parts}) > 1:
             raise _ReadAgainError(_replaced(f"{self.url}/{name}"))
         written = sum(written for written, _ in parts)
-        draft.resize(written)  # of a part that came short, the size tells
+        file.resize(written)  # of a part that came short, the size tells
         return written
 
     def _receive(
-        self, name: str, draft: _Draft, span: _Span, budget: RetryBudget | None = None
+        self, name: str, file: Download, span: _Span, budget: RetryBudget | None = None
     ) -> tuple[int, str | None]:
         with self._open(name, *span, budget or self._budget(name)) as stream:
-            return draft.receive(stream, span[0])
+            return file.receive(stream, span[0])
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
         """Return whether the object has these bytes."""
@@ -263,37 +263,6 @@ def parts_of(num_bytes: int, connections: int, policy: RetryPolicy) -> list[tupl
     if num_bytes < policy.parallel_from_bytes:
         part_bytes = -(-num_bytes // max(1, min(connections, num_bytes // _LEAST_PART_BYTES)))
     return [(begin, min(begin + part_bytes, num_bytes)) for begin in range(0, num_bytes, max(1, part_bytes))]
-
-
-@dataclass(eq=False)
-class _Draft:
-    """A file that ranges are written to. It is open as long as a thread may still write a range."""
-
-    fd: int
-    promised_bytes: int | None
-
-    def resize(self, num_bytes: int) -> None:
-        """Give the file a size: its final one from the start where it comes in parts, so that nobody reads it early."""
-        os.ftruncate(self.fd, num_bytes)
-
-    def receive(self, stream: ObjectStream, position: int) -> tuple[int, str | None]:
-        """Write a range of an object at its position; return its size and the object's tag."""
-        begin = position
-        full_size = stream.total
-        if full_size is None and stream.num_bytes is not None:
-            full_size = begin + stream.num_bytes
-        refuse_larger(full_size, self.promised_bytes, stream.where)
-        for chunk in stream:
-            refuse_larger(position + len(chunk), self.promised_bytes, stream.where)
-            view = memoryview(chunk)
-            while view:
-                written = os.pwrite(self.fd, view, position)
-                position += written
-                view = view[written:]
-        return position - begin, stream.tag
-
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
-        _close(self.fd)
 
 
 class RetryBudget:

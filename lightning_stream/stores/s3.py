@@ -19,7 +19,7 @@ from lightning_stream.errors import AccessError, StoreError, needs, redact
 
 from .base import AnswerError, ListingPage, PreconditionError, StoreTraits
 from .credentials import Keys, Renewed, lasting
-from .http import BucketStore, Request, content_md5, with_query, xml_of
+from .http import BucketStore, Headers, Request, content_md5, with_query, xml_of
 from .transfer import first_set
 
 _log = logging.getLogger("lightning_stream.stores")
@@ -146,7 +146,7 @@ class S3Store(BucketStore):
         return lasting(keys, time.time() + _SESSION_S)
 
     def _request(
-        self, method: str, url: str, headers: Mapping[str, str] | None = None, body: Any = None, signed: bool = True
+        self, method: str, url: str, headers: Headers | None = None, body: Any = None, signed: bool = True
     ) -> Any:
         """Send a request; if the bucket is in another region, there; if the credentials are refused, without them."""
         try:
@@ -170,10 +170,10 @@ class S3Store(BucketStore):
         is_signed = self._login().credentials is not None and not self._public
         return is_signed and self._options.anonymous is None and not self._options.resolved_payer()
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Mapping[str, str]) -> None:
+    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Headers) -> None:
         """Send an object with a digest for the server to compare: MD5, or (in directory buckets) the signature's."""
-        digest = {} if self._login().is_directory else {"Content-MD5": content_md5(body)}
-        super()._upload(method, url, body, num_bytes, {**headers, **digest})
+        digest = None if self._login().is_directory else content_md5(body)
+        super()._upload(method, url, body, num_bytes, {**headers, "Content-MD5": digest})
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         is_conditional = if_absent or if_version is not None
@@ -244,37 +244,31 @@ class _Login:
 
     def __init__(self, bucket: str, options: S3Options, session: Renewed) -> None:
         import botocore.session
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-        from botocore.credentials import Credentials
 
         logging.getLogger("botocore.auth").addFilter(_without_token)
         self._bucket = bucket
         self._options = options
         self.session = session
-        self._signer = S3SigV4Auth
-        self._request = AWSRequest
-        self._credentials = Credentials
-        self._botocore = aws_session = botocore.session.Session(profile=options.profile)
+        self._botocore = botocore.session.Session(profile=options.profile)
         if options.access_key_id:
-            aws_session.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
-        self.credentials = None if options.anonymous else aws_session.get_credentials()
-        self.authorities = aws_session.get_config_variable("ca_bundle")
+            self._botocore.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
+        self.credentials = None if options.anonymous else self._botocore.get_credentials()
+        self._read = self._botocore.get_config_variable
+        self.authorities = self._read("ca_bundle")
         self._addresses: list[str] = []  # also those before another thread has found the bucket in another region
         region = options.region or first_set("AWS_REGION", "AWS_DEFAULT_REGION")
-        self._move(region or aws_session.get_config_variable("region") or "us-east-1")
+        self._move(region or self._read("region") or "us-east-1")
 
     def _move(self, region: str) -> None:
         """Find the address in a region: by AWS's rules, with FIPS, dual stack, access points and directory buckets."""
         from botocore.configprovider import ConfiguredEndpointProvider
         from botocore.endpoint_provider import EndpointProvider
 
-        read = self._botocore.get_config_variable
         session = self._botocore
         files = session.get_component("data_loader")
-        settings = read("s3") or {}
+        settings = self._read("s3") or {}
         endpoint = self._options.resolved_endpoint()
-        if endpoint is None and not read("ignore_configured_endpoint_urls"):
+        if endpoint is None and not self._read("ignore_configured_endpoint_urls"):
             endpoint = ConfiguredEndpointProvider(session.full_config, session.get_scoped_config(), "s3").provide()
         style = self._options.addressing_style or settings.get("addressing_style")
         accelerates = settings.get("use_accelerate_endpoint", False)
@@ -286,8 +280,8 @@ class _Login:
             Accelerate=accelerates,
             ForcePathStyle=not accelerates and (style != "virtual" if endpoint else style == "path"),
             UseArnRegion=settings.get("use_arn_region", True),
-            UseDualStack=endpoint is None and bool(read("use_dualstack_endpoint")),
-            UseFIPS=endpoint is None and bool(read("use_fips_endpoint")),
+            UseDualStack=endpoint is None and bool(self._read("use_dualstack_endpoint")),
+            UseFIPS=endpoint is None and bool(self._read("use_fips_endpoint")),
         )
         self.address: str = place.url
         self._addresses.append(self.address)
@@ -305,18 +299,23 @@ class _Login:
 
     def made(self, keys: Mapping[str, Any]) -> Any:
         """Return botocore's credentials with these keys, by the names of the store's options."""
+        from botocore.credentials import Credentials
+
         name, secret, token = map(keys.get, _KEY_NAMES)
         if not (name and secret):
             raise AccessError(
                 f"s3://{self._bucket}: credentials= returns access_key_id and secret_access_key, and session_token if "
                 f"there is one; it returned {', '.join(keys)}. Correct the function."
             )
-        return self._credentials(name, secret, token)
+        return Credentials(name, secret, token)
 
     def sign(self, request: Request, credentials: Any) -> None:
-        signed = self._request(request.method, request.url, request.headers, request.body)
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+
+        signed = AWSRequest(request.method, request.url, request.headers, request.body)
         signed.context["has_streaming_input"] = True  # beside an MD5, over TLS, the signature needs no digest of it
-        self._signer(credentials, *self._signed_for).add_auth(signed)
+        S3SigV4Auth(credentials, *self._signed_for).add_auth(signed)
         request.headers = dict(signed.headers.items())
 
 

@@ -10,7 +10,7 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, final
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .base import Store
 
 T = TypeVar("T")
+NETWORK_ERRORS = frozenset({  # of the libraries for logins, and of those that users' functions may use
+    "ConnectionError", "TimeoutError", "URLError", "HTTPError", "RequestException", "HTTPClientError",
+    "TransportError", "ServiceRequestError", "ServiceResponseError", "MetadataRetrievalError",
+})  # fmt: skip
 CHUNK_BYTES = 1 << 20
 _CHAIN = re.compile(r"::(?=[A-Za-z][\w+.-]*://)")
 _QUERY = re.compile(r"\?[^/?#=&]*=.*$", re.DOTALL)
@@ -180,6 +184,11 @@ def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
     return kind(**options)
 
 
+def is_named(error: BaseException, names: Collection[str]) -> bool:
+    """Whether the class of an error, or a base of it, has one of these names: its library may not be there."""
+    return any(kind.__name__ in names for kind in type(error).__mro__)
+
+
 def first_set(*names: str) -> str | None:
     """Return the first of these environment variables that is set and not empty."""
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
@@ -235,18 +244,17 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
         claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
         store.put(claim, b"")
         try:
-            claims = (_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim)
-            made_at = {match.string: int(match[1]) for match in claims if match}
+            claims = [_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim]
             now = time.monotonic()
-            seen_at = {other: seen_at.get(other, now) for other in made_at}
-            valid_s = {
-                other: _CLAIM_VALID_S if now - since >= _CLAIM_WATCHED_S else _CLOCKS_DIFFER_S
-                for other, since in seen_at.items()
-            }
-            dead = [other for other, since in made_at.items() if since < time.time() - valid_s[other]]
-            for other in dead:
-                store.delete(other)
-            if len(made_at) > len(dead):
+            is_alone = True
+            for match in filter(None, claims):
+                was_watched = now - seen_at.setdefault(match.string, now) >= _CLAIM_WATCHED_S
+                valid_s = _CLAIM_VALID_S if was_watched else _CLOCKS_DIFFER_S
+                if int(match[1]) < time.time() - valid_s:
+                    store.delete(match.string)
+                else:
+                    is_alone = False
+            if not is_alone:
                 continue
             version = None
             with contextlib.suppress(NotFoundError):

@@ -183,7 +183,7 @@ class _Catalog(DatabricksStore):
         """Return what the catalog says."""
 
         def call() -> dict[str, Any]:
-            headers = {"Content-Type": "application/json"} if body else {}
+            headers = {"Content-Type": "application/json" if body else None}
             answer = self._request(method, self._call(_API, path), headers, body.encode() or None)
             return self._parsed(answer, json.loads)
 
