@@ -39,6 +39,7 @@ Lengths: TypeAlias = "Mapping[str, Sequence[FileEntry]]"
 Known: TypeAlias = Callable[["str | None"], "Index | None"]  # from the version of index.json to the index made of it
 CHANGES = r"versions/[0-9a-f]{16}/[0-9]{8,}\.json"
 _DIGITS = 16
+_LEAST_DIGITS = 6  # of a digest, by which a user names a version
 _NOTHING = Raw(b"null")
 _AT_ONCE = 16  # changes that are read at the same time
 _PUBLISHED_BYTES = 1 << 20  # an index up to this size is published by each commit: 3,000 shards
@@ -139,6 +140,11 @@ def read_index(store: Store, name: str = INDEX_NAME) -> Index:
         if index.digest.startswith(digits):
             return index
     return read_version(store, digits).index
+
+
+def version_of(text: str) -> int | str:
+    """A version as a user writes it: its number, or the first digits of its digest, which are six or more."""
+    return int(text) if text.isdecimal() and len(text) < _LEAST_DIGITS else text
 
 
 def read_version(store: Store, wanted: str | int) -> Version:

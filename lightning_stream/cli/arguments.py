@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import math
 import re
@@ -14,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.sources.in_place import InPlace
-from lightning_stream.stores import LocalStore, Store, open_store
-from lightning_stream.version_log import read_index
+from lightning_stream.stores import LocalStore, Store, open_store, option_of
+from lightning_stream.version_log import read_index, version_of
 
 _SPLITS = ("train", "val", "validation", "valid", "test", "eval")
-_LEAST_DIGITS = 6  # of a digest, in the name of a version
 _WEIGHTED = re.compile(r"(.+)=(?:(proportion|repeat|choose):)?([0-9]*\.?[0-9]+)")
 _FIRST_REQUEST = {"retries": 1, "timeout_s": 4}  # a user waits for it, and a wrong URL or network shows there
 # An argument, or several, and its first sentence in a docstring.
@@ -66,15 +65,20 @@ class FoundDataset:
         return Stream(self.remote, local=None if self.is_local else folder, options=options, **self.how, **settings)
 
     def reader(self, folder: str | None, options: Options) -> SampleReader:
-        """A reader of it, with the index that was read to find it."""
-        reader = reader_over([self.stream(folder, options)])
-        reader.shards.indexes = (self.index,)
-        return reader
+        """A reader of it."""
+        return _reader([self.stream(folder, options)], [self])
 
 
 def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -> SampleReader:
     """A reader of these streams."""
     return SampleReader(StreamShards(streams, config=config))
+
+
+def _reader(streams: Sequence[Stream], datasets: Sequence[FoundDataset]) -> SampleReader:
+    """A reader of these streams, with the indexes that were read to find the datasets."""
+    reader = reader_over(streams)
+    reader.shards.indexes = tuple(dataset.index for dataset in datasets)
+    return reader
 
 
 class Pairs(Action):
@@ -95,9 +99,7 @@ class Pairs(Action):
 
     def value(self, text: str) -> Any:
         """A number, a list or a truth value; else text."""
-        with suppress(ValueError):
-            return json.loads(text.lower() if text.lower() in ("true", "false") else text)
-        return text
+        return option_of(text)
 
 
 class _Bounds(Pairs):
@@ -134,6 +136,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {
     "I": partial(whole_number, least=0),
     "F": positive,
     "FILE.html": _page,
+    "VERSION": version_of,
 }
 
 
@@ -201,12 +204,9 @@ def add_reading(parser: ArgumentParser) -> None:
 def reading_of(options: Namespace) -> Reading:
     """What the flags of :func:`add_reading` say; empty without any."""
     names = options.columns
-    version = options.version
     if names is not None and not any(names.values()):
         names = list(names)
-    if version is not None and version.isdigit() and len(version) < _LEAST_DIGITS:
-        version = int(version)
-    settings = {"format": options.format, "columns": names, "version": version}
+    settings = {"format": options.format, "columns": names, "version": options.version}
     return {name: value for name, value in settings.items() if value is not None}
 
 
@@ -324,22 +324,19 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
         ValueError: One of several streams is a folder of splits.
     """
     how = reading_of(options)
-    rule = "a stream of a mixture is one dataset"
     if "version" in how and len(streams) > 1:
         raise ValueError(f"--version is that of one dataset; found {len(streams)} streams. Omit it, or pass one stream")
     urls, weights = zip(*map(_weighted, streams), strict=True)
-    lists = [datasets_at(url, options.store_options, how) for url in urls]
-    mixtures = (
-        [[dataset] for dataset in lists[0]] if len(lists) == 1 else [[only_dataset(listed, rule) for listed in lists]]
-    )
+    places = [datasets_at(url, options.store_options, how) for url in urls]
+    for datasets in places if len(places) > 1 else ():
+        only_dataset(datasets, "a stream of a mixture is one dataset")
     readers: list[SampleReader] = []
-    for datasets in mixtures:
-        places = [f"{folder}/{len(readers)}/{k}" for k in range(len(datasets))]
-        reader = reader_over([
-            dataset.stream(place, options.store_options, **weight)
-            for dataset, place, weight in zip(datasets, places, weights, strict=True)
-        ])  # fmt: skip
-        reader.shards.indexes = tuple(dataset.index for dataset in datasets)  # which were read to find the datasets
+    for mixture in product(*places):
+        members = [
+            dataset.stream(f"{folder}/{len(readers)}/{k}", options.store_options, **weights[k])
+            for k, dataset in enumerate(mixture)
+        ]
+        reader = _reader(members, mixture)
         readers.append(Filters(lengths=options.filter_lengths, exclude_ids=options.exclude_ids).applied(reader))
     return readers
 

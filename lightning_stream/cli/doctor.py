@@ -178,7 +178,7 @@ def _read(dataset: FoundDataset, transform: Any, options: Namespace, out: Output
                 break
         stats = loader.stats()
     counted = stats.counters
-    rates = {"sample_s": (sum(stats.work.values()) - stats.work["fetching"]) / max(1, stats.num_samples)}
+    rates = {"sample_s": stats.computing_s / max(1, stats.num_samples)}
     flags = f"--sample-ms {1000 * rates['sample_s']:.3g}"
     if counted["shards_fetched"]:
         num_mb = counted["shards_fetched"] * float(dataset.index.raw_bytes.mean()) / 1e6

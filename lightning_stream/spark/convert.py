@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.fingerprint import function_text
-from lightning_stream.spark.partition import RESULT, SparkJob, write_partition
+from lightning_stream.spark.partition import RESULT, write_partition
 from lightning_stream.spark.plan import fingerprint, ordered, plan_text, selected, small_batches
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
-from lightning_stream.spark.settings import Settings
+from lightning_stream.spark.settings import SparkJob
 from lightning_stream.spark_jobs import collected
 from lightning_stream.writer.lengths import check_measurable
 
@@ -72,12 +72,12 @@ def dataframe_to_mds(
             f"dataframe must be a Spark DataFrame; found {type(dataframe).__name__}. Use spark.createDataFrame(...), "
             "or lightning_stream.convert, which needs no Spark."
         )
-    settings = Settings.read(mds_kwargs, with_udf=udf_iterable is not None)
+    settings = SparkJob.read(mds_kwargs, with_udf=udf_iterable is not None)
     if order_by is not None and shuffle_seed is not None:
         raise ValueError("pass order_by= or shuffle_seed=, not both.")
     rows = ordered(dataframe, order_by, shuffle_seed)
-    conversion = Conversion.plan(rows, settings, udf_iterable, dict(udf_kwargs or {}))
-    conversion.write(settings.overwrite, merge_index)
+    conversion = Conversion.plan(rows, replace(settings, udf=udf_iterable, udf_kwargs=dict(udf_kwargs or {})))
+    conversion.write(merge_index)
     return settings.result()
 
 
@@ -96,35 +96,20 @@ class Conversion:
     batch_rows: int | None
 
     @classmethod
-    def plan(
-        cls,
-        dataframe: Any,
-        settings: Settings,
-        udf: Callable[..., Any] | None = None,
-        udf_kwargs: Mapping[str, Any] | None = None,
-    ) -> Conversion:
+    def plan(cls, dataframe: Any, settings: SparkJob) -> Conversion:
         """Choose columns, and compute the fingerprint of this conversion. Reads no rows."""
-        if udf is None:
+        if settings.udf is None:
             columns = mds_columns(dataframe.schema, settings.columns)
             rows = selected(dataframe, list(columns))
         else:
-            columns = dict(settings.columns or {})
+            columns = dict(settings.columns)
             rows = selected(dataframe, dataframe.columns)
-        udf_kwargs = udf_kwargs or {}
-        fingerprinted = {**settings.writer, "columns": columns, "udf_kwargs": repr(sorted(udf_kwargs.items()))}
+        udf_kwargs = repr(sorted(settings.udf_kwargs.items()))
+        fingerprinted = {**settings.writer, "columns": columns, "udf_kwargs": udf_kwargs}
         if lengths := settings.writer.get("lengths"):
             check_measurable(lengths, columns)
             fingerprinted["lengths"] = {name: function_text(function) for name, function in lengths.items()}
-        job = SparkJob(
-            settings.out,
-            settings.keep_local,
-            settings.store_options,
-            columns,
-            settings.writer,
-            fingerprint(rows, fingerprinted, udf),
-            udf=udf,
-            udf_kwargs=udf_kwargs,
-        )
+        job = replace(settings, columns=columns, fingerprint=fingerprint(rows, fingerprinted, settings.udf))
         batch_rows = None
         if any(kind_of(field.dataType) == "BinaryType" or is_image(field.dataType) for field in rows.schema.fields):
             batch_rows = _FILE_BATCH_ROWS
@@ -137,7 +122,7 @@ class Conversion:
         """The rows with numbers as names of columns: Spark's own may hold dots, or differ in their case only."""
         return self.dataframe.toDF(*map(str, range(len(self.dataframe.columns))))
 
-    def write(self, overwrite: bool, merge_index: bool = True) -> None:
+    def write(self, merge_index: bool = True) -> None:
         """Let Spark write the partitions that are not written, and publish all.
 
         Raises:
@@ -145,7 +130,7 @@ class Conversion:
             StoreError: A store failed in an executor. Other failures there are Spark's own errors.
             MissingExtraError: Executors lack a package.
         """
-        publication = Publication.begin(self.job, overwrite, _REPLACE)
+        publication = Publication.begin(self.job, self.job.overwrite, _REPLACE)
         job = replace(self.job, done=publication.done)
         with small_batches(self.dataframe.sparkSession, self.batch_rows):
             rows = collected(self._numbered.mapInArrow(_task(job, self.dataframe.columns), RESULT))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
@@ -12,8 +12,8 @@ import msgspec
 
 from lightning_stream.errors import MissingExtraError
 from lightning_stream.formats.sizes import parse_bytes
-from lightning_stream.spark.settings import Settings
-from lightning_stream.stores import absolute
+from lightning_stream.stores import absolute, option_of
+from lightning_stream.version_log import version_of
 
 try:
     from pyspark.sql.datasource import DataSource
@@ -27,13 +27,12 @@ except ImportError as error:
     ) from error
 
 _READ = ("columns", "version", "partition_size")
-_APPEND = ("key", "message", "if_exists")
+_APPEND = ("key", "message", "if_exists")  # fields of `SinkJob`, too
 _ALWAYS = ("path", "retry")
 _STREAM = ("checkpointlocation",)  # Spark's own
 _STORE = "store."
 _IF_EXISTS = ("append", "error", "ignore")
 _SECRETS = re.compile("key|secret|token|password")
-_MAX_NUMBER = 5  # digits of a version's number; more are those of a digest
 
 
 class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
@@ -56,32 +55,24 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
         return MDSReader(self._dataset(), schema)
 
     def writer(self, schema: Any, overwrite: bool) -> Any:
-        from lightning_stream.spark.sink import MDSSink, SinkJob
+        from lightning_stream.spark.sink import MDSSink
 
         purpose = "mode('overwrite')" if overwrite else "writing"
         options = self._checked_options([*_PARSERS, *(() if overwrite else _APPEND)], purpose)
-        if_exists = options.get("if_exists", "append")
-        if if_exists not in _IF_EXISTS:
-            raise ValueError(f"the option if_exists must be one of {', '.join(_IF_EXISTS)}; found {if_exists!r}.")
-        key = options.get("key", "")
-        message = options.get("message", "")
-        job = SinkJob.plan(
-            schema, self._settings(options), overwrite=overwrite, if_exists=if_exists, key=key, message=message
-        )
-        return MDSSink(job)
+        if options.get("if_exists", "append") not in _IF_EXISTS:
+            names = ", ".join(_IF_EXISTS)
+            raise ValueError(f"the option if_exists must be one of {names}; found {options['if_exists']!r}.")
+        return MDSSink(self._job(schema, options, overwrite))
 
     def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
         import pyspark.sql.datasource as api
 
-        from lightning_stream.spark.sink import MDSStreamSink, SinkJob
+        from lightning_stream.spark.sink import MDSStreamSink
 
         if not hasattr(api, "DataSourceStreamArrowWriter"):
             raise MissingExtraError(f"writeStream.format('mds') needs pyspark 4.1; found {version('pyspark')}.")
         options = self._checked_options((*_PARSERS, "message", *_STREAM), "writing a stream")
-        message = options.get("message", "")
-        settings = self._settings(options)
-        job = SinkJob.plan(schema, settings, overwrite=overwrite, if_exists="append", key="", message=message)
-        return MDSStreamSink(job)
+        return MDSStreamSink(self._job(schema, options, overwrite))
 
     def _checked_options(self, known: Sequence[str], purpose: str) -> dict[str, str]:
         options = dict(self.options)
@@ -97,22 +88,29 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
 
     def _store_options(self) -> dict[str, Any]:
         texts = {name.removeprefix(_STORE): text for name, text in self.options.items() if name.startswith(_STORE)}
-        options = {name: _typed(name, text) for name, text in texts.items()}
-        return {**options, **({"retries": _whole_number("retry", self.options)} if "retry" in self.options else {})}
+        # Credentials stay texts, also those of digits alone.
+        options = {name: text if _SECRETS.search(name) else option_of(text) for name, text in texts.items()}
+        if (retry := self.options.get("retry")) is None:
+            return options
+        if not retry.isdecimal():
+            raise ValueError(f"the option retry must be a whole number; found {retry!r:.40}.")
+        return {**options, "retries": int(retry)}
 
-    def _settings(self, options: Mapping[str, str]) -> Settings:
+    def _job(self, schema: Any, options: Mapping[str, str], overwrite: bool) -> Any:
+        from lightning_stream.spark.sink import SinkJob
+
         chosen = {name: parse(options[name]) for name, parse in _PARSERS.items() if name in options}
-        return Settings.read({"out": options["path"], "store_options": self._store_options() or None, **chosen})
+        place = {"out": options["path"], "store_options": self._store_options() or None, "overwrite": overwrite}
+        appending: dict[str, Any] = {name: options[name] for name in _APPEND if name in options}
+        return replace(SinkJob.read({**place, **chosen}), **appending).planned(schema)
 
     def _dataset(self) -> Any:
         from lightning_stream.spark.scan import Dataset
 
         options = self._checked_options(_READ, "reading")
-        chosen = options.get("version")
-        is_number = chosen is not None and chosen.isdecimal() and len(chosen) <= _MAX_NUMBER
         return Dataset(
             absolute(options["path"]),
-            int(chosen) if chosen is not None and is_number else chosen,
+            version_of(options["version"]) if "version" in options else None,
             _names(options["columns"]) if "columns" in options else None,
             parse_bytes(options.get("partition_size", "64mb"), "partition_size"),
             self._store_options(),
@@ -158,20 +156,3 @@ _PARSERS: Mapping[str, Callable[[str], Any]] = {
     "lengths": lambda text: dict.fromkeys(_names(text), len),
     "size_limit": lambda text: None if text.lower() == "none" else text,
 }
-
-
-def _whole_number(name: str, options: Mapping[str, str]) -> int:
-    text = options[name]
-    if not text.isdecimal():
-        raise ValueError(f"the option {name} must be a whole number; found {text!r:.40}.")
-    return int(text)
-
-
-def _typed(name: str, text: str) -> Any:
-    """A store's option as the type that its text shows. Credentials stay texts, also those of digits alone."""
-    if _SECRETS.search(name):
-        return text
-    try:
-        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
-    except ValueError:
-        return text

@@ -27,7 +27,7 @@ from lightning_stream.reading.stream_shards import StreamShards
 from lightning_stream.shared_files import LOCK_FDS, publish_bytes, try_flock
 from lightning_stream.spark.convert import Conversion
 from lightning_stream.spark.plan import quoted
-from lightning_stream.spark.settings import Settings
+from lightning_stream.spark.settings import SparkJob
 from lightning_stream.stores import absolute, is_remote, open_store
 
 _LABEL = "rows of a Spark DataFrame"  # in `lightning-stream cache list`
@@ -53,7 +53,8 @@ class FrameCache:
         chosen = dataframe if columns is None else dataframe.select(*map(quoted, columns))
         place = None if cache is None else absolute(cache)
         compression = "zstd" if place is not None and is_remote(place) else None
-        draft = Conversion.plan(chosen, Settings.read({"out": ".", "compression": compression}))
+        settings = SparkJob.read({"out": ".", "compression": compression, "overwrite": True})
+        draft = Conversion.plan(chosen, settings)
         key = draft.job.fingerprint
         private = default_folder(f"spark-frame-{key}") if place is None else None
         uri = str(private) if place is None else f"{place}/{key}"
@@ -150,7 +151,7 @@ class FrameCache:
         try:
             with self._alone():
                 if not self._is_taken():
-                    self._conversion.write(overwrite=True)
+                    self._conversion.write()
                     self._is_taken()
         except BaseException as error:  # noqa: BLE001 - raised where a caller waits for the rows
             self._failure = error

@@ -8,37 +8,22 @@ attempts, and only the shards that they list enter the index.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError, refusing
+from lightning_stream.convert.partition import PartitionWriter, Receipt, RefusedError, refusing
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.sources.nulls import NullRule
+from lightning_stream.spark.settings import SparkJob
 from lightning_stream.writer.place import digest_of
 
 RESULT = "receipt binary"
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of PIL, by channels
-
-
-@dataclass(frozen=True)
-class SparkJob(OutputSpec):
-    """The description of the work that every task gets.
-
-    Attributes:
-        done: Partitions that an earlier run of it has receipts for.
-        udf: From a pandas frame to an iterable of samples; None to write the rows as they are.
-        udf_kwargs: Its arguments.
-    """
-
-    done: frozenset[int] = frozenset()
-    udf: Callable[..., Iterable[Mapping[str, Any]]] | None = None
-    udf_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def write_partition(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

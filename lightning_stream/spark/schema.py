@@ -25,12 +25,12 @@ _IMAGE_FIELDS = ["origin", "height", "width", "nChannels", "mode", "data"]
 _IMAGE_ENCODINGS = ("pil", "png", "jpeg")
 
 
-def mds_columns(schema: Any, asked: Mapping[str, str] | None = None) -> dict[str, str]:
+def mds_columns(schema: Any, asked: Mapping[str, str]) -> dict[str, str]:
     """Choose the encoding of every column that is written.
 
     Args:
         schema: A DataFrame's schema.
-        asked: Encodings by column name: only these columns are then written. None for all, inferred.
+        asked: Encodings by column name: only these columns are then written. Empty for all, inferred.
 
     Raises:
         ValueError: No such column, an encoding that does not fit its type, or a type without an encoding.
@@ -39,13 +39,14 @@ def mds_columns(schema: Any, asked: Mapping[str, str] | None = None) -> dict[str
     unknown = [
         f"column {field.name!r}: there is no encoding for Spark's type {field.dataType.simpleString():.60}."
         for field, (name, kind) in zip(schema.fields, types, strict=True)
-        if kind is None and (asked is None or name in asked)
+        if kind is None and (not asked or name in asked)
     ]
     if unknown:
         raise ValueError(f"{' '.join(unknown)} Cast it, e.g. to string, or omit it by columns= in mds_kwargs.")
-    columns = arrow_columns(pa.schema([(name, pa.null() if kind is None else kind) for name, kind in types]), asked)
+    arrow = pa.schema([(name, pa.null() if kind is None else kind) for name, kind in types])
+    columns = arrow_columns(arrow, asked or None)
     images = [field.name for field in schema.fields if is_image(field.dataType) and field.name in columns]
-    if asked is None:
+    if not asked:
         return columns | dict.fromkeys(images, "pil")
     for name in images:
         if columns[name] not in _IMAGE_ENCODINGS:

@@ -30,8 +30,9 @@ from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, to_text, with_lengths
 from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.sources.tables import pieces_of
-from lightning_stream.spark.partition import SparkJob, written
+from lightning_stream.spark.partition import written
 from lightning_stream.spark.schema import kind_of, mds_columns
+from lightning_stream.spark.settings import SparkJob
 from lightning_stream.stores import LocalStore, Store
 from lightning_stream.version_log import Edit, read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
@@ -63,7 +64,6 @@ class SinkJob(SparkJob):
         job: The name of its folder.
     """
 
-    overwrite: bool = False
     key: str = ""
     message: str = ""
     if_exists: str = "append"
@@ -71,52 +71,37 @@ class SinkJob(SparkJob):
     base: str = ""
     job: str = ""
 
-    @classmethod
-    def plan(cls, schema: Any, settings: Any, *, overwrite: bool, if_exists: str, key: str, message: str) -> SinkJob:
+    def planned(self, schema: Any) -> SinkJob:
         """Choose the columns, and compare them with those of the dataset.
 
         Raises:
             ValueError: Columns that cannot be written, or that the dataset does not have.
             FileExistsError: There is a dataset that must not be, or there are other files.
         """
-        place = Transaction(settings.out, False, settings.store_options)
-        newest = _newest(place.store)
-        if newest is not None and not overwrite and if_exists == "error":
-            raise _exists(place.store)
-        if newest is None and not overwrite:
-            _refuse_other_files(place.store)
-        asked = settings.columns
-        if asked is None and newest is not None and newest.columns and not overwrite:
-            asked = _same_columns(schema, newest)
+        store = self.place.store
+        newest = _newest(store)
+        appended = None if self.overwrite else newest
+        if appended is not None and self.if_exists == "error":
+            raise _exists(store)
+        if newest is None and not self.overwrite:
+            _refuse_other_files(store)
+        asked = self.columns
+        if not asked and appended is not None and appended.columns:
+            asked = _same_columns(schema, appended)
         if vectors := [field.name for field in schema.fields if kind_of(field.dataType) == "VectorUDT"]:
             raise ValueError(
                 f"column {vectors[0]!r} holds ML vectors. Make it an array: "
                 "pyspark.ml.functions.vector_to_array(column), or write it by dataframe_to_mds."
             )
         columns = mds_columns(schema, asked)
-        lengths = settings.writer.get("lengths") or {}
+        lengths = self.writer.get("lengths") or {}
         check_measurable(lengths, columns)
-        skip = newest is not None and if_exists == "ignore"
-        if newest is not None and not overwrite and not skip:
-            check_appendable(newest, "mds", columns, lengths)
-        return cls(
-            settings.out,
-            False,
-            settings.store_options,
-            columns,
-            settings.writer,
-            "",
-            overwrite=overwrite,
-            message=message,
-            if_exists=if_exists,
-            skip=skip,
-            base="" if newest is None else newest.digest,
-        ).keyed(key)
-
-    def keyed(self, key: str) -> SinkJob:
-        """The same write under a key, in a folder of its own."""
-        begin = digest_of(key.encode()) if key else secrets.token_hex(8)
-        return replace(self, key=key, job=f"job-{begin}-{secrets.token_hex(4)}")
+        skip = appended is not None and self.if_exists == "ignore"
+        if appended is not None and not skip:
+            check_appendable(appended, "mds", columns, lengths)
+        begin = digest_of(self.key.encode()) if self.key else secrets.token_hex(8)
+        job = f"job-{begin}-{secrets.token_hex(4)}"
+        return replace(self, columns=columns, skip=skip, base="" if newest is None else newest.digest, job=job)
 
     def folder_of(self, partition_id: int) -> str:
         return f"{self.job}/part-{partition_id:05}"

@@ -18,7 +18,7 @@ from .base import BaseStore, ObjectEntry, Store, StoreTraits
 from .credentials import Credentials, asked
 from .local import LocalStore
 from .retry import RetryingStore, RetryPolicy
-from .transfer import ObjectStream, shown_url
+from .transfer import ObjectStream, option_of, shown_url
 
 _POLICY = {field.name for field in fields(RetryPolicy)}
 ENTRY_POINTS = "lightning_stream.stores"  # other packages name their stores in this group
@@ -137,5 +137,5 @@ def _meant(scheme: str) -> str:
 
 __all__ = [
     "BaseStore", "LocalStore", "ObjectEntry", "ObjectStream", "RetryPolicy", "RetryingStore", "Store", "StoreTraits",
-    "is_remote", "open_store", "shown_url",
+    "is_remote", "open_store", "option_of", "shown_url",
 ]  # fmt: skip

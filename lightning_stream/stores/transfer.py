@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import threading
@@ -182,6 +183,13 @@ def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
     if unknown:
         raise ValueError(f"unknown options for {scheme}: {', '.join(unknown)}. Known are {', '.join(known)}.")
     return kind(**options)
+
+
+def option_of(text: str) -> Any:
+    """An option of a store from text: the number, the list or the truth value that it shows, or the text itself."""
+    with contextlib.suppress(ValueError):
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    return text
 
 
 def is_named(error: BaseException, names: Collection[str]) -> bool:
