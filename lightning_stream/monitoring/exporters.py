@@ -22,14 +22,13 @@ class HasStats(Protocol):
 
 
 class _Metric(NamedTuple):
-    """A metric: its values by those of its label."""
+    """A metric: its values by the label ``part``, or one under ``""`` without that label."""
 
     name: str
     description: str
     unit: str
-    is_counter: bool
-    label: str
     values: Mapping[str, float]
+    is_counter: bool = True
 
 
 def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
@@ -37,10 +36,10 @@ def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
     late = stats.pauses["other_ranks"]  # only found out when ranks compare: a part of what was training until then
     step = {**stats.pauses, "training": stats.training_s + late, "validation": stats.validation_s}
     del step["other_ranks"]
-    yield _Metric("wait", "Time that training waited for data.", "seconds", True, "part", waits)
-    yield _Metric("step", "Time in which training did not wait for data.", "seconds", True, "part", step)
-    yield _Metric("other_ranks", "Time of training in which other ranks were late.", "seconds", True, "", {"": late})
-    yield _Metric("epoch", "Part of the epoch that is done.", "ratio", False, "", {"": stats.epoch_fraction})
+    yield _Metric("wait", "Time that training waited for data.", "seconds", waits)
+    yield _Metric("step", "Time in which training did not wait for data.", "seconds", step)
+    yield _Metric("other_ranks", "Time of training in which other ranks were late.", "seconds", {"": late})
+    yield _Metric("epoch", "Part of the epoch that is done.", "ratio", {"": stats.epoch_fraction}, is_counter=False)
     counted = stats.counters
     counts = {
         "batches": ("Batches that were handed out.", stats.num_batches),
@@ -55,9 +54,9 @@ def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
         "evictions": ("Shards that were deleted to make space.", counted["evictions"]),
         "bad_samples": ("Samples that could not be read.", counted["bad_samples"]),
     }
-    yield _Metric("fetched", "Bytes that came from the store.", "bytes", True, "", {"": counted["fetched_bytes"]})
+    yield _Metric("fetched", "Bytes that came from the store.", "bytes", {"": counted["fetched_bytes"]})
     for name, (description, value) in counts.items():
-        yield _Metric(name, description, "", True, "", {"": float(value)})
+        yield _Metric(name, description, "", {"": float(value)})
 
 
 def export_prometheus(
@@ -98,7 +97,8 @@ def export_prometheus(
     def family(metric: _Metric, labels: list[str]) -> Any:
         kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
         name = "_".join(filter(None, ("lightning_stream", metric.name, metric.unit)))
-        return kind(name, metric.description, labels=labels + [metric.label] * bool(metric.label), unit=metric.unit)
+        parts = [] if "" in metric.values else ["part"]
+        return kind(name, metric.description, labels=labels + parts, unit=metric.unit)
 
     class LoaderCollector(Collector):  # type: ignore[misc,unused-ignore]
         """Reads the stats of the loaders."""
@@ -115,8 +115,8 @@ def export_prometheus(
                 loader_labels = {**common, "loader": name} if name else common
                 for metric in _metrics(measured.stats()):
                     samples = families.setdefault(metric.name, family(metric, [*loader_labels]))
-                    for key, value in metric.values.items():
-                        samples.add_metric([*loader_labels.values(), *([key] if metric.label else [])], value)
+                    for part, value in metric.values.items():
+                        samples.add_metric([*loader_labels.values(), *filter(None, [part])], value)
             yield from families.values()
 
     collector = LoaderCollector()

@@ -178,7 +178,7 @@ class Meter:
             self._training_since = None
 
     def add_pause(self, what: str, since: Mark, now: float) -> None:
-        """Note what the consumer did since a mark instead of training: ``"validation"``, or one of `PAUSES`."""
+        """Note what the consumer did since a mark instead of training: ``"validation"``, or one of `PAUSE_LABELS`."""
         seconds = now - since.at
         self._collected += GARBAGE.seconds - since.collected
         if self._training_since is not None:

@@ -9,12 +9,11 @@ from lightning_stream.counters import NAMES
 
 STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
 PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
-PAUSES = ("checkpoint", "garbage_collection", "other_ranks")  # of the time between batches
 INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
 _MB = 1e6
 _LEAST_SHOWN_MB_S = 0.05
 _OF_THE_MOMENT = ("settings", "epoch_positions", "epoch_fraction", "longest_wait_s")
-PAUSE_LABELS = {
+PAUSE_LABELS = {  # of the pauses between batches
     "checkpoint": "writing checkpoints",
     "garbage_collection": "garbage collection",
     "other_ranks": "other ranks were late",
@@ -102,7 +101,7 @@ class LoaderStats:
     beside_s: float = 0.0
     queued_s: float = 0.0
     validation_s: float = 0.0
-    pauses: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSES, 0.0))
+    pauses: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSE_LABELS, 0.0))
     waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     first_waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
     work: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -111,7 +110,7 @@ class LoaderStats:
 
     def __sub__(self, before: LoaderStats) -> LoaderStats:
         """What was measured since `before`; the longest wait stays that of the whole time."""
-        return replace(self._combined(before, -1), longest_wait_s=self.longest_wait_s)
+        return self._combined(before, -1)
 
     def __add__(self, later: LoaderStats) -> LoaderStats:
         """What was measured in both."""
@@ -137,7 +136,7 @@ class LoaderStats:
     @property
     def wait_share(self) -> float:
         """The part of the time that training waited for data, from 0 to 1."""
-        return self.wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return _ratio(self.wait_s, self.elapsed_s)
 
     @property
     def first_wait_s(self) -> float:
@@ -147,7 +146,7 @@ class LoaderStats:
     @property
     def first_wait_share(self) -> float:
         """The part of the time that training waited for first batches, which is a part of `wait_share`."""
-        return self.first_wait_s / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return _ratio(self.first_wait_s, self.elapsed_s)
 
     @property
     def waited(self) -> str:
@@ -157,12 +156,12 @@ class LoaderStats:
     @property
     def samples_per_s(self) -> float:
         """Samples that this process trained on in a second."""
-        return self.num_samples / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return _ratio(self.num_samples, self.elapsed_s)
 
     @property
     def download_mb_s(self) -> float:
         """Megabytes (10^6 bytes) that came from the store in a second, over all workers."""
-        return self.counters["fetched_bytes"] / _MB / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return _ratio(self.counters["fetched_bytes"] / _MB, self.elapsed_s)
 
     @property
     def cache_hit(self) -> float:
@@ -174,7 +173,7 @@ class LoaderStats:
     @property
     def ready_share(self) -> float:
         """The part of the batches that were ready when they were requested, from 0 to 1."""
-        return self.num_ready / self.num_batches if self.num_batches else 0.0
+        return _ratio(self.num_ready, self.num_batches)
 
     @property
     def fetching_s(self) -> float:
@@ -203,13 +202,13 @@ class LoaderStats:
         workers, training waits in any case.
         """
         making_s = self.making_s(self.settings.num_workers, self.computing_s)
-        return self.compute_s / making_s if making_s > 0 and self.settings.num_workers else 0.0
+        return _ratio(self.compute_s, making_s) if self.settings.num_workers else 0.0
 
     @property
     def epoch_left_s(self) -> float:
         """Seconds until the end of the epoch at this speed; 0 if nothing was measured."""
         left = (1 - self.epoch_fraction) * self.epoch_positions
-        return left * self.elapsed_s / self.num_positions if self.num_positions else 0.0
+        return _ratio(left * self.elapsed_s, self.num_positions)
 
     @property
     def short(self) -> str:
@@ -285,6 +284,11 @@ class LoaderStats:
             f"{counted['retries']:,.0f} retries, {counted['bad_samples']:,.0f} bad samples."
         )
         return "\n".join([head, *table, foot, str(verdict_of(self))])
+
+
+def _ratio(amount: float, total: float) -> float:
+    """The amount for each of the total; 0 if nothing was measured."""
+    return amount / total if total > 0 else 0.0
 
 
 def percent(share: float) -> str:
