@@ -92,15 +92,13 @@ def _check(caches: list[_Cache], out: Output) -> int:
     damaged: list[dict[str, Any]] = []
     num_shards = 0
     for cache in caches:
-        indexes = [Index.from_file(path) for path in cache.path.glob(_INDEXES)]
-        entries = [index.entry(shard) for index in indexes for shard in range(index.num_shards)]
-        for name, entry in {
-            entry.raw.basename: entry for entry in entries if entry.raw.basename in cache.shards
-        }.items():
+        indexes = map(Index.from_file, cache.path.glob(_INDEXES))
+        entries = {entry.raw.basename: entry for index in indexes for entry in index}
+        for name in [name for name in entries if name in cache.shards]:
             num_shards += 1
             out.progress(f"{num_shards:,} shards")
             try:
-                for raw, _ in entry.files:
+                for raw, _ in entries[name].files:
                     verify(cache.path / raw.basename, raw, None, str(cache.path / raw.basename))
             except (DigestError, FormatError) as error:
                 is_deleted = cache.space.remove(cache.shards[name])

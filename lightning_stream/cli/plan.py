@@ -218,16 +218,20 @@ def _measure(text: str, units: Mapping[str, float], example: str) -> float:
 def _print(plans: Sequence[Plan], options: argparse.Namespace, out: Output) -> None:
     """Print what limits the run, then what each resource allows, then what the run needs."""
     plan = plans[0]
-    out.show({"limit": _in_flags(plan.finding)})
-    if plan.warning is not None:
-        out.show({"warning": _in_flags(plan.warning)})
-    rates = {bound.resource: bound.samples_per_s for bound in plan.bounds}
-    why = {bound.resource: _in_flags(bound.why) for bound in plan.bounds}
-    allowed = {name: f"{rate:>12,.0f} samples/s  {why[name]}" for name, rate in rates.items() if rate}
-    out.show({"at most": allowed} if allowed else {})
-    others = [f"{name} ({why[name].removeprefix('not given: ')})" for name, rate in rates.items() if rate is None]
-    out.show({"not given": "; ".join(others)} if others else {})
-    out.show(_needs(plan, options))
+    at_most = {
+        bound.resource: f"{bound.samples_per_s:>12,.0f} samples/s  {_in_flags(bound.why)}"
+        for bound in plan.bounds
+        if bound.samples_per_s
+    }
+    unknown = [bound for bound in plan.bounds if bound.samples_per_s is None]
+    reasons = [f"{bound.resource} ({bound.why.removeprefix('not given: ')})" for bound in unknown]
+    facts = {
+        "limit": _in_flags(plan.finding),
+        "warning": _in_flags(plan.warning or ""),
+        "at most": at_most,
+        "not given": _in_flags("; ".join(reasons)),
+    }
+    out.show({name: fact for name, fact in facts.items() if fact} | _needs(plan, options))
     if len(plans) > 1:
         out.table("compared", [_compared(plan) for plan in plans])
 

@@ -38,7 +38,7 @@ def run(options: Namespace, out: Output) -> int:
         local = None if options.local is None else str(Path(options.local, split))
         reader = reader_over([dataset.stream(local, options.store_options)])  # which stores the index, too
         (cache,), (index,) = reader.caches, reader.indexes
-        entries = [index.entry(shard) for shard in range(index.num_shards)]
+        entries = list(index)
         num_new = sum(not cache.present(entry) for entry in entries)
         with DaemonPool(workers, "pull") as pool:
             for num_done, fetch in enumerate([pool.submit(cache.ensure, entry) for entry in entries], 1):

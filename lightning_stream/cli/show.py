@@ -58,7 +58,7 @@ def run(options: Namespace, out: Output) -> int:
 def _sizes(dataset: FoundDataset) -> dict[str, Any]:
     """A dataset as its index describes it; in another format, the bytes of shards are those of parts of its files."""
     index = dataset.index
-    entries = [index.entry(shard) for shard in range(index.num_shards)]
+    entries = list(index)
     facts: dict[str, Any] = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
     facts["shards"] = index.num_shards
     if index.num_deleted:

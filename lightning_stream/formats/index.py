@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
@@ -233,6 +233,10 @@ class Index:
 
     def __len__(self) -> int:
         return self.num_shards
+
+    def __iter__(self) -> Iterator[ShardEntry]:
+        """Parse the entry of each shard."""
+        return map(self.entry, range(self.num_shards))
 
 
 def mixed_columns(indexes: Sequence[Index]) -> dict[str, bool] | None:

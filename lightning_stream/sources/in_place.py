@@ -235,8 +235,7 @@ def _refuse_nulls(shards: Sequence[Piece], columns: Columns) -> None:
 def changed_files(former: Index, now: Index) -> str:
     """Describe which files of a dataset in another format differ between two indexes; empty if they have none."""
     before, after = (
-        {name: size_stamp for shard in range(index.num_shards) for name, *size_stamp in _files_of(index.entry(shard))}
-        for index in (former, now)
+        {name: size_stamp for entry in index for name, *size_stamp in _files_of(entry)} for index in (former, now)
     )
     kinds = {
         "Changed files": [name for name in before if name in after and before[name] != after[name]],

@@ -182,7 +182,7 @@ class FrameCache:
         self.lease = Lease(folder.path, fd, MANIFEST)
         try_flock(fd, first, shared=True)  # nobody prunes it now: see _alone
         index = Index.from_file(folder.path / INDEX_NAME)
-        files = [raw for shard in range(len(index)) for raw, _ in index.entry(shard).files]
+        files = [raw for entry in index for raw, _ in entry.files]
         publish_bytes(f"frame {_LABEL}".encode(), folder.control / "source", folder.modes)
         # One entry for all files: they are of use only together.
         names = (MANIFEST, *(file.basename for file in files))

@@ -183,7 +183,7 @@ class Transaction:
     def next_shard(self) -> int:
         """The number of the first new shard."""
         base = self.base
-        names = () if base is None else (base.entry(shard).raw.basename for shard in range(len(base)))
+        names = () if base is None else (entry.raw.basename for entry in base)
         return 1 + max((int(match[1]) for name in names if (match := _NUMBERED.match(name))), default=-1)
 
     def name_of(self, name: str, parts: Sequence[Any]) -> str:
