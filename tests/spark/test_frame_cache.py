@@ -33,8 +33,7 @@ class Conversion:
     begun: threading.Event = field(default_factory=threading.Event)
     go: threading.Event = field(default_factory=threading.Event)
 
-    def write(self, overwrite: bool) -> list[Any]:
-        assert overwrite
+    def write(self) -> list[Any]:
         self.begun.set()
         assert self.go.wait(30)
         with MDSWriter(out=self.job.out, columns={"id": "int"}) as writer:
