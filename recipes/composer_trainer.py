@@ -37,25 +37,28 @@ class ComposerTrainer(ModelTrainer, Callback):
         self.join(model, datamodule)
         run = {"seed_steps": self.seed, "report": self.path.parents[1], **options_of(RunOptions, datamodule.options)}
         workers = options_of(WorkerOptions, datamodule.options)
+        loading = {"world": datamodule.world(), "pin_memory": datamodule.pin_memory, **workers}
         train = data_spec(
             datamodule.datasets["train"], global_batch_size=datamodule.global_batch_size,
-            batch_size=datamodule.batch_size, **run, **workers,
+            batch_size=datamodule.batch_size, tail=datamodule.tail, on_mismatch=datamodule.on_mismatch,
+            **run, **loading,
         )  # fmt: skip
         val = None
         if datamodule.datasets["val"] is not None:
-            workers |= {"num_workers": datamodule.eval_num_workers}
+            loading |= {"num_workers": datamodule.eval_num_workers}
             size = datamodule.val_dataloader().batch_size
-            val = data_spec(datamodule.datasets["val"], batch_size=size, evaluation=True, **workers)
+            val = data_spec(datamodule.datasets["val"], batch_size=size, evaluation=True, **loading)
         self.plan(train.dataloader)
         made = optimization(model)
         trainer = Trainer(
             model=_ComposerModel(model), train_dataloader=train, eval_dataloader=val, optimizers=made["optimizer"],
             schedulers=made.get("schedule"), step_schedulers_every_batch=True, load_path=ckpt_path,
-            max_duration=f"{self.estimated_stepping_batches}ba", save_folder=str(self.path.parent),
-            save_latest_filename="last.ckpt", save_interval=self.save_interval, save_overwrite=True,
-            save_num_checkpoints_to_keep=2, seed=self.seed, callbacks=[self], **self.options,
+            save_folder=str(self.path.parent), save_latest_filename="last.ckpt", save_interval=self.save_interval,
+            save_overwrite=True, save_num_checkpoints_to_keep=2, seed=self.seed, callbacks=[self], **self.options,
         )  # fmt: skip
-        trainer.fit()
+        step = int(trainer.state.timestamp.batch)
+        self.plan(train.dataloader, step)
+        trainer.fit(duration=f"{self.estimated_stepping_batches - step}ba")
         trainer.close()
 
     def save_checkpoint(self, path: str | Path) -> None:

@@ -72,9 +72,13 @@ class ModelTrainer:
         model.trainer = self
         model.configure_model()
 
-    def plan(self, loader: Any) -> None:
-        """Count the optimizer steps of the run."""
-        steps = sum(map(loader.num_batches, range(self.max_epochs)))
+    def plan(self, loader: Any, step: int = 0) -> None:
+        """Count the optimizer steps of the run: those done, and those that follow from where the loader stands."""
+        here = loader.position
+        steps = step
+        while here.epoch < self.max_epochs:
+            steps += len(loader.micro_batches_from(here))
+            here = here.next_epoch()
         self.estimated_stepping_batches = steps if self.max_steps < 0 else min(steps, self.max_steps)
 
 
@@ -112,6 +116,7 @@ class TorchTrainer(ModelTrainer):
         self.tracker = PositionTracker(loader, **{"seed_steps": self.seed, **options})
         if ckpt_path is not None:
             self._load(ckpt_path)
+            self.plan(loader, self.step)
         before = {signum: signal.signal(signum, self._on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
         try:
             while self.step < self.estimated_stepping_batches:

@@ -95,8 +95,8 @@ def absolute(uri: str) -> str:
 def fetch(url: str, folder: Path) -> Path:
     """A file of any store as a local one in this folder, downloaded unless it is there."""
     place, _, name = url.rpartition("/")
-    path = folder / name
+    path = folder / hashlib.sha256(place.encode()).hexdigest()[:8] / name
     if not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         open_store(place).get(name, path)
     return path

@@ -56,6 +56,17 @@ def test_photos_keep_their_bytes_and_classes(as_archive: bool, tmp_path: Path) -
     assert batch["image"].dtype == torch.uint8
 
 
+def test_archives_of_one_name_from_two_places_are_two(tmp_path: Path) -> None:
+    for place in ("a", "b"):
+        write_flowers(tmp_path / place / "photos", 10 if place == "a" else 20)
+        with tarfile.open(tmp_path / place / "photos.tgz", "w:gz") as tar:
+            tar.add(tmp_path / place / "photos", "photos")
+        url = (tmp_path / place / "photos.tgz").as_uri()
+        data = ImageData(photos=url, downloads=str(tmp_path / "downloads"), **places(tmp_path))
+        data.prepare_data()
+        assert len(samples(data, "train")) + len(samples(data, "val")) == (10 if place == "a" else 20)
+
+
 def test_another_source_or_setting_has_shards_of_its_own(tmp_path: Path) -> None:
     first = TableData(source="synthetic", synthetic_count=50, **places(tmp_path))
     same = TableData(source="synthetic", synthetic_count=50, **places(tmp_path))

@@ -85,6 +85,20 @@ def test_a_run_on_a_dataset_continues_on_two_devices(trainer: str, run: Callable
 
 @pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning")
 @pytest.mark.parametrize("trainer", ["lightning", "torch", "composer"])
+def test_every_trainer_trains_all_epochs_with_the_datas_settings_and_after_a_change_of_the_batch_size(
+    trainer: str, run: Callable[..., Any], mine: Path
+) -> None:
+    if trainer == "composer":
+        pytest.importorskip("composer", reason="Composer is not installed: uv sync --no-dev --extra composer")
+    settings = (*DATA, f"trainer={trainer}", "+data.tail=drop", f"+data.record_delivery={mine / 'record'}")
+    planned = MapDataset([0] * 200, shuffle=True, seed=5)
+    run("mine", *settings, "trainer.max_steps=5")
+    run("mine", *settings, "data.global_batch_size=32", "ckpt_path=last")
+    assert verify_delivery(mine / "record", planned).num_steps == 5 + 3 + 6
+
+
+@pytest.mark.filterwarnings("default::UserWarning", "default::FutureWarning", "default::DeprecationWarning")
+@pytest.mark.parametrize("trainer", ["lightning", "torch", "composer"])
 def test_a_run_has_no_validation_where_there_is_no_data_for_it(
     trainer: str, run: Callable[..., Any], mine: Path
 ) -> None:

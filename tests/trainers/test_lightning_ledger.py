@@ -16,7 +16,7 @@ import torch
 from support.lightning_runs import GLOBAL_BATCH, Run, checkpoints, saved_on_exception
 from support.resume_contract import WARNINGS, At, Stopped
 
-from lightning_stream import PositionTracker, StreamingDataLoader, StreamingDataset
+from lightning_stream import PositionTracker, SampleLog, StreamingDataLoader, StreamingDataset
 from lightning_stream.errors import LedgerError, StateError
 from lightning_stream.order import World, ledger
 from lightning_stream.trainers.audit import verify_delivery
@@ -201,8 +201,14 @@ def test_a_planned_substitution_is_no_difference(shards: Path, tmp_path: Path) -
         "remote": damaged, "local": tmp_path / "cache",
         "on_bad": {"shard": "substitute", "quarantine": tmp_path / "bad"}
     }  # fmt: skip
-    run = Run(damaged, tmp_path, dataset=options, data={"record_delivery": tmp_path / "record"}, limit_val_batches=0)
+    data = {"record_delivery": tmp_path / "record"}
+    log = SampleLog(tmp_path / "samples")
+    run = Run(damaged, tmp_path, dataset=options, data=data, callbacks=[log], limit_val_batches=0)
     assert run.trainer.callback_metrics["stream/num_substituted"] == index["shards"][3]["samples"]
+    logged = [json.loads(line) for line in (tmp_path / "samples" / "rank-0.jsonl").read_text().splitlines()]
+    assert {line["step"] - 1: sorted(line["ids"]) for line in logged} == {
+        step: sorted(ids) for step, ids in run.steps.items()
+    }
     verdict = verify_delivery(tmp_path / "record", dataset(damaged))
     assert verdict.first_difference is None, verdict.sentence
     assert verdict.num_steps == 33

@@ -54,8 +54,7 @@ class SampleLog(Callback):
         """Add the ids of a micro-batch that is trained on."""
         self._epoch = batch.epoch
         if batch.num_samples:
-            counted = batch.without_padding()
-            self._ids += (counted.ids if counted.rows is None else counted.rows.ids).tolist()
+            self._ids += batch.without_padding().sample_ids.tolist()
 
     def commit(self, step: int) -> None:
         """Write the line of a step."""
