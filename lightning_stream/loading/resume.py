@@ -74,7 +74,8 @@ def position_in(
         if ours is not None and is_checked and not accepted and not ours.ledger_matches(run):
             raise StateError(
                 f"A state's ledger must be the sum of the samples before its position, but that of epoch {ours.epoch}, "
-                f"position {ours.position} is another. The state is damaged; load another checkpoint."
+                f"position {ours.position} is another. A sampler lists other samples than before, or else the state is "
+                "damaged: pass the former sampler, or load another checkpoint."
             )
         here = ours or mosaic_position(state, run, batch_size=size, tail=tail)
         here = here.rebased_on(run, batch_size=size, tail=tail, world=world)

@@ -16,6 +16,7 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset
+from lightning_stream.errors import FormatError
 from lightning_stream.order import World
 from recipes.data.captions import CaptionData
 from recipes.data.chats import ChatData
@@ -122,6 +123,25 @@ def test_what_the_assistant_says_is_learned(tmp_path: Path) -> None:
     without = ImageChatData(source=str(tmp_path / "chats.jsonl"), val_fraction=0.2, **options)
     with pytest.raises(Exception, match=r"a list of JPEG files in 'images'; it has messages\. Set data\.images_key"):
         without.prepare_data()
+
+
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ({"role": "user", "content": None}, "texts as role and content; found .*'content': None"),
+        ({"from": "human", "value": "2+2?"}, "texts as role and content; found .*'from'"),
+        ({"role": "gpt", "content": "4"}, r"nobody of these says anything .*Set data\.roles"),
+    ],
+)
+def test_chats_of_which_nothing_would_be_learned_are_refused(
+    message: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    rows = [json.dumps({"messages": [{"role": "user", "content": str(k)}, message]}) for k in range(20)]
+    (tmp_path / "chats.jsonl").write_text("\n".join(rows))
+    options = {"text_key": "messages", "long_documents": "drop", "val_fraction": 0.2, **places(tmp_path)}
+    data = ChatData(source=str(tmp_path / "chats.jsonl"), **options)
+    with pytest.raises(FormatError, match=says):
+        data.prepare_data()
 
 
 def test_chats_with_images_are_packed_whole_and_begin_with_their_images(tmp_path: Path) -> None:
