@@ -117,11 +117,6 @@ class Conversion:
             batch_rows = _ARRAY_BATCH_ROWS
         return cls(rows, job, batch_rows)
 
-    @property
-    def _numbered(self) -> Any:
-        """The rows with numbers as names of columns: Spark's own may hold dots, or differ in their case only."""
-        return self.dataframe.toDF(*map(str, range(len(self.dataframe.columns))))
-
     def write(self, merge_index: bool = True) -> None:
         """Let Spark write the partitions that are not written, and publish all.
 
@@ -133,7 +128,9 @@ class Conversion:
         publication = Publication.begin(self.job, self.job.overwrite, _REPLACE)
         job = replace(self.job, done=publication.done)
         with small_batches(self.dataframe.sparkSession, self.batch_rows):
-            rows = collected(self._numbered.mapInArrow(_task(job, self.dataframe.columns), RESULT))
+            # Numbers as names of columns: Spark's own may hold dots, or differ in their case only.
+            numbered = self.dataframe.toDF(*map(str, range(len(self.dataframe.columns))))
+            rows = collected(numbered.mapInArrow(_task(job, self.dataframe.columns), RESULT))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame", _FILL)
         notes = {

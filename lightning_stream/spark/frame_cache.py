@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -29,6 +30,7 @@ from lightning_stream.spark.convert import Conversion
 from lightning_stream.spark.plan import quoted
 from lightning_stream.spark.settings import SparkJob
 from lightning_stream.stores import absolute, is_remote, open_store
+from lightning_stream.threads import DaemonPool
 
 _LABEL = "rows of a Spark DataFrame"  # in `lightning-stream cache list`
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
@@ -65,9 +67,8 @@ class FrameCache:
         self._private = None if private is None else CacheFolder(private)
         self.lease: Lease | None = None  # of a private cache: it cannot be pruned until this is closed
         self._conversion = conversion
-        self._thread: threading.Thread | None = None
-        self._over = threading.Event()
-        self._failure: BaseException | None = None
+        self._pool = DaemonPool(1, "spark-frame-cache")
+        self._filling: Future[None] | None = None
         self._lock = threading.Lock()
         self._reader: SampleReader | None = None
         _caches.add(self)
@@ -83,12 +84,12 @@ class FrameCache:
         """Whether all rows are in the cache."""
         return open_store(self.uri).exists(INDEX_NAME)
 
-    def start(self) -> None:
+    def start(self) -> Future[None]:
         """Begin to fill the cache, unless that was done. Returns at once."""
         with self._lock:
-            if self._thread is None and self._conversion is not None and not self._over.is_set():
-                self._thread = threading.Thread(target=self._fill, name="spark-frame-cache", daemon=True)
-                self._thread.start()
+            if self._filling is None:
+                self._filling = self._pool.submit(self._fill)
+            return self._filling
 
     def wait(self) -> None:
         """Wait until all rows are in the cache.
@@ -99,17 +100,15 @@ class FrameCache:
         """
         if self._reader is not None:
             return
-        if self._conversion is None:
+        if self._conversion is not None:
+            self.start().result()
+        else:
             with self._alone():
                 if not self._is_taken():
                     raise CacheError(
                         f"{self.uri} must hold a DataFrame's rows; the process that converts them has not finished. "
                         "See its error, or read the DataFrame there once before starting others."
                     )
-        else:
-            self.start()
-            self._over.wait()
-            self._raise_failure()
         self._reader = self._read(None)
 
     @property
@@ -128,18 +127,18 @@ class FrameCache:
         if self._conversion is None or self._reader is not None:
             yield self.reader
             return
-        self.start()
+        filling = self.start()
         num_read = 0
-        while not self._over.is_set():
+        while not filling.done():
             try:
                 shards = self._conversion.job.receipt(num_read).shards
             except NotFoundError:
-                self._over.wait(_LOOK_S)
+                wait([filling], _LOOK_S)
                 continue
             num_read += 1
             if shards:
                 yield self._read(shards)
-        self._raise_failure()
+        filling.result()
         index = json.loads(open_store(self.uri).read(INDEX_NAME))
         # Receipts are gone by now; none were written where it was complete before.
         for partition_id, part in groupby(index["shards"], lambda shard: partition_of(shard["raw_data"]["basename"])):
@@ -153,10 +152,8 @@ class FrameCache:
                 if not self._is_taken():
                     self._conversion.write()
                     self._is_taken()
-        except BaseException as error:  # noqa: BLE001 - raised where a caller waits for the rows
-            self._failure = error
-        finally:
-            self._over.set()
+        except StoreError as error:
+            raise StoreError(f"{error} Pass it as cache=.") from error
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -188,12 +185,6 @@ class FrameCache:
         names = (MANIFEST, *(file.basename for file in files))
         Space(folder).mark(CacheEntry(names, sum(file.num_bytes for file in files)))
         return True
-
-    def _raise_failure(self) -> None:
-        if isinstance(self._failure, StoreError):
-            raise StoreError(f"{self._failure} Pass it as cache=.") from self._failure
-        if self._failure is not None:
-            raise self._failure
 
     def _read(self, shards: Sequence[Mapping[str, Any]] | None) -> SampleReader:
         """A reader of the shards that have these entries in the index; of all if None."""

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cached_property
 from inspect import signature
 from io import BytesIO
 from typing import Any
@@ -161,11 +160,7 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
         has_zone = "timezone" in signature(to_arrow_schema).parameters
         self._arrow = to_arrow_schema(schema, **({"timezone": "UTC"} if has_zone else {}))
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_opened"}
-
-    @cached_property
-    def _opened(self) -> tuple[ShardCache, Index]:
+    def partitions(self) -> list[ShardSpan]:
         cache, index = self._dataset.open()
         names = {name for columns in index.column_sets for name in columns}
         if index.schemas and (unknown := [name for name in self._arrow.names if name not in names]):
@@ -173,10 +168,6 @@ class MDSReader(DataSourceReader):  # type: ignore[misc,unused-ignore]
                 f"the schema must have columns of the dataset; {index.where} has {', '.join(sorted(names))}; found "
                 f"{', '.join(unknown)}. If the dataset was replaced, load it again."
             )
-        return cache, index
-
-    def partitions(self) -> list[ShardSpan]:
-        cache, index = self._opened
         deleted = deleted_samples(cache, index)
         ends = np.cumsum(index.shard_sizes)
         spans = []
