@@ -41,7 +41,7 @@ Reading = Mapping[str, Any]  # how a dataset is read: arguments of `Stream`
 
 
 @dataclass(frozen=True)
-class FoundDataset:
+class OpenDataset:
     """A dataset that an argument names: its URL as it was given, its files, its index, and how it is read."""
 
     remote: str
@@ -74,7 +74,7 @@ def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -
     return SampleReader(StreamShards(streams, config=config))
 
 
-def _reader(streams: Sequence[Stream], datasets: Sequence[FoundDataset]) -> SampleReader:
+def _reader(streams: Sequence[Stream], datasets: Sequence[OpenDataset]) -> SampleReader:
     """A reader of these streams, with the indexes that were read to find the datasets."""
     reader = reader_over(streams)
     reader.shards.indexes = tuple(dataset.index for dataset in datasets)
@@ -248,7 +248,7 @@ def require_answer(remote: str, options: Options) -> None:
         logging.disable(logging.NOTSET)
 
 
-def datasets_at(remote: str, options: Options, how: Reading | None = None) -> list[FoundDataset]:
+def datasets_at(remote: str, options: Options, how: Reading | None = None) -> list[OpenDataset]:
     """Find the dataset in a folder, or the datasets in its splits.
 
     Raises:
@@ -263,12 +263,12 @@ def datasets_at(remote: str, options: Options, how: Reading | None = None) -> li
     return [_as_stream(url, options, how or {}) for url in [dataset.remote for dataset in datasets] or [remote]]
 
 
-def datasets_of(options: Namespace) -> list[FoundDataset]:
+def datasets_of(options: Namespace) -> list[OpenDataset]:
     """The datasets that the arguments of :func:`add_source` name; see :func:`datasets_at`."""
     return datasets_at(options.remote, options.store_options, reading_of(options))
 
 
-def _indexed(remote: str, options: Options) -> list[FoundDataset]:
+def _indexed(remote: str, options: Options) -> list[OpenDataset]:
     """The dataset with an index.json in a folder, or those in its splits."""
     store = open_store(remote, options)
     with suppress(NotFoundError):
@@ -283,23 +283,23 @@ def _indexed(remote: str, options: Options) -> list[FoundDataset]:
     return datasets
 
 
-def _with_index(remote: str, store: Store, options: Options) -> FoundDataset:
+def _with_index(remote: str, store: Store, options: Options) -> OpenDataset:
     try:
-        return FoundDataset(remote, store, read_index(store), {})
+        return OpenDataset(remote, store, read_index(store), {})
     except FormatError:
         if not InPlace().recognises(store.read(INDEX_NAME)):
             raise
         return _as_stream(remote, options, {})
 
 
-def _as_stream(remote: str, options: Options, how: Reading) -> FoundDataset:
+def _as_stream(remote: str, options: Options, how: Reading) -> OpenDataset:
     """The dataset as `StreamingDataset` reads it; an index that is made stays in the cache, for that too."""
     stream = Stream(remote, options=options, **how)
     cache = cache_of(stream, CacheDefaults())
-    return FoundDataset(remote, cache.store, index_of(stream, cache), how)
+    return OpenDataset(remote, cache.store, index_of(stream, cache), how)
 
 
-def mds_at(remote: str, options: Options, remedy: str) -> list[FoundDataset]:
+def mds_at(remote: str, options: Options, remedy: str) -> list[OpenDataset]:
     """Find datasets that have an index.json beside them. ValueError with the remedy for any other format."""
     datasets = datasets_at(remote, options)
     if other := datasets[0].format:
@@ -307,7 +307,7 @@ def mds_at(remote: str, options: Options, remedy: str) -> list[FoundDataset]:
     return datasets
 
 
-def only_dataset(datasets: Sequence[FoundDataset], rule: str) -> FoundDataset:
+def only_dataset(datasets: Sequence[OpenDataset], rule: str) -> OpenDataset:
     """The one dataset; ValueError, which begins with the rule, for several splits."""
     if len(datasets) > 1:
         splits = " or ".join(dataset.store.url for dataset in datasets)

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_stream.cli.arguments import (
     SPARK,
-    FoundDataset,
+    OpenDataset,
     add_flags,
     add_source,
     datasets_of,
@@ -115,7 +115,7 @@ class _Findings:
             self._out.line(f"{', '.join(f'{name} {value}' for name, value in place)}: {error}")
 
 
-def _verdict(dataset: FoundDataset, problems: list[_Problem], decode: bool) -> dict[str, Any]:
+def _verdict(dataset: OpenDataset, problems: list[_Problem], decode: bool) -> dict[str, Any]:
     """What was checked, and by what."""
     index = dataset.index
     entries = [entry for shard in range(index.num_shards) for entry in index.entries(shard)]
@@ -167,7 +167,7 @@ class _Check:
                     yield {"shard": shard, "id": sample_id, "error": error}
 
 
-def _of_lengths(dataset: FoundDataset, reader: SampleReader) -> Iterator[_Problem]:
+def _of_lengths(dataset: OpenDataset, reader: SampleReader) -> Iterator[_Problem]:
     """What is wrong with the files of lengths, with the name of each length."""
     try:
         for name in dataset.index.lengths:

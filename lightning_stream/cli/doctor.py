@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import lightning_stream
 from lightning_stream.cache.folder import CacheFolder, cache_root
-from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, datasets_of, imported
+from lightning_stream.cli.arguments import OpenDataset, add_flags, add_source, datasets_of, imported
 from lightning_stream.cli.output import ExitCode, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
 from lightning_stream.formats.encodings.images import load_images
@@ -70,7 +70,7 @@ def run(options: Namespace, out: Output) -> int:
     if options.read and options.remote is None:
         raise ValueError("--read measures reading a dataset: pass PATH|URL")
     transform = None if options.transform is None else imported(options.transform, "--transform")
-    datasets: list[FoundDataset] = []
+    datasets: list[OpenDataset] = []
     findings = []
     for finding in chain(_of_machine(), _of_datasets(options, datasets)):
         findings.append(finding)
@@ -137,7 +137,7 @@ def _launcher() -> Finding:
     return Finding("launcher", ", ".join(shown) or "one process", remedy if is_wrong else "", is_wrong)
 
 
-def _of_datasets(options: Namespace, datasets: list[FoundDataset]) -> Iterator[Finding]:
+def _of_datasets(options: Namespace, datasets: list[OpenDataset]) -> Iterator[Finding]:
     """Read the index of every dataset there, which is added to the list, and time it."""
     if options.remote is None:
         return
@@ -159,7 +159,7 @@ def _loaded(sample: Any) -> Any:
     return sample
 
 
-def _read(dataset: FoundDataset, transform: Any, options: Namespace, out: Output) -> dict[str, Any]:
+def _read(dataset: OpenDataset, transform: Any, options: Namespace, out: Output) -> dict[str, Any]:
     """Read batches for a while, and print where the time went, what limits it, and the rates for a plan."""
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.loader import StreamingDataLoader

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.arguments import FoundDataset, add_flags, add_source, datasets_of, only_dataset
+from lightning_stream.cli.arguments import OpenDataset, add_flags, add_source, datasets_of, only_dataset
 from lightning_stream.cli.output import ExitCode, Output, as_text
 from lightning_stream.cli.samples import ColumnStats, plain_sample, with_class_names, write_page
 from lightning_stream.errors import StoreError
@@ -55,7 +55,7 @@ def run(options: Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _sizes(dataset: FoundDataset) -> dict[str, Any]:
+def _sizes(dataset: OpenDataset) -> dict[str, Any]:
     """A dataset as its index describes it; in another format, the bytes of shards are those of parts of its files."""
     index = dataset.index
     entries = list(index)

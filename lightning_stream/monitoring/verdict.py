@@ -288,7 +288,7 @@ def _gil(stats: LoaderStats, is_certain: bool = False) -> Iterator[Verdict]:
     num_workers = stats.settings.num_workers
     in_threads = stats.settings.workers == "threads" and num_workers > 0
     is_busy = stats.all_cpu_s >= _OTHERS * sum(stats.work.values()) and others_s >= _OTHERS * stats.all_cpu_s
-    is_held = is_busy and _is_disturbed(stats) and not is_certain
+    is_slowed = is_busy and _is_disturbed(stats) and not is_certain
     # Threads that the transform starts would go with it to a worker; while training computes, they wait.
     goes_on = stats.beside_s * stats.computing_s >= _RATHER * others_s * stats.compute_s
     unless = ", or pass num_workers=1 if they are not its own" * (num_workers == 0 and stats.wait_share >= _IDLE)
@@ -296,10 +296,10 @@ def _gil(stats: LoaderStats, is_certain: bool = False) -> Iterator[Verdict]:
     if in_threads and (is_certain or _is_disturbed(stats)):
         finding = "the threads that make batches wait for Python's lock (the GIL), or for a processor core."
         yield Verdict("gil", finding, "Pass workers='processes'.", "workers", "processes")
-    if num_workers == 0 and (is_certain or (is_held and goes_on)):
+    if num_workers == 0 and (is_certain or (is_slowed and goes_on)):
         remedy = "Pass num_workers=1, which makes the batches in a process of its own."
         yield Verdict("gil", holds, remedy, "num_workers", 1)
-    if is_held:
+    if is_slowed:
         yield Verdict("gil", holds, f"Let the transform start no threads of its own{unless}.")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any
@@ -95,9 +95,8 @@ class AzureStore(BucketStore):
         elif token := keys.get("token"):
             request.headers["Authorization"] = f"Bearer {token}"
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Headers) -> None:
-        headers = {**headers, "x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
-        super()._upload(method, url, body, num_bytes, headers)
+    def _proof(self, body: Any) -> Headers:
+        return {"x-ms-blob-type": "BlockBlob", "Content-MD5": content_md5(body)}
 
     def _list_page(self, prefix: str, token: str | None) -> ListingPage:
         query = {"restype": "container", "comp": "list", "include": "metadata", "prefix": self._prefix + prefix}
@@ -152,12 +151,13 @@ class AzureStore(BucketStore):
         if endpoint is None and account is None:
             raise AccessError(f"{self.url}: no account is set. {self.access_remedy}")
         address = (endpoint or f"https://{account}.blob.core.windows.net").rstrip("/")
-        if self.credentials is not None:
-            return _Login(address, account or "", self.credentials)
-        is_anonymous = self._options.anonymous
-        if key or sas or is_anonymous:
-            fixed = Keys({} if is_anonymous else {"account_key": key, "sas_token": sas})
-            return _Login(address, account or "", Renewed(lambda: fixed))
+        fixed = Keys({} if self._options.anonymous else {"account_key": key, "sas_token": sas})
+        has_keys = bool(key or sas or self._options.anonymous)
+        keys = self.credentials or Renewed((lambda: fixed) if has_keys else self._tokens_for(address))
+        return _Login(address, account or "", keys)
+
+    def _tokens_for(self, address: str) -> Callable[[], Keys]:
+        """Return what asks for a token: a login of this machine."""
         if not address.startswith("https://"):
             raise AccessError(f"{self.url}: a login is not sent over http://. {self.access_remedy}")
         with needs("azure-identity", "azure", f"logging in for {self.url}"):
@@ -168,7 +168,7 @@ class AzureStore(BucketStore):
             token = login.get_token(_SCOPE)
             return lasting({"token": token.token}, token.expires_on)
 
-        return _Login(address, account or "", Renewed(ask))
+        return ask
 
 
 @dataclass(frozen=True, repr=False)

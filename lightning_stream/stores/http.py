@@ -145,8 +145,13 @@ class HttpDialect(BaseStore):
         headers = {"If-None-Match": "*" if if_absent else None, "If-Match": if_version}
         self._upload("PUT", self._address(name), file, num_bytes, headers)
 
+    def _proof(self, body: Any) -> Headers:  # noqa: ARG002
+        """Return the headers by which the server compares what it stores with what was sent."""
+        return {}
+
     def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Headers) -> None:
-        headers = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream", **headers}
+        usual = {"Content-Length": str(num_bytes), "Content-Type": "application/octet-stream"}
+        headers = {**usual, **self._proof(body), **headers}
         answer = self._request(method, url, headers, body)
         said = answer.read()
         if answer.status == 200 and said.lstrip()[:1] == b"<":
@@ -559,13 +564,16 @@ class HuggingFaceStore(HttpStore):
             return [], None
         more = re.search(r'<([^>]+)>;\s*rel="next"', answer.headers.get("Link", ""))
 
-        def parse(text: bytes) -> list[tuple[str, int, str]]:
-            files = [entry for entry in json.loads(text) if entry["type"] == "file"]
-            return [(str(entry["path"]), int(entry["size"]), str(entry.get("oid", ""))) for entry in files]
-
         begin = len(self._folder) + 1 if self._folder else 0
-        files = [ObjectEntry(path[begin:], size, oid) for path, size, oid in self._parsed(answer, parse)]
-        return [entry for entry in files if entry.name.startswith(prefix)], more[1] if more else None
+
+        def parse(text: bytes) -> list[ObjectEntry]:
+            files = [entry for entry in json.loads(text) if entry["type"] == "file"]
+            return [
+                ObjectEntry(entry["path"][begin:], int(entry["size"]), str(entry.get("oid", ""))) for entry in files
+            ]
+
+        entries = [entry for entry in self._parsed(answer, parse) if entry.name.startswith(prefix)]
+        return entries, more[1] if more else None
 
     def _send(self, request: Request) -> Any:
         if request.method != "GET":

@@ -170,10 +170,9 @@ class S3Store(BucketStore):
         is_signed = self._login().credentials is not None and not self._public
         return is_signed and self._options.anonymous is None and not self._options.resolved_payer()
 
-    def _upload(self, method: str, url: str, body: Any, num_bytes: int, headers: Headers) -> None:
-        """Send an object with a digest for the server to compare: MD5, or (in directory buckets) the signature's."""
-        digest = None if self._login().is_directory else content_md5(body)
-        super()._upload(method, url, body, num_bytes, {**headers, "Content-MD5": digest})
+    def _proof(self, body: Any) -> Headers:
+        """An MD5 digest; in directory buckets, that of the signature."""
+        return {"Content-MD5": None if self._login().is_directory else content_md5(body)}
 
     def _put(self, name: str, file: BinaryIO, num_bytes: int, if_absent: bool, if_version: str | None) -> None:
         is_conditional = if_absent or if_version is not None
@@ -222,8 +221,8 @@ class S3Store(BucketStore):
             return StoreError(f"{where}: the server answers with redirects only. Set its region and endpoint_url.")
         if error.name == "InvalidObjectState":
             return StoreError(f"{where}: archived ({error}). Restore it first.")
-        is_found = self.credentials is not None or self._login().credentials is not None
-        if error.code in (401, 403) and not is_found and not self._options.anonymous:
+        has_keys = self.credentials is not None or self._login().credentials is not None
+        if error.code in (401, 403) and not has_keys and not self._options.anonymous:
             return AccessError(
                 f"{where}: it is not public ({error}), and no AWS credentials were found. Set AWS_ACCESS_KEY_ID and "
                 "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or log in (`aws sso login`); on the worker nodes too."
