@@ -213,9 +213,13 @@ def choose_per_stream(
     return tuple(chosen)
 
 
-def weights_digest(weights: Sequence[StreamWeights]) -> str:
-    """A digest that differs for any other weights."""
-    words = ";".join(f"{weight.proportion!r},{weight.repeat!r},{weight.choose!r}" for weight in weights)
+def weights_digest(weights: Sequence[StreamWeights], kind: type[float] | None = None) -> str:
+    """A digest that differs for any other weights; with a kind, of such numbers where these have the same values."""
+
+    def text(value: float | None) -> str:
+        return repr(value if kind is None or value is None or kind(value) != value else kind(value))
+
+    words = ";".join(f"{text(weight.proportion)},{text(weight.repeat)},{weight.choose!r}" for weight in weights)
     return hashlib.sha256(words.encode()).hexdigest()[:16]
 
 

@@ -269,8 +269,9 @@ class Position:
         pairs += [(name, getattr(self.order, name), getattr(run.config, name)) for name in names]
         differences = [(PUBLIC_NAMES.get(name, name), old, new) for name, old, new in pairs if old != new]
         sentences = [f"{name} was {old!r} and is {new!r} now." for name, old, new in differences]
-        if (new_weights := weights_digest(run.weights)) != self.weights:
-            sentences.append(f"The streams' weights had digest {self.weights} and have {new_weights} now.")
+        digests = [weights_digest(run.weights, kind) for kind in (None, float, int)]  # 1 may have been 1.0
+        if self.weights not in digests:
+            sentences.append(f"The streams' weights had digest {self.weights} and have {digests[0]} now.")
         if not sentences:
             return ""
         return (

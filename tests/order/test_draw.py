@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.orders import run_over
 
-from lightning_stream.order import OrderConfig, RunOrder, Snapshot, StreamWeights, choose_per_stream, weights_digest
+from lightning_stream.errors import SettingsMismatch
+from lightning_stream.order import (
+    OrderConfig,
+    Position,
+    RunOrder,
+    Snapshot,
+    StreamWeights,
+    choose_per_stream,
+    weights_digest,
+)
 from lightning_stream.order import draw as draws
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.order.draw import Draw, _spread
@@ -165,6 +174,17 @@ def test_index_order_draws_a_partly_drawn_shard_once_for_all_its_batches(monkeyp
 def test_weights_have_a_digest_of_their_own():
     digests = {weights_digest([one]) for one in (StreamWeights(), StreamWeights(repeat=1), StreamWeights(choose=1))}
     assert len(digests) == 3
+
+
+def test_weights_of_equal_values_continue_a_run():
+    def run(*repeats):
+        return RunOrder(TWO, [StreamWeights(repeat=repeat) for repeat in repeats], OrderConfig.resolve(batch_size=4))
+
+    for before, after in (((1, 2), (1.0, 2.0)), ((1.0, 0.5), (1, 0.5)), ((1.0, 0.5), (np.float64(1), 0.5))):
+        begun = Position.start(run(*before), batch_size=4, tail="pad")
+        assert begun.check(run(*after)) == []
+        with pytest.raises(SettingsMismatch, match="weights"):
+            begun.check(run(*after[:1], 3))
 
 
 def test_a_snapshot_differs_by_sizes_split_and_digests():
