@@ -69,17 +69,17 @@ class NumpyReader(TableReader):
 
     def _rows_of(self, file: SourceFile) -> _Arrays | None:
         """The rows of a file whose bytes are those of its rows, one after another; None for another one."""
-        if not self.has_rows(file):
+        if not self.has_rows(file) or file.num_bytes < _HEADER_BYTES:
             return None
-        size = min(_HEADER_BYTES, file.num_bytes)
-        layout = npy.read_head(cached(_HEADS, file.content, lambda _: bytes(file.view(0, size)), 256))
-        if layout is None or file.num_bytes < _HEADER_BYTES:
+        layout = npy.read_head(cached(_HEADS, file.content, lambda _: bytes(file.view(0, _HEADER_BYTES)), 256))
+        if layout is None:
             return None
         first, shape, dtype = layout
         width = dtype.itemsize * int(np.prod(shape[1:]))
         if not shape or not width:
             return None
-        if first + shape[0] * width != file.num_bytes:
+        num_bytes = shape[0] * width
+        if first + num_bytes != file.num_bytes:
             raise ValueError(f"its head promises {shape[0]:,} rows of {width:,} bytes; it has {file.num_bytes:,} bytes")
 
         def read(rows: Sequence[int]) -> Mapping[str, Any]:
@@ -90,7 +90,7 @@ class NumpyReader(TableReader):
             data = views[0] if len(views) == 1 else b"".join(views)
             return self._named(np.frombuffer(data, dtype).reshape(len(rows), *shape[1:]))
 
-        return (read, shape[0], shape[0] * width, fitting_rows(shape[0], shape[0] * width, _BLOCK_ROWS))
+        return read, shape[0], num_bytes, fitting_rows(shape[0], num_bytes, _BLOCK_ROWS)
 
     def _loaded(self, file: SourceFile) -> _Arrays:
         """The rows of a file that must be read as a whole."""
@@ -111,13 +111,13 @@ class NumpyReader(TableReader):
         )
 
     def _named(self, array: Any) -> dict[str, Any]:
-        names = array.dtype.names
-        return {self.column: array} if names is None else {name: array[name] for name in names}
+        return {name: array[name] for name in array.dtype.names or ()} or {self.column: array}
 
 
 def _arrow_array(array: Any) -> pa.Array:
     flat: Any = np.ascontiguousarray(array).reshape(-1)
-    if flat.dtype.kind in "iuf" and flat.dtype.isnative:  # `pa.array` imports pandas, which takes a second
+    flat = flat.astype(flat.dtype.newbyteorder("="), copy=False)
+    if flat.dtype.kind in "iuf":  # `pa.array` imports pandas, which takes a second
         flat = pa.Array.from_buffers(pa.from_numpy_dtype(flat.dtype), len(flat), [None, pa.py_buffer(flat)])
     else:
         flat = pa.array(flat)

@@ -283,7 +283,7 @@ def _values(column: pa.Array, encoding: str) -> Values:
 
 def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
     """Numbers in the dtype that was asked for, if all of them fit it."""
-    if wanted in (None, array.dtype):
+    if wanted is None or wanted == array.dtype:  # NumPy's float64 equals None
         return array
     with np.errstate(invalid="ignore", over="ignore"):
         cast: NDArray[Any] = array.astype(wanted)

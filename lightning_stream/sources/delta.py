@@ -167,4 +167,4 @@ def _check_vectors(log: Path, store: Store) -> None:
 
 def _plain(value: Any) -> Any:
     """A partition's value as JSON knows it; Arrow casts texts to dates and decimals."""
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)
+    return value if isinstance(value, (str, int, float, type(None))) else str(value)

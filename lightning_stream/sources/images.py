@@ -143,8 +143,7 @@ class ImageFolderReader(FileFolderReader):
         """
         local = [file for file in files if file.path is not None]
         looked_at = local or spread(files, _SAMPLED_REMOTE)
-        kinds = {image_encoding(file.read(0, min(16, file.num_bytes))) for file in looked_at}
-        return "bytes" if "bytes" in kinds else min(kinds)
+        return min(image_encoding(file.read(0, min(16, file.num_bytes))) for file in looked_at)
 
     def _is_kept(self, file: SourceFile, data: bytes, encoding: str) -> bool:
         if encoding in ("jpeg", "png") and data and image_encoding(data) == "bytes":

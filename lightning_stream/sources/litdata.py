@@ -269,14 +269,7 @@ def _encoding(form: str, where: str) -> str:
     raise ValueError(f"{where} has LitData's format {form!r}. {why}; omit it by columns=.")
 
 
-def _values(
-    form: str,
-    data: memoryview,
-    begins: Int64s,
-    sizes: Int64s,
-    where: str,
-    wanted: str,
-) -> Any:
+def _values(form: str, data: memoryview, begins: Int64s, sizes: Int64s, where: str, wanted: str) -> Any:
     """The values of one column, as its encoding takes them; views of the chunk where that is possible."""
     kind, _, _ = form.partition(":")
     encoding = _encoding(form, where)

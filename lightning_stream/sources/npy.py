@@ -15,20 +15,30 @@ _LOCK = threading.Lock()
 def read_head(data: bytes | memoryview) -> tuple[int, tuple[int, ...], np.dtype[Any]] | None:
     """Where the numbers of a file begin, their shape and dtype; None where they do not lie in C's order.
 
-    None also for objects, and for a version of the format that others need.
+    None also for objects, for a version of the format that others need, and for a head that is longer than the data.
     """
     file = io.BytesIO(data)
     version = np.lib.format.read_magic(file)
     reads = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in reads:
         return None
-    with _LOCK:
-        shape, is_fortran, dtype = reads[version](file)
+    try:
+        with _LOCK:
+            shape, is_fortran, dtype = reads[version](file)
+    except ValueError:
+        return None
     return None if dtype.hasobject or (is_fortran and len(shape) > 1) else (file.tell(), shape, dtype)
 
 
 def load(file: Any) -> Any:
-    """The array of a file, or a dict of the arrays of an ``.npz``; nothing is unpickled."""
+    """The array of a file, or a dict of the arrays of an ``.npz``; nothing is unpickled.
+
+    ValueError for bytes behind the array, as where `numpy.save` is called twice.
+    """
     with _LOCK:
         loaded = np.load(file, allow_pickle=False)
-        return {name: loaded[name] for name in loaded.files} if hasattr(loaded, "files") else loaded
+        if hasattr(loaded, "files"):
+            return {name: loaded[name] for name in loaded.files}
+        if file.read(1):
+            raise ValueError("bytes follow its array; write each array into a file of its own")
+        return loaded

@@ -116,6 +116,7 @@ WIDER: dict[str, tuple[Any, Any, str]] = {
     "half, then int8": (pa.array([np.float16(0.5)]), pa.array([-1], pa.int8()), "float16"),
     "lists": (pa.array([[1]], pa.list_(pa.int32())), pa.array([[2**40]]), "ndarray:int64"),
     "fixed lists": (pa.array([[1, 2]], pa.list_(pa.int64(), 2)), pa.array([[3]]), "ndarray:int64"),
+    "lists of float, then double": (pa.array([[0.5]], pa.list_(pa.float32())), pa.array([[0.1]]), "ndarray:float64"),
     "lists of nothing": (pa.array([[]], pa.list_(pa.null())), pa.array([[3]]), "ndarray:int64"),
     "lists, then texts": (pa.array([[1]]), pa.array([["a"]]), "json"),
     "a column, then nulls": (pa.array(["a"]), pa.nulls(1), "json"),
