@@ -157,6 +157,21 @@ def test_a_run_that_has_trained_on_nothing_begins_at_the_start(shards: Path, tmp
     assert fit(tmp_path / "nothing.ckpt")[1].steps == fit(None)[1].steps
 
 
+@pytest.mark.parametrize("end", [{"max_epochs": 1}, {"max_steps": 5}])
+def test_a_checkpoint_of_a_resume_with_nothing_left_to_train_keeps_the_position(
+    shards: Path, tmp_path: Path, end: dict[str, Any]
+) -> None:
+    whole = Run(shards, tmp_path)
+    first = Run(shards, tmp_path, **end)
+    first.trainer.save_checkpoint(tmp_path / "0.ckpt")
+    for k in range(2):
+        again = Run(shards, tmp_path, tmp_path / f"{k}.ckpt", **end)
+        assert again.steps == {}
+        again.trainer.save_checkpoint(tmp_path / f"{k + 1}.ckpt")
+    rest = Run(shards, tmp_path, tmp_path / "2.ckpt")
+    assert rest.steps == from_step(whole.steps, len(first.steps))
+
+
 def test_a_run_stopped_early_resumes_and_more_epochs_can_be_added(shards: Path, tmp_path: Path) -> None:
     class StopsEarly(Recorder):
         def on_train_batch_end(self, *_: Any) -> None:

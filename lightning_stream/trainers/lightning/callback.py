@@ -299,9 +299,13 @@ class StreamingCallback(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank; no collective."""
-        if not self.run.has_run:  # before any data
+        if self.run.has_run:
+            position = self.run.state()
+        elif self._from is not None:  # of a checkpoint after which nothing is left to train
+            position = self._from.to_state()
+        else:  # before any data
             return {} if self.is_passive else {"position": None, "validated_step": _NEVER}
-        return {"position": self.run.state(), "validated_step": self._validated_step}
+        return {"position": position, "validated_step": self._validated_step}
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Bring the state up to the optimizer's last step: an exception may have come before our batch end."""
