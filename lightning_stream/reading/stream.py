@@ -250,10 +250,10 @@ def index_of(stream: Stream, cache: ShardCache) -> Index:
         for column_set in index.column_sets
         if column_set.get(name, encoding) != encoding
     ]
-    if wrong and not is_made(index):
+    if wrong:
         raise ValueError(
-            f"columns: those of an MDS dataset keep their encodings; {index.where} has another one for "
-            f"{', '.join(dict.fromkeys(wrong))}. Pass a list of names."
+            "columns: those of an MDS dataset, or of a former version, keep their encodings; "
+            f"{index.where} has another one for {', '.join(dict.fromkeys(wrong))}. Pass a list of names."
         )
     return index
 

@@ -153,8 +153,8 @@ def _named_by_log(path: str, store: Store) -> str:
 
 def _check_vectors(log: Path, store: Store) -> None:
     """Raise FormatError if a file of deleted rows lies outside the table: ``deltalake`` would read it anywhere."""
-    texts = [path.read_text() for path in log.glob("*.json")]
-    adds = [json.loads(line).get("add") for text in texts for line in text.splitlines() if line]
+    lines = (line for path in log.glob("*.json") for line in path.read_text().splitlines() if line)
+    adds = [json.loads(line).get("add") for line in lines]
     for path in log.glob("*.parquet"):
         checkpoint = pq.read_table(path)
         adds += checkpoint["add"].to_pylist() if "add" in checkpoint.column_names else []
@@ -167,4 +167,6 @@ def _check_vectors(log: Path, store: Store) -> None:
 
 def _plain(value: Any) -> Any:
     """A partition's value as JSON knows it; Arrow casts texts to dates and decimals."""
+    if isinstance(value, bytes):
+        raise FormatError("a table that is partitioned by binary values cannot be read. Write it by another column.")
     return value if isinstance(value, (str, int, float, type(None))) else str(value)

@@ -65,7 +65,7 @@ class InPlace:
         return b'"chunks"' in index and b'"shards"' not in index
 
     def index(self, store: Store, before: bytes | None = None) -> bytes:
-        """Return the text of the index of what a store holds; ``before``, if that was made of the same files.
+        """Return the text of the index of what a store holds; ``before``, if that was made so of the same files.
 
         Raises:
             NotFoundError: There is no file of a format that can be read.
@@ -74,7 +74,10 @@ class InPlace:
         listed = files_of(store, self.names, hidden=self.hidden)
         if not listed.files:
             raise NotFoundError(f"{store.url} holds no files{f' named {self.names}' if self.names else ''}.")
-        listing = json.dumps({"listing": stamps_of([*listed.files, *listed.log])})[:-1].encode()
+        made_of = stamps_of([*listed.files, *listed.log])
+        if self.identity:  # the folder of a cache may hold the index of other settings
+            made_of += xxhash.xxh3_64_hexdigest(self.identity.encode())
+        listing = b'{"listing": "%s"' % made_of.encode()
         marks = marks_of(listed.files)
         if before is not None and before.startswith(listing):
             known = _MARKS.match(before, len(listing))  # none in older indexes

@@ -116,8 +116,13 @@ class TableReader(Reader):
             others = tuple(name for name in (*table.schema.names, *file.partition) if name not in columns)
             media = _media_of(table.schema)
             types = self._other_types(table.schema, stored, file)
-            pieces = [piece._replace(others=others, types=types) for piece in table.pieces() if piece.num_rows]
-            return [piece._replace(nulls=tuple(name for name in piece.nulls if name not in media)) for piece in pieces]
+            return [
+                piece._replace(
+                    others=others, types=types, nulls=tuple(name for name in piece.nulls if name not in media)
+                )
+                for piece in table.pieces()
+                if piece.num_rows
+            ]
 
     def _other_types(self, schema: pa.Schema, stored: Sequence[str], file: SourceFile) -> dict[str, pa.DataType]:
         """The types of columns for which those of the first file are too narrow."""

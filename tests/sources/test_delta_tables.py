@@ -237,6 +237,12 @@ def test_a_conversion_reads_no_deleted_rows_of_tables_below_its_source(tmp_path:
     assert [sample["id"] for sample in StreamingDataset(local=done.uri)] == [2]
 
 
+def test_partitions_by_binary_values_are_refused(tmp_path: Path) -> None:
+    delta.write_deltalake(tmp_path, pa.table({"id": [0], "b": pa.array([b"x"])}), partition_by=["b"])
+    with pytest.raises(FormatError, match="partitioned by binary values"):
+        ids(tmp_path)
+
+
 def test_partitions_by_moments_and_decimals_are_read(tmp_path: Path) -> None:
     moment, price = datetime(2024, 1, 2, 3, 4, 5, 6, tzinfo=UTC), Decimal("1.50")
     moments = pa.array([moment, None], pa.timestamp("us", tz="UTC"))

@@ -197,6 +197,24 @@ def test_only_the_columns_that_are_asked_for_are_read(tmp_path: Path) -> None:
         StreamingDataset(streams=[Stream(remote=uri, columns=["words"])])[0]
 
 
+def test_one_cache_folder_for_other_settings_reads_as_those_say(tmp_path: Path) -> None:
+    """Files of a pattern, encodings and formats that were chosen before, in the same folder, say nothing."""
+    uri = written(tmp_path / "parquet", "parquet")
+    settings: list[dict[str, Any]] = [
+        {"columns": ["id"]}, {"columns": {"id": "int32"}}, {"columns": {"id": "float64", "text": "str"}}, {},
+        {"format": "files"}, {"columns": ["data"], "format": "files"},
+    ]  # fmt: skip
+    streams = [Stream(remote=uri, local=str(tmp_path / "local"), **chosen) for chosen in settings]
+    datasets = [StreamingDataset(streams=[stream]) for stream in [*streams, *reversed(streams)]]
+    values = [{name: type(value) for name, value in dataset[0].items()} for dataset in datasets]
+    assert values[: len(settings)] == [
+        {"id": np.int64}, {"id": np.int32}, {"id": np.float64, "text": str},
+        {"id": np.int64, "text": str, "tokens": np.ndarray}, {"data": bytes, "name": str}, {"data": bytes},
+    ]  # fmt: skip
+    assert values == [*values[: len(settings)], *reversed(values[: len(settings)])]
+    assert [{name: type(value) for name, value in dataset[0].items()} for dataset in datasets] == values
+
+
 def test_a_cache_limit_holds_and_shards_are_made_again(tmp_path: Path, cache: Path) -> None:
     uri = written(tmp_path / "parquet", "parquet")
     dataset = StreamingDataset(remote=uri, cache_limit="5kb", num_canonical_nodes=1, window=1, predownload=1)
@@ -335,6 +353,8 @@ def test_a_delta_table_is_read_at_a_version_with_its_partitions_and_new_columns(
     assert (
         sorted(StreamingDataset(remote=uri, columns=["kind"], version=0)[k]["kind"] for k in range(10)) == rows["kind"]
     )
+    for version, num_rows in ((0, 10), (None, 12), (1, 12), (0, 10)):
+        assert StreamingDataset(remote=uri, local=str(tmp_path / "local"), version=version).size == num_rows
     with pytest.raises(FormatError, match="cannot be read as a Delta table"):
         rows_of(version=99)
 
