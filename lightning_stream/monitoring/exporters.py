@@ -28,7 +28,7 @@ class _Metric(NamedTuple):
     description: str
     unit: str
     values: Mapping[str, float]
-    is_counter: bool = True
+    kind: str = "counter"
 
 
 def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
@@ -39,7 +39,7 @@ def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
     yield _Metric("wait", "Time that training waited for data.", "seconds", waits)
     yield _Metric("step", "Time in which training did not wait for data.", "seconds", step)
     yield _Metric("other_ranks", "Time of training in which other ranks were late.", "seconds", {"": late})
-    yield _Metric("epoch", "Part of the epoch that is done.", "ratio", {"": stats.epoch_fraction}, is_counter=False)
+    yield _Metric("epoch", "Part of the epoch that is done.", "ratio", {"": stats.epoch_fraction}, "gauge")
     counted = stats.counters
     counts = {
         "batches": ("Batches that were handed out.", stats.num_batches),
@@ -86,37 +86,34 @@ def export_prometheus(
         export_prometheus({"train": loader, "val": val_loader})
     """
     try:
-        from prometheus_client import REGISTRY
-        from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client import REGISTRY, Metric
         from prometheus_client.registry import Collector
     except ModuleNotFoundError as error:
         raise missing_extra("prometheus-client", "prometheus", "export_prometheus") from error
     named = source if isinstance(source, Mapping) else {"": source}
     references = {name: ref(measured) for name, measured in named.items()}
 
-    def family(metric: _Metric, labels: list[str]) -> Any:
-        kind = CounterMetricFamily if metric.is_counter else GaugeMetricFamily
-        name = "_".join(filter(None, ("lightning_stream", metric.name, metric.unit)))
-        parts = [] if "" in metric.values else ["part"]
-        return kind(name, metric.description, labels=labels + parts, unit=metric.unit)
+    def family(metric: _Metric) -> Metric:
+        return Metric(f"lightning_stream_{metric.name}", metric.description, metric.kind, metric.unit)
 
     class LoaderCollector(Collector):  # type: ignore[misc,unused-ignore]
         """Reads the stats of the loaders."""
 
         def describe(self) -> Iterator[Any]:
-            return (family(metric, []) for metric in _metrics(LoaderStats()))
+            return map(family, _metrics(LoaderStats()))
 
         def collect(self) -> Iterator[Any]:
-            families: dict[str, Any] = {}
+            families: dict[str, Metric] = {}
             common = {"rank": str(detect_world(None).rank)} if labels is None else dict(labels)
             for name, reference in references.items():
                 if (measured := reference()) is None:
                     continue
                 loader_labels = {**common, "loader": name} if name else common
                 for metric in _metrics(measured.stats()):
-                    samples = families.setdefault(metric.name, family(metric, [*loader_labels]))
+                    exported = families.setdefault(metric.name, family(metric))
+                    sample = f"{exported.name}_total" if metric.kind == "counter" else exported.name
                     for part, value in metric.values.items():
-                        samples.add_metric([*loader_labels.values(), *filter(None, [part])], value)
+                        exported.add_sample(sample, loader_labels | ({"part": part} if part else {}), value)
             yield from families.values()
 
     collector = LoaderCollector()
