@@ -45,6 +45,7 @@ class OpenDataset:
     """A dataset that an argument names: its URL as it was given, its files, its index, and how it is read."""
 
     remote: str
+    options: Options
     store: Store
     index: Index
     how: Reading
@@ -60,13 +61,14 @@ class OpenDataset:
         """Whether it is in a folder of this machine."""
         return isinstance(self.store, LocalStore)
 
-    def stream(self, folder: str | None, options: Options, **settings: Any) -> Stream:
+    def stream(self, folder: str | None, **settings: Any) -> Stream:
         """The stream that reads it, with a folder for what is downloaded."""
-        return Stream(self.remote, local=None if self.is_local else folder, options=options, **self.how, **settings)
+        local = None if self.is_local else folder
+        return Stream(self.remote, local=local, options=self.options, **self.how, **settings)
 
-    def reader(self, folder: str | None, options: Options) -> SampleReader:
+    def reader(self, folder: str | None) -> SampleReader:
         """A reader of it."""
-        return _reader([self.stream(folder, options)], [self])
+        return _reader([self.stream(folder)], [self])
 
 
 def reader_over(streams: Sequence[Stream], config: ReaderConfig | None = None) -> SampleReader:
@@ -285,7 +287,7 @@ def _indexed(remote: str, options: Options) -> list[OpenDataset]:
 
 def _with_index(remote: str, store: Store, options: Options) -> OpenDataset:
     try:
-        return OpenDataset(remote, store, read_index(store), {})
+        return OpenDataset(remote, options, store, read_index(store), {})
     except FormatError:
         if not InPlace().recognises(store.read(INDEX_NAME)):
             raise
@@ -296,7 +298,7 @@ def _as_stream(remote: str, options: Options, how: Reading) -> OpenDataset:
     """The dataset as `StreamingDataset` reads it; an index that is made stays in the cache, for that too."""
     stream = Stream(remote, options=options, **how)
     cache = cache_of(stream, CacheDefaults())
-    return OpenDataset(remote, cache.store, index_of(stream, cache), how)
+    return OpenDataset(remote, options, cache.store, index_of(stream, cache), how)
 
 
 def mds_at(remote: str, options: Options, remedy: str) -> list[OpenDataset]:
@@ -332,10 +334,7 @@ def readers_of(streams: Sequence[str], options: Namespace, folder: str) -> list[
         only_dataset(datasets, "a stream of a mixture is one dataset")
     readers: list[SampleReader] = []
     for mixture in product(*places):
-        members = [
-            dataset.stream(f"{folder}/{len(readers)}/{k}", options.store_options, **weights[k])
-            for k, dataset in enumerate(mixture)
-        ]
+        members = [dataset.stream(f"{folder}/{len(readers)}/{k}", **weights[k]) for k, dataset in enumerate(mixture)]
         reader = _reader(members, mixture)
         readers.append(Filters(lengths=options.filter_lengths, exclude_ids=options.exclude_ids).applied(reader))
     return readers

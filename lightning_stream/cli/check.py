@@ -66,7 +66,7 @@ def run(options: Namespace, out: Output) -> int:
         parts = [ShardRange(partition_id, *pair) for partition_id, pair in enumerate(dataset.index.cut(_PART_BYTES))]
         left = [part for part in parts if not findings.has_noted(part)]
         with scratch_folder() as folder, DaemonPool(num_processes(options.num_workers or _THREADS), "check") as pool:
-            stream = partial(Stream, absolute(dataset.remote), options=options.store_options, **dataset.how)
+            stream = partial(Stream, absolute(dataset.remote), options=dataset.options, **dataset.how)
             check = _Check(stream, folder, options.decode)
             if options.decode or options.spark:
                 run_partitions(check, left, session_of(options) or num_processes(options.num_workers), findings.note)

@@ -169,8 +169,7 @@ def _read(dataset: OpenDataset, transform: Any, options: Namespace, out: Output)
         transform = _loaded
     workers: Any = "auto" if options.num_workers is None else options.num_workers
     with scratch_folder() as folder:
-        streams = [dataset.stream(folder, options.store_options)]
-        data = StreamingDataset(streams=streams, shuffle=True, transform=transform)
+        data = StreamingDataset(streams=[dataset.stream(folder)], shuffle=True, transform=transform)
         loader = StreamingDataLoader(data, options.batch_size, num_workers=workers, persistent_workers=workers != 0)
         end = time.perf_counter() + options.seconds
         for _ in chain.from_iterable(repeat(loader)) if dataset.is_local else loader:  # the cache has a second epoch

@@ -36,7 +36,7 @@ def run(options: Namespace, out: Output) -> int:
             )
         split = dataset.remote.rstrip("/")[len(options.remote.rstrip("/")) :].strip("/")
         local = None if options.local is None else str(Path(options.local, split))
-        reader = reader_over([dataset.stream(local, options.store_options)])  # which stores the index, too
+        reader = reader_over([dataset.stream(local)])  # which stores the index, too
         (cache,), (index,) = reader.caches, reader.indexes
         entries = list(index)
         num_new = sum(not cache.present(entry) for entry in entries)

@@ -45,7 +45,7 @@ def run(options: Namespace, out: Output) -> int:
     if options.page is not None:
         only_dataset(datasets, "a page shows one dataset")
     for dataset in datasets:
-        with scratch_folder() as folder, closing(dataset.reader(folder, options.store_options)) as reader:
+        with scratch_folder() as folder, closing(dataset.reader(folder)) as reader:
             facts = _sizes(dataset)
             chosen = _chosen_ids(options, reader.snapshot.num_samples)
             if dataset.index.lengths:

@@ -7,7 +7,8 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import groupby
@@ -91,15 +92,15 @@ class FrameCache:
                 self._filling = self._pool.submit(self._fill)
             return self._filling
 
-    def wait(self) -> None:
-        """Wait until all rows are in the cache.
+    def wait(self) -> SampleReader:
+        """Wait until all rows are in the cache; return what reads them, by their number in the DataFrame's order.
 
         Raises:
             ValueError: Values that cannot be written; see `dataframe_to_mds`.
             CacheError: The process that was filling it did not finish.
         """
         if self._reader is not None:
-            return
+            return self._reader
         if self._conversion is not None:
             self.start().result()
         else:
@@ -110,22 +111,16 @@ class FrameCache:
                         "See its error, or read the DataFrame there once before starting others."
                     )
         self._reader = self._read(None)
-
-    @property
-    def reader(self) -> SampleReader:
-        """Reads all rows, by their number in the DataFrame's order; waits until they are in the cache."""
-        self.wait()
-        assert self._reader is not None
         return self._reader
 
     def __len__(self) -> int:
         """Number of rows; waits until it is known."""
-        return int(self.reader.snapshot.num_samples)
+        return int(self.wait().snapshot.num_samples)
 
     def parts(self) -> Iterator[SampleReader]:
         """Yield a reader of each partition, in the DataFrame's order, as soon as it is converted."""
         if self._conversion is None or self._reader is not None:
-            yield self.reader
+            yield self.wait()
             return
         filling = self.start()
         num_read = 0
@@ -133,7 +128,7 @@ class FrameCache:
             try:
                 shards = self._conversion.job.receipt(num_read).shards
             except NotFoundError:
-                wait([filling], _LOOK_S)
+                wait_for([filling], _LOOK_S)
                 continue
             num_read += 1
             if shards:
@@ -169,8 +164,9 @@ class FrameCache:
     def _is_taken(self) -> bool:
         """Whether all rows are in the cache; from now on, a private one cannot be pruned."""
         folder = self._private
-        if folder is None or self.lease is not None or not self.is_complete:
-            return self.is_complete
+        is_complete = self.is_complete
+        if folder is None or self.lease is not None or not is_complete:
+            return is_complete
         first = folder.path / MANIFEST
         if not first.exists():
             return False  # pruned: the manifest goes first

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from decimal import Decimal
+from functools import partial
 from inspect import signature
 from io import BytesIO
 from typing import Any
@@ -93,7 +94,7 @@ class Dataset:
             )
         fields = []
         for name in self.columns or encodings:
-            kind = arrow_type_of(encodings[name], lambda name=name: self._first(index, name))  # type: ignore[misc]
+            kind = arrow_type_of(encodings[name], partial(self._first, index, name))
             fields.append(StructField(name, from_arrow_type(kind), _has_nulls(index.column_sets, name)))
         return StructType(fields)
 

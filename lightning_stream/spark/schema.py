@@ -8,6 +8,7 @@ two types more: an ML vector is written as ``ndarray:float64``, and a row of the
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import pyarrow as pa
@@ -35,7 +36,7 @@ def mds_columns(schema: Any, asked: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: No such column, an encoding that does not fit its type, or a type without an encoding.
     """
-    types = [(field.name, _top_level_type(field.dataType)) for field in schema.fields]
+    types = [(field.name, _column_type(field.dataType)) for field in schema.fields]
     unknown = [
         f"column {field.name!r}: there is no encoding for Spark's type {field.dataType.simpleString():.60}."
         for field, (name, kind) in zip(schema.fields, types, strict=True)
@@ -54,26 +55,27 @@ def mds_columns(schema: Any, asked: Mapping[str, str]) -> dict[str, str]:
     return columns
 
 
-def arrow_type(spark_type: Any) -> pa.DataType | None:
-    """Return the type that Spark hands over for this one; None for a type that cannot be written."""
-    kind = kind_of(spark_type)
-    if kind == "ArrayType":
-        element = arrow_type(spark_type.elementType)
-        return None if element is None else pa.list_(element)
-    if kind == "MapType":
-        key = arrow_type(spark_type.keyType)
-        value = arrow_type(spark_type.valueType)
-        return None if key is None or value is None else pa.map_(key, value)
-    if kind == "StructType":
-        inner = [(field.name, arrow_type(field.dataType)) for field in spark_type.fields]
-        return None if any(field_type is None for _, field_type in inner) else pa.struct(inner)
-    return _ARROW.get(kind)
-
-
-def _top_level_type(spark_type: Any) -> pa.DataType | None:
+def _column_type(spark_type: Any) -> pa.DataType | None:
+    """Return the type that a column of this one is written as; None if it cannot be written."""
     if kind_of(spark_type) == "VectorUDT":
         return pa.list_(pa.float64())
-    return pa.binary() if is_image(spark_type) else arrow_type(spark_type)
+    if is_image(spark_type):
+        return pa.binary()
+    with suppress(KeyError):
+        return _arrow_type(spark_type)
+    return None
+
+
+def _arrow_type(spark_type: Any) -> pa.DataType:
+    """Return the type that Spark hands over for this one; KeyError for a type that cannot be written."""
+    kind = kind_of(spark_type)
+    if kind == "ArrayType":
+        return pa.list_(_arrow_type(spark_type.elementType))
+    if kind == "MapType":
+        return pa.map_(_arrow_type(spark_type.keyType), _arrow_type(spark_type.valueType))
+    if kind == "StructType":
+        return pa.struct([(field.name, _arrow_type(field.dataType)) for field in spark_type.fields])
+    return _ARROW[kind]
 
 
 def is_image(spark_type: Any) -> bool:

@@ -32,7 +32,7 @@ class Rows:
         """A row by its number (an IndexError ends a loop over them), or the DataFrame's own value for another key."""
         if not isinstance(key, (int, np.integer)):
             return self.dataframe[key]
-        return self.cache.reader.sample(_checked(int(key), len(self)))
+        return self.cache.wait().sample(_checked(int(key), len(self)))
 
     def __len__(self) -> int:
         """Number of rows; waits until it is known."""
@@ -148,7 +148,7 @@ class StreamToTorchDataset(Dataset[Any]):
         return list(map(_sample, zip(*self._rows_at(indices), strict=True)))
 
     def _rows_at(self, indices: Sequence[int]) -> list[Tensor]:
-        return self._tensors(self.spark_df.cache.reader.batch(np.asarray(indices, np.int64)))
+        return self._tensors(self.spark_df.cache.wait().batch(np.asarray(indices, np.int64)))
 
     def batches(
         self, batch_size: int, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
