@@ -40,11 +40,16 @@ _BATCH_BYTES = 1 << 24  # of samples, decompressed
 Rows = NDArray[np.int64]
 Decoder = Callable[[bytes], Any]
 
-_NUMBERS = {
-    "int8": pa.int8(), "int16": pa.int16(), "int32": pa.int32(), "int64": pa.int64(), "int": pa.int64(),
-    "uint8": pa.int16(), "uint16": pa.int32(), "uint32": pa.int64(), "uint64": pa.decimal128(20, 0),
-    "float16": pa.float32(), "float32": pa.float32(), "float64": pa.float64(), "float": pa.float64(),
-}  # fmt: skip
+_BY_TYPE = {  # Spark has no numbers without a sign, and no half ones
+    pa.int8(): "int8",
+    pa.int16(): "int16 uint8",
+    pa.int32(): "int32 uint16",
+    pa.int64(): "int64 uint32 int",
+    pa.decimal128(20, 0): "uint64",
+    pa.float32(): "float32 float16",
+    pa.float64(): "float64 float",
+}
+_NUMBERS = {name: kind for kind, names in _BY_TYPE.items() for name in names.split()}
 _OTHERS = {
     "str": pa.string(), "str_int": pa.decimal128(38, 0), "str_float": pa.float64(), "str_decimal": pa.string(),
     "json": pa.string(),

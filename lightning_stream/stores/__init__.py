@@ -18,27 +18,27 @@ from .base import BaseStore, ObjectEntry, Store, StoreTraits
 from .credentials import Credentials, asked
 from .local import LocalStore
 from .retry import RetryingStore, RetryPolicy
-from .transfer import ObjectStream, option_of, shown_url
+from .transfer import ObjectStream, by_word, option_of, shown_url
 
 _POLICY = {field.name for field in fields(RetryPolicy)}
 ENTRY_POINTS = "lightning_stream.stores"  # other packages name their stores in this group
-_STORES = {
-    "file": "local:LocalStore",
-    **dict.fromkeys(("s3", "s3a", "s3n"), "s3:S3Store"),
-    **dict.fromkeys(("gs", "gcs"), "gcs:GcsStore"),
-    **dict.fromkeys(("azure", "az", "abfs", "abfss"), "azure:AzureStore"),
-    **dict.fromkeys(("http", "https"), "http:HttpStore"),
-    "hf": "http:HuggingFaceStore",
-    **dict.fromkeys(("uc", "dbfs"), "unity:UnityStore"),
-}
-_SHAPES = {
-    **dict.fromkeys(("s3", "gs", "azure", "abfss", "oci"), "://BUCKET/FOLDER"),
-    **dict.fromkeys(("http", "https", "sftp"), "://HOST/FOLDER"),
-    "hf": "://datasets/ORG/NAME",
-    "file": ":///FOLDER",
-    "uc": "://CATALOG.SCHEMA.TABLE",
-    "dbfs": ":/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER",
-}
+_STORES = by_word({
+    "local:LocalStore": "file",
+    "s3:S3Store": "s3 s3a s3n",
+    "gcs:GcsStore": "gs gcs",
+    "azure:AzureStore": "azure az abfs abfss",
+    "http:HttpStore": "http https",
+    "http:HuggingFaceStore": "hf",
+    "unity:UnityStore": "uc dbfs",
+})  # fmt: skip
+_SHAPES = by_word({
+    "://BUCKET/FOLDER": "s3 gs azure abfss oci",
+    "://HOST/FOLDER": "http https sftp",
+    "://datasets/ORG/NAME": "hf",
+    ":///FOLDER": "file",
+    "://CATALOG.SCHEMA.TABLE": "uc",
+    ":/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER": "dbfs",
+})  # fmt: skip
 
 
 def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Store:

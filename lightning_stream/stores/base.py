@@ -27,14 +27,14 @@ from lightning_stream.errors import (
 )
 
 from .credentials import Credentials, SharedFolder
-from .transfer import NETWORK_ERRORS, ObjectStream, check_name, claimed, is_named, shown_url, source_file
+from .transfer import NETWORK_ERRORS, ObjectStream, by_word, check_name, claimed, is_named, shown_url, source_file
 
 T = TypeVar("T")
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
 
 
 # The status that an error should have by its name: not all servers send it with that one.
-_NAMES = {
+_STATUS = by_word({
     404: "NoSuchKey NotFound",
     403: "AccessDenied AllAccessDisabled AuthorizationHeaderMalformed ExpiredToken TokenRefreshRequired Forbidden "
     "InvalidAccessKeyId InvalidSecurity InvalidToken RequestTimeTooSkewed SignatureDoesNotMatch",
@@ -42,8 +42,7 @@ _NAMES = {
     "ConditionalRequestConflict",
     412: "PreconditionFailed BlobAlreadyExists ALREADY_EXISTS",
     416: "InvalidRange",
-}
-_STATUS = {name: status for status, names in _NAMES.items() for name in names.split()}
+})  # fmt: skip
 
 
 class PastTheEndError(StoreError):

@@ -185,6 +185,11 @@ def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
     return kind(**options)
 
 
+def by_word(table: Mapping[T, str]) -> dict[str, T]:
+    """The key of a table for each word of its texts."""
+    return {word: key for key, words in table.items() for word in words.split()}
+
+
 def option_of(text: str) -> Any:
     """An option of a store from text: the number, the list or the truth value that it shows, or the text itself."""
     with contextlib.suppress(ValueError):
