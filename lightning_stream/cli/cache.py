@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any
 
 from lightning_stream.cache.fetch import verify
 from lightning_stream.cache.folder import CONTROL, CacheFolder, cache_root, default_folder
 from lightning_stream.cache.space import Space
 from lightning_stream.cli.arguments import add_flags, add_store_options
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Facts, Output
 from lightning_stream.errors import DigestError, FormatError, redact
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.sizes import parse_bytes
@@ -89,7 +88,7 @@ def _list(caches: list[_Cache], out: Output) -> int:
 
 def _check(caches: list[_Cache], out: Output) -> int:
     """Compare the shards with the hashes of their index; a damaged one is deleted, so that it is fetched again."""
-    damaged: list[dict[str, Any]] = []
+    damaged: list[Facts] = []
     num_shards = 0
     for cache in caches:
         indexes = map(Index.from_file, cache.path.glob(_INDEXES))

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -23,7 +22,7 @@ from lightning_stream.cli.arguments import (
     reader_over,
     session_of,
 )
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Facts, Output
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.processes import ShardRange, num_processes, run_partitions
 from lightning_stream.reading.reader import SampleReader
@@ -43,7 +42,7 @@ examples:
 _PART_BYTES = 16 << 20
 _AT_ONCE = 64
 _THREADS = 8
-_Problem = dict[str, Any]  # the shard or the name of the lengths, the id of the sample if it is one, and the error
+_Problem = Facts  # the shard or the name of the lengths, the id of the sample if it is one, and the error
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -115,7 +114,7 @@ class _Findings:
             self._out.line(f"{', '.join(f'{name} {value}' for name, value in place)}: {error}")
 
 
-def _verdict(dataset: OpenDataset, problems: list[_Problem], decode: bool) -> dict[str, Any]:
+def _verdict(dataset: OpenDataset, problems: list[_Problem], decode: bool) -> Facts:
     """What was checked, and by what."""
     index = dataset.index
     entries = [entry for shard in range(index.num_shards) for entry in index.entries(shard)]

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import lightning_stream
 from lightning_stream.cache.folder import CacheFolder, cache_root
 from lightning_stream.cli.arguments import OpenDataset, add_flags, add_source, datasets_of, imported
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Facts, Output
 from lightning_stream.errors import CacheError, LightningStreamError, redact
 from lightning_stream.formats.encodings.images import load_images
 from lightning_stream.processes import cgroup_limit, num_cores
@@ -159,7 +159,7 @@ def _loaded(sample: Any) -> Any:
     return sample
 
 
-def _read(dataset: OpenDataset, transform: Any, options: Namespace, out: Output) -> dict[str, Any]:
+def _read(dataset: OpenDataset, transform: Any, options: Namespace, out: Output) -> Facts:
     """Read batches for a while, and print where the time went, what limits it, and the rates for a plan."""
     from lightning_stream.dataset import StreamingDataset
     from lightning_stream.loader import StreamingDataLoader

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
+Facts = dict[str, Any]  # what a command answers, by name, as JSON has it
 _WIDTH = 24
 _SHOWN = 12
 _MOST_DIGITS = 1e15  # a float has no more
@@ -46,7 +47,7 @@ class Output:
 
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
-        self.data: dict[str, Any] = {}
+        self.data: Facts = {}
         self._has_progress = False
 
     def line(self, text: str) -> None:

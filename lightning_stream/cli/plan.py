@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import lightning_stream
 from lightning_stream.cli.arguments import add_dataset, add_flags, add_mixture, positive, readers_of, whole_number
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Facts, Output
 from lightning_stream.formats.sizes import parse_bytes, parse_count
 from lightning_stream.order import World
 from lightning_stream.questions.describe import duration, readable
@@ -265,7 +265,7 @@ def _needs(plan: Plan, options: argparse.Namespace) -> dict[str, str]:
     return needs
 
 
-def _compared(plan: Plan) -> dict[str, Any]:
+def _compared(plan: Plan) -> Facts:
     """A row of the table of several numbers of nodes."""
     limit = plan.limit
     return {

@@ -6,13 +6,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import numpy as np
 
 from lightning_stream.cli.arguments import add_flags, add_mixture, readers_of
 from lightning_stream.cli.checkpoints import Checkpoint, read_checkpoint
-from lightning_stream.cli.output import ExitCode, Output
+from lightning_stream.cli.output import ExitCode, Facts, Output
 from lightning_stream.cli.samples import write_page
 from lightning_stream.errors import FormatError, NotFoundError, StateError
 from lightning_stream.order import EpochOrder, OrderConfig, Position, RunOrder, is_mosaic_state, mosaic_state
@@ -90,7 +89,7 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
     chain = Chain((summarized(position.snapshot), *stages_of_order(position.order), last))
     facts = {"checkpoint": name, **_recorded(position)}
     problem = ""
-    batches: list[dict[str, Any]] = []
+    batches: list[Facts] = []
     with scratch_folder() as folder:
         if streams:
             reader, position, problem = _matching(position, streams, options, folder)
@@ -119,10 +118,10 @@ def _show(name: str, position: Position, streams: list[str], options: Namespace,
     return ExitCode.NO if problem else ExitCode.OK
 
 
-def _recorded(position: Position) -> dict[str, Any]:
+def _recorded(position: Position) -> Facts:
     """Where a training run is, as its checkpoint records it."""
     what = "samples" if position.order.packing is None else "rows"
-    facts: dict[str, Any] = {
+    facts: Facts = {
         "epoch": position.epoch,
         f"{what}_trained_on": position.position,
         "global_batch_size": position.batch_size,
@@ -135,7 +134,7 @@ def _recorded(position: Position) -> dict[str, Any]:
     return facts
 
 
-def _settings(position: Position) -> dict[str, Any]:
+def _settings(position: Position) -> Facts:
     """The settings of the order that are set, as in a state."""
     return {name: value for name, value in position.order.to_state().items() if value not in (None, (), [])}
 
@@ -189,11 +188,11 @@ def _lengths_of(order: OrderConfig, reader: SampleReader, expression: str | None
     )
 
 
-def _computed(reader: SampleReader, position: Position, order: RunOrder) -> dict[str, Any]:
+def _computed(reader: SampleReader, position: Position, order: RunOrder) -> Facts:
     """What the data says of a position: what was trained on, what is left, and its state for mosaicml-streaming."""
     explanation = explain(order, position)
     what = "samples"
-    facts: dict[str, Any] = {"global_batches": steps_done(order, position)}
+    facts: Facts = {"global_batches": steps_done(order, position)}
     if position.order.packing is not None:
         what = "rows"
         facts |= _packed(order.epoch(position.epoch), 0, position.position)
@@ -216,7 +215,7 @@ def _packed(order: EpochOrder, begin: int, end: int) -> dict[str, int]:
     return {"rows": end - begin, "documents_begun": documents, "tokens": tokens}
 
 
-def _batches(position: Position, order: RunOrder, options: Namespace) -> list[dict[str, Any]]:
+def _batches(position: Position, order: RunOrder, options: Namespace) -> list[Facts]:
     """The global batches that the user asks for; the next one if nothing is asked."""
     traced = [] if options.step is None else [trace(order, position, options.step)]
     explanation = explain(order, position)
@@ -228,8 +227,8 @@ def _batches(position: Position, order: RunOrder, options: Namespace) -> list[di
     return [_described(batch, position, order) for batch in traced]
 
 
-def _described(batch: TracedBatch, position: Position, order: RunOrder) -> dict[str, Any]:
-    facts: dict[str, Any] = {"global_batch": batch.step, "epoch": batch.epoch}
+def _described(batch: TracedBatch, position: Position, order: RunOrder) -> Facts:
+    facts: Facts = {"global_batch": batch.step, "epoch": batch.epoch}
     facts |= {name: np.unique(getattr(batch, name)).tolist() for name in ("streams", "shards")}
     facts["ids"] = batch.ids.tolist()
     return (
@@ -253,7 +252,7 @@ def _compare(pair: Sequence[Checkpoint], out: Output) -> int:
     return ExitCode.NO if names else ExitCode.OK
 
 
-def _deciding(position: Position) -> dict[str, Any]:
+def _deciding(position: Position) -> Facts:
     """All that decides the global batches of a run."""
     data = {"data": f"{position.snapshot.num_samples:,} samples, digest {position.snapshot.digest[:16]}"}
     batches = {"global_batch_size": position.batch_size, "tail": position.tail}

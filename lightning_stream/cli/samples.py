@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.cli.output import as_text
+from lightning_stream.cli.output import Facts, as_text
 from lightning_stream.formats.encodings.media import Media
 from lightning_stream.media.facts import media_facts
 
@@ -40,7 +40,7 @@ def plain(value: Any) -> Any:
     return value if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 3]}..."
 
 
-def plain_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
+def plain_sample(sample: Mapping[str, Any]) -> Facts:
     """The values of a sample as JSON."""
     return {name: plain(value) for name, value in sample.items()}
 
@@ -70,7 +70,7 @@ def class_name(value: Any, names: Sequence[str] | None) -> Any:
     return names[int(value)] if names and is_number and 0 <= value < len(names) else value
 
 
-def with_class_names(sample: Mapping[str, Any], classes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+def with_class_names(sample: Mapping[str, Any], classes: Mapping[str, Sequence[str]]) -> Facts:
     """A sample with the names of its classes in place of their numbers."""
     return {name: class_name(value, classes.get(name)) for name, value in sample.items()}
 
@@ -105,9 +105,9 @@ class ColumnStats:
             num_odd + numbers.size - finite.size,
         )
 
-    def summary(self, classes: Sequence[str] | None) -> dict[str, Any]:
+    def summary(self, classes: Sequence[str] | None) -> Facts:
         """The statistics by their names; values are counted if at most 1,000 differ."""
-        facts: dict[str, Any] = {"kinds": dict(self._kinds.most_common())}
+        facts: Facts = {"kinds": dict(self._kinds.most_common())}
         for name, (least, greatest, total, num_finite, num_odd) in self._ranges.items():
             facts[name] = {"min": least, "mean": total / max(1, num_finite), "max": greatest}
             facts[name] |= {"not_finite": num_odd} if num_odd else {}
@@ -119,7 +119,7 @@ class ColumnStats:
         return facts
 
 
-def _facts(value: Any) -> tuple[str, dict[str, Any], Any]:
+def _facts(value: Any) -> tuple[str, Facts, Any]:
     """The kind of a value, its numbers by name, and what is counted; None if it is not counted."""
     if value is None:
         return "missing", {}, None

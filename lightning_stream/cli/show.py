@@ -6,12 +6,11 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from typing import Any
 
 import numpy as np
 
 from lightning_stream.cli.arguments import OpenDataset, add_flags, add_source, datasets_of, only_dataset
-from lightning_stream.cli.output import ExitCode, Output, as_text
+from lightning_stream.cli.output import ExitCode, Facts, Output, as_text
 from lightning_stream.cli.samples import ColumnStats, plain_sample, with_class_names, write_page
 from lightning_stream.errors import StoreError
 from lightning_stream.reading.lengths import summary
@@ -55,11 +54,11 @@ def run(options: Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _sizes(dataset: OpenDataset) -> dict[str, Any]:
+def _sizes(dataset: OpenDataset) -> Facts:
     """A dataset as its index describes it; in another format, the bytes of shards are those of parts of its files."""
     index = dataset.index
     entries = list(index)
-    facts: dict[str, Any] = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
+    facts: Facts = {"url": dataset.store.url, "samples": index.num_samples - index.num_deleted}
     facts["shards"] = index.num_shards
     if index.num_deleted:
         facts["deleted_samples"] = index.num_deleted
@@ -91,13 +90,13 @@ def _of_samples(
     reader: SampleReader,
     chosen: Sequence[int] | None,
     options: Namespace,
-    facts: dict[str, Any],
+    facts: Facts,
     out: Output,
-) -> dict[str, Any]:
+) -> Facts:
     """What the user asks of samples: statistics, a page, or their values."""
     num_samples = reader.snapshot.num_samples
     classes = facts.get("classes", {})
-    results: dict[str, Any] = {}
+    results: Facts = {}
     if options.stats:
         results["stats"] = _stats(reader, range(num_samples) if chosen is None else chosen, classes, out)
     if options.page:
@@ -132,7 +131,7 @@ def _chosen_ids(options: Namespace, num_samples: int) -> Sequence[int] | None:
     return ids
 
 
-def _stats(reader: SampleReader, ids: Sequence[int], classes: dict[str, Any], out: Output) -> dict[str, Any]:
+def _stats(reader: SampleReader, ids: Sequence[int], classes: Facts, out: Output) -> Facts:
     """Read samples, and summarise and print each column."""
     columns: dict[str, ColumnStats] = {}
     for begin in range(0, len(ids), _AT_ONCE):

@@ -10,6 +10,7 @@ from lightning_stream.counters import NAMES
 STAGES = ("planning", "fetching", "reading", "transforming", "collating")  # of the making of a batch
 PARTS = ("starting", *STAGES, "sending")  # of a wait: before its batch was begun, and after it was made
 INPUT_BOUND = 0.05  # the part of the time spent waiting from which on training counts as input-bound
+Amounts = dict[str, float]  # seconds or counts, by name
 _MB = 1e6
 _LEAST_SHOWN_MB_S = 0.05
 _OF_THE_MOMENT = ("settings", "epoch_positions", "epoch_fraction", "longest_wait_s")
@@ -101,11 +102,11 @@ class LoaderStats:
     beside_s: float = 0.0
     queued_s: float = 0.0
     validation_s: float = 0.0
-    pauses: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PAUSE_LABELS, 0.0))
-    waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    first_waits: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
-    work: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
+    pauses: Amounts = field(default_factory=lambda: dict.fromkeys(PAUSE_LABELS, 0.0))
+    waits: Amounts = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    first_waits: Amounts = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
+    work: Amounts = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    counters: Amounts = field(default_factory=lambda: dict.fromkeys(NAMES, 0.0))
     settings: LoadingSettings = field(default_factory=LoadingSettings)
 
     def __sub__(self, before: LoaderStats) -> LoaderStats:
@@ -217,9 +218,9 @@ class LoaderStats:
         shown = f" · {rate:.{0 if rate >= 10 else 1}f} MB/s" if rate >= _LEAST_SHOWN_MB_S else ""
         return f"{100 * self.wait_share:.0f}%{shown}"
 
-    def numbers(self) -> dict[str, float]:
+    def numbers(self) -> Amounts:
         """All that can be added up, as flat numbers by name, e.g. ``"waits.fetching"``; see `of_numbers`."""
-        numbers: dict[str, float] = {}
+        numbers: Amounts = {}
         for name in _SUMMED:
             value = getattr(self, name)
             if isinstance(value, dict):
@@ -240,7 +241,7 @@ class LoaderStats:
                 setattr(stats, name, type(zero)(numbers.get(name, 0)))
         return stats
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Amounts:
         """The values for a trainer's loggers, by their names."""
         metrics = {
             "data/samples_per_s": self.samples_per_s,

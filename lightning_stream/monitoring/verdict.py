@@ -68,6 +68,9 @@ class Verdict:
         return f"{self.finding} {self.remedy}".rstrip()
 
 
+Verdicts = Iterator[Verdict]  # the first is the main cause
+
+
 def verdict_of(stats: LoaderStats) -> Verdict:
     """Name the main cause of the waiting, and its remedy.
 
@@ -125,7 +128,7 @@ def _more(cause: str, finding: str, otherwise: str, now: int, more: int, since: 
     return Verdict(cause, finding, remedy, "num_workers", more)
 
 
-def _at_the_start(stats: LoaderStats) -> Iterator[Verdict]:
+def _at_the_start(stats: LoaderStats) -> Verdicts:
     """Training does not wait, or only for the first batch of each iteration."""
     waited = percent(stats.wait_share)
     settings = stats.settings
@@ -156,7 +159,7 @@ def _at_the_start(stats: LoaderStats) -> Iterator[Verdict]:
         )
 
 
-def _by_stage(stats: LoaderStats) -> Iterator[Verdict]:
+def _by_stage(stats: LoaderStats) -> Verdicts:
     """The causes of waiting for a stage."""
     stage = max(stats.waits, key=stats.waits.__getitem__)
     cores = list(_cores(stats))
@@ -169,7 +172,7 @@ def _by_stage(stats: LoaderStats) -> Iterator[Verdict]:
     return chain(cores, _gil(stats, is_certain=True), _sending(stats))  # nothing moves within a process
 
 
-def _failing(stats: LoaderStats) -> Iterator[Verdict]:
+def _failing(stats: LoaderStats) -> Verdicts:
     """Requests for shards are sent again."""
     counted = stats.counters
     requests = counted["requests"]
@@ -197,7 +200,7 @@ def _failing(stats: LoaderStats) -> Iterator[Verdict]:
     )
 
 
-def _late_shards(stats: LoaderStats) -> Iterator[Verdict]:
+def _late_shards(stats: LoaderStats) -> Verdicts:
     """Shards come late for another reason than the store."""
     counted = stats.counters
     settings = stats.settings
@@ -248,7 +251,7 @@ def _late_shards(stats: LoaderStats) -> Iterator[Verdict]:
         )
 
 
-def _slow_store(stats: LoaderStats) -> Iterator[Verdict]:
+def _slow_store(stats: LoaderStats) -> Verdicts:
     """The store answers late or slowly: more connections help."""
     counted = stats.counters
     settings = stats.settings
@@ -282,7 +285,7 @@ def _workers_needed(stats: LoaderStats) -> int:
     return min(stats.settings.num_cores, max(stats.settings.num_workers + 1, needed))
 
 
-def _gil(stats: LoaderStats, is_certain: bool = False) -> Iterator[Verdict]:
+def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
     """Other Python threads hold up what makes batches; certainly, where nothing else can delay them."""
     others_s = stats.all_cpu_s - stats.cpu_s
     num_workers = stats.settings.num_workers
@@ -307,7 +310,7 @@ def _is_disturbed(stats: LoaderStats) -> bool:
     return stats.cpu_s < _UNDISTURBED * stats.computing_s
 
 
-def _cores(stats: LoaderStats) -> Iterator[Verdict]:
+def _cores(stats: LoaderStats) -> Verdicts:
     """What makes batches waits for processor cores, and not for what its functions ask."""
     num_cores = stats.settings.num_cores
     num_workers = stats.settings.num_workers
@@ -329,7 +332,7 @@ def _ms(stats: LoaderStats, seconds: float) -> str:
     return f"{1000 * seconds / max(1, stats.num_batches):,.1f} ms"
 
 
-def _making(stats: LoaderStats, stage: str) -> Iterator[Verdict]:
+def _making(stats: LoaderStats, stage: str) -> Verdicts:
     """A stage of making batches is too slow."""
     cause, what, otherwise = _TOO_SLOW[stage]
     making = _ms(stats, stats.work[stage])
@@ -343,7 +346,7 @@ def _making(stats: LoaderStats, stage: str) -> Iterator[Verdict]:
     yield _more(cause, finding, otherwise, stats.settings.num_workers, _workers_needed(stats))
 
 
-def _sending(stats: LoaderStats) -> Iterator[Verdict]:
+def _sending(stats: LoaderStats) -> Verdicts:
     """Batches move slowly to the trainer."""
     sending_s = stats.waits["sending"]
     finding = f"moving a batch from its worker to the training process takes {_ms(stats, sending_s)}."

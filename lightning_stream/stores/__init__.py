@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -18,7 +17,7 @@ from .base import BaseStore, ObjectEntry, Store, StoreTraits
 from .credentials import Credentials, asked
 from .local import LocalStore
 from .retry import RetryingStore, RetryPolicy
-from .transfer import ObjectStream, by_word, option_of, shown_url
+from .transfer import ObjectStream, Options, by_word, option_of, shown_url
 
 _POLICY = {field.name for field in fields(RetryPolicy)}
 ENTRY_POINTS = "lightning_stream.stores"  # other packages name their stores in this group
@@ -41,7 +40,7 @@ _SHAPES = by_word({
 })  # fmt: skip
 
 
-def open_store(url: str | Path, options: Mapping[str, Any] | None = None) -> Store:
+def open_store(url: str | Path, options: Options | None = None) -> Store:
     """Make the store of a URL or path, to read or write. Its first use connects to it.
 
     ``s3://bucket/folder``, ``gs://bucket/folder``, ``azure://container/folder``,

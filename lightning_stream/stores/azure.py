@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import Any
@@ -16,7 +16,7 @@ from lightning_stream.errors import AccessError, needs, redact
 from .base import BaseStore, ListingPage, StoreTraits
 from .credentials import Credentials, Keys, Renewed, lasting
 from .http import BucketStore, Headers, Request, content_md5, with_query, xml_of
-from .transfer import first_set, read_options, split_url
+from .transfer import Options, first_set, read_options, split_url
 
 _VERSION = "2021-12-02"  # of the protocol: the first that marks names it had to encode
 _SCOPE = "https://storage.azure.com/.default"
@@ -65,7 +65,7 @@ class AzureStore(BucketStore):
     options = AzureOptions
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+    def from_url(cls, url: str, options: Options) -> BaseStore:
         scheme = url.partition("://")[0]
         place, prefix = split_url(url)
         container, at, host = place.partition("@")

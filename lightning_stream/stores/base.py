@@ -7,7 +7,7 @@ import errno
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
@@ -27,7 +27,17 @@ from lightning_stream.errors import (
 )
 
 from .credentials import Credentials, SharedFolder
-from .transfer import NETWORK_ERRORS, ObjectStream, by_word, check_name, claimed, is_named, shown_url, source_file
+from .transfer import (
+    NETWORK_ERRORS,
+    ObjectStream,
+    Options,
+    by_word,
+    check_name,
+    claimed,
+    is_named,
+    shown_url,
+    source_file,
+)
 
 T = TypeVar("T")
 REMEDY = "Compare it with the dataset's source; if it is damaged there, upload that shard and its index again."
@@ -244,7 +254,7 @@ class BaseStore(Store):
         self._url = shown_url(url)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+    def from_url(cls, url: str, options: Options) -> BaseStore:
         """Make the store of a URL; ValueError for an incomplete URL, or an option that this store does not have.
 
         `options` are those of the user, and ``timeout_s``, the longest silence on a connection.

@@ -27,6 +27,7 @@ from lightning_stream.shared_files import PRIVATE, FileLock, publish_bytes
 from .transfer import NETWORK_ERRORS, PerProcess, is_named
 
 T = TypeVar("T")
+AskKeys = Callable[[], Mapping[str, Any]]  # by the names of the store's options, and when they end
 ENTRY_POINTS = "lightning_stream.credentials"  # other packages name their functions in this group
 VARIABLE = "LIGHTNING_STREAM_CREDENTIALS"  # URL=NAME: for all stores below that URL
 _MARGIN = 0.1  # of their lifetime: keys are renewed that long before they end
@@ -97,7 +98,7 @@ class Credentials:
         names: What the store can sign with; empty: the store takes all names.
     """
 
-    def __init__(self, ask: Callable[[], Mapping[str, Any]], where: str, names: frozenset[str] = frozenset()) -> None:
+    def __init__(self, ask: AskKeys, where: str, names: frozenset[str] = frozenset()) -> None:
         self._ask = ask
         self._where = where
         self._names = names
@@ -226,7 +227,7 @@ class Named:
         keys: Mapping[str, Any] = self.function()()
         return keys
 
-    def function(self) -> Callable[[], Mapping[str, Any]]:
+    def function(self) -> AskKeys:
         """The function; ValueError for a name that has none."""
         points = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
         module, is_path, name = self.name.partition(":")
@@ -246,7 +247,7 @@ class Named:
             ) from None
 
 
-def asked(credentials: Any, url: str) -> Callable[[], Mapping[str, Any]] | None:
+def asked(credentials: Any, url: str) -> AskKeys | None:
     """What returns the keys of a URL: what the user gave, or what the variable names for it; None for neither."""
     if credentials is None and (value := os.environ.get(VARIABLE)):
         root, _, name = value.rpartition("=")

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import uuid
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 from urllib.parse import quote
@@ -17,7 +16,7 @@ from lightning_stream.errors import needs, redact
 from .base import BaseStore, ListingPage, StoreTraits
 from .http import BucketStore, Request, content_md5, with_query
 from .s3 import AS_STORED, S3Options, S3Store
-from .transfer import file_chunks, first_set, read_options, split_url
+from .transfer import Options, file_chunks, first_set, read_options, split_url
 
 _HOME = "https://storage.googleapis.com"
 _SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
@@ -60,7 +59,7 @@ class GcsStore(BucketStore):
     encoding = AS_STORED
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+    def from_url(cls, url: str, options: Options) -> BaseStore:
         url = f"gs://{url.partition('://')[2]}"
         settings = read_options(GcsOptions, options, "gs://")
         key = settings.access_key_id or os.environ.get("GCS_KEY")

@@ -20,7 +20,7 @@ from lightning_stream.errors import (
 )
 
 from .base import BaseStore, ObjectEntry
-from .transfer import ObjectStream, PerProcess, file_chunks, is_named, links_of
+from .transfer import ObjectStream, Options, PerProcess, file_chunks, is_named, links_of
 
 _BLOCK_BYTES = 4 << 20
 # What file systems call the version of a file; most have one of these.
@@ -35,7 +35,7 @@ _IN_PLACE = {"sftp", "ssh", "ftp", "smb", "hdfs", "webhdfs"}
 class FsspecStore(BaseStore):
     """Files of any file system of fsspec, which gets the options; only sftp gets the timeout."""
 
-    def __init__(self, url: str, options: Mapping[str, Any] | None = None, timeout_s: float = 60.0) -> None:
+    def __init__(self, url: str, options: Options | None = None, timeout_s: float = 60.0) -> None:
         self._url = url.rstrip("/")
         self._options = dict(options or {})
         self._scheme = url.partition("://")[0]
@@ -47,7 +47,7 @@ class FsspecStore(BaseStore):
         self._of_thread = PerProcess(threading.local)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+    def from_url(cls, url: str, options: Options) -> BaseStore:
         return cls(url, {key: value for key, value in options.items() if key != "timeout_s"}, options["timeout_s"])
 
     def _open(self, name: str, begin: int, end: int | None) -> ObjectStream:

@@ -44,6 +44,7 @@ from .base import AnswerError, BaseStore, ListingPage, ObjectEntry, Precondition
 from .transfer import (
     CHUNK_BYTES,
     ObjectStream,
+    Options,
     PerProcess,
     content_version,
     first_set,
@@ -290,7 +291,7 @@ class BucketStore(HttpDialect):
         self._login = PerProcess(self._log_in)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+    def from_url(cls, url: str, options: Options) -> BaseStore:
         bucket, prefix = split_url(url)
         return cls(bucket, prefix, read_options(cls.options, options, f"{url.partition('://')[0]}://"), url)
 
@@ -490,7 +491,7 @@ class HttpStore(HttpDialect):
             self._secrets["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> BaseStore:
+    def from_url(cls, url: str, options: Options) -> BaseStore:
         return cls(url, read_options(HttpOptions, options, f"{url.partition('://')[0]}://"))
 
     def _address(self, name: str) -> str:

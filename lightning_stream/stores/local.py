@@ -7,17 +7,17 @@ import errno
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from time import time_ns
-from typing import Any, BinaryIO
+from typing import BinaryIO
 from zlib import crc32
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
 from lightning_stream.shared_files import DRAFT, FULL, FileLock, Modes, locked_draft, publish, sync
 
 from .base import BaseStore, ObjectEntry, PreconditionError, StoreTraits, already_exists
-from .transfer import ObjectStream, file_chunks
+from .transfer import ObjectStream, Options, file_chunks
 
 LOCK = ".lock-"
 _OPEN_TO_ALL = Modes(0o666, 0o777)  # a lock's file: all who may write into the folder may lock
@@ -36,7 +36,7 @@ class LocalStore(BaseStore):
         self.url = str(self.folder)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> LocalStore:
+    def from_url(cls, url: str, options: Options) -> LocalStore:
         if options:
             raise ValueError(f"a local folder has no options; got {', '.join(sorted(options))}")
         if not url:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .base import Store
 
 T = TypeVar("T")
+Options = Mapping[str, Any]  # of a store, by name, as a user passes them
 NETWORK_ERRORS = frozenset({  # of the libraries for logins, and of those that users' functions may use
     "ConnectionError", "TimeoutError", "URLError", "HTTPError", "RequestException", "HTTPClientError",
     "TransportError", "ServiceRequestError", "ServiceResponseError", "MetadataRetrievalError",
@@ -176,7 +177,7 @@ def split_url(url: str) -> tuple[str, str]:
     return bucket, prefix.strip("/")
 
 
-def read_options(kind: type[T], options: Mapping[str, Any], scheme: str) -> T:
+def read_options(kind: type[T], options: Options, scheme: str) -> T:
     """Make the given dataclass of the options; one error names all unknown options."""
     known = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     unknown = sorted(set(options) - set(known))

@@ -6,7 +6,6 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from lightning_stream.errors import AccessError, NotFoundError, StoreError, Unav
 from .base import AnswerError, ListingPage, Store, StoreTraits
 from .credentials import SharedFolder
 from .databricks import DatabricksOptions, DatabricksStore
-from .transfer import ObjectStream, PerProcess, read_options, refuse_query, shown_url
+from .transfer import ObjectStream, Options, PerProcess, read_options, refuse_query, shown_url
 
 _API = "/api/2.1/unity-catalog/"
 _TABLE = re.compile(r"uc://([^/.]+\.[^/.]+\.[^/.]+)(?:/(.*))?")
@@ -36,7 +35,7 @@ class UnityOptions(DatabricksOptions):
         storage: Options of the store in which the files are, e.g. ``{"endpoint_url": ...}``.
     """
 
-    storage: Mapping[str, Any] = field(default_factory=dict)
+    storage: Options = field(default_factory=dict)
 
 
 class UnityStore(Store):
@@ -64,7 +63,7 @@ class UnityStore(Store):
         self._finding = PerProcess(threading.Lock)
 
     @classmethod
-    def from_url(cls, url: str, options: Mapping[str, Any]) -> UnityStore:
+    def from_url(cls, url: str, options: Options) -> UnityStore:
         """Make the store of a URL; ValueError for an incomplete URL, or an option that this store does not have."""
         refuse_query(url)
         settings = read_options(UnityOptions, options, f"{url.partition(':')[0]}:/")
