@@ -73,7 +73,7 @@ class AnswerError(Exception):
     """
 
     def __init__(self, code: int, reason: str, name: str = "", region: str | None = None) -> None:
-        super().__init__(f"{code} {' '.join(reason.split())}")
+        super().__init__(redact(f"{code} {' '.join(reason.split())}"))
         self.code = _STATUS.get(name, code)
         self.name = name
         self.region = region
@@ -380,7 +380,7 @@ class BaseStore(Store):
         if (special := self._special_error(error, where)) is not None:
             return special
         status = self._status(error)
-        reason = redact(str(error)) if isinstance(error, AnswerError) else summarize(error)
+        reason = str(error) if isinstance(error, AnswerError) else summarize(error)
         if status in (404, 410):
             return NotFoundError(f"{where}: {self.missing}")
         if status == 407 or "connection failed: 407" in reason:

@@ -199,10 +199,10 @@ class _Catalog(DatabricksStore):
         )
         if error.code == 404:
             return NotFoundError(
-                f"{self.url}: the catalog knows no such {self.kind} ({redact(str(error))}). A table is uc://CATALOG.SCHEMA"
+                f"{self.url}: the catalog knows no such {self.kind} ({error}). A table is uc://CATALOG.SCHEMA"
                 f".TABLE, a volume uc://CATALOG/SCHEMA/VOLUME. {grants}"
             )
-        return AccessError(f"{self.url}: the catalog refused ({redact(str(error))}). {grants}")
+        return AccessError(f"{self.url}: the catalog refused ({error}). {grants}")
 
 
 @dataclass(frozen=True, repr=False)
