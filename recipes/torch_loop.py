@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from pickle import UnpicklingError
 from time import monotonic
 from typing import Any
 
@@ -141,7 +142,10 @@ class TorchTrainer(ModelTrainer):
             draft.replace(path)
 
     def _load(self, path: str) -> None:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        try:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+        except UnpicklingError:  # it holds objects of another trainer
+            content = {}
         if not content.keys() >= {"step", "data", *self.parts}:
             raise StateError(f"{path} must be a checkpoint of trainer=torch. Choose the trainer that wrote it.")
         for name, part in self.parts.items():

@@ -79,7 +79,10 @@ def run(options: Namespace, out: Output) -> int:
         out.show(out.data)
         return ExitCode.OK
     if wants_samples and not streams:
-        raise ValueError("samples are computed from the data: pass --stream URL for each stream of the run")
+        raise ValueError(
+            "samples are computed from the data: pass --stream URL for each stream of the run. Those of a map-style "
+            "dataset are shown by loader.explain() and loader.trace(step) in its script"
+        )
     return _show(first.name, first.position, streams, options, out)
 
 

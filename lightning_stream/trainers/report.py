@@ -19,6 +19,7 @@ from lightning_stream.loader import StreamingDataLoader
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.monitoring.verdict import Verdict
 from lightning_stream.pages import write_run_page
+from lightning_stream.reading.mapped import MapStream
 from lightning_stream.run_log import (
     LOG_NAME,
     BadSample,
@@ -142,6 +143,7 @@ class RunReport:
         self._began = self._row_began = perf_counter()
         self._num_former = len(self._listed_bad())
         loaded = [sys.modules[name] for name in _PACKAGES if name in sys.modules]
+        streams = source_of(self.loader.streaming).reader.streams
         versions = {module.__name__: str(module.__version__) for module in loaded}
         self._continues = bool(here.epoch or here.position)
         self._append(
@@ -151,7 +153,7 @@ class RunReport:
             nodes=world.num_nodes,
             measured_ranks=1 if is_alone else world.num_ranks,
             settings=f"{self.loader!r}\n\n{self.loader.describe(count_rows=False)}",
-            streams=[_described(stream) for stream in source_of(self.loader.streaming).reader.streams],
+            streams=[_described(stream) for stream in streams if not isinstance(stream, MapStream)],
             versions={"python": platform.python_version(), **versions},
         )
 

@@ -12,6 +12,7 @@ from torchvision.transforms import v2
 from lightning_stream import DecodeCenterCrop, DecodeRandomCrop
 from lightning_stream.convert import read_manifest
 from lightning_stream.errors import NotFoundError
+from lightning_stream.sources.choose import SPLIT_OF
 from recipes.data.base import SYNTHETIC, ConvertedData, fetch
 from recipes.data.synthetic import write_flowers
 
@@ -40,7 +41,13 @@ class ImageData(ConvertedData):
     def convert_source(self) -> None:
         """Convert class folders; the shards mix the classes."""
         folder = self.source_folder()
-        has_splits = (folder / "train").is_dir()
+        splits = {split for name, split in SPLIT_OF.items() if (folder / name).is_dir()}
+        has_splits = "train" in splits
+        if has_splits and "val" not in splits:
+            raise NotFoundError(
+                f"images in train/ are validated on those in val/; {folder} has no val/. Add it, or put the class "
+                "folders into one folder, of which data.val_fraction is the validation split."
+            )
         self.convert(str(folder), shuffle=True, val_fraction=None if has_splits else self.val_fraction)
 
     def source_folder(self) -> Path:

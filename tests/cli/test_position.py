@@ -23,6 +23,7 @@ from lightning_stream import (  # noqa: E402
     MDSWriter,
     Packing,
     RunReport,
+    StatefulDataLoader,
     Stream,
     StreamingDataLoader,
     StreamingDataset,
@@ -159,6 +160,14 @@ def test_the_streams_that_a_run_recorded_need_not_be_passed(shards: Path, tmp_pa
         code, about = answer("position", str(checkpoint), "--next", "1")
         assert (code, about["batches"][0]["ids"]) == (0, ids)
     assert "batches" in answer("position", str(run))[1]
+
+
+def test_a_run_over_a_map_style_dataset_has_no_url_whose_samples_could_be_shown(tmp_path: Path, answer: Answer) -> None:
+    loader = StatefulDataLoader(list(range(20)), batch_size=4)
+    with RunReport(tmp_path, loader):
+        next(iter(loader))
+    torch.save({"data": loader.state_dict()}, tmp_path / "last.pt")
+    assert "loader.trace(step) in its script" in answer("position", str(tmp_path), "--next", "1")[1]["error"]
 
 
 @pytest.mark.parametrize("place", ["remote", "local"])

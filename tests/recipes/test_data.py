@@ -16,7 +16,7 @@ pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
 pytest.importorskip("torchvision", reason="the recipes need torchvision: uv sync")
 
 from lightning_stream import LocalDataset, MDSWriter, StreamingDataLoader, StreamingDataset
-from lightning_stream.errors import FormatError
+from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.order import World
 from recipes.data.captions import CaptionData
 from recipes.data.chats import ChatData
@@ -66,6 +66,12 @@ def test_archives_of_one_name_from_two_places_are_two(tmp_path: Path) -> None:
         data = ImageData(photos=url, downloads=str(tmp_path / "downloads"), **places(tmp_path))
         data.prepare_data()
         assert len(samples(data, "train")) + len(samples(data, "val")) == (10 if place == "a" else 20)
+
+
+def test_images_to_train_on_without_images_to_validate_on_are_refused(tmp_path: Path) -> None:
+    write_flowers(tmp_path / "photos" / "train", 10)
+    with pytest.raises(NotFoundError, match=r"photos has no val/"):
+        ImageData(photos=str(tmp_path / "photos"), **places(tmp_path)).prepare_data()
 
 
 def test_another_source_or_setting_has_shards_of_its_own(tmp_path: Path) -> None:
