@@ -57,8 +57,8 @@ def merge_index(
     Raises:
         NotFoundError: There is no index below the root, or one of the list is absent.
         ValueError: A partition has deleted samples, added columns or a name that no index can hold, an index of the
-            list is not below ``out``, or the root's index lists shards of its own, as after an append there, which no
-            partition has.
+            list is not below ``out`` or comes twice, or the root's index lists shards of its own, as after an append
+            there, which no partition has.
         FormatError: One of them is not an index.
         FileExistsError, ConflictError: Another process put the root's index meanwhile; that one stays.
     """
@@ -76,6 +76,8 @@ def merge_index(
         folders = [_below(index, root) for index in indexes]  # type: ignore[union-attr]
     else:
         folders = _partitions(entry.name for entry in store.list(""))
+    if len(set(folders)) < len(folders):
+        raise ValueError(f"merge_index takes each index once; found some twice among {', '.join(folders):.200}.")
     if not folders:
         raise NotFoundError(f"no {INDEX_NAME} in any folder below {store.url}. Give the root of the partitions.")
     for folder in folders:
@@ -132,7 +134,7 @@ def _partitions(names: Iterable[str]) -> list[str]:
     """Return the folders that have an index, except the root and the folders below another one."""
     folders = sorted((name[: -len(INDEX_NAME) - 1] for name in names if name.endswith(f"/{INDEX_NAME}")), key=_natural)
     known = set(folders)
-    return [folder for folder in folders if not {str(above) for above in PurePosixPath(folder).parents} & known]
+    return [folder for folder in folders if known.isdisjoint(map(str, PurePosixPath(folder).parents))]
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

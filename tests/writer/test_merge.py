@@ -53,6 +53,13 @@ def test_a_list_is_merged_in_its_order_with_whole_paths(tmp_path: Path) -> None:
         merge_index([str(tmp_path.parent / "elsewhere")], str(tmp_path))
 
 
+def test_an_index_that_a_list_names_twice_is_refused(tmp_path: Path) -> None:
+    partition(tmp_path / "part0", 0)
+    with pytest.raises(ValueError, match="each index once"):
+        merge_index([str(tmp_path / "part0"), str(tmp_path / "part0" / "index.json")], str(tmp_path))
+    assert not (tmp_path / "index.json").exists()
+
+
 @pytest.mark.parametrize("name", [".hidden", "p:1", "a\\b", "a/.b"])
 def test_a_partition_that_no_index_can_name_is_refused_and_nothing_is_put(tmp_path: Path, name: str) -> None:
     partition(tmp_path / "part0", 0)
