@@ -41,8 +41,9 @@ def messages(file: BinaryIO, where: str, num_bytes: int) -> Iterator[Message]:
     is_first = True
     if start[:4] == b"FEA1":
         raise FormatError(f"{where} is a file of Feather version 1. Write it again as version 2.")
-    at = len(MAGIC) if start == MAGIC else 0
-    if at:
+    is_file = start == MAGIC
+    at = len(MAGIC) if is_file else 0
+    if is_file:
         file.seek(max(at, num_bytes - len(_END)))
         if file.read(len(_END)) != _END:
             raise _damaged(where, "no mark at its end")
@@ -54,6 +55,8 @@ def messages(file: BinaryIO, where: str, num_bytes: int) -> Iterator[Message]:
             raise _damaged(where, f"{len(start)} bytes of a header at byte {at:,}")
         size = int.from_bytes(start[head - 4 : head], "little")
         if size == 0:
+            if not is_file and at + head < num_bytes:
+                raise _damaged(where, f"bytes behind the end of its stream, at byte {at:,}")
             return
         if size > _MOST_HEADER or at + head + size > num_bytes:
             raise _damaged(where, f"a header of {size:,} bytes at byte {at:,} of {num_bytes:,}")

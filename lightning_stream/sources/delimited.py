@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +31,7 @@ from lightning_stream.sources.base import (
 from lightning_stream.sources.files import SourceFile, readable
 from lightning_stream.sources.lines import BOM, check_on_bad, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
+from lightning_stream.sources.unpackers import Blocks
 
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 22
@@ -113,7 +115,7 @@ class CsvReader(Reader):
             if len(set(names)) < len(names):
                 raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
             first = BOM + first.lstrip(b"\r\n")  # Arrow drops one, also if it belongs to a value
-            data = io.BufferedReader(_Blocks(first, blocks), _BLOCK_BYTES)  # a short read makes Arrow lose rows
+            data = io.BufferedReader(Blocks(chain([first], blocks)), _BLOCK_BYTES)  # a short read makes Arrow lose rows
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
             reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
             yield from pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
@@ -143,25 +145,6 @@ class TsvReader(CsvReader):
 def _skipped(where: str, row: Any) -> str:
     _log.warning("a row of %s is skipped: it has %d values, not %d", where, row.actual_columns, row.expected_columns)
     return "skip"
-
-
-class _Blocks(io.RawIOBase):
-    """Blocks of bytes as a file."""
-
-    def __init__(self, first: bytes, blocks: Iterator[bytes]) -> None:
-        self._left = memoryview(first)
-        self._blocks = blocks
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._left and (block := next(self._blocks, None)) is not None:
-            self._left = memoryview(block)
-        part = self._left[: len(buffer)]
-        buffer[: len(part)] = part
-        self._left = self._left[len(part) :]
-        return len(part)
 
 
 def _head(file: SourceFile, delimiter: str) -> tuple[list[str], int]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import io
 import logging
-import lzma
 import math
 import mmap
 import os
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +18,10 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 import numpy as np
-import zstandard
 from numpy.typing import NDArray
 
 from lightning_stream.errors import AccessError, FormatError, LightningStreamError, NotFoundError, redact, summarize
+from lightning_stream.sources.unpackers import UNPACKERS
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.stores.local import change_mark, is_other_mark
 from lightning_stream.stores.transfer import refuse_query
@@ -157,7 +154,7 @@ class SourceFile:
     @contextmanager
     def unpacked(self) -> Iterator[BinaryIO]:
         """Its bytes, decompressed by what its name ends with. FormatError where reading them fails."""
-        make = _UNPACKERS.get(Path(self.name).suffix.lower(), nullcontext)
+        make = UNPACKERS.get(Path(self.name).suffix.lower(), nullcontext)
         with readable(self.uri), self.open() as file, make(file) as plain:
             yield plain
 
@@ -295,20 +292,6 @@ def _leaving(name: Any, root: str) -> FormatError:
         f"names of files in data must be relative and stay below {redact(root)}; found {name!r:.100}. Do not use data "
         "that you do not trust."
     )
-
-
-def _zstd(file: BinaryIO) -> BinaryIO:
-    reader: Any = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True, closefd=False)
-    return io.BufferedReader(reader, _BUFFER_BYTES)
-
-
-_UNPACKERS: Mapping[str, Callable[[BinaryIO], Any]] = {
-    ".gz": gzip.open,
-    ".tgz": gzip.open,
-    ".zst": _zstd,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-}
 
 
 class RangedFile(io.RawIOBase):

@@ -103,6 +103,17 @@ def test_a_type_reads_as_arrows_own_values(name: str, tmp_path: Path) -> None:
     assert read(str(tmp_path / "out")) == wanted
 
 
+def test_streams_one_behind_another_are_refused(tmp_path: Path) -> None:
+    table = pa.table({"x": [1, 2]})
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_stream(str(path), table.schema) as out:
+        out.write_table(table)
+    assert read(str(path)) == [1, 2]
+    path.write_bytes(2 * path.read_bytes())
+    with pytest.raises(FormatError, match="found bytes behind the end of its stream"):
+        read(str(path))
+
+
 def test_a_column_of_nulls_is_json_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert read(write(tmp_path / "in", pa.nulls(2))) == [None, None]

@@ -64,6 +64,19 @@ def test_parts_that_are_compressed_one_after_another_are_one_file(tmp_path: Path
     assert values(folder) == 4 * list(range(30))
 
 
+@pytest.mark.parametrize("ending", [ending for ending in PACKERS if ending])
+@pytest.mark.parametrize("num_parts", [1, 3])
+def test_a_compressed_file_that_is_cut_off_is_an_error(ending: str, num_parts: int, tmp_path: Path) -> None:
+    """Texts that are cut off look like texts."""
+    part = PACKERS[ending](random.Random(0).randbytes(300_000).hex().encode())
+    for num_bytes in (1, 100, len(part) // 2, len(part) - 1):
+        folder = tmp_path / str(num_bytes)
+        folder.mkdir()
+        (folder / f"a.txt{ending}").write_bytes(part * (num_parts - 1) + part[:num_bytes])
+        with pytest.raises(FormatError, match=rf"a\.txt{ending} cannot be read: .*fetch it again"):
+            convert(folder, tmp_path / "out", num_workers=1)
+
+
 @pytest.mark.parametrize("ending", PACKERS)
 def test_a_compressed_array_of_objects_is_read_in_place(ending: str, tmp_path: Path) -> None:
     folder = tmp_path / "rows"
