@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import warnings
+from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -63,7 +63,7 @@ _ENTRY = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``plan``."""
     add_dataset(parser, nargs="?")
     add_mixture(parser)
@@ -91,7 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--price NAME": prices,
     }, **{"NAME=VALUE,...": _link, "RATE": _speed, "NAME": _price})  # fmt: skip
     same = parser.add_argument_group("arguments of StreamingDataset and StreamingDataLoader, by their names")
-    same.add_argument("--shuffle", action=argparse.BooleanOptionalAction, default=True, help="default: --shuffle")
+    same.add_argument("--shuffle", action=BooleanOptionalAction, default=True, help="default: --shuffle")
     text = (
         "pack documents of this column into rows of so many tokens (default: 2048), or whole samples by an expression "
         "of lengths; batches then count rows"
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(samples_per_shard=1000, nodes=[1], devices=1, link={}, price={})
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Plan every dataset at the path or URL, or the mixture of the streams; print after all succeeded."""
     if [options.remote is not None, bool(options.stream), options.shards is not None].count(True) != 1:
         raise ValueError("plan takes one of PATH|URL, --stream URL[=WEIGHT] for each of a mixture, and --shards")
@@ -123,7 +123,7 @@ def run(options: argparse.Namespace, out: Output) -> int:
     return ExitCode.OK
 
 
-def _datasets(options: argparse.Namespace, folder: str) -> dict[str, list[Stream]]:
+def _datasets(options: Namespace, folder: str) -> dict[str, list[Stream]]:
     """The streams of each dataset by its name, to be read as if each were in a store: local data, too."""
     if options.shards is not None:
         return _imagined(options, folder)
@@ -136,7 +136,7 @@ def _datasets(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
     return datasets
 
 
-def _imagined(options: argparse.Namespace, folder: str) -> dict[str, list[Stream]]:
+def _imagined(options: Namespace, folder: str) -> dict[str, list[Stream]]:
     """A dataset that has an index alone."""
     size = parse_bytes(options.shard_bytes, "shard_bytes")
     entries = ",".join(_ENTRY % (shard, size, options.samples_per_shard, size) for shard in range(options.shards))
@@ -145,7 +145,7 @@ def _imagined(options: argparse.Namespace, folder: str) -> dict[str, list[Stream
     return {name: [Stream(folder, local=f"{folder}/cache")]}
 
 
-def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> StreamingDataset:
+def _dataset(streams: Sequence[Stream], options: Namespace) -> StreamingDataset:
     name, _, length = (options.pack or "").partition("=")
     what = "lengths" if is_expression(name) else "column"
     rows: dict[str, Any] = {what: name, "row_length": parse_count(length or 2048, "pack")} if name else {}
@@ -159,7 +159,7 @@ def _dataset(streams: Sequence[Stream], options: argparse.Namespace) -> Streamin
     )
 
 
-def _plan(dataset: StreamingDataset, num_nodes: int, options: argparse.Namespace) -> Plan:
+def _plan(dataset: StreamingDataset, num_nodes: int, options: Namespace) -> Plan:
     from lightning_stream.plan import Rates, plan
 
     world = World(0, num_nodes * options.devices, options.devices, options.replication or 1)
@@ -172,7 +172,7 @@ def _plan(dataset: StreamingDataset, num_nodes: int, options: argparse.Namespace
     return plan(loader, Rates(**options.link, **options.price, **rates))
 
 
-def _passed(options: argparse.Namespace, names: Mapping[str, Any]) -> dict[str, Any]:
+def _passed(options: Namespace, names: Mapping[str, Any]) -> dict[str, Any]:
     """The options of these names that were passed."""
     return {name: value for name, value in vars(options).items() if name in names and value is not None}
 
@@ -186,7 +186,7 @@ def _link(text: str) -> dict[str, float]:
     rates = {}
     for name, value in _pairs(text):
         if name not in _LINK:
-            raise argparse.ArgumentTypeError(f"takes {', '.join(_LINK)}, each with =VALUE; found {name!r}")
+            raise ArgumentTypeError(f"takes {', '.join(_LINK)}, each with =VALUE; found {name!r}")
         rates[_LINK[name]] = _measure(value, _TIMES, "20ms") if name == "latency" else _speed(value)
     return rates
 
@@ -195,7 +195,7 @@ def _price(text: str) -> dict[str, float]:
     """The prices of a name, or of ``gb=0.09,requests=0.0004``; ArgumentTypeError for other text."""
     with suppress(KeyError):
         return {_PRICE[name]: positive(value) for name, value in _pairs(_PRICES.get(text, text))}
-    raise argparse.ArgumentTypeError(f"takes {', '.join(_PRICES)}, or gb=0.09,requests=0.0004; found {text!r}")
+    raise ArgumentTypeError(f"takes {', '.join(_PRICES)}, or gb=0.09,requests=0.0004; found {text!r}")
 
 
 def _pairs(text: str) -> list[tuple[str, str]]:
@@ -211,11 +211,11 @@ def _measure(text: str, units: Mapping[str, float], example: str) -> float:
     match = _VALUE.fullmatch(text.lower())
     if match is None or match[2] not in units or not float(match[1]):
         known = ", ".join(units)
-        raise argparse.ArgumentTypeError(f"takes a number with a unit ({known}), e.g. {example}; found {text!r}")
+        raise ArgumentTypeError(f"takes a number with a unit ({known}), e.g. {example}; found {text!r}")
     return float(match[1]) * units[match[2]]
 
 
-def _print(plans: Sequence[Plan], options: argparse.Namespace, out: Output) -> None:
+def _print(plans: Sequence[Plan], options: Namespace, out: Output) -> None:
     """Print what limits the run, then what each resource allows, then what the run needs."""
     plan = plans[0]
     at_most = {
@@ -236,7 +236,7 @@ def _print(plans: Sequence[Plan], options: argparse.Namespace, out: Output) -> N
         out.table("compared", [_compared(plan) for plan in plans])
 
 
-def _needs(plan: Plan, options: argparse.Namespace) -> dict[str, str]:
+def _needs(plan: Plan, options: Namespace) -> dict[str, str]:
     """What is known of a plan beside its bounds."""
     mean = plan.num_samples / plan.num_steps if options.batch_tokens else plan.global_batch_size
     price = f"; ${plan.price_usd:,.2f}" if options.price else ""

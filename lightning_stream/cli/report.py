@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_stream.cli.output import ExitCode, Output
@@ -14,13 +14,13 @@ EXAMPLES = """examples:
 """
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: ArgumentParser) -> None:
     """Add the arguments of ``report``."""
     parser.add_argument("run_path", metavar="RUN", help="the folder of a run, or its data_log.jsonl")
     parser.add_argument("--out", metavar="FILE", help="where to write the page (default: beside the log)")
 
 
-def run(options: argparse.Namespace, out: Output) -> int:
+def run(options: Namespace, out: Output) -> int:
     """Draw the page, and print the numbers of the run."""
     from lightning_stream.pages import write_run_page
     from lightning_stream.run_log import read_run

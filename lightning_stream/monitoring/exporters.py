@@ -31,6 +31,21 @@ class _Metric(NamedTuple):
     kind: str = "counter"
 
 
+_COUNTS = {  # by metric: the field of `LoaderStats`, or the counter, that has it
+    "batches": ("num_batches", "Batches that were handed out."),
+    "batches_ready": ("num_ready", "Batches that were ready when they were requested."),
+    "samples": ("num_samples", "Samples that were handed out, padding excluded."),
+    "tokens": ("num_tokens", "Tokens of packed rows."),
+    "requests": ("requests", "Requests to the store."),
+    "retries": ("retries", "Requests to the store that failed and were sent again."),
+    "throttled": ("throttled", "Answers of the store that asked for fewer requests."),
+    "shards_fetched": ("shards_fetched", "Shards that were fetched."),
+    "shards_cached": ("shards_here", "Shards that were in the cache already."),
+    "evictions": ("evictions", "Shards that were deleted to make space."),
+    "bad_samples": ("bad_samples", "Samples that could not be read."),
+}
+
+
 def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
     waits = {part: stats.waits[part] + stats.first_waits[part] for part in PARTS}
     late = stats.pauses["other_ranks"]  # only found out when ranks compare: a part of what was training until then
@@ -40,23 +55,10 @@ def _metrics(stats: LoaderStats) -> Iterator[_Metric]:
     yield _Metric("step", "Time in which training did not wait for data.", "seconds", step)
     yield _Metric("other_ranks", "Time of training in which other ranks were late.", "seconds", {"": late})
     yield _Metric("epoch", "Part of the epoch that is done.", "ratio", {"": stats.epoch_fraction}, "gauge")
-    counted = stats.counters
-    counts = {
-        "batches": ("Batches that were handed out.", stats.num_batches),
-        "batches_ready": ("Batches that were ready when they were requested.", stats.num_ready),
-        "samples": ("Samples that were handed out, padding excluded.", stats.num_samples),
-        "tokens": ("Tokens of packed rows.", stats.num_tokens),
-        "requests": ("Requests to the store.", counted["requests"]),
-        "retries": ("Requests to the store that failed and were sent again.", counted["retries"]),
-        "throttled": ("Answers of the store that asked for fewer requests.", counted["throttled"]),
-        "shards_fetched": ("Shards that were fetched.", counted["shards_fetched"]),
-        "shards_cached": ("Shards that were in the cache already.", counted["shards_here"]),
-        "evictions": ("Shards that were deleted to make space.", counted["evictions"]),
-        "bad_samples": ("Samples that could not be read.", counted["bad_samples"]),
-    }
-    yield _Metric("fetched", "Bytes that came from the store.", "bytes", {"": counted["fetched_bytes"]})
-    for name, (description, value) in counts.items():
-        yield _Metric(name, description, "", {"": float(value)})
+    yield _Metric("fetched", "Bytes that came from the store.", "bytes", {"": stats.counters["fetched_bytes"]})
+    measured = {**vars(stats), **stats.counters}
+    for name, (source, description) in _COUNTS.items():
+        yield _Metric(name, description, "", {"": float(measured[source])})
 
 
 def export_prometheus(
