@@ -131,7 +131,8 @@ def _devices() -> Finding:
 
 def _launcher() -> Finding:
     shown = [f"{name}={value}" for name, value in sorted(os.environ.items()) if _LAUNCHER.fullmatch(name)]
-    rank, size = (os.environ.get(name, default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    rank = os.environ.get("RANK", "0")
+    size = os.environ.get("WORLD_SIZE", "1")
     is_wrong = not (rank.isdigit() and size.isdigit() and int(rank) < int(size))
     remedy = "RANK and WORLD_SIZE are numbers, RANK below WORLD_SIZE: start with torchrun or srun, or unset both."
     return Finding("launcher", ", ".join(shown) or "one process", remedy if is_wrong else "", is_wrong)

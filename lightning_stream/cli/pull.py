@@ -37,7 +37,8 @@ def run(options: Namespace, out: Output) -> int:
         split = dataset.remote.rstrip("/")[len(options.remote.rstrip("/")) :].strip("/")
         local = None if options.local is None else str(Path(options.local, split))
         reader = reader_over([dataset.stream(local)])  # which stores the index, too
-        (cache,), (index,) = reader.caches, reader.indexes
+        (cache,) = reader.caches
+        (index,) = reader.indexes
         entries = list(index)
         num_new = sum(not cache.present(entry) for entry in entries)
         with DaemonPool(workers, "pull") as pool:

@@ -38,8 +38,8 @@ def find_java() -> Path:
         MissingExtraError: There is no Java; the message names what to install.
     """
     home = os.environ.get("JAVA_HOME")
-    if home and (Path(home) / "bin" / "java").exists():
-        return Path(home) / "bin" / "java"
+    if home and (java := Path(home, "bin", "java")).exists():
+        return java
     if (on_path := shutil.which("java")) is not None:
         return Path(on_path)
     try:

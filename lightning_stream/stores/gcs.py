@@ -97,9 +97,9 @@ class GcsStore(BucketStore):
         generation = "0" if if_absent else if_version
         url = self._call("/upload", None, uploadType="multipart", ifGenerationMatch=generation)
         mark = uuid.uuid4().hex
-        metadata = {"name": self._prefix + name, "md5Hash": content_md5(file)}
-        kinds = (f"Content-Type: {kind}\r\n\r\n" for kind in ("application/json", "application/octet-stream"))
-        head = f"--{mark}\r\n{next(kinds)}{json.dumps(metadata)}\r\n--{mark}\r\n{next(kinds)}".encode()
+        metadata = json.dumps({"name": self._prefix + name, "md5Hash": content_md5(file)})
+        part = f"--{mark}\r\nContent-Type: application"
+        head = f"{part}/json\r\n\r\n{metadata}\r\n{part}/octet-stream\r\n\r\n".encode()
         tail = f"\r\n--{mark}--\r\n".encode()
         body = itertools.chain([head], file_chunks(file, num_bytes), [tail])
         headers = {"Content-Type": f"multipart/related; boundary={mark}"}

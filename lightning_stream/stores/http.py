@@ -23,7 +23,7 @@ from functools import lru_cache
 from io import DEFAULT_BUFFER_SIZE
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar, TypeVar
-from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit, urlunsplit
+from urllib.parse import quote, unquote, urlencode, urljoin, urlsplit
 from xml.etree import ElementTree as ET
 
 import numpy as np
@@ -481,7 +481,7 @@ class HttpStore(HttpDialect):
         if not complete:
             raise ValueError(f"a web address is https://HOST[:PORT]/FOLDER; got {redact(url)!r}. Correct the URL.")
         host = parts.netloc.rpartition("@")[2]
-        self._base = urlunsplit((parts.scheme.lower(), host, parts.path.rstrip("/"), "", ""))
+        self._base = f"{parts.scheme}://{host}{parts.path.rstrip('/')}"
         self.url = self._base
         self._query = f"?{parts.query}" if parts.query else ""
         self._options = options or HttpOptions()

@@ -203,8 +203,8 @@ class S3Store(BucketStore):
         unquoted = unquote_plus if page.findtext("{*}EncodingType") == "url" else str
         entries = []
         for item in page.iterfind("{*}Contents"):
-            key, size, etag = (item.findtext(f"{{*}}{name}", "") for name in ("Key", "Size", "ETag"))
-            entries.append(self._entry(unquoted(key), size, etag))
+            key = unquoted(item.findtext("{*}Key", ""))
+            entries.append(self._entry(key, item.findtext("{*}Size", ""), item.findtext("{*}ETag")))
         if page.findtext("{*}IsTruncated") != "true":
             return entries, None
         if not (token := page.findtext("{*}NextContinuationToken")):

@@ -19,7 +19,7 @@ from .transfer import ObjectStream, Options, PerProcess, read_options, refuse_qu
 
 _API = "/api/2.1/unity-catalog/"
 _TABLE = re.compile(r"uc://([^/.]+\.[^/.]+\.[^/.]+)(?:/(.*))?")
-_VOLUME = re.compile(r"(uc://|dbfs:/*Volumes/)([^/.]+)/([^/.]+)/([^/]+)(?:/(.*))?")
+_VOLUME = re.compile(r"(uc://|dbfs:/*Volumes/)([^/.]+/[^/.]+/[^/]+)(?:/(.*))?")
 _FORMATS = ("DELTA", "PARQUET")
 _STORED = re.compile(r"(s3[an]?|gs|abfss?)://.+|(file:.*)?/.+")
 _OPERATIONS = {"table": ("READ", "READ_WRITE"), "volume": ("READ_VOLUME", "WRITE_VOLUME")}
@@ -70,9 +70,9 @@ class UnityStore(Store):
         if match := _TABLE.fullmatch(url):
             return cls(url, "table", match[1], match[2] or "", settings)
         if match := _VOLUME.fullmatch(url):
-            place = f"{'/'.join(match.group(2, 3, 4))}/{match[5] or ''}"
-            shown = f"dbfs:/Volumes/{place}" if match[1].startswith("dbfs:") else url
-            return cls(shown, "volume", ".".join(match.group(2, 3, 4)), match[5] or "", settings)
+            path = match[3] or ""
+            shown = f"dbfs:/Volumes/{match[2]}/{path}" if match[1].startswith("dbfs:") else url
+            return cls(shown, "volume", match[2].replace("/", "."), path, settings)
         raise ValueError(
             "the URL of a table is uc://CATALOG.SCHEMA.TABLE, that of a volume uc://CATALOG/SCHEMA/VOLUME/FOLDER or "
             f"dbfs:/Volumes/CATALOG/SCHEMA/VOLUME/FOLDER; got {redact(url)!r}. Move files of the old DBFS to a volume; "
