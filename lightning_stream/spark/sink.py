@@ -128,17 +128,17 @@ class SinkJob(SparkJob):
         if self.skip:
             return
         place = self.place
-        written = {name for receipt in receipts for name in receipt.files()}
+        files = {name: size for receipt in receipts for name, size in receipt.files().items()}
         try:
             if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
                 check(receipts, "the DataFrame", _FILL)
-            self._check_files(place.store, receipts)
-            is_in = self._change(place, receipts, written)
+            self._check_files(place.store, files)
+            is_in = self._change(place, receipts, files)
         except (ValueError, FileExistsError, ConflictError):
             _clean(place.store, self.job)
             raise
         if is_in:  # writes that are repeated under one key differ in the last digits, and the others are not in it
-            _clean(place.store, self.job[:-8], written)
+            _clean(place.store, self.job[:-8], files)
         else:
             _clean(place.store, self.job)
 
@@ -147,12 +147,12 @@ class SinkJob(SparkJob):
         if any(message is None or not message.receipt.is_good for message in messages):
             _clean(self.place.store, self.job)
 
-    def _check_files(self, store: Store, receipts: Sequence[Receipt]) -> None:
+    def _check_files(self, store: Store, files: Mapping[str, int]) -> None:
         with suppress(AccessError):  # a store that refuses to list
             seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
-            check_seen(store, seen, {name: size for receipt in receipts for name, size in receipt.files().items()})
+            check_seen(store, seen, files)
 
-    def _change(self, place: Transaction, receipts: Sequence[Receipt], written: set[str]) -> bool:
+    def _change(self, place: Transaction, receipts: Sequence[Receipt], files: Collection[str]) -> bool:
         """Put the index or a change; return whether the rows are in the dataset by this write, of these files."""
         entries = [to_text(entry) for receipt in receipts for entry in receipt.shards]
         lengths = joined_lengths(receipt.lengths for receipt in receipts)
@@ -164,7 +164,7 @@ class SinkJob(SparkJob):
                     f"{place.store.url} was changed while this write was going to replace it. Its dataset stays. "
                     "Write again."
                 )
-            place.done = written
+            place.done = set(files)
             return place.commit(Edit("append", entries, lengths))
         if newest is None:
             text = with_lengths(index_text(entries), lengths)
@@ -176,7 +176,7 @@ class SinkJob(SparkJob):
         if self.if_exists == "ignore":
             return False
         place.begin("append")
-        place.done = written
+        place.done = set(files)
         assert place.base is not None
         check_appendable(place.base, "mds", self.columns, lengths if entries else place.base.lengths)
         return place.commit(Edit("append", entries, lengths, self.message, self.key))

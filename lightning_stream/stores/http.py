@@ -546,12 +546,10 @@ class HuggingFaceStore(HttpStore):
             raise ValueError(f"a Hugging Face URL is hf://datasets/ORG/NAME[@REVISION][/FOLDER]; got {redact(url)!r}")
         kind = match[1] or ""
         repository = match[2]
-        revision = match[3] or "main"
+        revision = quote(unquote(match[3] or "main"), safe="")
         self._folder = match[4] or ""
-        revision = quote(unquote(revision), safe="")
         hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-        address = f"{hub}/{kind}{repository}/resolve/{revision}"
-        super().__init__(f"{address}/{quote(self._folder)}", options)
+        super().__init__(f"{hub}/{kind}{repository}/resolve/{revision}/{quote(self._folder)}", options)
         self.url = f"hf://{path}"
         tree = f"{hub}/api/{kind or 'models/'}{repository}/tree/{revision}/{quote(self._folder)}"
         self._tree = f"{tree.rstrip('/')}?recursive=true"
