@@ -317,14 +317,14 @@ class BaseStore(Store):
         where = f"{self.url}/{name}"
 
         def put() -> None:
-            with contextlib.ExitStack() as stack:
-                file, num_bytes = stack.enter_context(source_file(source))
+            claim = claimed(self, name) if conditional and not native else contextlib.nullcontext(if_version)
+            with source_file(source) as (file, num_bytes), claim as version:
                 if num_bytes > self.largest_put:
                     raise StoreError(
                         f"{where}: this service takes files of {self.largest_put:,} bytes at most in a request; it has "
                         f"{num_bytes:,}. Divide the dataset."
                     )
-                if conditional and not native and stack.enter_context(claimed(self, name)) != if_version:
+                if version != if_version:
                     raise PreconditionError(name)
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
 
