@@ -180,8 +180,10 @@ class Store(ABC):
                 a large one is downloaded as several ranges at once.
             connections: The number of spare connections: with several, smaller objects are downloaded as ranges too.
         """
+        file = Download(to, num_bytes)
         with self.open(name) as stream:
-            return Download(to, num_bytes).receive(stream, 0)[0]
+            file.receive(stream, 0)
+        return file.num_bytes
 
     def read(self, name: str) -> bytes:
         """Return a whole (small) object."""
@@ -413,18 +415,28 @@ def already_exists(where: str | Path) -> AlreadyExistsError:
 
 
 class Download:
-    """The file that an object, or ranges of it, are written to. It is open as long as a thread may still write one."""
+    """The file that an object, or ranges of it, are written to. It is open as long as a thread may still write one.
+
+    Attributes:
+        parts: The size of each range that was written, and the object's tag at that time.
+    """
 
     def __init__(self, to: Path, promised_bytes: int | None) -> None:
+        self.parts: list[tuple[int, str | None]] = []
         self._fd = os.open(to, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         self._promised_bytes = promised_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were written."""
+        return sum(num_bytes for num_bytes, _ in self.parts)
 
     def resize(self, num_bytes: int) -> None:
         """Give the file a size: its final one from the start where it comes in parts, so that nobody reads it early."""
         os.ftruncate(self._fd, num_bytes)
 
-    def receive(self, stream: ObjectStream, begin: int) -> tuple[int, str | None]:
-        """Write a range of an object at its position; return its size and the object's tag."""
+    def receive(self, stream: ObjectStream, begin: int) -> None:
+        """Write a range of an object at its position."""
         full_size = stream.total
         if full_size is None and stream.num_bytes is not None:
             full_size = begin + stream.num_bytes
@@ -437,7 +449,7 @@ class Download:
                 written = os.pwrite(self._fd, view, position)
                 position += written
                 view = view[written:]
-        return position - begin, stream.tag
+        self.parts.append((position - begin, stream.tag))
 
     def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
         if hasattr(self, "_fd"):

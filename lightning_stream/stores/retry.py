@@ -216,38 +216,33 @@ class RetryingStore(Store):
         file = Download(to, num_bytes)
         connections = connections if self.traits.ranges else 1  # others may send the whole object for each range
         ranges = [] if num_bytes is None else parts_of(num_bytes, connections, self.policy)
-        first = []
         if len(ranges) > 1 and not self.traits.ranges:
             with self._open(name, *ranges[0], budget) as stream:
                 ranges = [] if stream.total is None else ranges[1:]  # None: it sends the whole object
-                first = [file.receive(stream, 0)] if ranges else []
-        if len(ranges) > 1 or first:
-            return self._get_parts(name, to, file, ranges, first)
-        return self._receive(name, file, (0, None), budget)[0]
+                if ranges:
+                    file.receive(stream, 0)
+        if len(ranges) > 1 or file.parts:
+            self._get_parts(name, to, file, ranges)
+        else:
+            self._receive(name, file, (0, None), budget)
+        return file.num_bytes
 
-    def _get_parts(
-        self, name: str, to: Path, file: Download, ranges: list[tuple[int, int]], parts: list[tuple[int, str | None]]
-    ) -> int:
-        """Fetch ranges at once, each with its own budget, which begins with it, not in the queue; `parts` are here."""
+    def _get_parts(self, name: str, to: Path, file: Download, ranges: list[tuple[int, int]]) -> None:
+        """Fetch ranges at once, each with its own budget, which begins with it, not in the queue."""
         file.resize(ranges[-1][1])
         with DaemonPool(min(self.policy.parts_at_once, len(ranges)), "parts") as pool:
-            futures = [pool.submit(self._receive, name, file, span) for span in ranges]
             try:
-                parts += [future.result() for future in futures]
+                pool.map(lambda span: self._receive(name, file, span), ranges)
             except BaseException:
                 to.unlink(missing_ok=True)  # threads may still write to it: what is read next gets another file
                 raise
-        if len({tag for _, tag in parts}) > 1:
+        if len({tag for _, tag in file.parts}) > 1:
             raise _ReadAgainError(_replaced(f"{self.url}/{name}"))
-        written = sum(written for written, _ in parts)
-        file.resize(written)  # of a part that came short, the size tells
-        return written
+        file.resize(file.num_bytes)  # of a part that came short, the size tells
 
-    def _receive(
-        self, name: str, file: Download, span: _Span, budget: RetryBudget | None = None
-    ) -> tuple[int, str | None]:
+    def _receive(self, name: str, file: Download, span: _Span, budget: RetryBudget | None = None) -> None:
         with self._open(name, *span, budget or self._budget(name)) as stream:
-            return file.receive(stream, span[0])
+            file.receive(stream, span[0])
 
     def _holds(self, name: str, source: Path | bytes) -> bool:
         """Return whether the object has these bytes."""
