@@ -243,11 +243,17 @@ class _Login:
 
     def __init__(self, bucket: str, options: S3Options, session: Renewed) -> None:
         import botocore.session
+        from botocore.auth import S3SigV4Auth
+        from botocore.awsrequest import AWSRequest
+        from botocore.credentials import Credentials
 
         logging.getLogger("botocore.auth").addFilter(_without_token)
         self._bucket = bucket
         self._options = options
         self.session = session
+        self._signer = S3SigV4Auth  # an import in `sign` would take 4 us of each request
+        self._request = AWSRequest
+        self._credentials = Credentials
         self._botocore = botocore.session.Session(profile=options.profile)
         if options.access_key_id:
             self._botocore.set_credentials(options.access_key_id, options.secret_access_key, options.session_token)
@@ -298,23 +304,18 @@ class _Login:
 
     def made(self, keys: Mapping[str, Any]) -> Any:
         """Return botocore's credentials with these keys, by the names of the store's options."""
-        from botocore.credentials import Credentials
-
         name, secret, token = map(keys.get, _KEY_NAMES)
         if not (name and secret):
             raise AccessError(
                 f"s3://{self._bucket}: credentials= returns access_key_id and secret_access_key, and session_token if "
                 f"there is one; it returned {', '.join(keys)}. Correct the function."
             )
-        return Credentials(name, secret, token)
+        return self._credentials(name, secret, token)
 
     def sign(self, request: Request, credentials: Any) -> None:
-        from botocore.auth import S3SigV4Auth
-        from botocore.awsrequest import AWSRequest
-
-        signed = AWSRequest(request.method, request.url, request.headers, request.body)
+        signed = self._request(request.method, request.url, request.headers, request.body)
         signed.context["has_streaming_input"] = True  # beside an MD5, over TLS, the signature needs no digest of it
-        S3SigV4Auth(credentials, *self._signed_for).add_auth(signed)
+        self._signer(credentials, *self._signed_for).add_auth(signed)
         request.headers = dict(signed.headers.items())
 
 
