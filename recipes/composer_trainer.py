@@ -53,12 +53,13 @@ class ComposerTrainer(ModelTrainer, Callback):
         trainer = Trainer(
             model=_ComposerModel(model), train_dataloader=train, eval_dataloader=val, optimizers=made["optimizer"],
             schedulers=made.get("schedule"), step_schedulers_every_batch=True, load_path=ckpt_path,
-            save_folder=str(self.path.parent), save_latest_filename="last.ckpt", save_interval=self.save_interval,
-            save_overwrite=True, save_num_checkpoints_to_keep=2, seed=self.seed, callbacks=[self], **self.options,
+            max_duration=f"{self.estimated_stepping_batches}ba", save_folder=str(self.path.parent),
+            save_latest_filename="last.ckpt", save_interval=self.save_interval, save_overwrite=True,
+            save_num_checkpoints_to_keep=2, seed=self.seed, callbacks=[self], **self.options,
         )  # fmt: skip
-        step = int(trainer.state.timestamp.batch)
-        self.plan(train.dataloader, step)
-        trainer.fit(duration=f"{self.estimated_stepping_batches - step}ba")
+        self.plan(train.dataloader, int(trainer.state.timestamp.batch))
+        trainer.state.max_duration = f"{self.estimated_stepping_batches}ba"  # it may continue with another batch size
+        trainer.fit()
         trainer.close()
 
     def save_checkpoint(self, path: str | Path) -> None:
