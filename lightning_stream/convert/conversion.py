@@ -176,7 +176,8 @@ class Conversion:
         in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
         try:
             for split in begun:
-                check(in_order[split], f"{self.source.name}{split and f' (split {split})'}", _FILL)
+                by = f" (split {split}, by val_fraction={self.val_fraction} and the content of each row)"
+                check(in_order[split], f"{self.source.name}{split and by}", _FILL)
         except ValueError:
             for publication in begun.values():  # other settings or another source will write other partitions
                 publication.cancel()
