@@ -293,7 +293,7 @@ def _cast(array: NDArray[Any], wanted: Any) -> NDArray[Any]:
 
 
 def _iso(moment: Any) -> str:
-    is_zoned = getattr(moment, "tzinfo", None) is not None
+    is_zoned = getattr(moment, "tzinfo", None)
     return str((moment.astimezone(UTC) if is_zoned else moment).isoformat())
 
 

@@ -233,7 +233,7 @@ class Source:
     @property
     def has_pieces(self) -> bool:
         """Whether its pieces are known, so that it can be read in place."""
-        return bool(self.files) and self.reader.has_pieces(self.files)
+        return self.reader.has_pieces(self.files)
 
     def pieces(self, columns: Columns) -> list[Piece]:
         """Return the pieces of all files that become shards where it is read in place, in order."""

@@ -49,6 +49,11 @@ def open_source(
     if hasattr(source, "with_format") and hasattr(source, "data") and hasattr(source, "features"):
         from lightning_stream.sources.arrays import DatasetReader
 
+        if source.format["type"] == "custom":
+            raise ValueError(
+                "the rows of a datasets.Dataset are read without its own transform. Pass that as transform=, and the "
+                "dataset as dataset.with_format(None)."
+            )
         reader: Any = DatasetReader(dataset=source, **options)
         files: Files = reader.files
         listing = Listing("a datasets.Dataset", files)

@@ -255,7 +255,8 @@ def _known(schema: pa.Schema, nulls: Sequence[int]) -> tuple[str, ...]:
     at = 0
     for column in schema:
         end = at + sum(1 for _ in _storage_types(column.type))
-        names += [column.name] if any(nulls[at:end]) else []
+        if any(nulls[at:end]):
+            names.append(column.name)
         at = end
     return tuple(names) if at == len(nulls) else ()
 

@@ -234,6 +234,8 @@ def test_a_dataset_object_of_hugging_face_is_read_in_its_order(tmp_path: Path, s
     assert [sample["k"] for sample in samples_of(tmp_path / "out")] == dataset["k"][:]
     assert done.num_shards[""] > 1
     assert not convert(dataset, tmp_path / "out", compression=None, partition_bytes=5000).is_new
+    with pytest.raises(ValueError, match="without its own transform"):
+        convert(dataset.with_transform(lambda batch: {"k": batch["k"]}), tmp_path / "transformed")
 
 
 def test_no_process_gets_the_list_of_all_files_or_inputs(tmp_path: Path) -> None:
