@@ -118,7 +118,8 @@ class CsvReader(Reader):
             data = io.BufferedReader(Blocks(chain([first], blocks)), _BLOCK_BYTES)  # a short read makes Arrow lose rows
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
             reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
-            yield from pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
+            batches = pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
+            yield from filter(len, batches)  # a block may have blank lines only
 
     def _parsed(self, name: str, texts: pa.Array, encoding: str, where: str) -> pa.Array:
         """Texts as what the encoding stores."""
