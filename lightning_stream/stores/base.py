@@ -293,9 +293,9 @@ class BaseStore(Store):
         status = getattr(error, "status_code", None) or getattr(error, "code", None)
         return status if isinstance(status, int) else 0
 
-    def _special_error(self, error: Exception, where: str) -> Exception | None:  # noqa: ARG002
+    def _special_error(self, error: Exception, where: str) -> Exception | None:
         """Return the error for a client's error that `_translated` does not know, or knows less about."""
-        return None
+        return NotFoundError(f"{where}: {self.missing}") if isinstance(error, FileNotFoundError) else None
 
     def open(self, name: str, begin: int = 0, end: int | None = None) -> ObjectStream:
         where = f"{self.url}/{check_name(name)}"
@@ -318,9 +318,9 @@ class BaseStore(Store):
         native = self.traits.conditional_put or (if_absent and self.traits.exclusive_put)
         where = f"{self.url}/{name}"
 
-        def put() -> None:
-            claim = claimed(self, name) if conditional and not native else contextlib.nullcontext(if_version)
-            with source_file(source) as (file, num_bytes), claim as version:
+        def put(file: BinaryIO, num_bytes: int) -> None:
+            file.seek(0)  # an attempt with former keys may have read it
+            with claimed(self, name) if conditional and not native else contextlib.nullcontext(if_version) as version:
                 if num_bytes > self.largest_put:
                     raise StoreError(
                         f"{where}: this service takes files of {self.largest_put:,} bytes at most in a request; it has "
@@ -331,7 +331,8 @@ class BaseStore(Store):
                 self._put(name, file, num_bytes, if_absent and native, if_version if native else None)
 
         try:
-            self._attempt(name, put)
+            with source_file(source) as (file, num_bytes):
+                self._attempt(name, lambda: put(file, num_bytes))
         except (PreconditionError, NotFoundError) as error:
             if if_version is not None:
                 raise ConflictError(f"{where}: another process has replaced or deleted it. Read it again.") from None

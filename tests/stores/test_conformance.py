@@ -54,6 +54,10 @@ def test_a_file_on_disk_is_put_as_it_is(place: Any, store: Store, tmp_path: Path
     assert store.read("large.bin") == content
     store.put("large.bin", b"replaced")
     assert store.read("large.bin") == b"replaced"
+    with pytest.raises(FileNotFoundError) as absent:
+        store.put("another", tmp_path / "none")
+    assert absent.value.filename == str(tmp_path / "none")
+    assert not isinstance(absent.value, StoreError)
 
 
 def test_an_empty_object_is_an_object(store: Store, put: Any, tmp_path: Path) -> None:

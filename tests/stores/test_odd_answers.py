@@ -242,6 +242,7 @@ def test_a_package_may_bring_a_store_of_its_own(tmp_path: Path, monkeypatch: pyt
         store.put("b", b"again", if_absent=True)
     with pytest.raises(NotFoundError, match="mine://shelf/c: no such object"):
         store.read("c")
+    assert not store.exists("c")
     with pytest.raises(UnavailableError, match="the shelf fell down"):
         store.read("broken")
 
@@ -265,7 +266,7 @@ class MyStore(BaseStore):
         if name == "broken":
             raise ShelfError("the shelf fell down")
         if name not in self.objects:
-            raise NotFoundError(f"{self.url}/{name}: no such object")
+            raise FileNotFoundError(name)
         content = self.objects[name][begin:end]
         return ObjectStream(iter([content]), len(content))
 
@@ -277,8 +278,6 @@ class MyStore(BaseStore):
 
     def _delete(self, name):
         self.objects.pop(name, None)
-
-from lightning_stream.errors import NotFoundError
 """
 
 
