@@ -151,9 +151,9 @@ def _skipped(where: str, row: Any) -> str:
 def _head(file: SourceFile, delimiter: str) -> tuple[list[str], int]:
     """The names of the columns, in the first row that is not blank, and the number of bytes up to its end."""
     at, block = next(line_blocks(Piece(file, 0, None, 0)), (0, b""))
-    text = io.StringIO(block.decode(), newline="")
+    text = io.StringIO(block.decode(errors="surrogateescape"), newline="")
     names = next(filter(None, csv.reader(text, delimiter=delimiter)), [])
-    return names, at + len(text.getvalue()[: text.tell()].encode())
+    return names, at + len(text.getvalue()[: text.tell()].encode(errors="surrogateescape"))
 
 
 def _inferred(texts: pa.ChunkedArray) -> str:

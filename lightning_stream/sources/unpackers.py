@@ -12,7 +12,6 @@ from typing import Any, BinaryIO
 import zstandard
 
 _PACKED_BYTES = 1 << 16
-_CONTENT_BYTES = 1 << 22
 
 
 class Blocks(io.RawIOBase):
@@ -35,7 +34,7 @@ class Blocks(io.RawIOBase):
 
 
 def _zstd(file: BinaryIO) -> BinaryIO:
-    return io.BufferedReader(Blocks(_frames(file)), _CONTENT_BYTES)
+    return io.BufferedReader(Blocks(_frames(file)))
 
 
 def _frames(file: BinaryIO) -> Iterator[bytes]:
