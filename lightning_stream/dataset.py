@@ -357,6 +357,10 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         It is computed, not recorded: for this world and batch size, and the changes of the batch size in the current
         epoch, which is what `epochs` defaults to. Padding does not count.
 
+        Raises:
+            ValueError: There is no such sample or epoch; or the dataset has no batch size, and no loader has begun to
+                read it.
+
         Example: ``dataset.where(7, epochs=range(3))`` is ``[Occurrence(epoch=0, step=12, rank=3, ...), ...]``.
         """
         return self._streaming_plain.where(sample_id, epochs)

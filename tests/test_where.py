@@ -65,6 +65,20 @@ def test_a_sample_is_where_the_loaders_deliver_it(shards: Path, world: World, ba
         assert loaders[-1].streaming.where(number, [0]) == delivered[number]
 
 
+def test_a_dataset_alone_says_where_a_sample_is_only_if_it_knows_the_batch_size(shards: Path) -> None:
+    arguments: dict[str, Any] = {"local": shards, "shuffle": True}
+    (loader,) = loaders_of(shards, 12, World())
+    delivered = seen([loader])
+    alone = StreamingDataset(**arguments, batch_size=12)
+    assert all(alone.where(sample_id, [0]) == delivered[sample_id] for sample_id in range(0, NUM_SAMPLES, 9))
+    unknown = StreamingDataset(**arguments)
+    with pytest.raises(ValueError, match="batch size"):
+        unknown.where(5)
+    loader = StreamingDataLoader(unknown, 12)
+    next(iter(loader))
+    assert unknown.where(5) == loader.where(5) == delivered[5]
+
+
 def test_where_counts_every_epoch_and_each_time_that_a_sample_is_drawn(shards: Path) -> None:
     dataset = {"streams": None, "epoch_size": 400, "balance": "tokens"}
     loaders = loaders_of(shards, 5, World(0, 3), dataset)

@@ -175,11 +175,15 @@ class PlainIterations:
         """When and where the training run sees a sample, see `StreamingDataset.where`."""
         if (owner := self.loader) is not None:
             return owner.where(sample_id, epochs)
+        if self.batch_size is None and self._source.batch_tokens is None:
+            raise ValueError(
+                "a sample is in a step of the run, which follows from the batch size; this dataset has none, and no "
+                "loader has begun to read it. Call loader.where(), or pass batch_size= to StreamingDataset"
+            )
         settings = self.settings()
-        epoch = self._shared.upcoming.epoch
-        run = self._source.order(settings.order)
-        size = settings.global_batch_size
-        position = Position.start(run, batch_size=size, tail=settings.tail, epoch=epoch)
+        position = Position.start(
+            self.order(), batch_size=settings.global_batch_size, tail=settings.tail, epoch=self._shared.upcoming.epoch
+        )
         return settings.where(self._source, position, sample_id, epochs)
 
     def state_dict(self, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
