@@ -303,7 +303,7 @@ class StatefulDataLoader(StreamingDataLoader):
         if not isinstance(dataset, StreamingDataset):
             dataset = MapDataset(dataset, shuffle=bool(shuffle), sampler=sampler, **of_dataset)
         elif shuffle or sampler is not None or of_dataset:
-            raise ValueError("a MapDataset has its settings already; pass shuffle, sampler, seed and the like to it")
+            raise ValueError("this dataset has its settings already; pass shuffle, sampler, seed and the like to it")
         replaced = options.get("global_batch_size") is not None or dataset.batch_tokens is not None
         super().__init__(
             dataset,

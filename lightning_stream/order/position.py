@@ -249,8 +249,8 @@ class Position:
             if not digest.startswith(version[:16])
         ]
         return (
-            f"To continue over the former data, which stays readable where shards or files were appended, pass to "
-            f"Stream or StreamingDataset: {', '.join(changed)}"
+            "Read the former data. Where shards or files were appended to it, pass to Stream or StreamingDataset: "
+            f"{', '.join(changed)}"
         )
 
     def _setting_differences(self, run: RunOrder, tail: Tail | None) -> str:
@@ -271,7 +271,10 @@ class Position:
         sentences = [f"{name} was {old!r} and is {new!r} now." for name, old, new in differences]
         digests = [weights_digest(run.weights, kind) for kind in (None, float, int)]  # 1 may have been 1.0
         if self.weights not in digests:
-            sentences.append(f"The streams' weights had digest {self.weights} and have {digests[0]} now.")
+            sentences.append(
+                f"The streams' weights (proportion, repeat or choose) had digest {self.weights} and have {digests[0]} "
+                "now; in a run, only those of a schedule= can change."
+            )
         if not sentences:
             return ""
         return (
