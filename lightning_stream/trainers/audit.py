@@ -268,7 +268,7 @@ def verify_delivery(folder: str | os.PathLike[str], dataset: StreamingDataset) -
     if not records:
         raise LedgerError(f"a run with record_delivery= leaves {_START} and *.ledger files; {folder} lacks them")
     if not verdicts:
-        raise type(others[0])(f"{folder} must be the record of a run over this dataset. {others[0]}")
+        raise others[0]
     first, *more = verdicts.values()
     if not more:
         return first
