@@ -46,6 +46,7 @@ class Piece(NamedTuple):
         others: The columns that are not read.
         types: The Arrow types of columns for which those of the first file are too narrow.
         rows: The numbers of those that are read; None for all.
+        marks: Of the local files that a piece of several is read from, see `marks_of`.
     """
 
     file: SourceFile
@@ -58,6 +59,7 @@ class Piece(NamedTuple):
     others: tuple[str, ...] = ()
     types: Mapping[str, Any] = {}
     rows: Sequence[int] | None = None
+    marks: str = ""
 
 
 @dataclass(frozen=True)

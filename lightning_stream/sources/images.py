@@ -10,7 +10,7 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, spread
+from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, marks_of, spread
 from lightning_stream.sources.files import Files, SourceFile, named_in_data
 from lightning_stream.threads import DaemonPool
 
@@ -87,7 +87,8 @@ class FileFolderReader(Reader):
             is_last = after is None or after.root != file.root  # a source may name several folders
             if num_bytes >= _PIECE_BYTES or len(pending) == _PIECE_FILES or is_last:
                 listed = [(member.name, member.num_bytes, member.stamp, self._label(member)) for member in pending]
-                yield Piece(pending[0], 0, len(pending), num_bytes, len(pending), {"listed": listed})
+                settings = {"listed": listed}
+                yield Piece(pending[0], 0, len(pending), num_bytes, len(pending), settings, marks=marks_of(pending))
                 pending = []
                 num_bytes = 0
 

@@ -282,6 +282,6 @@ def _entry(schema: Schema, kind: str, shard_index: int, piece: Piece) -> ShardEn
     end = piece.end or file.num_bytes
     origin = Origin(kind, file.name, file.num_bytes, file.stamp, piece.begin, end, settings)
     # Shards of another version have other names.
-    mark = xxhash.xxh3_64_hexdigest(f"{(origin, schema.columns)!r}{file.mark}".encode())
+    mark = xxhash.xxh3_64_hexdigest(f"{(origin, schema.columns)!r}{piece.marks or file.mark}".encode())
     raw = FileEntry(f"shard.{shard_index:05}.{mark}.mds", piece.num_bytes, {}, origin=origin, mark=file.mark)
     return schema.shard(piece.num_rows, raw)

@@ -96,6 +96,20 @@ def test_a_file_of_the_same_size_and_time_is_another_one(
     assert values == [*OLD, *NEW]
 
 
+def test_a_file_of_a_folder_that_is_replaced_is_read_again_by_the_next_run(tmp_path: Path) -> None:
+    folder = tmp_path / "files"
+    folder.mkdir()
+    for k in range(3):
+        (folder / f"{k}.mp3").write_bytes(b"old %d" % k)
+    dataset = StreamingDataset(remote=str(folder))
+    assert [dataset[k]["data"] for k in range(3)] == [b"old 0", b"old 1", b"old 2"]
+    known = (folder / "1.mp3").stat()
+    (folder / "1.mp3").write_bytes(b"new 1")
+    os.utime(folder / "1.mp3", ns=(known.st_atime_ns, known.st_mtime_ns))
+    again = StreamingDataset(remote=str(folder))
+    assert [again[k]["data"] for k in range(3)] == [b"old 0", b"new 1", b"old 2"]
+
+
 def test_an_index_of_an_older_version_is_accepted_as_it_is(tmp_path: Path, cache: Path) -> None:
     folder = tmp_path / "rows"
     folder.mkdir()
