@@ -155,7 +155,10 @@ def checkpoint(config: DictConfig) -> Iterator[str | None]:
         if "://" in wanted:
             path = fetch(wanted, Path(folder))
         if not path.exists():
-            raise FileNotFoundError(f"ckpt_path={wanted}: {path} does not exist. Omit it to start, or set task_name=")
+            raise FileNotFoundError(
+                f"ckpt_path={wanted}: {path} does not exist. Omit it to start, set task_name=, or name a checkpoint of "
+                "an earlier start (they are in checkpoints-1, checkpoints-2, ...)"
+            )
         yield str(path) if wanted else None
 
 
