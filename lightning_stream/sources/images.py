@@ -10,7 +10,18 @@ from itertools import zip_longest
 from pathlib import PurePosixPath
 from typing import ClassVar
 
-from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, marks_of, spread
+from lightning_stream.sources.base import (
+    Asked,
+    Batch,
+    Columns,
+    Piece,
+    Reader,
+    Row,
+    SourceSchema,
+    batched,
+    marks_of,
+    spread,
+)
 from lightning_stream.sources.files import Files, SourceFile, named_in_data
 from lightning_stream.threads import DaemonPool
 
