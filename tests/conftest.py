@@ -102,13 +102,24 @@ def _own_encodings_end_with_their_test() -> Iterator[None]:
         encodings.get_encoding.cache_clear()
 
 
+def _log_settings() -> dict[str, tuple[int, list[logging.Handler]]]:
+    """The level and the handlers of each log of the package."""
+    return {
+        one.name: (one.level, [*one.handlers])
+        for one in logging.root.manager.loggerDict.values()
+        if isinstance(one, logging.Logger) and one.name.split(".")[0] == "lightning_stream"
+    }
+
+
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
-    """The level of the log that a test sets, or a run of it, ends with it."""
-    logger = logging.getLogger("lightning_stream")
-    level = logger.level
+    """What a test, a run or the code of a page sets in the package's logs ends with the test."""
+    before = _log_settings()
     yield
-    logger.setLevel(level)
+    for name in _log_settings():
+        logger = logging.getLogger(name)
+        level, logger.handlers = before.get(name, (logging.NOTSET, []))
+        logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True)

@@ -30,9 +30,7 @@ def _run(source: str, names: dict[str, Any]) -> Any:
 @pytest.fixture
 def _quiet_matplotlib(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(pyplot, "show", lambda: None)
-    handlers, level = list(OUR_LOG.handlers), OUR_LOG.level
     yield
-    OUR_LOG.handlers, OUR_LOG.level = handlers, level
     pyplot.close("all")
 
 
