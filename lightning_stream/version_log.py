@@ -135,11 +135,14 @@ def read_index(store: Store, name: str = INDEX_NAME) -> Index:
     if name == INDEX_NAME:
         return read_newest(store).index
     digits = name.removeprefix("index.").removesuffix(".json")
-    with contextlib.suppress(StoreError, FormatError):  # only the first version has such a file; see `_change_at`
-        index = Index.from_bytes(store.read(name), f"{store.url}/{name}")
-        if index.digest.startswith(digits):
-            return index
-    return read_version(store, digits).index
+    try:
+        return read_version(store, digits).index
+    except NotFoundError:  # before there was a log, each version had a file
+        with contextlib.suppress(StoreError, FormatError):
+            index = Index.from_bytes(store.read(name), f"{store.url}/{name}")
+            if index.digest.startswith(digits):
+                return index
+        raise
 
 
 def version_of(text: str) -> int | str:

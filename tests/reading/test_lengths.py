@@ -233,6 +233,23 @@ def test_a_version_has_the_lengths_that_it_had(tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, TRUTH[:20])
 
 
+@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("cached", [False, True])
+def test_lengths_that_are_added_to_a_version_are_those_of_its_digest_and_number(
+    tmp_path: Path, number: int, cached: bool
+) -> None:
+    write(tmp_path / "set", range(20))
+    if number:
+        write(tmp_path / "set", range(20, 30), append=True)
+    digest = Index.from_file(tmp_path / "set" / "index.json").digest
+    place = {"remote": tmp_path / "set", **({"local": tmp_path / "cache"} if cached else {})}
+    assert StreamingDataset(**place, version=digest).size == 20 + 10 * number  # its index is in the cache now
+    add_lengths(tmp_path / "set", {"tokens": lambda value: 7})
+    for version in (number, digest[:6], digest):
+        lengths = StreamingDataset(**place, version=version).lengths("tokens")
+        assert lengths.tolist() == [7] * (20 + 10 * number)
+
+
 # Without files: from the offsets in the shards
 
 
