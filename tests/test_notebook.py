@@ -39,6 +39,8 @@ def _quiet_matplotlib(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.usefixtures("_quiet_matplotlib")
 def test_each_cell_runs_and_gives_the_stored_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        monkeypatch.setenv(name, "0")  # what Lightning's seed_everything sets ends with this test
     names: dict[str, Any] = {"__name__": "__main__"}
     log = io.StringIO()
     num_pictures = 0

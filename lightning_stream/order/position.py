@@ -200,10 +200,12 @@ class Position:
         data = self._data_difference(run)
         settings = self._setting_differences(run, tail)
         differences = [sentence for sentence in (data, settings) if sentence]
-        if differences and on_mismatch == "error":
-            raise (SnapshotMismatch if data else SettingsMismatch)(" ".join(differences))
-        if on_mismatch == "warn":
-            return differences
+        if differences:
+            if on_mismatch == "warn":
+                return differences
+            raise (SnapshotMismatch if data else SettingsMismatch)(
+                f"{' '.join(differences)} To accept another order from here on instead, pass on_mismatch='warn'."
+            )
         order = None if run.config.mosaic is not None else self.order_in(run)
         if order is not None and not order.order.reads_to(self.position):
             raise _damaged([f"position is {self.position}, but epoch {self.epoch} ends at {order.num_samples}."])
@@ -225,15 +227,13 @@ class Position:
             return (
                 "A run must continue over the samples it began with. Its streams are the same, but their filter "
                 f"or subset is not: the state was written over {old.num_samples} samples (digest "
-                f"{old.digest}) and this dataset has {new.num_samples} (digest {new.digest}). Pass the former rules, "
-                "or accept another order from here on with on_mismatch='warn'."
+                f"{old.digest}) and this dataset has {new.num_samples} (digest {new.digest}). Pass the former rules."
             )
         return (
             "A run must continue over the data it began with, but the state was written over "
             f"{old.num_samples} samples in {old.num_shards} shards (digest {old.digest}) and this dataset has "
             f"{new.num_samples} samples in {new.num_shards} shards (digest {new.digest}). "
-            f"{self._version_remedy(new)}, or accept another order from here on with on_mismatch='warn'."
-            + (_CONVERT if old.num_samples == new.num_samples else "")
+            f"{self._version_remedy(new)}." + (_CONVERT if old.num_samples == new.num_samples else "")
         )
 
     def _version_remedy(self, new: Snapshot) -> str:
@@ -278,8 +278,8 @@ class Position:
         if not sentences:
             return ""
         return (
-            f"A run must continue under the order settings it began with, but: {' '.join(sentences)} Pass the former "
-            "values, or accept another order from here on with on_mismatch='warn'."
+            f"A run must continue under the order settings it began with, but: {' '.join(sentences)} "
+            "Pass the former values."
         )
 
     def to_state(self) -> dict[str, Any]:

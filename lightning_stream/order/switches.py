@@ -186,7 +186,7 @@ def switch_difference(
         return (
             "A run must continue over the data it began with, and keep its switches of versions. Pass to Stream or "
             f"StreamingDataset: {' and '.join(f'version={text}' for text in lists)}, perhaps with switches at later "
-            "steps; or accept another order from here on with on_mismatch='warn'."
+            "steps."
         )
     if late := [switch.step for switch in wanted[len(made) :] if (switch.epoch, switch.position) < here]:
         return (

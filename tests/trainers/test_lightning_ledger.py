@@ -93,6 +93,9 @@ def test_a_record_over_stops_and_worlds_says_that_all_steps_were_delivered(
     victim.unlink()
     with pytest.raises(LedgerError, match=r"of 4 ranks at epoch 1, position 48 those of \[2\] are missing"):
         verify_delivery(tmp_path / "record", dataset(shards))
+    with pytest.raises(StateError, match=r"verify_delivery takes .* record.*Pass the former rules") as error:
+        verify_delivery(tmp_path / "record", dataset(shards, filter={"exclude_ids": [1]}))
+    assert "on_mismatch" not in str(error.value)  # which it does not take
 
 
 def test_a_record_shows_a_gap_and_an_epoch_cut_short(shards: Path, tmp_path: Path) -> None:
