@@ -28,7 +28,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def loaders_of(
-    shards: Path, size: int, world: World, dataset: dict[str, Any] | None = None, **options: Any
+    shards: Path, size: int | None, world: World, dataset: dict[str, Any] | None = None, **options: Any
 ) -> list[StreamingDataLoader]:
     """The loader of every rank."""
     arguments = {"local": shards, "shuffle": True, **(dataset or {})}
@@ -63,6 +63,19 @@ def test_a_sample_is_where_the_loaders_deliver_it(shards: Path, world: World, ba
     for number in range(0, NUM_SAMPLES, 9):
         assert loaders[-1].where(number, [0]) == delivered[number]
         assert loaders[-1].streaming.where(number, [0]) == delivered[number]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("world", [World(0, 1), World(0, 3), World(0, 4, 2)])
+def test_a_sample_is_where_batches_of_a_budget_deliver_it_in_any_world(
+    shards: Path, world: World, accumulate: int
+) -> None:
+    budget = {"batch_tokens": {"tokens": 12_000, "multiple": 2}}
+    loaders = loaders_of(shards, None, world, budget, accumulate=accumulate)
+    delivered = seen(loaders, accumulate)
+    assert sorted(delivered) == list(range(NUM_SAMPLES))
+    for number in range(0, NUM_SAMPLES, 9):
+        assert loaders[-1].where(number, [0]) == delivered[number]
 
 
 def test_a_dataset_alone_says_where_a_sample_is_only_if_it_knows_the_batch_size(shards: Path) -> None:

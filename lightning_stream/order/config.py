@@ -148,7 +148,7 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
             yield f"A schedule needs the native order, but shuffle_algo is {self.algorithm!r}: omit it."
         if counts_steps and self.batch_size is None:
             yield "A schedule in steps needs a batch size from the start."
-        if counts_steps and self.buckets is not None and self.buckets.batch_tokens is not None:
+        if counts_steps and self.has_budget:
             yield "A schedule in steps needs batches of one size: with batch_tokens, count samples or tokens."
         if length > 1 and (self.epoch_size is None or self.epoch_size % length):
             yield (
@@ -215,6 +215,11 @@ class OrderConfig(Struct, frozen=True, kw_only=True, omit_defaults=True, rename=
         is_packed = values["shuffle"] and values["packing"] is not None
         values["even_rows"] = is_packed and (values["even_rows"] or False)
         return cls(**(values | {"algorithm": algorithm or "window", "mosaic": mosaic, "schedule": schedule}))
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether batches have as many samples as a number of tokens allows."""
+        return self.buckets is not None and self.buckets.batch_tokens is not None
 
     @property
     def needs_lengths(self) -> bool:

@@ -178,9 +178,8 @@ class RunOrder:
             order = PackedRows(order, self.lengths, config.packing, random_key, counted, even)
         if self.lengths is not None and config.buckets is not None:
             order = ByLength(order, self.lengths, config.buckets, self.snapshot.streams_of, random_key, counted)
-        has_budget = config.buckets is not None and config.buckets.batch_tokens is not None
         nodes = order.num_sequences if isinstance(order, PackedRows) else config.canonical_nodes
-        divide = divide_by_budget if has_budget else config.batching.divide
+        divide = divide_by_budget if config.has_budget else config.batching.divide
         return EpochOrder(epoch, order, divide, nodes if config.sticky else None)
 
     def order_of_samples(self, epoch: int) -> Order:

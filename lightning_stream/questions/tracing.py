@@ -180,7 +180,8 @@ def _segments(
     step = 0
     here = position if epoch == position.epoch else replace(position, batch_changes=())
     for begin, end, size in here.segments(order.num_samples):
-        fits = world is not None and size % world.num_replicas == 0  # of an earlier batch the world is not known
+        # Of an earlier batch the world is not known. Those of a budget divide over any.
+        fits = world is not None and (run.config.has_budget or size % world.num_replicas == 0)
         known = world if world is not None and fits else World()
         plan = BatchPlan(order, batch_size=size, world=known, tail=position.tail, start=begin, accumulate=accumulate)
         steps = _steps_until(plan, end)
