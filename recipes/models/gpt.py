@@ -70,8 +70,14 @@ class GPT(nn.Module):
         sees = make(is_seen, count, None if self.flex else 1, length, length, device=tokens.device)
         hidden = self.token_embedding(tokens.clamp(min=0))
         if self.patches is not None and pixels is not None:
-            patches = self.patches(pixels / 127.5 - 1).flatten(2).transpose(1, 2)
-            hidden = hidden.masked_scatter((tokens < 0)[..., None], patches.to(hidden.dtype))
+            patches = self.patches(pixels / 127.5 - 1).flatten(2).transpose(1, 2).flatten(0, 1)
+            is_patch = tokens < 0
+            if len(patches) != (places := int(is_patch.sum())):
+                raise ValueError(
+                    "each patch of an image must have its place in a row, so model.patch_size must be data.patch_size; "
+                    f"found {len(patches)} patches and {places} places"
+                )
+            hidden = hidden.masked_scatter(is_patch[..., None], patches.to(hidden.dtype))
         hidden = hidden + self.position_embedding(positions)
         for layer in self.layers:
             hidden = layer(hidden, sees)

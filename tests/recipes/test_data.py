@@ -184,6 +184,8 @@ def test_a_gpt_sees_the_images_of_its_own_chat_alone() -> None:
     after = network(tokens, documents, positions, pixels)
     assert torch.equal(before[:, :4], after[:, :4])
     assert not torch.allclose(before[:, 4:], after[:, 4:])
+    with pytest.raises(ValueError, match=r"model\.patch_size must be data\.patch_size; found 16 patches and 4 places"):
+        GPT(257, 16, 32, 1, 2, patch_size=4)(tokens, documents, positions, pixels)
 
 
 @torch.no_grad()
