@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from lightning_stream.counters import NAMES
 from lightning_stream.formats.memory import MAP_OPTIONS
-from lightning_stream.loading.shared_position import memory_file
+from lightning_stream.loading.shared_position import MemoryFile, memory_file
 
 _ALIGNED = 64  # each array in a slot begins at a multiple
 _SLOT_BYTES = 8 << 30  # of addresses
@@ -61,14 +61,12 @@ class Arena:
         batch = arena.open(results.recv_bytes())  # in the trainer
     """
 
-    _fd = -1
-
-    def __init__(self, num_waiting: int, slot_bytes: int = _SLOT_BYTES, fd: int | None = None) -> None:
+    def __init__(self, num_waiting: int, slot_bytes: int = _SLOT_BYTES, file: MemoryFile | None = None) -> None:
         self._num_waiting = num_waiting
         self._slot_bytes = slot_bytes
         num_slots = num_waiting + _MOST_LENT + _SPARE
         self._first = -(-(8 * _NUM_NUMBERS + num_slots) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._fd = memory_file("worker", self._first) if fd is None else fd
+        self._file = file or memory_file("worker", self._first)
         self._memory = self._mapped(num_slots)
         self._address = _address(np.frombuffer(self._memory, np.uint8, 1))
         numbers = np.frombuffer(self._memory, np.float64, _NUM_NUMBERS)
@@ -81,20 +79,16 @@ class Arena:
         self._used = 0
         _arenas.add(self)
 
-    def __reduce__(self) -> tuple[Callable[..., Arena], tuple[Any, ...]]:
-        return _attach, (self._num_waiting, self._slot_bytes, reduction.DupFd(self._fd))
-
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
-        if self._fd >= 0:
-            _close(self._fd)
+    def __reduce__(self) -> tuple[type[Arena], tuple[Any, ...]]:
+        return Arena, (self._num_waiting, self._slot_bytes, self._file)  # in a worker that did not inherit it
 
     def _mapped(self, num_slots: int) -> mmap.mmap:
         """The memory, with as large slots as this process may map."""
         while True:
             num_bytes = self._first + num_slots * self._slot_bytes
             try:
-                os.ftruncate(self._fd, num_bytes)
-                return mmap.mmap(self._fd, num_bytes, **MAP_OPTIONS)
+                os.ftruncate(self._file.fd, num_bytes)
+                return mmap.mmap(self._file.fd, num_bytes, **MAP_OPTIONS)
             except OSError:
                 self._slot_bytes //= 4
                 if self._slot_bytes < _LEAST_SLOT_BYTES:
@@ -202,11 +196,6 @@ class Arena:
             readers[:] = [fork for fork in readers if not fork.has_ended()]
             if not readers:
                 self._states[slot] = _FREE
-
-
-def _attach(num_waiting: int, slot_bytes: int, handle: Any) -> Arena:
-    """The memory of the trainer, in a worker that did not inherit it."""
-    return Arena(num_waiting, slot_bytes, handle.detach())
 
 
 def _take_back(states: Bytes, slot: int, readers: list[_Fork], pid: int) -> None:

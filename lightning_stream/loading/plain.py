@@ -20,7 +20,7 @@ from lightning_stream.loading.accelerate import refuse_second_dealing
 from lightning_stream.loading.batches import BatchMaker
 from lightning_stream.loading.iteration import Loader, composer_callback
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
-from lightning_stream.loading.shared_position import SharedPosition, Start
+from lightning_stream.loading.shared_position import SharedPosition, Start, TrainerPosition
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.torch_private import iteration_key, samples_at_once
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
@@ -44,7 +44,7 @@ class PlainIterations:
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
         self.loaded_state: Mapping[str, Any] | None = None
-        self._starts = SharedPosition()
+        self._starts = TrainerPosition()
         self._loaded: Position | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class PlainIterations:
 
     @property
     def _shared(self) -> SharedPosition:
-        return self._starts.of_trainer(is_worker=get_worker_info() is not None)
+        return self._starts.of(is_worker=get_worker_info() is not None)
 
     @property
     def _is_only_for_loader(self) -> bool:

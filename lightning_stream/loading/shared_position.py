@@ -2,7 +2,7 @@
 
 The value is shared memory without a name: nothing outlives the run or meets another job's. Forked workers inherit it,
 spawned ones get its descriptor; a plain copy (pickle, deepcopy) is a value of its own. Ranks that a launcher forks or
-spawns get it too, and each of them is a trainer of its own: it has a record of its own, which its workers share.
+spawns get it too, and each of them is a trainer of its own: it has a value of its own, which its workers share.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import secrets
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,12 +26,9 @@ from lightning_stream.threads import lock_over_forks
 
 _MAX_WORKERS = 1024
 _MAX_ITERATIONS = 64
-_MAX_TRAINERS = 1024  # at once; memory is taken only for those that iterate
 _START = ("start", np.int64, 2)  # an epoch and a position
 _ITERATION = np.dtype([("key", np.int64), _START, ("begun", np.bool_, _MAX_WORKERS)])
-_RECORD = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("latest", _ITERATION, _MAX_ITERATIONS)])
-_TABLE = [("num_trainers", np.int64), ("trainers", np.int64, _MAX_TRAINERS), ("records", _RECORD, _MAX_TRAINERS)]
-_SHARED = np.dtype(_TABLE)
+_SHARED = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("latest", _ITERATION, _MAX_ITERATIONS)])
 
 
 @dataclass(frozen=True)
@@ -55,6 +51,34 @@ class Start:
 _threads = lock_over_forks()
 
 
+class MemoryFile:
+    """The descriptor of memory that processes share."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __reduce__(self) -> tuple[Callable[[Any], MemoryFile], tuple[Any]]:
+        return _attached, (reduction.DupFd(self.fd),)
+
+    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
+        _close(self.fd)
+
+
+def _attached(handle: Any) -> MemoryFile:
+    return MemoryFile(handle.detach())
+
+
+def memory_file(name: str, num_bytes: int) -> MemoryFile:
+    """Zeroed memory; its name is only for people."""
+    if hasattr(os, "memfd_create"):
+        file = MemoryFile(os.memfd_create(name))
+    else:
+        with tempfile.TemporaryFile() as temporary:
+            file = MemoryFile(os.dup(temporary.fileno()))
+    os.ftruncate(file.fd, num_bytes)
+    return file
+
+
 class SharedPosition:
     """The start of the next iteration over a dataset, agreed upon by all workers of that iteration.
 
@@ -62,72 +86,39 @@ class SharedPosition:
     start and moves it to the next epoch; the others join it, also where other iterations began since, or the start was
     set. A worker that begins a second time under its key, as persistent ones do, begins another iteration.
 
-    A process that was forked or spawned is a worker of the one before, or a trainer of its own: `of_trainer`.
+    Args:
+        start: Where the next iteration starts.
+        current: Where the latest one did; None if there was none.
+        file: The memory of another process's value, which is the same one.
     """
 
-    _fd = -1
+    def __init__(
+        self, start: Start | None = None, current: Start | None = None, file: MemoryFile | None = None
+    ) -> None:
+        self._file = file or memory_file("position", _SHARED.itemsize)
+        self._values: Any = np.frombuffer(mmap.mmap(self._file.fd, _SHARED.itemsize), dtype=_SHARED)
+        if start is not None:
+            self.upcoming = start
+        if current is not None:
+            values = self._values[0]
+            values["latest"][0] = (0, (current.epoch, current.position), False)
+            values["num_begun"] = 1
+            values["is_set"] = False
 
-    def __init__(self, start: Start | None = None, current: Start | None = None, fd: int | None = None) -> None:
-        self._fd = memory_file("position", _SHARED.itemsize) if fd is None else fd
-        self._values: Any = np.frombuffer(mmap.mmap(self._fd, _SHARED.itemsize), dtype=_SHARED)
-        self._record = 0
-        self._begins_at = start or Start(), current  # of this process as a trainer
-        self._trainer = self._parent = _new_id()  # this process as a trainer, and the one that it comes from
-        if fd is None:
-            self.of_trainer(is_worker=False)
-        _all.add(self)
-
-    def __reduce__(self) -> tuple[Callable[..., SharedPosition], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[type[SharedPosition], tuple[Any, ...]]:
         if context.get_spawning_popen() is not None:  # on its way to another process
-            handle = reduction.DupFd(self._fd)
-            return _attach, (handle, self._record, self._trainer, self.upcoming, self.current)
+            return SharedPosition, (None, None, self._file)
         return SharedPosition, (self.upcoming, self.current)
-
-    def __del__(self, _close: Callable[[int], None] = os.close) -> None:  # at exit modules are gone
-        if self._fd >= 0:
-            _close(self._fd)
-
-    def of_trainer(self, *, is_worker: bool) -> SharedPosition:
-        """This value with the record of this process, or of the one whose worker it is.
-
-        A trainer's first one begins where the process that it comes from stood when it was forked or spawned.
-        """
-        trainer = self._parent if is_worker else self._trainer
-        if self._values["trainers"][0][self._record] == trainer:
-            return self
-        with self._locked():
-            table = self._values[0]
-            known = np.flatnonzero(table["trainers"] == trainer)
-            if len(known):
-                self._record = int(known[0])
-                return self
-            self._record = int(table["num_trainers"]) % _MAX_TRAINERS
-            upcoming, current = self._begins_at
-            record = table["records"][self._record]
-            record["start"] = upcoming.epoch, upcoming.position
-            record["is_set"] = current is None
-            record["num_begun"] = current is not None
-            record["latest"][0] = (0, (current.epoch, current.position) if current else 0, False)
-            table["trainers"][self._record] = trainer
-            table["num_trainers"] += 1
-        return self
-
-    def follow_fork(self) -> None:
-        """Take note, in a forked process, of the process before, and of where that one stands."""
-        if self._values["trainers"][0][self._record] == self._trainer:
-            self._begins_at = self.upcoming, self.current
-        self._parent = self._trainer
-        self._trainer = _new_id()
 
     @contextmanager
     def _locked(self) -> Iterator[Any]:
         # lockf holds between processes and dies with its owner; the thread lock holds within one.
         with _threads:
-            fcntl.lockf(self._fd, fcntl.LOCK_EX)
+            fcntl.lockf(self._file.fd, fcntl.LOCK_EX)
             try:
-                yield self._values["records"][0, self._record]
+                yield self._values[0]
             finally:
-                fcntl.lockf(self._fd, fcntl.LOCK_UN)
+                fcntl.lockf(self._file.fd, fcntl.LOCK_UN)
 
     @property
     def upcoming(self) -> Start:
@@ -172,32 +163,41 @@ class SharedPosition:
             return Start(*latest["start"][slot].tolist())
 
 
-def memory_file(name: str, num_bytes: int) -> int:
-    """Descriptor of zeroed memory; its name is only for people."""
-    if hasattr(os, "memfd_create"):
-        fd: int = os.memfd_create(name)
-    else:
-        with tempfile.TemporaryFile() as file:
-            fd = os.dup(file.fileno())
-    os.ftruncate(fd, num_bytes)
-    return fd
+class TrainerPosition:
+    """The start of the next iteration for this process as a trainer, and for the one whose worker it may be.
+
+    A process that was forked or spawned is a worker of the one before, or a trainer of its own, which begins where that
+    one stood then: only what asks knows which of them it is.
+    """
+
+    def __init__(self, as_trainer: SharedPosition | None = None, as_worker: SharedPosition | None = None) -> None:
+        self._as_trainer = as_trainer or SharedPosition()
+        self._as_worker = as_worker or self._as_trainer
+        _all.add(self)
+
+    def __reduce__(self) -> tuple[Callable[..., TrainerPosition], tuple[Any, ...]]:
+        if context.get_spawning_popen() is not None:
+            return _in_child, (self._as_trainer, self._as_trainer.upcoming, self._as_trainer.current)
+        return TrainerPosition, (self._as_trainer, self._as_worker)
+
+    def of(self, *, is_worker: bool) -> SharedPosition:
+        """That of the process whose worker this one is, or its own."""
+        return self._as_worker if is_worker else self._as_trainer
+
+    def follow_fork(self) -> None:
+        """Begin, in a forked process, where the process before stands."""
+        self._as_worker = self._as_trainer
+        self._as_trainer = SharedPosition(self._as_worker.upcoming, self._as_worker.current)
 
 
-def _attach(handle: Any, record: int, parent: int, start: Start, current: Start | None) -> SharedPosition:
-    shared = SharedPosition(start, current, handle.detach())
-    shared._record = record  # noqa: SLF001
-    shared._parent = parent  # noqa: SLF001
-    return shared
-
-
-def _new_id() -> int:
-    return secrets.randbits(62) + 1
+def _in_child(parent: SharedPosition, start: Start, current: Start | None) -> TrainerPosition:
+    return TrainerPosition(SharedPosition(start, current), parent)
 
 
 def _follow_fork() -> None:
-    for shared in list(_all):
-        shared.follow_fork()
+    for position in list(_all):
+        position.follow_fork()
 
 
-_all: WeakSet[SharedPosition] = WeakSet()
+_all: WeakSet[TrainerPosition] = WeakSet()
 os.register_at_fork(after_in_child=_follow_fork)
