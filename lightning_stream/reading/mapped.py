@@ -6,7 +6,6 @@ those of streamed data; only the reading is the dataset's own.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -19,6 +18,7 @@ import numpy as np
 from lightning_stream.cache import ShardCache
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.memory import Int64s
+from lightning_stream.formats.model import FileEntry, Origin, Schema, index_text, to_text
 from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
 from lightning_stream.reading.lengths import Lengths
@@ -169,9 +169,6 @@ def _single(dataset: Any, sample_id: int) -> Any:
 def _index(name: str, num_samples: int, is_mixed: bool) -> Index:
     """The index of one shard without a file; where several are mixed, with its name in the digest."""
     file = f"dataset-{quote(name, safe='')}" if is_mixed else "dataset"
-    part = {"kind": "samples", "name": file, "num_bytes": 0, "stamp": "", "begin": 0, "end": num_samples}
-    columns = {"column_names": ["sample"], "column_encodings": ["bytes"], "column_sizes": [None]}
-    raw = {"basename": file, "bytes": 0, "hashes": {}, "origin": part}
-    shard = {"format": "mds", "samples": num_samples, "raw_data": raw, "zip_data": None, "compression": None}
-    shard |= {"hashes": [], "size_limit": None, "version": 2, **columns}
-    return Index.from_bytes(json.dumps({"version": 2, "shards": [shard]}).encode(), name).choose([])
+    raw = FileEntry(file, 0, {}, origin=Origin("samples", file, 0, "", 0, num_samples))
+    shard = Schema("mds", ("sample",), ("bytes",), (None,)).shard(num_samples, raw)
+    return Index.from_bytes(index_text([to_text(shard)]), name).choose([])
