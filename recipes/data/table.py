@@ -40,7 +40,11 @@ class TableData(ConvertedData):
         numbers = [name for name, value in dataset[0].items() if isinstance(value, int | float | np.number)]
         if self.label not in numbers:
             raise ValueError(f"data.label is one of the columns of numbers, {', '.join(numbers)}; found {self.label}.")
-        return list(self.chosen or (name for name in numbers if name != self.label))
+        numbers.remove(self.label)
+        features = list(self.chosen or numbers)
+        if not set(features) <= set(numbers):
+            raise ValueError(f"data.features are other columns of numbers: {', '.join(numbers)}; found {features}.")
+        return features
 
     def statistics(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Mean and standard deviation of the features, then the label, float64[features + 1], of some rows."""

@@ -247,6 +247,11 @@ def test_a_table_drops_or_fills_empty_cells_and_names_columns(tmp_path: Path) ->
     filled.prepare_data()
     with pytest.raises(ValueError, match=r"one of the columns of numbers, x, y; found z"):
         _ = filled.features
+    for wrong in (["kind"], ["x", "y"], ["q"]):
+        chosen = TableData(source=source, fill_nulls={"y": 0.0}, label="y", features=wrong, **places(tmp_path))
+        chosen.prepare_data()
+        with pytest.raises(ValueError, match=r"other columns of numbers: x; found"):
+            _ = chosen.features
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
