@@ -155,7 +155,7 @@ class PositionTracker:
         self._spans = False  # whether a whole global batch was trained on before it without a step
         self.records: list[RunRecord] = []  # of the run that it follows now
         self._settings: BatchSettings | None = None
-        self._iterator: LoaderIterator | None = None  # the run's own iteration
+        self.iteration: LoaderIterator | None = None  # its own, if one began since its position was last set
         self._loop = _Loop()
         self.clock: TrainerClock = self._loop
         self._step = 0  # of the clock, when the run was last brought up to it
@@ -202,7 +202,7 @@ class PositionTracker:
         if self.is_attached:
             self.loader.cursor.release(self.loader.position)
         self.is_attached = False
-        self._iterator = None
+        self.iteration = None
         self.current = None
 
     @property
@@ -237,18 +237,13 @@ class PositionTracker:
         """Where the run's own iteration begins; None for any other."""
         if not self.clock.owns(iterator):
             return None
-        self._iterator = iterator
+        self.iteration = iterator
         return self.position
 
     def note_batch(self, iterator: LoaderIterator) -> None:
         """Take note of a batch that is about to be handed out."""
-        if iterator is self._iterator:
+        if iterator is self.iteration:
             self.current = iterator.last_batch
-
-    @property
-    def iteration(self) -> LoaderIterator | None:
-        """The run's own iteration, if one began since the run's position was last set."""
-        return self._iterator
 
     def reorder(self, order: OrderConfig) -> None:
         """Plan the rest of the epoch in an order that differs only in batches that were not handed out yet."""
@@ -297,7 +292,7 @@ class PositionTracker:
         """Continue from a position that a state gave."""
         self._proven = position
         self.is_resumed = True
-        self._iterator = None
+        self.iteration = None
         self.num_resumes += 1
         self.move_to(position)
 
