@@ -145,7 +145,7 @@ def convert(
         writer={
             "compression": "auto" if compression == "auto" else check_compression(compression),
             "hashes": list(hashes_to_write(hashes)),
-            "size_limit": size_limit if size_limit in (None, "auto") else parse_bytes(size_limit, "size_limit"),
+            "size_limit": size_limit if size_limit in (None, "auto") else parse_bytes(size_limit, "size_limit") or None,
         },
         transform=Transform(transform, transform_partition),
         nulls=NullRule(dict(fill_nulls or {}), drop_nulls),

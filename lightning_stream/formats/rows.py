@@ -55,14 +55,18 @@ def _as_float(value: Any) -> float:
 
 def _int64(value: Any) -> int:
     integer = int(value) if isinstance(value, str) else operator.index(value)
-    if not -(1 << 63) <= integer < 1 << 63:
+    if not -1 << 63 <= integer < 1 << 63:
         raise ValueError(f"a number of {integer.bit_length()} bits is no int64")
     return integer
 
 
-_CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": operator.index, "float": _as_float}
-_FROM_JSON = {**_CASTS, "int": _int64}
-_FROM_TEXT: dict[str, Callable[[Any], Any]] = {"str": str, "int": _int64, "float": float}
+def _integer(value: Any) -> int:
+    return _int64(operator.index(value))
+
+
+_CASTS: dict[str, Callable[[Any], Any]] = {"str": _text, "int": _integer, "float": _as_float}
+_FROM_JSON = _CASTS | {"int": _int64}
+_FROM_TEXT = _FROM_JSON | {"str": str, "float": float}
 
 
 class RowEncoder:

@@ -55,7 +55,7 @@ class WriterConfig(NamedTuple):
     @classmethod
     def make(cls, compression: str | None, hashes: Iterable[str] | None, limit: float | str | None) -> WriterConfig:
         """Check a writer's settings, and raise ValueError for a wrong one. An empty compression is None."""
-        size_limit = None if limit is None else parse_bytes(limit, "size_limit")
+        size_limit = None if limit is None else parse_bytes(limit, "size_limit") or None
         if size_limit is not None and size_limit > MAX_FILE_BYTES:
             raise ValueError(f"size_limit must stay under 4 GiB, since offsets have 32 bits; got {limit!r}.")
         return cls(check_compression(compression or None), hashes_to_write(hashes), size_limit)

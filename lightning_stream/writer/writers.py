@@ -32,7 +32,7 @@ class MDSWriter(ShardWriter):
             can fetch alone; None for no compression.
         hashes: The hashes of every file in the index, by which readers check files, e.g. ``["sha1"]``; None for
             ``["xxh3_64"]``, ``[]`` for no hashes.
-        size_limit: Bytes after which a shard is full, as a number or ``"64mb"``; None for one shard.
+        size_limit: Bytes after which a shard is full, as a number or ``"64mb"``; None or 0 for one shard.
         overwrite: Replace the dataset at ``out`` as a whole, when this writer finishes. Other files there stay.
         append: Add shards to the dataset at ``out``, as a new version of it. `Stream(version=...)` opens the versions
             before. Several writers may append at the same time.

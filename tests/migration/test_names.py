@@ -126,6 +126,25 @@ def test_a_local_dataset_has_the_same_attributes(data: Path) -> None:
             dataset.get_item(wrong)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_after_no_sample_is_the_beginning_of_the_epoch_that_is_iterated(data: Path, workers: int) -> None:
+    """As of a loop that saves ``if step % every == 0``, its first step included, from an iteration's first batch on."""
+
+    def loader() -> Any:
+        dataset = StreamingDataset(str(data / "b"), shuffle=True, shuffle_algo="py1e", batch_size=5)
+        return torch.utils.data.DataLoader(dataset, batch_size=5, num_workers=workers)
+
+    saving = loader()
+    for _ in range(2):
+        batches = iter(saving)
+        began = [next(batches)]
+        state = saving.dataset.state_dict(num_samples=0, from_beginning=True)
+        epoch = ids_of([*began, *batches])
+        resumed = loader()
+        resumed.dataset.load_state_dict(state)
+        assert ids_of(resumed) == epoch
+
+
 OWN_NAMES = (
     "reader order world snapshot window subset decoders transform size num_samples num_shards shards spanner index "
     "tokenizer settings read_batch replication predownload cache_limit epoch_size config columns schema split local "

@@ -81,7 +81,10 @@ def test_a_value_that_would_break_its_row_is_refused(tmp_path: Path, form: str, 
         WRITERS[form](out=tmp_path / "out", columns={f"a{separator}": "str"}, **options)
 
 
-@pytest.mark.parametrize(("value", "kind"), [("3", "int"), (1.5, "int"), (3, "str"), ("x", "float"), (None, "float")])
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [("3", "int"), (1.5, "int"), (1 << 63, "int"), (-(10**30), "int"), (3, "str"), ("x", "float"), (None, "float")],
+)
 def test_row_values_of_a_wrong_type_are_refused_by_name(tmp_path: Path, value: object, kind: str) -> None:
     with pytest.raises(TypeError, match=f"column 'c': {kind} takes {kind}; got"):
         JSONWriter(out=tmp_path / "out", columns={"c": kind}).write({"c": value})
@@ -374,9 +377,12 @@ def test_values_beyond_the_columns_are_reported_once_or_refused_and_never_droppe
 
 @pytest.mark.parametrize("form", [MDSWriter, JSONWriter])
 def test_settings_as_mosaicml_streaming_takes_them(tmp_path: Path, form: type[MDSWriter]) -> None:
-    with form(out=tmp_path / "out", columns={"a": "int"}, compression="", hashes=[], retry=3) as writer:
+    options: dict[str, Any] = {"compression": "", "hashes": [], "retry": 3, "size_limit": 0}
+    with form(out=tmp_path / "out", columns={"a": "int"}, **options) as writer:
         writer.write({"a": 1})
-    assert read_all(tmp_path / "out") == [{"a": 1}]
+        writer.write({"a": -(1 << 63)})
+    assert read_all(tmp_path / "out") == [{"a": 1}, {"a": -(1 << 63)}]
+    assert len(writer.shards) == 1  # a limit of 0 is none
     with pytest.raises(TypeError, match="column names must be text; got 3"):
         form(out=tmp_path / "two", columns={3: "str"}).write({3: "x"})  # type: ignore[dict-item]
 
