@@ -6,7 +6,7 @@ number of shards mapped, and fetches those that are needed soon in threads of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from typing import Any, TypeAlias, TypeVar
@@ -278,14 +278,26 @@ class SampleReader:
         """
         if not len(ids):
             raise ValueError("a batch needs at least one sample id, since its columns are those of its samples")
+        return self._read(ids, out)
+
+    def _read(self, ids: Int64s, out: Buffers | None = None, names: Collection[str] | None = None) -> dict[str, Any]:
+        """As `batch`; of `names`, only these columns count, also for what cannot be decoded."""
         try:
-            return self._columns(ids, out)
+            return self._columns(ids, out, names)
         except DigestError:
             raise
         except FormatError:
             for sample_id in ids.tolist():  # fetches damaged shards again; raises for a sample that stays damaged
-                self.sample(sample_id)
-            return self._columns(ids, out)
+                if names is None or not self._can_read(sample_id, names):
+                    self.sample(sample_id)
+            return self._columns(ids, out, names)
+
+    def _can_read(self, sample_id: int, names: Collection[str]) -> bool:
+        try:
+            self._columns(np.array([sample_id]), None, names)
+        except FormatError:
+            return False
+        return True
 
     def use_flat(self, ids: Int64s, names: Sequence[str], use: UseFlat[T]) -> T:
         """The result of ``use``, which gets where the 1-d arrays of some columns lie in memory, and copies from there.
@@ -295,34 +307,40 @@ class SampleReader:
             FormatError: As `batch`; also for values that are no 1-d arrays of one dtype.
         """
         result = self.shards.pool.open.flat_arrays(*self.shards.snapshot.locate(self.original_ids(ids)), names, use)
-        return use(*flat_copies(self.batch(ids), names)) if result is None else result
+        if result is not None:
+            return result
+        columns = self._read(ids, None, names)  # not all: what is bad must not depend on which shards are open
+        return use(*flat_copies(columns if columns.keys() == {*names} else self.batch(ids), names))
 
-    def _columns(self, ids: Int64s, out: Buffers | None) -> dict[str, Any]:
+    def _columns(self, ids: Int64s, out: Buffers | None, names: Collection[str] | None) -> dict[str, Any]:
         reads: list[UnverifiedRead] = []
         of_shard, within = self.shards.snapshot.locate(self.original_ids(ids))
         merged = self.shards.merged_columns
         if merged is None:
-            gathered = self.shards.pool.open.gather(of_shard, within, out)
-            columns = gathered or gather(*self._opened(of_shard, within, reads), out)
+            gathered = self.shards.pool.open.gather(of_shard, within, out, 0, names)
+            columns = gathered or gather(*self._opened(of_shard, within, reads), out, names)
         else:
-            columns = merge_groups(self._groups(of_shard, within, reads), merged, len(ids), out)
+            merged = {name: in_all for name, in_all in merged.items() if names is None or name in names}
+            columns = merge_groups(self._groups(of_shard, within, reads, names), merged, len(ids), out)
         for name, values in columns.items() if self.shards.config.load_images else ():
             load_images(name, values)
         if reads:
             self._note_unverified(reads)
         return columns
 
-    def _groups(self, of_shard: Int64s, within: Int64s, reads: list[UnverifiedRead]) -> list[Group]:
+    def _groups(
+        self, of_shard: Int64s, within: Int64s, reads: list[UnverifiedRead], names: Collection[str] | None
+    ) -> list[Group]:
         """Gather samples from their shards, and then from those joined to them: rows, and some of their columns."""
         groups: list[Group] = []
         for joined, rows in self.shards.parts(of_shard):
             shards = of_shard[rows]
             indices = within[rows]
-            if columns := self.shards.pool.open.gather(shards, indices, None, joined):
+            if columns := self.shards.pool.open.gather(shards, indices, None, joined, names):
                 groups.append((rows, columns))
                 continue
             opened = self._opened(shards + joined * self.shards.num_shards, indices, reads)
-            groups += [(rows[members], columns) for members, columns in gather_groups(*opened)]
+            groups += [(rows[members], columns) for members, columns in gather_groups(*opened, None, names)]
         return groups
 
     def _opened(

@@ -8,7 +8,7 @@ import resource
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
@@ -96,16 +96,24 @@ class OpenShards:
         """Whether all of these are open."""
         return int(np.count_nonzero(self._is_open.take(shard_ids))) == len(shard_ids)
 
-    def gather(self, shard_ids: Int64s, indices: Int64s, out: Buffers | None, joined: int = 0) -> Batch | None:
+    def gather(
+        self,
+        shard_ids: Int64s,
+        indices: Int64s,
+        out: Buffers | None,
+        joined: int = 0,
+        names: Collection[str] | None = None,
+    ) -> Batch | None:
         """Row k is sample ``indices[k]`` of shard ``shard_ids[k]``; None if these are not all open and of one layout.
 
-        With `joined` = 1, 2...: of the first, the second... of the shards that are joined to it.
+        With `joined` = 1, 2...: of the first, the second... of the shards that are joined to it. Of `names`, only these
+        columns are read.
         """
         rows = self._tables[joined].find(shard_ids, indices)
         if rows is None:
             return None
         self._use(shard_ids if joined == 0 else shard_ids + joined * self._num_shards)
-        return gather_rows(rows, out)
+        return gather_rows(rows, out, names)
 
     def flat_arrays(self, shard_ids: Int64s, indices: Int64s, names: Sequence[str], use: UseFlat[T]) -> T | None:
         """The result of ``use`` with where the numbers of some columns lie; None if they cannot be used there."""

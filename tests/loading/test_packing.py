@@ -301,6 +301,24 @@ def test_a_row_with_a_document_that_cannot_be_read_is_replaced_as_a_whole(tmp_pa
     assert (line["sample"], line["delivered"]) == (17, None)
 
 
+def test_only_the_columns_of_rows_decide_what_is_bad_whether_or_not_shards_are_open(tmp_path):
+    folder = tmp_path / "data"
+    columns = {"tokens": "ndarray:int32", "note": "json"}
+    with MDSWriter(out=folder, columns=columns, lengths={"tokens": len}, hashes=[], size_limit=1000) as writer:
+        for k in range(99):
+            writer.write({"tokens": np.arange(1 + k % 20, dtype=np.int32), "note": {"id": f"#{k:02}"}})
+    before = rows_in(loader_of(folder, size=3, tail="drop"))
+    for path in folder.glob("shard.*"):
+        path.write_bytes(path.read_bytes().replace(b'"#', b'"\xff'))
+    with pytest.raises(FormatError, match="note"):
+        dataset_of(folder)[3]
+    for on_bad in ("raise", "substitute"):
+        dataset = dataset_of(folder, on_bad=on_bad)  # no shard is open at its first batch, and all are later
+        loader = StreamingDataLoader(dataset, global_batch_size=3, tail="drop")
+        assert rows_in(loader) == before
+        assert loader.num_substituted == 0
+
+
 def test_a_subset_is_packed_by_itself(folder):
     part = dataset_of(folder).subset(range(0, 400, 2))
     pieces = [

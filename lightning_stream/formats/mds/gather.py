@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -94,12 +94,18 @@ class SpanTable:
         return MappedRows(layout, window, spans, which, indices, files)
 
 
-def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> Batch:
+def gather(
+    shards: Sequence[Shard],
+    which: Int64s,
+    indices: Int64s,
+    out: Buffers | None = None,
+    names: Collection[str] | None = None,
+) -> Batch:
     """Return one batch over many shards: row k is sample ``indices[k]`` of ``shards[which[k]]``.
 
     All shards have the same column names and encodings; `which` and `indices` are int64[n]. `out` has, by name of a
     fixed-size column, writable C-contiguous memory of n values, to be filled and returned; or it is a function that
-    returns new memory of a number of bytes.
+    returns new memory of a number of bytes. Of ``names``, only these columns are read.
 
     ValueError for no shards, different columns, or an ``out`` that does not fit; IndexError for an index out of range;
     FormatError for damaged bytes.
@@ -115,13 +121,19 @@ def gather(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers
         raise ValueError("gather needs shards of the same columns; group the samples by their schema first.")
     _check_range(which, np.full_like(which, len(shards)), "shard")
     _check_range(indices, np.array([shard.num_samples for shard in shards])[which], "sample")
-    groups = gather_groups(shards, which, indices, out)
+    groups = gather_groups(shards, which, indices, out, names)
     if len(groups) == 1:
         return groups[0][1]
-    return merge_groups(groups, dict.fromkeys(columns, True), len(which), out)
+    return merge_groups(groups, dict.fromkeys(groups[0][1], True), len(which), out)
 
 
-def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: Buffers | None = None) -> list[Group]:
+def gather_groups(
+    shards: Sequence[Shard],
+    which: Int64s,
+    indices: Int64s,
+    out: Buffers | None = None,
+    names: Collection[str] | None = None,
+) -> list[Group]:
     """As `gather`, over shards of different columns: the rows of each group of shards, and their columns.
 
     ``out`` is for one group; `merge_groups` fills it for several.
@@ -136,7 +148,7 @@ def gather_groups(shards: Sequence[Shard], which: Int64s, indices: Int64s, out: 
         rows = np.flatnonzero(np.array([other is layout for other in layouts])[which])
         mapped_rows = table.find(which[rows], indices[rows])
         assert mapped_rows is not None
-        groups.append((rows, gather_rows(mapped_rows, out if len(rows) == len(which) else None)))
+        groups.append((rows, gather_rows(mapped_rows, out if len(rows) == len(which) else None, names)))
     return groups
 
 
@@ -169,14 +181,14 @@ def merge_groups(groups: Sequence[Group], common: Mapping[str, bool], num_rows: 
     return batch
 
 
-def gather_rows(rows: MappedRows, out: Buffers | None) -> Batch:
+def gather_rows(rows: MappedRows, out: Buffers | None, names: Collection[str] | None = None) -> Batch:
     """As `gather`, for samples that were found."""
     batch: Batch = {}
     memory = {} if out is None or callable(out) else out
     for column, (at, size) in zip(rows.layout.columns, _locate(rows), strict=True):
         name = column.name
         layout = column.encoding.layout
-        if column.decode is skip:
+        if column.decode is skip or not (names is None or name in names):
             continue
         if layout is not None and isinstance(size, int):
             target = out(len(at) * size) if callable(out) else memory.get(name)
