@@ -189,18 +189,14 @@ class PlainIterations:
     def state_dict(self, num_samples: int | None, from_beginning: bool) -> dict[str, Any]:
         """The position after so many samples, see `StreamingDataset.state_dict`."""
         if self._passing is not None:
-            counted = self._passing.get("position", num_samples)
-            if num_samples != counted:
-                warnings.warn(
-                    f"a StreamingDataLoader counts samples, not rows of batches; found {counted} samples, which the "
-                    f"dataset's state_dict corrects to {num_samples}. The state has {counted}: remove the correction",
-                    stacklevel=1,
-                )
+            _warn_of_another_count(self._passing.get("position"), num_samples)
             return dict(self._passing)
         owner, trainer_state = self._trained_on()
         if owner is not None:
             counted = None if trainer_state is not None else num_samples
             state = self.passed({}, lambda: owner.state_after(counted))
+            if from_beginning and counted is not None:
+                _warn_of_another_count(state.get("position") or None, counted)
             return {STATE_KEY: json.dumps(state)} if owner.packs_states else state
         if self.batch_size is None and (trainer_state is not None or self._owner is not None):
             raise StateError(
@@ -285,6 +281,15 @@ class PlainIterations:
         join = composer_callback()
         trainer_state = None if join is None else join.state_that_asks()
         return (self.loader if trainer_state is None else join.loader_of(trainer_state, self)), trainer_state
+
+
+def _warn_of_another_count(counted: int | None, num_samples: int | None) -> None:
+    if counted not in (None, num_samples):
+        warnings.warn(
+            f"a StreamingDataLoader counts samples, not rows of batches; found {counted} samples, which the "
+            f"dataset's state_dict corrects to {num_samples}. The state has {counted}: remove the correction",
+            stacklevel=2,
+        )
 
 
 def unpacked(state: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

@@ -368,6 +368,14 @@ def test_a_correction_of_the_number_of_samples_is_not_needed_and_warned_of(data:
     next(iter(loader))
     with pytest.warns(UserWarning, match="found 5 samples, .* corrects to 10"):
         assert loader.state_dict()["position"] == 5
+    loader = StreamingDataLoader(StreamingDataset(str(data / "a")), 5)
+    batches = iter(loader)
+    next(batches)
+    with pytest.warns(UserWarning, match="found 5 samples, .* corrects to 0"):
+        assert loader.streaming.state_dict(0, True)["position"] == 5
+    assert loader.streaming.state_dict(5, True)["position"] == 5
+    list(batches)
+    assert loader.streaming.state_dict(20, True)["epoch"] == 1  # the epoch's end is the next one's beginning
     plain = Packed(str(data / "a"), batch_size=5)
     next(iter(torch.utils.data.DataLoader(plain, batch_size=5)))
     assert plain.state_dict(5, True)["position"] == 10
