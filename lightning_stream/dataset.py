@@ -227,7 +227,7 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         }
         buckets = _bucketing(parts_of("bucket_by", bucket_by), parts_of("batch_tokens", batch_tokens))
         _check_order(order_arguments, self.streams, self.batch_size or 1, pack, balance, buckets, forget)
-        bad = BadData(BadDataPolicy.of(on_bad, self.shuffle_seed))
+        bad = BadData(BadDataPolicy.of(on_bad, self.shuffle_seed), names=_columns_of_rows(pack))
         config = CacheConfig(self.cache_limit, validate_hash, keep_zip=bool(keep_zip), shared=shared_cache)
         filters = Filters(**parts_of("filter", filter), policy=bad.policy)
         reading = ReaderConfig(
@@ -447,7 +447,10 @@ def source_of(dataset: StreamingDataset) -> SampleSource:
     kind = type(dataset)
     overrides = kind.__getitem__ is not StreamingDataset.__getitem__ or kind.get_item is not StreamingDataset.get_item
     source = dataset._streaming_source  # noqa: SLF001 - the one door to it
-    return replace(source, read_one=SeededCall(dataset.__getitem__, source.seed ^ READING)) if overrides else source
+    if not overrides:
+        return source
+    bad = replace(source.bad_data, names=None)  # its own way reads whole samples
+    return replace(source, bad_data=bad, read_one=SeededCall(dataset.__getitem__, source.seed ^ READING))
 
 
 def plain_iterations_of(dataset: StreamingDataset) -> PlainIterations:
@@ -496,6 +499,11 @@ def _bucketing(by: Mapping[str, Any], budget: Mapping[str, Any]) -> Bucketing | 
             f'{{"lengths": "tokens", "window": {window}}}'
         )
     return Bucketing("tokens" if lengths is None else lengths, window, tokens, multiple)
+
+
+def _columns_of_rows(pack: Packing | None) -> tuple[str, ...] | None:
+    """The columns that packed rows are made of; None where samples are read as a whole."""
+    return None if pack is None or pack.column is None else (pack.column, *pack.columns)
 
 
 def _mosaic_settings(algorithm: str | None, partition: str, block_size: int | None) -> MosaicConfig | None:

@@ -355,5 +355,5 @@ class SampleSource:
         if forget is not None:
             remaining = forget[chosen.mask[forget]]
             forget = chosen.count_before(remaining) if len(remaining) else None
-        bad_data = BadData(self.bad_data.policy)
+        bad_data = BadData(self.bad_data.policy, names=self.bad_data.names)
         return replace(self, reader=reader, bad_data=bad_data, forget=forget, orders={})

@@ -66,12 +66,14 @@ class BadData:
     """A policy, and the samples and shards that one process has found bad so far, with the reason.
 
     `listed` are the drawn samples that are in the quarantine file, each with what the thread that listed it put there.
+    `names` are the columns of packed rows, which alone are read of documents; None for all.
     """
 
     policy: BadDataPolicy = field(default_factory=BadDataPolicy)
     samples: dict[int, str] = field(default_factory=dict)
     shards: dict[int, str] = field(default_factory=dict)
     listed: dict[int, object] = field(default_factory=dict)
+    names: tuple[str, ...] | None = None
 
     def suspects(self, reader: SampleReader, ids: NDArray[np.int64]) -> bool:
         """Whether some of these are known to be bad."""
@@ -89,7 +91,10 @@ class BadData:
         try:
             reader.open_for(sample_id)
             is_open = True
-            reader.sample(sample_id)
+            if self.names is None:
+                reader.sample(sample_id)
+            else:
+                reader.use_flat(np.array([sample_id]), self.names, lambda *_: True)
         except UNREADABLE as error:
             if (self.policy.sample if is_open else self.policy.shard) == "raise":
                 raise

@@ -317,6 +317,16 @@ def test_only_the_columns_of_rows_decide_what_is_bad_whether_or_not_shards_are_o
         loader = StreamingDataLoader(dataset, global_batch_size=3, tail="drop")
         assert rows_in(loader) == before
         assert loader.num_substituted == 0
+    next(folder.glob("shard.*")).unlink()  # a micro-batch of which a document is bad has the same rows in every world
+
+    def batches(rank, ranks):
+        dataset = dataset_of(
+            folder, world=(rank, ranks), on_bad={"shard": "substitute", "quarantine": tmp_path / "bad"}
+        )
+        return list(StreamingDataLoader(dataset, global_batch_size=6, tail="drop"))
+
+    shares = zip(*(batches(rank, 6) for rank in range(6)), strict=True)
+    assert [rows_in(share) for share in shares] == [rows_in([batch]) for batch in batches(0, 1)]
 
 
 def test_a_subset_is_packed_by_itself(folder):
