@@ -399,8 +399,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
         """The position after so many samples, in the form that `load_state_dict` reads.
 
         Args:
-            num_samples: Samples trained on over all replicas, padding excluded; None for those yielded in this
-                process, as torchdata's StatefulDataLoader asks.
+            num_samples: Samples trained on over all replicas, padding excluded: 0 between epochs is where the next one
+                begins. None for those yielded in this process, as torchdata's StatefulDataLoader asks.
             from_beginning: Whether they count from the beginning of the epoch, or from where this iteration started.
         """
         return self._streaming_plain.state_dict(num_samples, from_beginning)

@@ -165,6 +165,7 @@ class PlainIterations:
             for sample in samples:
                 self._num_yielded += 1
                 yield sample
+        self._shared.end(key, index)
         source.reader.shards.delivered.compare()
 
     def warm(self, steps: int) -> int:
@@ -220,13 +221,14 @@ class PlainIterations:
         began = self._shared.current
         start = began or self._shared.upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
-        if began is not None and num_samples == 0 and from_beginning and trainer_state is not None:
-            if composer_callback().is_in_batch():
+        if began is not None and num_samples == 0 and from_beginning:
+            if trainer_state is not None and composer_callback().is_in_batch():
                 raise StateError(
                     "over torch's DataLoader, Composer has a position between batches, but a checkpoint was asked for "
                     "in an epoch's first one. Save it at batch_end or epoch_end, or train on a StreamingDataLoader"
                 )
-            return position.next_epoch().to_state()  # Composer asks between epochs: the one that was iterated is over
+            if trainer_state is not None or self._shared.is_over:  # asked between epochs, as Composer does
+                return position.next_epoch().to_state()
         reached = num_samples if from_beginning else start.position + num_samples
         order = run.epoch(start.epoch)
         return position.advanced(run, reached if order.exists(reached) else order.num_samples).to_state()

@@ -27,7 +27,8 @@ from lightning_stream.threads import lock_over_forks
 _MAX_WORKERS = 1024
 _MAX_ITERATIONS = 64
 _START = ("start", np.int64, 2)  # an epoch and a position
-_ITERATION = np.dtype([("key", np.int64), _START, ("begun", np.bool_, _MAX_WORKERS)])
+_WORKERS = [(name, np.bool_, _MAX_WORKERS) for name in ("begun", "ended")]
+_ITERATION = np.dtype([("key", np.int64), _START, *_WORKERS])
 _SHARED = np.dtype([_START, ("num_begun", np.int64), ("is_set", np.bool_), ("latest", _ITERATION, _MAX_ITERATIONS)])
 
 
@@ -101,7 +102,7 @@ class SharedPosition:
             self.upcoming = start
         if current is not None:
             values = self._values[0]
-            values["latest"][0] = (0, (current.epoch, current.position), False)
+            values["latest"][0] = (0, (current.epoch, current.position), False, False)
             values["num_begun"] = 1
             values["is_set"] = False
 
@@ -138,8 +139,14 @@ class SharedPosition:
         with self._locked() as values:
             if values["is_set"] or not values["num_begun"]:
                 return None
-            latest = values["latest"][(values["num_begun"] - 1) % _MAX_ITERATIONS]
-            return Start(*latest["start"].tolist())
+            return Start(*_latest(values)["start"].tolist())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all workers that began the latest iteration are at its end."""
+        with self._locked() as values:
+            latest = _latest(values)
+            return bool(latest["ended"].any() and (latest["begun"] == latest["ended"]).all())
 
     def begin(self, key: int, worker: int = 0) -> Start:
         """Begin an iteration, or join the one that another worker (0-based) began under the same key.
@@ -155,12 +162,22 @@ class SharedPosition:
                 slot = joined[0]
             else:
                 slot = values["num_begun"] % _MAX_ITERATIONS
-                latest[slot] = key, values["start"], False
+                latest[slot] = key, values["start"], False, False
                 values["start"] = values["start"][0] + 1, 0
                 values["num_begun"] += 1
                 values["is_set"] = False
             latest["begun"][slot, worker] = True
             return Start(*latest["start"][slot].tolist())
+
+    def end(self, key: int, worker: int = 0) -> None:
+        """Note that a worker has come to the end of the latest iteration, if that is the one of this key."""
+        with self._locked() as values:
+            latest = _latest(values)
+            latest["ended"][worker] |= latest["key"] == key
+
+
+def _latest(values: Any) -> Any:
+    return values["latest"][(values["num_begun"] - 1) % _MAX_ITERATIONS]
 
 
 class TrainerPosition:

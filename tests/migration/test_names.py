@@ -127,7 +127,9 @@ def test_a_local_dataset_has_the_same_attributes(data: Path) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_after_no_sample_is_the_beginning_of_the_epoch_that_is_iterated(data: Path, workers: int) -> None:
+def test_a_state_after_no_sample_is_the_beginning_of_the_epoch_that_is_iterated_or_of_the_next_between_epochs(
+    data: Path, workers: int
+) -> None:
     """As of a loop that saves ``if step % every == 0``, its first step included, from an iteration's first batch on."""
 
     def loader() -> Any:
@@ -143,6 +145,9 @@ def test_a_state_after_no_sample_is_the_beginning_of_the_epoch_that_is_iterated(
         resumed = loader()
         resumed.dataset.load_state_dict(state)
         assert ids_of(resumed) == epoch
+        resumed = loader()
+        resumed.dataset.load_state_dict(saving.dataset.state_dict(num_samples=0, from_beginning=True))
+        assert resumed.dataset.next_epoch == saving.dataset.next_epoch  # between epochs, the next one's
 
 
 OWN_NAMES = (
