@@ -28,6 +28,8 @@ settings.load_profile("ci")
 # A shell starts background jobs with Ctrl-C ignored, and a program that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Else a program that a test starts writes a line and its end apart, and lines of its processes mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
