@@ -2,7 +2,8 @@
 
 `corrected.json` has what that commit had wrong, by case: each a path into its promises, and the value that is right.
 `find` named a position twice that holds a forgotten sample's substitute and the sample itself; batches of a budget were
-accumulated in other micro-batches in other worlds; and a state in an epoch that has no batch stayed there.
+accumulated in other micro-batches in other worlds; where ranks do not divide them, `where` gave the answers of a run on
+one rank; and a state in an epoch that has no batch stayed there.
 """
 
 from __future__ import annotations
