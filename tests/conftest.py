@@ -104,6 +104,16 @@ def _own_encodings_end_with_their_test() -> Iterator[None]:
         encodings.get_encoding.cache_clear()
 
 
+@pytest.fixture(autouse=True)
+def _modules_that_a_test_writes_end_with_it(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Another test may write one of the same name."""
+    before = set(sys.modules)
+    yield
+    for name in sys.modules.keys() - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path_factory.getbasetemp())):
+            del sys.modules[name]
+
+
 def _log_settings() -> dict[str, tuple[int, list[logging.Handler]]]:
     """The level and the handlers of each log of the package."""
     return {
