@@ -384,7 +384,8 @@ class StreamingDataset(IndexedSamples, IterableDataset[Any]):
     def set_epoch(self, epoch: int) -> None:
         """Start the next iteration at the beginning of this epoch; a loaded state is kept.
 
-        Accelerate calls it before each iteration, with a count of its own.
+        Until then, states are those of the iteration in progress. Accelerate calls it before each iteration, with a
+        count of its own.
         """
         self._streaming_plain.set_epoch(self, epoch)
 

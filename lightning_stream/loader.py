@@ -371,9 +371,9 @@ class StreamingDataLoader(DataLoader[Any]):
         return position.rebased_on(self._run(settings), batch_size=size, tail=settings.tail, world=settings.world)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at the beginning of this epoch; a state loaded in the middle of it is kept."""
+        """Start the next iteration at this epoch's beginning, or a loaded state in it; one in progress goes on."""
         if not self.cursor.begins_in(epoch):
-            self.cursor.seek(replace(self.first_position(), epoch=index(epoch)))
+            self.cursor.choose(replace(self.first_position(), epoch=index(epoch)))
 
     def state_dict(self) -> dict[str, Any]:
         """The position as plain values: JSON-able, the same on every rank, loadable with ``weights_only=True``."""

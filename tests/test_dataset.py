@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 
 from support.data import write_ids  # noqa: E402
 from support.mosaic_work import epoch_work  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_stream import (  # noqa: E402
     LocalDataset,
@@ -353,3 +354,45 @@ def test_a_state_loaded_for_a_plain_data_loader_is_announced_once(
     list(StreamingDataLoader(resumed, 8))
     announced = [one for one in caplog.messages if one.startswith("Resumed")]
     assert announced == 2 * ["Resumed at epoch 0, step 5 (40 of 167 samples of this epoch)."]
+
+
+def place_of(dataset: StreamingDataset, *counted: Any) -> tuple[int, int]:
+    state = dataset.state_dict(*counted)
+    return state["epoch"], state["position"]
+
+
+def test_a_state_without_a_loader_is_of_the_latest_iteration_until_it_is_over_and_another_epoch_is_set(
+    shards: Path,
+) -> None:
+    dataset = StreamingDataset(local=shards, shuffle=True, batch_size=8)
+    for epoch in range(2):
+        assert len(list(dataset)) == NUM_SAMPLES
+        assert place_of(dataset) == (epoch, NUM_SAMPLES)
+        dataset.set_epoch(epoch + 1)
+        assert place_of(dataset) == (epoch + 1, 0)
+        with pytest.raises(StateError, match="the iteration that began last; found 167 samples"):
+            dataset.state_dict(NUM_SAMPLES, True)
+    samples = iter(dataset)
+    next(samples), next(samples)
+    dataset.set_epoch(5)
+    assert place_of(dataset) == place_of(dataset, 2) == (2, 2)
+    samples.close()  # type: ignore[attr-defined]
+    assert place_of(dataset) == (5, 0)
+
+
+def test_of_two_iterations_without_a_loader_the_one_that_began_last_counts(shards: Path) -> None:
+    dataset = StreamingDataset(local=shards, shuffle=True, batch_size=8)
+    first, second = iter(dataset), iter(dataset)
+    next(first), next(second)
+    assert len(list(first)) == NUM_SAMPLES - 1
+    assert place_of(dataset) == (1, 1)
+    assert place_of(dataset, 0) == (1, 0)  # the end of the first one is not that of the second
+
+
+def test_workers_of_a_plain_loader_yield_samples_that_only_its_user_can_count(shards: Path) -> None:
+    dataset = StreamingDataset(local=shards, shuffle=True, batch_size=8)
+    batches = iter(DataLoader(dataset, 8, num_workers=1, collate_fn=len))
+    next(batches)
+    with pytest.raises(StateError, match="pass the number of samples trained on"):
+        dataset.state_dict()
+    assert place_of(dataset, 8) == (0, 8)

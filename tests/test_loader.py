@@ -331,6 +331,25 @@ def test_set_epoch_overrides_but_keeps_a_position_inside_that_epoch(dataset: Str
     assert ids_of(again) == epochs[0][5:]
 
 
+def test_an_iteration_in_progress_has_the_position_until_the_epoch_that_was_set_begins(
+    dataset: StreamingDataset,
+) -> None:
+    loader = StreamingDataLoader(dataset, 16)
+    epochs = [ids_of(loader) for _ in range(3)]
+    for ends in (False, True):
+        loader.set_epoch(0)
+        batches = iter(loader)
+        next(batches), next(batches)
+        loader.set_epoch(1)
+        loader.set_epoch(2)
+        copied = copy.deepcopy(loader)
+        assert [next(batches)["id"].tolist(), loader.state_dict()["position"]] == [epochs[0][2], 48]
+        if ends:
+            batches.close()
+            assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (2, 0)
+        assert ids_of(loader) == ids_of(copied) == epochs[2]
+
+
 def test_two_loaders_over_one_dataset_have_two_positions(dataset: StreamingDataset) -> None:
     expected = one_epoch(dataset, 16)
     first, second = StreamingDataLoader(dataset, 16, num_workers=1), StreamingDataLoader(dataset, 16)

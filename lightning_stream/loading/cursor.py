@@ -175,6 +175,7 @@ class Cursor:
         self._live: WeakSet[Walk] = WeakSet()
         self._was_asked = False  # whether a state was taken since the leader's last start
         self._num_looks = 0  # how many iterations in a row were looks at the same batch
+        self._chosen: Position | None = None  # where the iteration after the leading one begins; None: behind it
         self._summed = (0, 0, 0)  # the ledger's expected sum: of this epoch, up to this position, so much
 
     def __getstate__(self) -> dict[str, object]:
@@ -184,7 +185,7 @@ class Cursor:
             walk = Walk(start=self.position)
         was_asked = self._was_asked or self.leading is not None
         state = {"begins_at": self.begins_at, "_walk": walk, "_was_asked": was_asked, "_summed": self._summed}
-        return {**state, "_last": self._last}
+        return {**state, "_last": self._last, "_chosen": self._chosen}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__()  # type: ignore[misc]
@@ -224,6 +225,7 @@ class Cursor:
         """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
         size = settings.global_batch_size
         tail = settings.tail
+        self._seek_chosen()
         now = self._now
         if now is None or now.start is None or now.reached is None:
             here = Position.start(run, batch_size=size, tail=tail)
@@ -263,6 +265,7 @@ class Cursor:
             if walk.num_batches or walk.is_exhausted:
                 self._walk = walk.ended()
             self._leader = None
+            self._seek_chosen()
 
     def _only_looked(self, walk: Walk) -> bool:
         if walk.num_batches != 1 or walk.is_exhausted or self._was_asked:
@@ -314,6 +317,20 @@ class Cursor:
         self._live = WeakSet()
         self._was_asked = False
         self._num_looks = 0
+        self._chosen = None
+
+    def choose(self, position: Position) -> None:
+        """Let the next iteration begin here; until then, one in progress moves the position."""
+        now = self._now
+        leads = self.driver is None and self.leading is not None
+        if leads and now is not None and now.is_inside_epoch and not self._only_looked(now):
+            self.begins_at = self._chosen = position
+        else:
+            self.seek(position)
+
+    def _seek_chosen(self) -> None:
+        if self._chosen is not None:
+            self.seek(self._chosen)
 
     def release(self, position: Position) -> None:
         """End the run of a trainer, which stands at a position."""
@@ -323,6 +340,8 @@ class Cursor:
 
     def begins_in(self, epoch: int) -> bool:
         """Whether the next iteration reads this epoch, from wherever in it was set."""
+        if self._chosen is not None:
+            return epoch == self._chosen.epoch
         now = self._now
         if now is None or now.start is None or now.reached is None or self._only_looked(now):
             return epoch == (0 if now is None or now.start is None else now.start.epoch)

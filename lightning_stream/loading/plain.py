@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -24,7 +24,8 @@ from lightning_stream.loading.shared_position import SharedPosition, Start, Trai
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.torch_private import iteration_key, samples_at_once
 from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
-from lightning_stream.order.batches import TAILS
+from lightning_stream.order.batches import TAILS, EpochOrder
+from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.questions import Occurrence
 from lightning_stream.reading.bad_samples import readable
 from lightning_stream.reading.look_ahead import warm
@@ -33,14 +34,23 @@ STATE_KEY = "lightning_stream"
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Iteration:
+    """An iteration: where it started, and how many samples of this rank this process has yielded."""
+
+    start: Start | None = None
+    num_yielded: int = 0
+    is_over: bool = False  # or was dropped
+
+
 class PlainIterations:
     """Where the iterations over one dataset start, agreed upon by the workers of a plain DataLoader."""
 
     def __init__(self, source: SampleSource, batch_size: int | None) -> None:
         self._source = source
         self.batch_size = batch_size  # samples per device; DataLoader workers need it
-        self._owner: ReferenceType[Loader] | None = None
-        self._num_yielded = 0  # samples of this rank since the iteration began
+        self._beguner: ReferenceType[Loader] | None = None
+        self._begun: _Iteration | None = None  # the latest that this process has begun
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
         self.loaded_state: Mapping[str, Any] | None = None
@@ -48,7 +58,8 @@ class PlainIterations:
         self._loaded: Position | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_owner": None}
+        begun = None if self._begun is None else replace(self._begun, is_over=True)
+        return {**vars(self), "_owner": None, "_begun": begun}
 
     def belongs_to(self, loader: Loader) -> None:
         """Leave the position to a loader of ours that trains on this dataset; not where a trainer drives another."""
@@ -56,11 +67,11 @@ class PlainIterations:
         if owner is loader or (owner is not None and owner.cursor.driver is not None and loader.cursor.driver is None):
             return
         self.loaded_state = self.state_for(loader)
-        self._owner = ref(loader)
+        self._beguner = ref(loader)
 
     def state_for(self, loader: Loader) -> Mapping[str, Any] | None:
         """The state that the dataset was given for its next loader; None for those after that one."""
-        return self.loaded_state if self._owner is None or self.loader is loader else None
+        return self.loaded_state if self._beguner is None or self.loader is loader else None
 
     @property
     def _shared(self) -> SharedPosition:
@@ -69,12 +80,12 @@ class PlainIterations:
     @property
     def _is_only_for_loader(self) -> bool:
         """Whether the dataset was given a state that it cannot read alone, and no loader of ours has begun with it."""
-        return self.batch_size is None and self.loaded_state is not None and self._owner is None
+        return self.batch_size is None and self.loaded_state is not None and self._beguner is None
 
     @property
     def loader(self) -> Loader | None:
         """The loader of ours that reads this dataset; None if there is none."""
-        return None if self._owner is None else self._owner()
+        return None if self._beguner is None else self._beguner()
 
     def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:
         """A loader's state after it passed through the dataset's `state_dict` or `load_state_dict`.
@@ -148,25 +159,33 @@ class PlainIterations:
         source.reader.require_samples()
         refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
         index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        key = iteration_key(worker) if worker is not None else os.getpid()
+        self._begun = iteration = _Iteration()
+        key = iteration_key(worker) if worker is not None else id(iteration)
         settings = self.settings()
         maker = BatchMaker(source)
-        planned, order = maker.planned(settings, self._shared.begin(key, index), index, count)
-        self._num_yielded = 0
-        for batch in planned:
-            source.reader.shards.delivered.compare_arrived()
-            while True:
-                samples, _, unverified = readable(source.reader, source.bad_data, batch, order, maker.samples)
-                # In a worker nobody could compare it later.
-                if worker is None or source.reader.is_right(unverified, wait=True):
-                    break
-            if worker is None and unverified:
-                source.reader.shards.delivered.add(unverified, batch.label)
-            for sample in samples:
-                self._num_yielded += 1
-                yield sample
-        self._shared.end(key, index)
+        iteration.start = start = self._shared.begin(key, index)
+        planned, order = maker.planned(settings, start, index, count)
+        try:
+            for batch in planned:
+                for sample in self._read(source, maker, batch, order):
+                    iteration.num_yielded += 1
+                    yield sample
+            self._shared.end(key, index)
+        finally:
+            iteration.is_over = True
         source.reader.shards.delivered.compare()
+
+    def _read(self, source: SampleSource, maker: BatchMaker, batch: MicroBatch, order: EpochOrder) -> Sequence[Any]:
+        """The samples of a batch; in a worker, of verified shards: nobody could compare them later."""
+        in_trainer = get_worker_info() is None
+        delivered = source.reader.shards.delivered
+        delivered.compare_arrived()
+        while True:
+            samples, _, unverified = readable(source.reader, source.bad_data, batch, order, maker.samples)
+            if in_trainer and unverified:
+                delivered.add(unverified, batch.label)
+            if in_trainer or source.reader.is_right(unverified, wait=True):
+                return samples
 
     def warm(self, steps: int) -> int:
         """Fetch the shards of this rank's first optimizer steps from where the next iteration starts."""
@@ -199,7 +218,7 @@ class PlainIterations:
             if from_beginning and counted is not None:
                 _warn_of_another_count(state.get("position") or None, counted)
             return {STATE_KEY: json.dumps(state)} if owner.packs_states else state
-        if self.batch_size is None and (trainer_state is not None or self._owner is not None):
+        if self.batch_size is None and (trainer_state is not None or self._beguner is not None):
             raise StateError(
                 "a state holds the batches of the run, which this dataset does not know: no StreamingDataLoader that "
                 "trains on it is there, and it has no batch size. Train on a StreamingDataLoader, keep it, and take "
@@ -207,18 +226,21 @@ class PlainIterations:
             )
         if self._is_only_for_loader:
             return dict(self.loaded_state or {})
+        latest = self._latest()
+        began = self._shared.current if latest is None else latest.start
         if num_samples is None:
-            if get_worker_info() is not None:
+            if get_worker_info() is not None or (latest is None and began is not None):
                 raise StateError(
-                    "a worker of torchdata's StatefulDataLoader sees only its own part of a run: use "
-                    "StreamingDataLoader, which keeps the position with any number of workers, or num_workers=0"
+                    "a worker of torchdata's StatefulDataLoader, or of torch's DataLoader, sees only its own part of a "
+                    "run, and the trainer's process nothing: use StreamingDataLoader, which keeps the position with "
+                    "any number of workers, or num_workers=0; or pass the number of samples trained on"
                 )
-            num_samples = self._num_yielded * self._source.detect_world().num_replicas
+            num_yielded = 0 if latest is None else latest.num_yielded
+            num_samples = num_yielded * self._source.detect_world().num_replicas
             from_beginning = False
         self._source.reader.shards.delivered.compare()
         settings = self.settings()
         run = self._source.order(settings.order)
-        began = self._shared.current
         start = began or self._shared.upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
@@ -230,8 +252,22 @@ class PlainIterations:
             if trainer_state is not None or self._shared.is_over:  # asked between epochs, as Composer does
                 return position.next_epoch().to_state()
         reached = num_samples if from_beginning else start.position + num_samples
+        if began is None and reached > start.position and self._shared.was_reset:
+            raise StateError(
+                f"a state counts samples of the iteration that began last; found {num_samples} samples, and the next "
+                f"iteration is to begin at epoch {start.epoch}, position {start.position}. Take the state before "
+                "set_epoch(), or next_epoch, says where the next iteration begins"
+            )
         order = run.epoch(start.epoch)
         return position.advanced(run, reached if order.exists(reached) else order.num_samples).to_state()
+
+    def _latest(self) -> _Iteration | None:
+        """The latest iteration, if it is this process's own; None where it is over and the next start was set since."""
+        begun = self._begun
+        current = self._shared.current
+        if begun is None or begun.start == current or (current is None and not begun.is_over):
+            return begun
+        return None
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Let the next iteration start at a state.
@@ -251,9 +287,9 @@ class PlainIterations:
                 "a training run continues from the data position in its checkpoint, but this one holds none: it was "
                 "written without a StreamingDataset. To begin the data from its start, load the weights only"
             )
-        self._owner = None
+        self._beguner = None
         self.loaded_state = state
-        self._num_yielded = 0
+        self._begun = None
         if self.batch_size is None:
             return  # only a loader of ours can read it
         settings = self.settings(state)

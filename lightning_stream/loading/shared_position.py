@@ -142,6 +142,12 @@ class SharedPosition:
             return Start(*_latest(values)["start"].tolist())
 
     @property
+    def was_reset(self) -> bool:
+        """Whether the start was set after an iteration began, and none has begun since."""
+        with self._locked() as values:
+            return bool(values["is_set"] and values["num_begun"])
+
+    @property
     def is_over(self) -> bool:
         """Whether all workers that began the latest iteration are at its end."""
         with self._locked() as values:
