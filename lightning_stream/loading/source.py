@@ -21,13 +21,14 @@ from torch.utils.data import get_worker_info
 
 from lightning_stream.distributed import WorldLike, detect_world, with_names
 from lightning_stream.errors import NotFoundError
+from lightning_stream.formats.hashing import digest
 from lightning_stream.loading.collate import collate_samples
 from lightning_stream.loading.packing import Bucketing, Packing
 from lightning_stream.loading.randomness import SeededCall
 from lightning_stream.loading.sampler import SamplerLists
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.order import BatchPlan, OrderConfig, Position, RunOrder, Schedule, Snapshot, Tail, World
-from lightning_stream.order.balance import Balance, Cost
+from lightning_stream.order.balance import Balance, Cost, whole_costs
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.config import Switch
 from lightning_stream.order.forget import Forgotten, Replay, forgetting, plan_replay
@@ -43,6 +44,7 @@ from lightning_stream.reading.stream import versions_of, weights_of
 from lightning_stream.reading.switched import SwitchedReader
 
 _AVERAGED = 1 << 20  # lengths at once
+_COMPARED = 1 << 12  # samples whose costs all ranks compare
 
 
 @dataclass(frozen=True)
@@ -245,12 +247,12 @@ class SampleSource:
             return self.switched[key]
         config = order
         for k, (step, data) in enumerate(zip(reader.steps[1:], reader.versions[1:], strict=True)):
-            digest = data.snapshot.digest
+            version_digest = data.snapshot.digest
             versions = tuple(stream_digest[:16] for stream_digest in data.snapshot.stream_digests)
             former = known[k] if k < len(known) else None
-            if former is None or (former.step, former.digest) != (step, digest):
+            if former is None or (former.step, former.digest) != (step, version_digest):
                 run = cast("SwitchedRun", self.order(config))
-                former = Switch(step, *run.place_of_step(step, batch_size, tail), digest, versions)
+                former = Switch(step, *run.place_of_step(step, batch_size, tail), version_digest, versions)
             config = structs.replace(config, switches=(*config.switches, former))
         self.switched[key] = config
         return config
@@ -263,6 +265,17 @@ class SampleSource:
             return Balance(_OfReader(self.reader.amounts, self.balance), device_batch_size)
         cost = None if isinstance(self.balance, str) else self.balance
         return Balance(cost, device_batch_size, _OfReader(self.reader.lengths, self.balanced_by))
+
+    def balance_digest(self) -> str | None:
+        """Other digits where this balance would be another one: by other lengths, or another cost of some of them."""
+        if self.balance is None:
+            return None
+        size = self.snapshot.num_samples
+        ids = np.arange(0, size, 1 + size // _COMPARED)
+        amounts = self.reader.amounts(self.balanced_by, ids)
+        costs = whole_costs(amounts if isinstance(self.balance, str) else self.balance(amounts), len(ids))
+        lengths = map(self.reader.lengths_digest, self.reader.stored_lengths(self.balanced_by))
+        return " ".join([digest("xxh3_128", costs.view(np.uint8).data), *lengths])
 
     @property
     def balanced_by(self) -> str:

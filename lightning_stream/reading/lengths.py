@@ -8,7 +8,7 @@ measured when its shards are made: all are read once per machine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from lightning_stream.cache import ShardCache
 from lightning_stream.errors import FormatError, NotFoundError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.formats.hashing import DigestOf, digest, digest_file, digest_parts
-from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry, version_name
+from lightning_stream.formats.index import FileEntry, Index, Schema, ShardEntry
 from lightning_stream.formats.memory import Int64s, MappedFile
 from lightning_stream.formats.model import length_file_stem
 from lightning_stream.formats.shard import open_shard
@@ -47,7 +47,7 @@ def read_lengths(
         FormatError: They do not fit the index.
     """
     pairs = zip(caches, indexes, strict=True)
-    streams = [(cache, _with_lengths(cache, index, name)) for cache, index in pairs if index.num_samples]
+    streams = [(cache, index) for cache, index in pairs if index.num_samples]
     problems = [problem for cache, index in streams if (problem := _problem(cache, index, name))]
     if problems:
         known = sorted(set().union(*(index.lengths for _, index in streams)))
@@ -85,15 +85,6 @@ def summary(lengths: NDArray[np.integer]) -> dict[str, Any]:
     """Describe the lengths of samples by their sum, mean and maximum."""
     total = int(lengths.sum(dtype=np.uint64))
     return {"sum": total, "mean": total / max(1, len(lengths)), "max": int(lengths.max(initial=0))}
-
-
-def _with_lengths(cache: ShardCache, index: Index, name: str) -> Index:
-    """The index with lengths that were added after its version was cached: they do not change the digest."""
-    version = version_name(index.digest)
-    if name not in index.lengths and (cache.folder / version).is_file():
-        with suppress(NotFoundError):  # it was overwritten
-            return cache.newest_index(version)
-    return index
 
 
 def _of_stream(cache: ShardCache, index: Index, name: str, digest_of: DigestOf) -> list[Lengths]:

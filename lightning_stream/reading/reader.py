@@ -173,7 +173,7 @@ class SampleReader:
 
     def _read_lengths(self, name: str) -> Lengths:
         digests = MappedDigests()
-        lengths = read_lengths(self.caches, self.indexes, name, digests)
+        lengths = read_lengths(self.caches, self.shards.indexes_with_lengths, name, digests)
         if self.members is not None:
             lengths = lengths[self.members.mask]
             lengths.setflags(write=False)

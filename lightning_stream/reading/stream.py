@@ -285,6 +285,15 @@ def version_index(stream: Stream, cache: ShardCache) -> Index:
     return _of_other_format(cache, lambda: cache.index(name))  # it never changes: the cache need not ask the store
 
 
+def with_newest_lengths(cache: ShardCache, index: Index) -> Index:
+    """The index with the lengths that its version has now, all columns: a version in the cache may have got others."""
+    version = version_name(index.digest)
+    if (cache.folder / version).is_file():
+        with suppress(StoreError):  # it was overwritten, or nobody can be asked
+            return cache.newest_index(version)
+    return index
+
+
 def _of_other_format(cache: ShardCache, read: Callable[[], T]) -> T:
     """Call a function; where it finds nothing since the files are in another format, its error states that."""
     try:

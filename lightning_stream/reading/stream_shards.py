@@ -29,7 +29,7 @@ from lightning_stream.order import Snapshot
 from lightning_stream.order.bitmap import Bitmap
 from lightning_stream.reading.proofs import Deliveries
 from lightning_stream.reading.shard_pool import ShardPool
-from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of, name_of
+from lightning_stream.reading.stream import CacheDefaults, Stream, cache_of, index_of, name_of, with_newest_lengths
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,11 @@ class StreamShards:
     def indexes(self) -> tuple[Index, ...]:
         """One parsed index per stream; fetched on first use."""
         return tuple(index_of(stream, cache) for stream, cache in zip(self.streams, self.caches, strict=True))
+
+    @cached_property
+    def indexes_with_lengths(self) -> tuple[Index, ...]:
+        """The indexes that list the lengths: the store is asked once, and workers have those of their trainer."""
+        return tuple(map(with_newest_lengths, self.caches, self.indexes))
 
     @cached_property
     def undeleted(self) -> Bitmap | None:

@@ -21,13 +21,18 @@ from lightning_stream.order import Position, World
 T = TypeVar("T")
 
 
-def check_ranks_agree(position: Position, report: T = None, world: World | None = None) -> list[T]:  # type: ignore[assignment]
-    """Compare the position of all ranks, and their worlds; returns what each reports beside it. Collective.
+def check_ranks_agree(
+    position: Position,
+    report: T = None,  # type: ignore[assignment]
+    world: World | None = None,
+    balance: str | None = None,
+) -> list[T]:
+    """Compare the position of all ranks, their worlds and balances; returns what each reports beside it. Collective.
 
     Raises:
         StateError: They differ; on every rank.
     """
-    states, reports, worlds = zip(*gathered((position.to_state(), report, world)), strict=True)
+    states, reports, worlds = zip(*gathered(({**position.to_state(), "balance": balance}, report, world)), strict=True)
     try:
         compare(states)
         compare_worlds([seen for seen in worlds if seen is not None])

@@ -313,8 +313,9 @@ class PositionTracker:
         """
         self._step = self.clock.step()
         loader = self.loader
-        report = source_of(loader.streaming).disk(self.settings) if loader.disks is None else NO_REPORT
-        reports = check_ranks_agree(self.position, report, self.settings.world)
+        source = source_of(loader.streaming)
+        report = source.disk(self.settings) if loader.disks is None else NO_REPORT
+        reports = check_ranks_agree(self.position, report, self.settings.world, source.balance_digest())
         if loader.disks is None:
             loader.disks = disks_of(self.settings.world, reports)
             self._settings = None

@@ -248,6 +248,14 @@ def test_lengths_that_are_added_to_a_version_are_those_of_its_digest_and_number(
     for version in (number, digest[:6], digest):
         lengths = StreamingDataset(**place, version=version).lengths("tokens")
         assert lengths.tolist() == [7] * (20 + 10 * number)
+    add_lengths(tmp_path / "set", {"tokens": lambda value: 8}, overwrite=True)
+    dataset = StreamingDataset(**place, version=digest)
+    assert dataset.lengths("tokens").tolist() == [8] * (20 + 10 * number)
+    in_worker = pickle.dumps(dataset)
+    add_lengths(tmp_path / "set", {"tokens": lambda value: 9}, overwrite=True)
+    if cached:
+        assert pickle.loads(in_worker).lengths("tokens")[0] == 8, "a worker has the lengths of its trainer"
+    assert StreamingDataset(**place, version=digest).lengths("tokens")[0] == 9
 
 
 # Without files: from the offsets in the shards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.launches import launch
@@ -10,8 +11,16 @@ from support.warm import python
 
 torch = pytest.importorskip("torch")
 
-from lightning_stream import MDSWriter, StreamingDataLoader, StreamingDataset, World  # noqa: E402
+from lightning_stream import (  # noqa: E402
+    MDSWriter,
+    PositionTracker,
+    StreamingDataLoader,
+    StreamingDataset,
+    World,
+    add_lengths,
+)
 from lightning_stream.errors import StateError  # noqa: E402
+from lightning_stream.trainers import agreement  # noqa: E402
 from lightning_stream.trainers.agreement import check_ranks_agree, compare, compare_worlds  # noqa: E402
 
 RANK = """
@@ -31,8 +40,8 @@ os._exit(0)  # gloo's own end may abort where the other rank has ended already
 """
 
 
-def write(folder: Path, count: int) -> Path:
-    with MDSWriter(out=str(folder), columns={"number": "int"}) as writer:
+def write(folder: Path, count: int, **options: Any) -> Path:
+    with MDSWriter(out=str(folder), columns={"number": "int"}, **options) as writer:
         for number in range(count):
             writer.write({"number": number})
     return folder
@@ -68,6 +77,33 @@ def test_a_seed_that_depends_on_the_rank_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"ranks 0 and 2 differ in order: .*'seed': 1.* and .*'seed': 2"):
         compare(states)
     compare(states[:2])
+
+
+def test_ranks_that_balance_by_other_lengths_or_another_cost_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each would be right alone; together they lose and repeat samples of each step."""
+    values: list[Any] = []
+    monkeypatch.setattr(agreement, "gathered", lambda value: values.append(value) or values)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
+    data = write(tmp_path / "data", 40, lengths={"tokens": lambda sample: sample["number"]})
+
+    def begin(rank: int, balance: Any) -> None:
+        values[rank:] = []
+        dataset = StreamingDataset(remote=data, local=tmp_path / f"cache{rank}", balance=balance)
+        tracker = PositionTracker(StreamingDataLoader(dataset, 4, world=World(rank, 2, 2)))
+        next(iter(tracker))
+
+    for balance in ("tokens", "tokens * 2", lambda tokens: tokens**2):
+        begin(0, balance)
+        begin(1, balance)
+        for other in (None, "tokens + 1", lambda tokens: tokens + 1):
+            with pytest.raises(StateError, match="ranks 0 and 1 differ in balance: "):
+                begin(1, other)
+    begin(0, "tokens")
+    add_lengths(data, {"tokens": lambda sample: min(sample["number"], 38)}, overwrite=True, num_workers=1)
+    with pytest.raises(StateError, match="ranks 0 and 1 differ in balance: "):
+        begin(1, "tokens")
 
 
 def test_a_single_process_asks_no_other(tmp_path: Path) -> None:
