@@ -115,7 +115,7 @@ class Run:
             **{
                 "model": self.model,
                 "train_dataloader": self.spec,
-                "optimizers": torch.optim.Adam(self.model.parameters(), lr=0.01),
+                "optimizers": torch.optim.Adam(self.model.parameters(), lr=0.01, fused=True),
                 "max_duration": f"{EPOCHS}ep",
                 "device": "cpu",
                 "seed": 1,

@@ -99,7 +99,7 @@ class Recorder(pl.LightningModule):
         self._validating = []
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.01, fused=True)
         if not self.reads_stepping_batches:
             return optimizer
         total = int(self.trainer.estimated_stepping_batches)
