@@ -49,7 +49,7 @@ class PlainIterations:
     def __init__(self, source: SampleSource, batch_size: int | None) -> None:
         self._source = source
         self.batch_size = batch_size  # samples per device; DataLoader workers need it
-        self._beguner: ReferenceType[Loader] | None = None
+        self._owner: ReferenceType[Loader] | None = None
         self._begun: _Iteration | None = None  # the latest that this process has begun
         self.has_loader = False  # whether a StreamingDataLoader trains on the dataset
         self._passing: Mapping[str, Any] | None = None  # a loader's state, while the dataset's class may change it
@@ -67,11 +67,11 @@ class PlainIterations:
         if owner is loader or (owner is not None and owner.cursor.driver is not None and loader.cursor.driver is None):
             return
         self.loaded_state = self.state_for(loader)
-        self._beguner = ref(loader)
+        self._owner = ref(loader)
 
     def state_for(self, loader: Loader) -> Mapping[str, Any] | None:
         """The state that the dataset was given for its next loader; None for those after that one."""
-        return self.loaded_state if self._beguner is None or self.loader is loader else None
+        return self.loaded_state if self._owner is None or self.loader is loader else None
 
     @property
     def _shared(self) -> SharedPosition:
@@ -80,12 +80,12 @@ class PlainIterations:
     @property
     def _is_only_for_loader(self) -> bool:
         """Whether the dataset was given a state that it cannot read alone, and no loader of ours has begun with it."""
-        return self.batch_size is None and self.loaded_state is not None and self._beguner is None
+        return self.batch_size is None and self.loaded_state is not None and self._owner is None
 
     @property
     def loader(self) -> Loader | None:
         """The loader of ours that reads this dataset; None if there is none."""
-        return None if self._beguner is None else self._beguner()
+        return None if self._owner is None else self._owner()
 
     def passed(self, state: Mapping[str, Any], method: Callable[[], Any]) -> Any:
         """A loader's state after it passed through the dataset's `state_dict` or `load_state_dict`.
@@ -218,7 +218,7 @@ class PlainIterations:
             if from_beginning and counted is not None:
                 _warn_of_another_count(state.get("position") or None, counted)
             return {STATE_KEY: json.dumps(state)} if owner.packs_states else state
-        if self.batch_size is None and (trainer_state is not None or self._beguner is not None):
+        if self.batch_size is None and (trainer_state is not None or self._owner is not None):
             raise StateError(
                 "a state holds the batches of the run, which this dataset does not know: no StreamingDataLoader that "
                 "trains on it is there, and it has no batch size. Train on a StreamingDataLoader, keep it, and take "
@@ -287,7 +287,7 @@ class PlainIterations:
                 "a training run continues from the data position in its checkpoint, but this one holds none: it was "
                 "written without a StreamingDataset. To begin the data from its start, load the weights only"
             )
-        self._beguner = None
+        self._owner = None
         self.loaded_state = state
         self._begun = None
         if self.batch_size is None:
