@@ -138,7 +138,7 @@ def convert(
     conversion = Conversion(
         source=open_dataset(source, kind, source_options, source_store_options)
         or open_source(source, kind, source_options, source_store_options, outs),
-        out=place,
+        out=outs,
         keep_local=keep_local,
         store_options=store_options,
         columns=None if columns is None else dict(columns),

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -16,13 +16,15 @@ from lightning_stream.convert.partition import OutputSpec, Receipt, check
 from lightning_stream.convert.publish import ConversionResult, Publication, alone, differences, manifest_of
 from lightning_stream.convert.shuffle import Shuffle, shuffled_listing
 from lightning_stream.convert.task import TRAIN, VAL, PartitionTask, Transform, ValidationSplit, kept_length
-from lightning_stream.errors import FormatError, NotFoundError
+from lightning_stream.errors import FormatError, NotFoundError, StoreError
 from lightning_stream.fingerprint import function_text
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.processes import Progress, run_partitions
 from lightning_stream.sources.base import (
+    Columns,
     Partition,
     Piece,
+    Pieces,
     Source,
     SourceSchema,
     partitions_of,
@@ -31,7 +33,7 @@ from lightning_stream.sources.base import (
 )
 from lightning_stream.sources.files import check_unchanged
 from lightning_stream.sources.in_place import shards_text
-from lightning_stream.sources.nulls import NullRule, settled_columns, widened_columns
+from lightning_stream.sources.nulls import NullRule, nullable_columns, widened_columns
 from lightning_stream.stores import Store
 from lightning_stream.version_log import read_index, without_versions
 from lightning_stream.writer.infer import infer_columns
@@ -52,8 +54,6 @@ _SMALL_SHARDS = (
     "ones, which are fetched faster, but a training run that read the source in place cannot continue on those."
 )
 _MEDIA = ("jpeg", "png", "jpeg_array", "jpegarray", "list[jpeg]", "list[png]", "audio", "video")
-_REPLACE = "pass overwrite=True"
-_FILL = "Fill them (fill_nulls={column: value}), drop the rows (drop_nulls=True), or ask for 'json' in columns=."
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class Conversion:
     """One source under some settings: those of `convert`. `writer` has compression, hashes and size_limit."""
 
     source: Source
-    out: Any
+    out: tuple[str, ...]
     keep_local: bool
     store_options: Mapping[str, Any] | None
-    columns: Mapping[str, str] | None
+    columns: Columns | None
     writer: Mapping[str, Any]
     transform: Transform
     nulls: NullRule
@@ -108,23 +108,24 @@ class Conversion:
     @property
     def uri(self) -> str:
         """Where the dataset stays."""
-        return str(self.out[-1] if isinstance(self.out, tuple) else self.out)
+        return self.out[-1]
 
     @property
-    def outs(self) -> dict[str, Any]:
+    def outs(self) -> dict[str, tuple[str, ...]]:
         """Where each split goes."""
         return {"": self.out} if self.val_fraction is None else {split: self.out_of(split) for split in (TRAIN, VAL)}
 
-    def out_of(self, split: str) -> Any:
+    def out_of(self, split: str) -> tuple[str, ...]:
         """Where a split goes: a folder below ``out``."""
-        return tuple(f"{out}/{split}" for out in self.out) if isinstance(self.out, tuple) else f"{self.out}/{split}"
+        return tuple(f"{out}/{split}" for out in self.out)
 
     @property
     def by_piece(self) -> bool:
         """Whether each piece of the source becomes a shard, as where it is read in place, which keeps the order."""
         has_all_rows = self.transform.function is None and self.nulls == NullRule() and self.val_fraction is None
         is_free = self.writer["size_limit"] == "auto" and self.partition_bytes is None and not self.shuffle
-        return has_all_rows and is_free and self.source.has_pieces and bool(self.source.files[0].root)
+        source = self.source
+        return has_all_rows and is_free and source.reader.has_pieces(source.files) and bool(source.files[0].root)
 
     @cached_property
     def all_lengths(self) -> LengthFunctions:
@@ -162,7 +163,7 @@ class Conversion:
             split: self._spec(out, columns, schema, limit) for split, out in self.outs.items() if split not in finished
         }
         task = self._task(schema, columns, specs, by_piece)  # first: what is wrong in the arguments leaves no files
-        begun = {split: Publication.begin(spec, self.overwrite, _REPLACE) for split, spec in specs.items()}
+        begun = {split: Publication.begin(spec, self.overwrite) for split, spec in specs.items()}
         done = frozenset.intersection(
             *(frozenset() if self.force else publication.done for publication in begun.values())
         )
@@ -170,14 +171,15 @@ class Conversion:
         try:
             receipts = self._write(task, partitions, shuffle, done, workers, progress_bar)
         except Exception:
-            for publication in begun.values() if isinstance(workers, int) else ():  # tasks of Spark may still write
-                publication.withdraw()
+            with suppress(StoreError):  # the caller gets the error that ended the conversion
+                for publication in begun.values() if isinstance(workers, int) else ():  # tasks of Spark may still write
+                    publication.cancel(if_unwritten=True)
             raise
         in_order = {split: [receipts[partition_id][split] for partition_id in sorted(receipts)] for split in specs}
         try:
             for split in begun:
                 by = f" (split {split}, by val_fraction={self.val_fraction} and the content of each row)"
-                check(in_order[split], f"{self.source.name}{split and by}", _FILL)
+                check(in_order[split], f"{self.source.name}{split and by}")
         except ValueError:
             for publication in begun.values():  # other settings or another source will write other partitions
                 publication.cancel()
@@ -221,7 +223,7 @@ class Conversion:
             if "settings" in manifest and manifest.get("fingerprint") != self.fingerprint:
                 raise FileExistsError(
                     f"{store.url} holds another conversion's dataset: {differences(manifest, self.record)}. Write to "
-                    f"another folder, or {_REPLACE}."
+                    "another folder, or pass overwrite=True."
                 )
 
     def refuse_beside(self) -> None:
@@ -254,12 +256,12 @@ class Conversion:
         )  # fmt: skip
         return splits, False
 
-    def _settled(self, schema: SourceSchema, splits: Sequence[Piece]) -> SourceSchema:
+    def _settled(self, schema: SourceSchema, splits: Pieces) -> SourceSchema:
         """The columns as where the source is read in place: they hold the values of all files, and known nulls."""
         if self.columns is not None or self.transform.function is not None:
             return schema
         wider = widened_columns(schema.columns, splits)
-        columns = wider if self.nulls != NullRule() else settled_columns(self.source.reader, wider, splits)
+        columns = wider if self.nulls != NullRule() else nullable_columns(self.source.reader, wider, splits)
         names = [name for name in columns if columns[name] != wider[name]]
         if names:
             _LOG.warning(
@@ -269,7 +271,7 @@ class Conversion:
             )  # fmt: skip
         return replace(schema, columns=columns)
 
-    def _source_digest(self, splits: Sequence[Piece], receipts: Sequence[Receipt]) -> str:
+    def _source_digest(self, splits: Pieces, receipts: Sequence[Receipt]) -> str:
         """The digest of the source where it is read in place; empty if its files have names that no index may have."""
         if (digest := self.source.reader.source_digest) is not None:
             return digest
@@ -281,7 +283,7 @@ class Conversion:
         except FormatError:
             return ""
 
-    def _columns(self, schema: SourceSchema, splits: Sequence[Piece]) -> dict[str, str]:
+    def _columns(self, schema: SourceSchema, splits: Pieces) -> dict[str, str]:
         """What is written."""
         if self.transform.function is None or self.columns is not None:
             return dict(self.columns or schema.columns)
@@ -290,7 +292,7 @@ class Conversion:
             return infer_columns(sample)
         raise ValueError("transform returned no sample to infer columns from. Pass columns=.")
 
-    def _spec(self, out: Any, columns: Mapping[str, str], schema: SourceSchema, size_limit: Any) -> OutputSpec:
+    def _spec(self, out: Any, columns: Columns, schema: SourceSchema, size_limit: Any) -> OutputSpec:
         writer = {**self.writer, "size_limit": size_limit, "max_workers": 1, "lengths": self.all_lengths}
         if writer["compression"] == "auto":
             media = () if self.transform.function is not None else schema.media
@@ -299,7 +301,7 @@ class Conversion:
         return OutputSpec(out, self.keep_local, self.store_options, columns, writer, self.fingerprint)
 
     def _task(
-        self, schema: SourceSchema, columns: Mapping[str, str], specs: Mapping[str, OutputSpec], by_piece: bool
+        self, schema: SourceSchema, columns: Columns, specs: Mapping[str, OutputSpec], by_piece: bool
     ) -> PartitionTask:
         split = None
         if self.val_fraction is not None:

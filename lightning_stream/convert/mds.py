@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -19,9 +19,9 @@ from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import Stream
 from lightning_stream.reading.stream_shards import ReaderConfig, StreamShards
 from lightning_stream.shared_files import scratch_folder
-from lightning_stream.sources.base import Asked, Batch, MeasuredColumns, Piece, Reader, Source, SourceSchema
+from lightning_stream.sources.base import Asked, Batch, Batches, Columns, Piece, Pieces, Reader, Source, SourceSchema
 from lightning_stream.sources.choose import SPLIT_OF
-from lightning_stream.sources.files import SourceFile, split_place
+from lightning_stream.sources.files import Files, SourceFile, split_place
 from lightning_stream.stores import absolute, is_remote, open_store
 from lightning_stream.threads import DaemonPool
 from lightning_stream.version_log import is_listed
@@ -32,19 +32,19 @@ _ROWS = 256
 
 def open_dataset(source: Any, kind: str | None, options: Mapping[str, Any] | None, store_options: Any) -> Source | None:
     """The dataset with an index.json at a path or URL, or those of its splits; None if something else is there."""
-    uri = os.fspath(source).rstrip("/") if isinstance(source, (str, os.PathLike)) else "*"
-    uri = uri.removesuffix(f"/{INDEX_NAME}")
-    uri = uri if uri == "*" else absolute(uri)
-    if kind not in (None, "mds") or (split_place(uri)[1] and kind is None):
+    if kind not in (None, "mds") or not isinstance(source, (str, os.PathLike)):
+        return None
+    uri = absolute(os.fspath(source).rstrip("/").removesuffix(f"/{INDEX_NAME}"))
+    if kind is None and split_place(uri)[1]:
         return None
     index_files = {"": index_file} if (index_file := _index_at(uri, store_options)) else {}
     for folder, split in SPLIT_OF.items() if not index_files else ():
         if index_file := _index_at(f"{uri}/{folder}", store_options):
             index_files.setdefault(split, index_file)
-    if kind and not index_files:
-        raise NotFoundError(f"{redact(uri)} has no {INDEX_NAME} of a dataset, nor have its splits. Check the path.")
-    if not index_files:
+    if not index_files and kind is None:
         return None
+    if not index_files:
+        raise NotFoundError(f"{redact(uri)} has no {INDEX_NAME} of a dataset, nor have its splits. Check the path.")
     if others := (options or {}).keys() - {"version"}:
         raise ValueError(f"source_options of a dataset with an {INDEX_NAME} are version; found {', '.join(others)}.")
     reader = MdsReader(**(options or {}), options=store_options if is_remote(uri) else None)
@@ -91,7 +91,7 @@ class MdsReader(Reader):
     stamp: str = ""
     options: Mapping[str, Any] | None = field(default=None, repr=False)
 
-    def begin(self, files: Sequence[SourceFile]) -> None:
+    def begin(self, files: Files) -> None:
         """Read the index, the deleted samples and the lengths."""
         self._file = files[0]
         with self._opened(None) as reader:
@@ -107,7 +107,7 @@ class MdsReader(Reader):
         """Bytes of all samples."""
         return int(self._index.raw_bytes.sum())
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Return the columns of the index. ValueError where shards differ in them and none are asked for."""
         sets = self._index.column_sets
         if asked is None and len(sets) > 1:
@@ -121,8 +121,8 @@ class MdsReader(Reader):
 
     def scan(
         self,
-        files: Sequence[SourceFile],
-        columns: Mapping[str, str],  # noqa: ARG002
+        files: Files,
+        columns: Columns,  # noqa: ARG002
         pool: DaemonPool,  # noqa: ARG002
     ) -> Iterator[Piece]:
         """Yield the samples of each shard that are not deleted."""
@@ -131,7 +131,7 @@ class MdsReader(Reader):
             if begin < end:
                 yield Piece(files[0], begin, end, num_bytes, end - begin)
 
-    def read(self, splits: Sequence[Piece], columns: Mapping[str, str]) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         """Yield columns of values, in the bytes in which they are stored where these are written again."""
         sets = self._index.column_sets
         formats = {schema.format for schema in self._index.schemas}
@@ -144,16 +144,14 @@ class MdsReader(Reader):
                 for first in range(split.begin, split.end or 0, _ROWS):
                     ids = np.arange(first, min(split.end or 0, first + _ROWS))
                     batch = reader.batch(ids)
-                    rows = MeasuredColumns({name: batch[name] for name in columns if name not in raw})
                     for name in raw:
-                        rows[name] = BinaryColumn(batch[name])
-                        rows[name].encoding = columns[name]
-                    rows.lengths = {name: numbers[ids] for name, numbers in self.lengths.items()}
-                    yield Batch(rows, f"{self._file.root}, samples {ids[0]:,} to {ids[-1]:,}")
+                        batch[name] = BinaryColumn(batch[name])
+                        batch[name].encoding = columns[name]
+                    rows = {name: batch[name] for name in columns}
+                    lengths = {name: numbers[ids] for name, numbers in self.lengths.items()}
+                    yield Batch(rows, f"{self._file.root}, samples {ids[0]:,} to {ids[-1]:,}", lengths)
 
-    def _opened(
-        self, columns: Mapping[str, str] | None, raw: Collection[str] = ()
-    ) -> AbstractContextManager[SampleReader]:
+    def _opened(self, columns: Columns | None, raw: Collection[str] = ()) -> AbstractContextManager[SampleReader]:
         """A reader of the dataset, which decodes no `raw` column."""
         url = self._file.root
         config = ReaderConfig(decoders=dict.fromkeys(raw, bytes))

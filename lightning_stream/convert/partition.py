@@ -181,14 +181,15 @@ def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
     return EncodedBatch(np.fromiter(map(len, rows), np.int64, len(rows)), [rows])
 
 
-def check(receipts: Sequence[Receipt], source: str, remedy: str) -> None:
-    """Raise ValueError if a partition of `source` could not be written; `remedy` says what to do about nulls."""
+def check(receipts: Sequence[Receipt], source: str) -> None:
+    """Raise ValueError if a partition of `source` could not be written."""
     nulls = sum((Counter(receipt.nulls) for receipt in receipts), Counter[str]())
     if nulls:
         counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
         raise ValueError(
-            f"MDS has no null but in json columns; null values found, by column: {counts}. Nothing was published. "
-            f"{remedy}"
+            f"MDS has no null but in json columns; null values found, by column: {counts}. Nothing was published. Fill "
+            "them (fill_nulls={column: value}, of a DataFrame: fillna), drop the rows (drop_nulls=True, dropna), or "
+            "ask for 'json' in columns=."
         )
     refused = [receipt for receipt in receipts if receipt.refused]
     if refused:

@@ -7,8 +7,9 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from lightning_stream.convert.partition import CONTROL, RECEIPT, OutputSpec, Receipt, index_bytes
@@ -16,6 +17,7 @@ from lightning_stream.errors import NotFoundError, StoreError
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import to_text, with_keys, with_lengths
 from lightning_stream.shared_files import FileLock, sweep_drafts
+from lightning_stream.sources.in_place import changes_of
 from lightning_stream.stores import LocalStore, Store, is_remote, open_store
 from lightning_stream.writer.place import LENGTHS, OURS, Transaction, digest_of
 from lightning_stream.writer.place import MANIFEST as MANIFEST
@@ -43,11 +45,10 @@ class Publication:
     done: frozenset[int]
 
     @classmethod
-    def begin(cls, spec: OutputSpec, overwrite: bool, remedy: str) -> Publication:
+    def begin(cls, spec: OutputSpec, overwrite: bool) -> Publication:
         """Look at what exists before anything is written, and note that this conversion has begun.
 
-        Without `overwrite`, raise FileExistsError if there are files that are not the remains of this very conversion;
-        `remedy` says how a user asks for `overwrite`.
+        Without `overwrite`, raise FileExistsError if there are files that are not the remains of this very conversion.
         """
         place = Transaction(spec.out, spec.keep_local, spec.store_options)
         place.begin("overwrite", (MANIFEST,))
@@ -61,7 +62,8 @@ class Publication:
         if not overwrite and (strange or (names and controls != {spec.fingerprint})):
             holds = strange[0] if strange else "shards of a conversion that differs from this one and did not finish"
             raise FileExistsError(
-                f"{store.url} is not empty: it holds {holds}. Write to a new place, or {remedy} to replace it."
+                f"{store.url} is not empty: it holds {holds}. Write to a new place, or pass overwrite=True (to "
+                "dataframe_to_mds in mds_kwargs) to replace it."
             )
         # The note says whose shards there are without a receipt, if this run is cut short before any.
         store.put(f"{CONTROL}/{spec.fingerprint}/begun", b"")
@@ -76,15 +78,14 @@ class Publication:
             _LOG.info("continuing an earlier run: %d partitions are written already", len(done))
         return cls(spec, place, done)
 
-    def withdraw(self) -> None:
-        """Remove the note that this conversion has begun, if it has written nothing: any other one may follow then."""
-        with suppress(StoreError):  # the caller gets the error that ended the conversion
-            if all(name.endswith("/begun") or not _PARTS.fullmatch(name) for name in self.place.look()):
-                self.place.sweep(_PARTS, self.place.former)
+    def cancel(self, *, if_unwritten: bool = False) -> None:
+        """Remove what was written and will not be published; or only the note of the beginning, if there is no more.
 
-    def cancel(self) -> None:
-        """Remove what was written and will not be published. A dataset that is there stays whole."""
-        if not any(name.startswith("part-") and name.endswith(INDEX_NAME) for name in self.place.look()):
+        A dataset that is there stays whole. Any other conversion may follow then.
+        """
+        stays = re.compile(".*(?<!/begun)" if if_unwritten else f"part-.*{INDEX_NAME}")
+        names = filter(_PARTS.fullmatch, self.place.look())
+        if not any(map(stays.fullmatch, names)):
             self.place.sweep(_PARTS, self.place.former)
 
     def publish(
@@ -147,9 +148,11 @@ def check_seen(store: Store, seen: Mapping[str, int], wanted: Mapping[str, int])
 
 def alone(uri: str) -> AbstractContextManager[Any]:
     """Lock a local folder of a dataset: another process of this machine waits, and then finds the dataset."""
-    if is_remote(uri):
-        return nullcontext()
-    folder = LocalStore.from_url(uri, {}).folder
+    return nullcontext() if is_remote(uri) else folder_lock(LocalStore.from_url(uri, {}).folder)
+
+
+def folder_lock(folder: Path) -> FileLock:
+    """The lock beside a folder, which is for as long as a conversion may take."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)
 
@@ -261,10 +264,9 @@ def differences(former: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     changed = [name for name in {**before, **settings} if before.get(name) != settings.get(name)]
     sentences = [f"{name} was {_shown(before.get(name))}, now {_shown(settings.get(name))}" for name in changed]
     if source["stamps"] != others["stamps"]:
-        files = [{file["name"]: file for file in record.get("files", ())} for record in (source, others)]
-        names = [name for name in {**files[0], **files[1]} if files[0].get(name) != files[1].get(name)]
-        shown = f"; changed: {', '.join(names[:3])}{' ...' if len(names) > 3 else ''}" if names else ""
-        sentences.append(f"the source had {source['num_files']:,} files, now {others['num_files']:,}{shown}")
+        sentences.append(f"the source had {source['num_files']:,} files, now {others['num_files']:,}")
+        before_after = ({file["name"]: file for file in record.get("files", ())} for record in (source, others))
+        sentences += changes_of(*before_after)
     if source["reader"] != others["reader"]:
         sentences.append("the source is read with other options or another function")
     return "; ".join(sentences) or "it was written by another version of convert"

@@ -32,16 +32,15 @@ from lightning_stream.formats.shard import Shard
 from lightning_stream.formats.shard_encoder import EncodedBatch
 from lightning_stream.order.permutation import MIX_STEP, mix64
 from lightning_stream.processes import WorkersDiedError
-from lightning_stream.shared_files import FileLock
 from lightning_stream.sources.base import Partition, Source
 from lightning_stream.stores import is_remote
 from lightning_stream.writer.lengths import Lengths
 
 from .partition import OutputSpec, PartitionWriter, Receipt, encoded_rows, index_bytes
+from .publish import folder_lock
 from .task import PartitionTask
 
 _LOG = logging.getLogger(__name__)
-_WAIT_S = 24 * 3600.0
 _BUCKET_BYTES = 64 << 20
 _RUN_BYTES = 64 << 20
 _COLUMNS = {"key": "uint64", "row": "bytes"}
@@ -107,10 +106,9 @@ class GatherTask:
         """Write a bucket, and then its receipts."""
         receipts = {}
         for split, spec in self.specs.items():
-            numbers = range(self.num_partitions)
             keyed = [
                 keyed_row
-                for partition_id in numbers
+                for partition_id in range(self.num_partitions)
                 for keyed_row in self._slices(self.spills[split], partition_id, bucket.partition_id)
             ]
             rows = [row for _, row in sorted(keyed, key=itemgetter(0))]
@@ -127,7 +125,7 @@ class GatherTask:
         """The keys and rows of a bucket in one partition. Buckets are equal ranges of keys."""
         index = Index.from_bytes(index_bytes([spill.receipt(partition_id)]), spill.out)
         edges = [-(-(k << 64) // self.num_buckets) for k in (bucket, bucket + 1)]
-        for entry in map(index.entry, range(len(index))):
+        for entry in index:
             run = Shard(entry, Path(spill.out))
             samples = map(run.sample, range(*(_first(run, edge) for edge in edges)))
             yield from ((int(sample["key"]), sample["row"]) for sample in samples)
@@ -192,10 +190,9 @@ class Shuffle:
 
         They stay where the same call continues with them: after a kill, Ctrl-C, a store's failure, or workers' deaths.
         """
-        self.folder.parent.mkdir(parents=True, exist_ok=True)
         with ExitStack() as locks:
             try:
-                locks.enter_context(self._lock(self.folder))
+                locks.enter_context(folder_lock(self.folder))
             except LockTimeoutError:
                 raise
             except CacheError:
@@ -214,15 +211,11 @@ class Shuffle:
     def sweep(self) -> None:
         """Remove what other conversions to this place left, with which none continues."""
         for folder in set(self.folder.parent.glob(self.former)) - {self.folder}:
-            lock = self._lock(folder)
+            lock = folder_lock(folder)
             with suppress(CacheError):  # a file system without locks: it may be in use
                 if lock.try_acquire():
                     shutil.rmtree(folder, ignore_errors=True)
                     lock.release()
-
-    @staticmethod
-    def _lock(folder: Path) -> FileLock:
-        return FileLock(folder.with_name(f".{folder.name}.lock"), _WAIT_S)
 
     def write(
         self, task: PartitionTask, partitions: Sequence[Partition], done: frozenset[int], run: Runner

@@ -22,17 +22,7 @@ from lightning_stream.convert.partition import (
 )
 from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.mds.encode import MdsEncoder
-from lightning_stream.sources.base import (
-    Batch,
-    Columns,
-    MeasuredColumns,
-    Partition,
-    Piece,
-    Reader,
-    Row,
-    batched,
-    read_splits,
-)
+from lightning_stream.sources.base import Batch, Batches, Columns, Partition, Pieces, Reader, Row, batched, read_splits
 from lightning_stream.sources.files import readable
 from lightning_stream.sources.nulls import NullRule
 from lightning_stream.writer.batch import check_texts
@@ -195,7 +185,7 @@ class PartitionTask:
         """Take the rows of a partition that belong to a split."""
         return PartitionWriter(spec, partition_id)
 
-    def _batches(self, splits: Sequence[Piece], where: str) -> Iterator[Batch]:
+    def _batches(self, splits: Pieces, where: str) -> Batches:
         batches = _refusing(read_splits(self.reader, splits, self.read))
         return batches if self.transform.function is None else batched(self.transform.samples(batches, where))
 
@@ -215,8 +205,7 @@ class PartitionTask:
         check_texts(values)
         encoded = self._encoder.encode_batch(values, num_rows)
         measured = {name: function for name, function in self.lengths.items() if function is not kept_length}
-        source_lengths = rows.lengths if isinstance(rows, MeasuredColumns) else {}
-        lengths = {**source_lengths, **measure_batch(measured, values, num_rows, tuple(self.columns))}
+        lengths = {**batch.lengths, **measure_batch(measured, values, num_rows, tuple(self.columns))}
         lengths = {name: lengths[name] for name in self.lengths}
         if self.split is None:
             writers[""].write_encoded(encoded, lengths)
@@ -228,7 +217,7 @@ class PartitionTask:
                 writers[split].write_encoded(encoded_rows([row_bytes[k] for k in selected.tolist()]), chosen)
 
 
-def _refusing(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _refusing(batches: Batches) -> Batches:
     """Yield the batches; a ValueError of a reader is about a value, so another attempt would not help."""
     try:
         yield from batches

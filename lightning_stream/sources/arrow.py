@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, timedelta
 from itertools import pairwise
 from typing import Any, TypeAlias
@@ -97,23 +97,19 @@ def _list_size(kind: pa.DataType) -> int:
     return kind.list_size if pa.types.is_fixed_size_list(kind) else -1
 
 
-def plain_batch(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """The rows with columns of plain types: the same whether a process knows the extensions or not."""
-    return pa.RecordBatch.from_arrays(list(map(_plain_values, batch.columns)), names=batch.schema.names)
-
-
-def _plain_values(column: pa.Array) -> pa.Array:
+def plain_values(column: pa.Array) -> pa.Array:
+    """The values as a plain type: the same whether a process knows the extensions or not."""
     wanted = plain_type(column.type)
     if wanted == column.type:
         return column
     if isinstance(column, pa.ExtensionArray):
-        return _plain_values(column.storage)
+        return plain_values(column.storage)
     if pa.types.is_dictionary(column.type):
-        return _plain_values(column.dictionary_decode())
+        return plain_values(column.dictionary_decode())
     if pa.types.is_run_end_encoded(column.type):
         import pyarrow.compute as pc  # slow to import
 
-        return _plain_values(pc.run_end_decode(column))
+        return plain_values(pc.run_end_decode(column))
     return column.cast(wanted)
 
 
@@ -198,26 +194,19 @@ def encoding_of(kind: pa.DataType) -> str:
         return f"ndarray:{dtype}{fixed}" if shape else dtype
     if _sort(kind) in _ENCODING:
         return _ENCODING[_sort(kind)]
-    _check_json(kind)
+    for inner in nested_types(kind):
+        if _sort(inner) == "other":
+            raise ValueError(f"there is no encoding for Arrow's type {inner!s:.60}. Cast it, or omit it by columns=")
     return "json"
 
 
-def _check_json(kind: pa.DataType) -> None:
-    """Raise ValueError unless values of this type can be written as json."""
-    sort = _sort(kind)
-    if sort == "other":
-        raise ValueError(f"there is no encoding for Arrow's type {kind!s:.60}. Cast it, or omit it by columns=")
-    for inner in _inner(kind, sort).values():
-        _check_json(inner)
-
-
-def _inner(kind: pa.DataType, sort: str) -> dict[str, pa.DataType]:
-    """The types inside a type, by name."""
-    if sort == "struct":
-        return {kind.field(k).name: kind.field(k).type for k in range(kind.num_fields)}
-    if sort == "map":
-        return {"key": kind.key_type, "item": kind.item_type}
-    return {"element": kind.value_type} if sort == "list" else {}
+def nested_types(kind: pa.DataType) -> Iterator[pa.DataType]:
+    """The type that a column is stored as, and those of what is nested in it, in the order of Arrow's headers."""
+    while isinstance(kind, pa.BaseExtensionType):
+        kind = kind.storage_type
+    yield kind
+    for k in range(kind.num_fields):
+        yield from nested_types(kind.field(k).type)
 
 
 def settle_nulls(
@@ -361,13 +350,17 @@ _JSON_VALUES: dict[str, Callable[[Any], Any]] = {
 def _json_value(kind: pa.DataType) -> Callable[[Any], Any]:
     """What turns a value of this type into what json knows."""
     sort = _sort(kind)
-    inner = {name: _json_value(inner_kind) for name, inner_kind in _inner(kind, sort).items()}
     if sort == "struct":
-        make: Any = lambda value: {name: inner[name](item) for name, item in value.items()}  # noqa: E731
+        fields = map(kind.field, range(kind.num_fields))
+        of_field = {field.name: _json_value(field.type) for field in fields}
+        make: Any = lambda value: {name: of_field[name](item) for name, item in value.items()}  # noqa: E731
     elif sort == "map":
-        make = lambda value: _object([(inner["key"](key), inner["item"](item)) for key, item in value])  # noqa: E731
+        of_key = _json_value(kind.key_type)
+        of_item = _json_value(kind.item_type)
+        make = lambda value: _object([(of_key(key), of_item(item)) for key, item in value])  # noqa: E731
     elif sort == "list":
-        make = lambda value: list(map(inner["element"], value))  # noqa: E731
+        of_element = _json_value(kind.value_type)
+        make = lambda value: list(map(of_element, value))  # noqa: E731
     elif (make := _JSON_VALUES.get(sort)) is None:
         return lambda value: value
     return lambda value: None if value is None else make(value)

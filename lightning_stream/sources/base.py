@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import xxhash
@@ -19,9 +20,12 @@ from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
 
 _log = logging.getLogger(__name__)
+Item = TypeVar("Item")
 Row: TypeAlias = "Mapping[str, Any]"
 Columns: TypeAlias = "Mapping[str, str]"  # their encodings by name
 Asked: TypeAlias = "Mapping[str, str | None]"  # columns that are wanted, with their encodings or None to infer them
+Pieces: TypeAlias = "Sequence[Piece]"
+Batches: TypeAlias = "Iterator[Batch]"
 SAMPLED_ROWS = 10_000
 _MIN_BYTES = 32 << 20
 _MAX_BYTES = 512 << 20
@@ -79,12 +83,7 @@ class Batch(NamedTuple):
 
     rows: Any
     where: str
-
-
-class MeasuredColumns(dict[str, Any]):
-    """Rows as a dict of columns, with the lengths that the source has of them, by name."""
-
-    lengths: Mapping[str, NDArray[np.uint32]] = {}
+    lengths: Mapping[str, NDArray[np.uint32]] = {}  # that the source has of them, by name
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Reader(ABC):
         return (type(self).scan, type(self).pieces_of) != (Reader.scan, Reader.pieces_of)
 
     @abstractmethod
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         """Yield the rows of some pieces, in order, some at a time: as values of each column where that is faster.
 
         A piece of some rows is read by ranges of bytes; only one whose file `has_rows` may be asked for.
@@ -163,10 +162,6 @@ class Reader(ABC):
     def takes_nulls(self, encoding: str) -> bool:
         """Whether a column of this encoding can be read as json, which has nulls."""
         return encoding not in ("bytes", "json")
-
-    def of_piece(self, split: Piece) -> Reader:
-        """Return the reader of a piece: with its settings, and the user's options."""
-        return replace(self, **split.settings) if split.settings else self  # type: ignore[type-var]
 
     def has_rows(self, file: SourceFile) -> bool:
         """Return whether some rows of a piece can be read for less than all of it."""
@@ -232,11 +227,6 @@ class Source:
         wanted = asked or dict.fromkeys(schema.columns)
         return replace(schema, columns={name: encoding or schema.columns[name] for name, encoding in wanted.items()})
 
-    @property
-    def has_pieces(self) -> bool:
-        """Whether its pieces are known, so that it can be read in place."""
-        return self.reader.has_pieces(self.files)
-
     def pieces(self, columns: Columns) -> list[Piece]:
         """Return the pieces of all files that become shards where it is read in place, in order."""
         with readable(self.name), DaemonPool(_FOOTERS_AT_ONCE, "pieces") as pool:
@@ -266,43 +256,47 @@ def marks_of(files: Files) -> str:
     return f"{marks[0].partition('.')[0]}.{xxhash.xxh3_64_hexdigest(','.join(marks).encode())}" if marks else ""
 
 
-def partitions_of(splits: Sequence[Piece], partition_bytes: int) -> list[Partition]:
+def partitions_of(splits: Pieces, partition_bytes: int) -> list[Partition]:
     """Group pieces into partitions of at least so many bytes. The number of processes does not matter."""
-    partitions: list[Partition] = []
-    begin = num_bytes = 0
-    for end, split in enumerate(splits, 1):
-        num_bytes += split.num_bytes
-        if num_bytes >= partition_bytes or end == len(splits):
-            partitions.append(Partition(len(partitions), tuple(splits[begin:end])))
-            begin = end
-            num_bytes = 0
-    return partitions
+    groups = grouped(splits, lambda split: split.num_bytes, partition_bytes)
+    return [Partition(partition_id, tuple(group)) for partition_id, group in enumerate(groups)]
 
 
-def read_splits(reader: Reader, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
-    """Yield the rows of some pieces, each as its settings need."""
-    has_settings = any(split.settings for split in splits)
-    for part in [[split] for split in splits] if has_settings else [splits]:
-        # Errors of a function of the user's are the user's.
-        with readable(part[0].file.uri) if part and reader.kind != "inputs" else nullcontext():
-            yield from (reader.of_piece(part[0]) if part else reader).read(part, columns)
-
-
-def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Iterator[Batch]:
-    """Yield rows, each given with where it is, in batches of at most 256 rows and about ``max_bytes``."""
-    pending: list[Row] = []
-    first = ""
+def grouped(
+    items: Iterable[Item], size_of: Callable[[Item], int], most_bytes: int, most_items: int = sys.maxsize
+) -> Iterator[list[Item]]:
+    """Yield the items in lists: each has the fewest that have so many bytes, or so many items."""
+    group: list[Item] = []
     num_bytes = 0
-    for row, where in rows:
-        first = first if pending else where
-        pending.append(row)
-        num_bytes += sum(map(_num_bytes, row.values()))
-        if num_bytes >= max_bytes or len(pending) == _BATCH_ROWS:
-            yield Batch(pending, first if first == where else f"{first} to {where}")
-            pending = []
+    for item in items:
+        group.append(item)
+        num_bytes += size_of(item)
+        if num_bytes >= most_bytes or len(group) == most_items:
+            yield group
+            group = []
             num_bytes = 0
-    if pending:
-        yield Batch(pending, first if first == where else f"{first} to {where}")
+    if group:
+        yield group
+
+
+def read_splits(reader: Reader, splits: Pieces, columns: Columns) -> Batches:
+    """Yield the rows of some pieces, each as its settings need."""
+    if not splits:
+        return
+    for part in [[split] for split in splits] if any(split.settings for split in splits) else [splits]:
+        first = part[0]
+        chosen = replace(reader, **first.settings) if first.settings else reader  # type: ignore[type-var]
+        # Errors of a function of the user's are the user's.
+        with readable(first.file.uri) if reader.kind != "inputs" else nullcontext():
+            yield from chosen.read(part, columns)
+
+
+def batched(rows: Iterable[tuple[Row, str]], max_bytes: int = _BATCH_BYTES) -> Batches:
+    """Yield rows, each given with where it is, in batches of at most 256 rows and about ``max_bytes``."""
+    for group in grouped(rows, lambda pair: sum(map(_num_bytes, pair[0].values())), max_bytes, _BATCH_ROWS):
+        first = group[0][1]
+        last = group[-1][1]
+        yield Batch([row for row, _ in group], first if first == last else f"{first} to {last}")
 
 
 def _num_bytes(value: Any) -> int:
@@ -326,7 +320,7 @@ def present(names: Sequence[str], columns: Columns, file: SourceFile) -> None:
         raise ValueError(f"all files must have the columns of the first; {file.uri} lacks {', '.join(missing)}.")
 
 
-def warn_of_others(pieces: Sequence[Piece], columns: Columns) -> None:
+def warn_of_others(pieces: Pieces, columns: Columns) -> None:
     """Log the columns that only later files have."""
     others = {name: piece.file for piece in reversed(pieces) for name in piece.others if name not in columns}
     for name, file in others.items():

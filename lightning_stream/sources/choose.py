@@ -77,7 +77,7 @@ def reader_of(
         ValueError: There are several kinds; or it is a Delta table and none is asked for, or the other way round.
     """
     if listing.log and kind in (None, "delta"):
-        table: Any = _made("delta", options)
+        table: Any = make_reader("delta", options)
         return table.open_log(listing), table
     if listing.is_table:
         raise ValueError(
@@ -94,7 +94,7 @@ def reader_of(
     for file in listed:
         known = _KIND_OF.get(file.ending)
         (matching if known == chosen or kind == "files" else strange if known is None else []).append(file)
-    reader = _made(chosen, options)
+    reader = make_reader(chosen, options)
     files = matching or strange  # files of any name may be of the kind that is named
     if not files:
         raise NotFoundError(
@@ -103,25 +103,20 @@ def reader_of(
     return files, reader
 
 
-def _made(kind: str, options: Mapping[str, Any] | None) -> Reader:
-    make = reader_class(kind)
-    try:
-        return make(**(options or {}))
-    except TypeError as error:
-        known = ", ".join(sorted(option.name for option in fields(make) if option.init))  # type: ignore[arg-type]
-        raise ValueError(
-            f"source_options of kind {kind!r} are {known or 'none'}, and hidden; found {', '.join(options or {})}."
-        ) from error
-
-
-def reader_class(kind: str) -> type[Reader]:
-    """Return the reader of a kind."""
+def make_reader(kind: str, options: Mapping[str, Any] | None) -> Reader:
+    """Return a reader of a kind, with its options."""
     if kind not in _KINDS:
         raise ValueError(f"a format must be one of {', '.join(sorted(_KINDS))}; got {kind!r}.")
     module, _, name = _KINDS[kind][1].partition(".")
     with needs("pyarrow", "parquet", "reading Parquet, Arrow, CSV and NumPy files"):
-        reader_type: type[Reader] = getattr(import_module(f"lightning_stream.sources.{module}"), name)
-    return reader_type
+        make: type[Any] = getattr(import_module(f"lightning_stream.sources.{module}"), name)
+    try:
+        return make(**(options or {}))  # type: ignore[no-any-return]
+    except TypeError as error:
+        known = ", ".join(sorted(option.name for option in fields(make) if option.init))
+        raise ValueError(
+            f"source_options of kind {kind!r} are {known or 'none'}, and hidden; found {', '.join(options or {})}."
+        ) from error
 
 
 def _by_split(files: Files) -> dict[str, tuple[SourceFile, ...]]:

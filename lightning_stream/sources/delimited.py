@@ -6,7 +6,7 @@ import csv
 import io
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -20,16 +20,17 @@ from lightning_stream.sources.base import (
     SAMPLED_ROWS,
     Asked,
     Batch,
+    Batches,
     Columns,
     Piece,
-    Reader,
+    Pieces,
     SourceSchema,
     present,
     spread,
     warn_of_others,
 )
-from lightning_stream.sources.files import SourceFile, readable
-from lightning_stream.sources.lines import BOM, check_on_bad, line_blocks, line_splits
+from lightning_stream.sources.files import Files, SourceFile, readable
+from lightning_stream.sources.lines import BOM, LineReader, line_blocks, line_splits
 from lightning_stream.sources.tables import pieces_of
 from lightning_stream.sources.unpackers import Blocks
 
@@ -42,7 +43,7 @@ _PATTERNS = {"int64": f"^({_WHOLE})$", "float64": rf"^({_NUMBER})$", "uint8": "^
 
 
 @dataclass
-class CsvReader(Reader):
+class CsvReader(LineReader):
     """Rows of CSV or TSV files, with quotes as spreadsheets write them.
 
     A column is numbers only if every value that is looked at is one: identifiers such as ``01234`` or ``2021_03``, and
@@ -51,18 +52,14 @@ class CsvReader(Reader):
     Attributes:
         delimiter: Between values.
         names: The columns, where files have no line of names; None to read them from the first line.
-        on_bad: ``"raise"``, or ``"skip"`` rows with another number of values than there are columns.
+        on_bad: Bad rows are those with another number of values than there are columns.
     """
 
     kind = "csv"
     delimiter: str = ","
     names: Sequence[str] | None = None
-    on_bad: str = field(default="raise", compare=False)
 
-    def __post_init__(self) -> None:
-        check_on_bad(self.on_bad)
-
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Look at the first rows of some files: whole numbers, else numbers, else true and false, else text."""
         columns: dict[str, list[Any]] = {}
         for file in spread(files):
@@ -86,7 +83,7 @@ class CsvReader(Reader):
                 is_cut = not any(b'"' in block for block in iter(lambda: plain.read(_BLOCK_BYTES), b""))
         return line_splits(file, partition_bytes) if is_cut else super().input_splits(file, partition_bytes)
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         """Yield some MiB of rows at a time; an empty value is null wherever the column is not text."""
         for split in splits:
             done = 0

@@ -7,7 +7,7 @@ credentials. Nothing is written to the table.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
-from lightning_stream.sources.base import Asked, Batch, Columns, Piece, SourceSchema
+from lightning_stream.sources.base import Asked, Batches, Columns, Piece, Pieces, SourceSchema
 from lightning_stream.sources.files import DELTA_LOG, Files, Listing, SourceFile, named_in_data
 from lightning_stream.sources.tables import ParquetReader
 from lightning_stream.stores import Store
@@ -120,13 +120,14 @@ class DeltaReader(ParquetReader):
                 pieces.append(group._replace(num_rows=rows, settings=settings, nulls=(*group.nulls, *nulls)))
         return pieces
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         """Yield the rows of a row group that are not deleted, with the columns of the table."""
         begin = 0
-        for rows, where in super().read(splits, columns):
-            is_kept = ~np.isin(np.arange(begin, begin + rows.num_rows), self.deleted)
-            begin += rows.num_rows
-            yield Batch(rows if is_kept.all() else rows.filter(pa.array(is_kept)), where)
+        for batch in super().read(splits, columns):
+            end = begin + batch.rows.num_rows
+            is_kept = ~np.isin(np.arange(begin, end), self.deleted)
+            begin = end
+            yield batch if is_kept.all() else batch._replace(rows=batch.rows.filter(pa.array(is_kept)))
 
     def _constants(self, names: Sequence[str], columns: Columns, file: SourceFile) -> dict[str, tuple[Any, str]]:
         constants = {**self.partition, **dict.fromkeys(self.absent, (None, "null"))}

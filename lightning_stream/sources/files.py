@@ -48,7 +48,6 @@ _MARKER = re.compile(
 _ASTRAY = re.compile(r"(^|/)\.{0,2}(/|$)|\0")  # an absolute path, an empty part, ``.``, ``..``, or a NUL
 _FILE = re.compile(r"(?i)\.(parquet|pq|arrow|feather|ipc|jsonl|ndjson|json|tar|npy|npz|csv)(\.gz|\.zst)?$")
 _NO_TEXT = re.compile("[\ud800-\udfff]")  # how Python shows bytes of names that are no UTF-8
-_ENDINGS = (".gz", ".zst", ".bz2", ".xz")
 # What to do where a file cannot be read, by a word of the error.
 _REMEDIES = {
     "encrypt": "Write it without encryption.",
@@ -113,12 +112,13 @@ class SourceFile:
     @property
     def ending(self) -> str:
         """The lower-case suffix of its kind, without that of its compression."""
-        return _suffix(self.name[: -len(_suffix(self.name))] if self.is_packed else self.name)
+        suffix = _suffix(self.name)
+        return _suffix(self.name[: -len(suffix)]) if self.is_packed and suffix != ".tgz" else suffix
 
     @property
     def is_packed(self) -> bool:
         """Whether it is compressed as a whole, so that it can only be read from its beginning."""
-        return self.name.lower().endswith(_ENDINGS)
+        return _suffix(self.name) in UNPACKERS
 
     @property
     def partition(self) -> dict[str, str | None]:
@@ -154,7 +154,7 @@ class SourceFile:
     @contextmanager
     def unpacked(self) -> Iterator[BinaryIO]:
         """Its bytes, decompressed by what its name ends with. FormatError where reading them fails."""
-        make = UNPACKERS.get(Path(self.name).suffix.lower(), nullcontext)
+        make = UNPACKERS.get(_suffix(self.name), nullcontext)
         with readable(self.uri), self.open() as file, make(file) as plain:
             yield plain
 
@@ -317,22 +317,18 @@ class RangedFile(io.RawIOBase):
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        data = self._bytes(len(buffer))
-        buffer[: len(data)] = data
-        self._at += len(data)
-        return len(data)
-
-    def _bytes(self, most: int) -> memoryview:
-        """The next bytes, at most so many."""
         past = self._at - self._begin - len(self._view)
         if past >= 0 or self._at < self._begin:
             is_close = self._view and 0 <= past < _CLOSE_BYTES
             self._window = min(4 * self._window, _BUFFER_BYTES) if is_close else self._least
-            end = min(self._at + max(self._window, most), self._file.num_bytes)
+            end = min(self._at + max(self._window, len(buffer)), self._file.num_bytes)
             self._begin = self._at
             self._view = self._file.view(self._at, end)
         first = self._at - self._begin
-        return self._view[first : first + most]
+        data = self._view[first : first + len(buffer)]
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 def rows_at(data: Any, begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:

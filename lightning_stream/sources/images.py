@@ -6,19 +6,22 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import groupby
+from operator import attrgetter
 from pathlib import PurePosixPath
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from lightning_stream.sources.base import (
     Asked,
-    Batch,
+    Batches,
     Columns,
     Piece,
+    Pieces,
     Reader,
     Row,
     SourceSchema,
     batched,
+    grouped,
     marks_of,
     spread,
 )
@@ -90,23 +93,16 @@ class FileFolderReader(Reader):
         return True
 
     def scan(self, files: Files, columns: Columns, pool: DaemonPool) -> Iterator[Piece]:
-        pending = list[SourceFile]()
-        num_bytes = 0
-        for file, after in zip_longest(files, files[1:]):
-            pending.append(file)
-            num_bytes += file.num_bytes
-            is_last = after is None or after.root != file.root  # a source may name several folders
-            if num_bytes >= _PIECE_BYTES or len(pending) == _PIECE_FILES or is_last:
-                listed = [(member.name, member.num_bytes, member.stamp, self._label(member)) for member in pending]
-                settings = {"listed": listed}
-                yield Piece(pending[0], 0, len(pending), num_bytes, len(pending), settings, marks=marks_of(pending))
-                pending = []
-                num_bytes = 0
+        for _, below in groupby(files, attrgetter("root")):  # a source may name several folders
+            for group in grouped(below, attrgetter("num_bytes"), _PIECE_BYTES, _PIECE_FILES):
+                settings = {"listed": [(file.name, file.num_bytes, file.stamp, self._label(file)) for file in group]}
+                num_bytes = sum(file.num_bytes for file in group)
+                yield Piece(group[0], 0, len(group), num_bytes, len(group), settings, marks=marks_of(group))
 
     def has_rows(self, file: SourceFile) -> bool:
         return True
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         if self.listed:
             first = splits[0].file
             rows = splits[0].rows
@@ -124,12 +120,12 @@ class FileFolderReader(Reader):
             is_far = self.listed and files[0][0].path is None and self.column in columns
             reads = [pool.submit(file.read).result if is_far else file.read for file, _ in files]
             for (file, label), read in zip(files, reads, strict=True):
-                row: Row = {"name": file.name, "label": label}
+                row: dict[str, Any] = {"name": file.name, "label": label}
                 if self.column in columns:
                     data = read()
                     if not self._is_kept(file, data, columns[self.column]):
                         continue
-                    row = {**row, self.column: data}
+                    row[self.column] = data
                 yield {name: row[name] for name in columns}, file.uri
 
 

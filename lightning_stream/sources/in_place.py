@@ -20,10 +20,10 @@ from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.mds.encode import MdsEncoder, ShardDraft
 from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry, to_text
-from lightning_stream.sources.base import Columns, Piece, Reader, Source, marks_of, stamps_of, warn_of_others
-from lightning_stream.sources.choose import reader_class, reader_of, split_folders
-from lightning_stream.sources.files import Listing, SourceFile, files_of, readable
-from lightning_stream.sources.nulls import NullRule, settled_columns
+from lightning_stream.sources.base import Columns, Piece, Pieces, Reader, Source, marks_of, stamps_of, warn_of_others
+from lightning_stream.sources.choose import make_reader, reader_of, split_folders
+from lightning_stream.sources.files import Files, Listing, SourceFile, files_of, readable
+from lightning_stream.sources.nulls import NullRule, nullable_columns, widened_columns
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import is_other_mark
 
@@ -92,7 +92,7 @@ class InPlace:
         if self.columns is None:
             warn_of_others(shards, columns)
         if not isinstance(self.columns, Mapping):
-            columns = settled_columns(reader, columns, shards)
+            columns = nullable_columns(reader, widened_columns(columns, shards), shards)
         _refuse_nulls(shards, columns)
         version = reader.settings.get("version")
         keys = b"" if version is None else b', "table_version": %d' % version
@@ -100,7 +100,7 @@ class InPlace:
             keys += b', "marks": "%s"' % marks.encode()
         return listing + keys + b", " + shards_text(reader.kind, columns, shards) + b"}"
 
-    def _reader(self, listing: Listing) -> tuple[Sequence[SourceFile], Reader]:
+    def _reader(self, listing: Listing) -> tuple[Files, Reader]:
         """The files that are read, and what reads them."""
         data = [file for file in listing.files if file.name != INDEX_NAME]
         options = {} if self.version is None else {"version": self.version}
@@ -177,7 +177,7 @@ class InPlace:
         assert origin is not None
         source = SourceFile(store.url, origin.name, origin.num_bytes, origin.stamp, mark=entry.raw.mark, store=store)
         with readable(f"the index of {store.url}", has_arguments=False):
-            reader = reader_class(origin.kind)(**json.loads(origin.settings or "{}"))
+            reader = make_reader(origin.kind, json.loads(origin.settings or "{}"))
         reader.is_strict = False  # columns that are not read were logged
         reader.media = self.media  # whatever an index says
         return reader, Piece(source, origin.begin, origin.end, entry.raw.num_bytes)
@@ -219,14 +219,14 @@ class InPlace:
             raise ValueError(f"{where}{error}") from error
 
 
-def shards_text(kind: str, columns: Columns, shards: Sequence[Piece]) -> bytes:
+def shards_text(kind: str, columns: Columns, shards: Pieces) -> bytes:
     """Return the keys of an index whose shards are these pieces of files."""
     schema = MdsEncoder(columns).schema
     entries = (to_text(_entry(schema, kind, shard_index, piece)) for shard_index, piece in enumerate(shards))
     return b'"shards": [' + b", ".join(entries) + b'], "version": 2'
 
 
-def _refuse_nulls(shards: Sequence[Piece], columns: Columns) -> None:
+def _refuse_nulls(shards: Pieces, columns: Columns) -> None:
     """Raise FormatError if a column is known to have nulls, but cannot; those of deleted rows do not count."""
     for piece in shards:
         nulls = [name for name in piece.nulls if columns.get(name, "json") != "json"]
@@ -240,12 +240,7 @@ def changed_files(former: Index, now: Index) -> str:
     before, after = (
         {name: size_stamp for entry in index for name, *size_stamp in _files_of(entry)} for index in (former, now)
     )
-    kinds = {
-        "Changed files": [name for name in before if name in after and before[name] != after[name]],
-        "New files": [name for name in after if name not in before],
-        "Files that are gone": [name for name in before if name not in after],
-    }
-    sentences = [f"{kind}: {_some(names)}." for kind, names in kinds.items() if names]
+    sentences = [f"{change}." for change in changes_of(before, after)]
     if former.table_version != now.table_version:
         sentences.append(f"The Delta table was at version {former.table_version} and is at {now.table_version} now.")
     return " ".join(sentences)
@@ -258,6 +253,16 @@ def _files_of(entry: ShardEntry) -> list[Any]:
         return []
     listed = json.loads(origin.settings or "{}").get("listed")
     return [file[:3] for file in listed] if listed else [(origin.name, origin.num_bytes, origin.stamp)]
+
+
+def changes_of(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Describe how two listings of files differ, each a mapping from names to what a change shows in."""
+    kinds = {
+        "Changed files": [name for name in before if name in after and before[name] != after[name]],
+        "New files": [name for name in after if name not in before],
+        "Files that are gone": [name for name in before if name not in after],
+    }
+    return [f"{kind}: {_some(names)}" for kind, names in kinds.items() if names]
 
 
 def _some(names: Sequence[str]) -> str:

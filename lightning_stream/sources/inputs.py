@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from lightning_stream.fingerprint import function_text, value_digest
-from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, batched
-from lightning_stream.sources.files import SourceFile
+from lightning_stream.sources.base import Asked, Batches, Columns, Pieces, Reader, SourceSchema, batched
+from lightning_stream.sources.files import Files, SourceFile
 from lightning_stream.writer.infer import infer_columns
 
 
@@ -47,7 +47,7 @@ class FunctionReader(Reader):
         """The function, and all that it uses."""
         return {"kind": self.kind, "function": function_text(self.function)}
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         if asked is not None:
             return SourceSchema({name: encoding for name, encoding in asked.items() if encoding is not None})
         for file in files:
@@ -55,7 +55,7 @@ class FunctionReader(Reader):
                 return SourceSchema(infer_columns(sample))
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         files = [split.file for split in splits]
         return batched((sample, file.uri) for file in files for sample in self.function(file.value))
 

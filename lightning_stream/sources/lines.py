@@ -16,7 +16,20 @@ from lightning_stream.errors import FormatError
 from lightning_stream.threads import DaemonPool
 from lightning_stream.writer.infer import infer_encoding
 
-from .base import SAMPLED_ROWS, Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched, spread
+from .base import (
+    SAMPLED_ROWS,
+    Asked,
+    Batch,
+    Batches,
+    Columns,
+    Piece,
+    Pieces,
+    Reader,
+    Row,
+    SourceSchema,
+    batched,
+    spread,
+)
 from .files import Files, SourceFile, readable
 from .nulls import LARGEST_FLOAT
 
@@ -75,19 +88,26 @@ def _filled_lines(split: Piece) -> Iterator[tuple[list[bytes], str]]:
 
 
 @dataclass
-class JsonlReader(Reader):
-    """One JSON object in each line; or a ``.json`` file that is one array of objects.
+class LineReader(Reader):
+    """Rows of lines.
 
     Attributes:
-        on_bad: ``"raise"``, or ``"skip"`` lines that are no JSON objects. They are counted in the log.
+        on_bad: ``"raise"``, or ``"skip"`` bad lines, which the log names.
     """
 
-    kind = "jsonl"
-    piece_bytes = _PIECE_BYTES
     on_bad: str = field(default="raise", compare=False)
 
     def __post_init__(self) -> None:
-        check_on_bad(self.on_bad)
+        if self.on_bad not in ("raise", "skip"):
+            raise ValueError(f"on_bad must be 'raise' or 'skip'; got {self.on_bad!r}.")
+
+
+@dataclass
+class JsonlReader(LineReader):
+    """One JSON object in each line; or a ``.json`` file that is one array of objects."""
+
+    kind = "jsonl"
+    piece_bytes = _PIECE_BYTES
 
     def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Look at some rows of some files: where they can be cut, from all over."""
@@ -97,8 +117,8 @@ class JsonlReader(Reader):
             num_pieces = _SAMPLED_PIECES if file.path is not None else -(-_SAMPLED_PIECES // len(sampled))
             splits = self.input_splits(file, max(_BLOCK_BYTES, file.num_bytes // num_pieces))
             for split in splits:
-                for batch_rows, _ in islice(self._rows(split, SAMPLED_ROWS // len(splits)), 1):
-                    rows += batch_rows
+                for batch in islice(self._rows(split, SAMPLED_ROWS // len(splits)), 1):
+                    rows += batch.rows
         return SourceSchema(_inferred(rows, files[0].root))
 
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
@@ -118,11 +138,11 @@ class JsonlReader(Reader):
             if rows:
                 yield piece._replace(num_rows=rows)
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         for split in splits:
             yield from self._rows(split)
 
-    def _rows(self, split: Piece, limit: int | None = None) -> Iterator[Batch]:
+    def _rows(self, split: Piece, limit: int | None = None) -> Batches:
         """Yield rows a few MiB at a time, no more than ``limit`` of each."""
         if not _is_array(split.file):
             for lines, where in _filled_lines(split):
@@ -154,12 +174,6 @@ def _is_array(file: SourceFile) -> bool:
         return False
     with file.unpacked() as plain:
         return plain.read(64).removeprefix(BOM).lstrip()[:1] == b"["
-
-
-def check_on_bad(on_bad: str) -> None:
-    """Raise ValueError unless this says what becomes of bad lines."""
-    if on_bad not in ("raise", "skip"):
-        raise ValueError(f"on_bad must be 'raise' or 'skip'; got {on_bad!r}.")
 
 
 def _parsed_line(line: bytes, line_number: int, where: str) -> Row:
@@ -234,7 +248,7 @@ class TextReader(Reader):
     def input_splits(self, file: SourceFile, partition_bytes: int) -> list[Piece]:
         return line_splits(file, partition_bytes) if self.lines else super().input_splits(file, partition_bytes)
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         if not self.lines:
             return batched((self._text_row(split.file, columns), split.file.uri) for split in splits)
         return (batch for split in splits for batch in self._by_line(split))
@@ -244,7 +258,7 @@ class TextReader(Reader):
             row = {"text": plain.read().removeprefix(BOM).decode(), "name": file.name}
             return {name: row[name] for name in columns}
 
-    def _by_line(self, split: Piece) -> Iterator[Batch]:
+    def _by_line(self, split: Piece) -> Batches:
         with readable(split.file.uri):
             for lines, where in _filled_lines(split):
                 yield Batch([{"text": line.decode().rstrip("\r")} for line in lines], where)

@@ -24,7 +24,7 @@ from lightning_stream.errors import FormatError, NotFoundError, needs
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.index import INDEX_NAME
 from lightning_stream.formats.memory import Int64s
-from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, present
+from lightning_stream.sources.base import Asked, Batch, Batches, Columns, Piece, Pieces, Reader, SourceSchema, present
 from lightning_stream.sources.files import Files, SourceFile, readable, rows_at
 from lightning_stream.threads import DaemonPool
 
@@ -111,7 +111,7 @@ class LitDataReader(Reader):
             present([*self.names, *self._types], columns, file)
             yield Piece(file, 0, num_items, file.num_bytes, num_items, settings, nulls)
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         for split in splits:
             file = split.file
             data = split.file.view() if split.rows is None else None
@@ -227,7 +227,7 @@ def _arrow_rows(file: SourceFile, data: memoryview) -> Any:
     return table
 
 
-def _table_batches(table: Any, columns: Columns, file: SourceFile) -> Iterator[Batch]:
+def _table_batches(table: Any, columns: Columns, file: SourceFile) -> Batches:
     import pyarrow as pa
 
     from lightning_stream.sources.tables import pieces_of

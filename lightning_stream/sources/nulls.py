@@ -8,21 +8,20 @@ from typing import Any
 
 import numpy as np
 
-from lightning_stream.sources.base import Columns, Piece, Reader, Row
+from lightning_stream.sources.base import Columns, Piece, Pieces, Reader, Row
 from lightning_stream.writer.batch import batch_columns
 
 _NUMBERS = ("int", "uint", "float")
 LARGEST_FLOAT = 1 << 53  # up to it, every whole number is a float64
 
 
-def settled_columns(reader: Reader, columns: Columns, pieces: Sequence[Piece]) -> dict[str, str]:
-    """Return the columns with encodings that hold the values of all files exactly; ValueError if there are none.
+def nullable_columns(reader: Reader, columns: Columns, pieces: Pieces) -> dict[str, str]:
+    """Return the columns where those that are known to have nulls are json, if the reader can do that.
 
-    MDS has no null but in json, so columns that are known to have some become json where the reader can do that.
+    MDS has no null but in json.
     """
-    wider = widened_columns(columns, pieces)
-    nulls = {name for piece in pieces for name in piece.nulls if name in wider and reader.takes_nulls(wider[name])}
-    return {**wider, **dict.fromkeys(nulls, "json")}
+    nulls = {name for piece in pieces for name in piece.nulls if name in columns and reader.takes_nulls(columns[name])}
+    return {**columns, **dict.fromkeys(nulls, "json")}
 
 
 def widened_columns(columns: Columns, pieces: Iterable[Piece]) -> dict[str, str]:

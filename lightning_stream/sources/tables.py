@@ -17,10 +17,10 @@ import pyarrow as pa
 
 from lightning_stream.errors import FormatError
 from lightning_stream.lazy import cached
-from lightning_stream.sources.arrow import arrow_columns, common_type, plain_batch, plain_type
+from lightning_stream.sources.arrow import arrow_columns, common_type, nested_types, plain_type, plain_values
 from lightning_stream.sources.arrow_messages import Message, messages
-from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, SourceSchema, present
-from lightning_stream.sources.files import RangedFile, SourceFile, read_below, readable
+from lightning_stream.sources.base import Asked, Batch, Batches, Columns, Piece, Pieces, Reader, SourceSchema, present
+from lightning_stream.sources.files import Files, RangedFile, SourceFile, read_below, readable
 from lightning_stream.sources.images import image_encoding
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
@@ -41,7 +41,7 @@ class Table(NamedTuple):
     """An open file: its schema, its pieces with their stored bytes, and the record batches of one, in some columns."""
 
     schema: pa.Schema
-    pieces: Callable[[], Sequence[Piece]]
+    pieces: Callable[[], Pieces]
     batches: Callable[[Piece, list[str] | None], Iterator[pa.RecordBatch]]
 
 
@@ -59,7 +59,7 @@ class TableReader(Reader):
     # The types of the first file, of columns whose encodings follow from them.
     types: Mapping[str, pa.DataType] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def find_columns(self, files: Sequence[SourceFile], asked: Asked | None) -> SourceSchema:
+    def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
         """Read the first file's schema; columns in the names of folders come behind its own."""
         with self._opened(files[0], headers=True) as table:
             schema = table.schema
@@ -87,7 +87,7 @@ class TableReader(Reader):
         columns = {name: "json" if name in nulls else encoding for name, encoding in source_schema.columns.items()}
         return replace(source_schema, columns=columns)
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         for split in _joined(splits):
             done = 0
             after = f" after number {split.begin:,} of its pieces" if split.begin else ""
@@ -159,7 +159,7 @@ class TableReader(Reader):
     def _table(self, plain: Any, file: SourceFile) -> Table: ...
 
 
-def _joined(splits: Sequence[Piece]) -> list[Piece]:
+def _joined(splits: Pieces) -> list[Piece]:
     """Join pieces that follow each other in a file, so that it is opened once."""
     joined: list[Piece] = []
     for split in splits:
@@ -175,7 +175,9 @@ def pieces_of(
 ) -> Iterator[pa.RecordBatch]:
     """Cut a batch into pieces of about so many bytes, with columns of plain types."""
     rows = fitting_rows(batch.num_rows, batch.nbytes, most_rows, most_bytes)
-    return (plain_batch(batch.slice(begin, rows)) for begin in range(0, batch.num_rows, rows))
+    for begin in range(0, batch.num_rows, rows):
+        columns = map(plain_values, batch.slice(begin, rows).columns)
+        yield pa.RecordBatch.from_arrays(list(columns), names=batch.schema.names)
 
 
 def with_constants(batch: pa.RecordBatch, constants: Mapping[str, tuple[Any, str]]) -> pa.RecordBatch:
@@ -254,20 +256,11 @@ def _known(schema: pa.Schema, nulls: Sequence[int]) -> tuple[str, ...]:
     names = []
     at = 0
     for column in schema:
-        end = at + sum(1 for _ in _storage_types(column.type))
+        end = at + len(list(nested_types(column.type)))
         if any(nulls[at:end]):
             names.append(column.name)
         at = end
     return tuple(names) if at == len(nulls) else ()
-
-
-def _storage_types(kind: pa.DataType) -> Iterator[pa.DataType]:
-    """The type that a column is stored as, and those of what is nested in it, in the order of Arrow's headers."""
-    while isinstance(kind, pa.BaseExtensionType):
-        kind = kind.storage_type
-    yield kind
-    for k in range(kind.num_fields):
-        yield from _storage_types(kind.field(k).type)
 
 
 @dataclass
@@ -291,7 +284,7 @@ class ArrowReader(TableReader):
 
         def batches(place: Piece, _: list[str] | None) -> Iterator[pa.RecordBatch]:
             stored = file.view(place.begin, place.end)
-            inner = (kind for column_type in schema.types for kind in _storage_types(column_type))
+            inner = (kind for column_type in schema.types for kind in nested_types(column_type))
             if any(map(pa.types.is_dictionary, inner)):  # each batch needs all dictionaries before it
                 before = (message for message in messages(plain, file.uri, file.num_bytes) if message.is_dictionary)
                 spans = [(head.begin, head.end)]

@@ -27,7 +27,18 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import BinaryColumn
 from lightning_stream.formats.memory import Int64s
 from lightning_stream.sources import npy
-from lightning_stream.sources.base import Asked, Batch, Columns, Piece, Reader, Row, SourceSchema, batched
+from lightning_stream.sources.base import (
+    Asked,
+    Batch,
+    Batches,
+    Columns,
+    Piece,
+    Pieces,
+    Reader,
+    Row,
+    SourceSchema,
+    batched,
+)
 from lightning_stream.sources.files import Files, SourceFile, rows_at
 
 Read: TypeAlias = "Callable[[int, int], memoryview]"
@@ -91,14 +102,14 @@ class TarReader(Reader):
         return SourceSchema(known, media=media)
 
     def has_pieces(self, files: Files) -> bool:
-        return not any(map(_is_packed, files))
+        return not any(file.is_packed for file in files)
 
     def takes_nulls(self, encoding: str) -> bool:
         return False  # only some files are their own JSON
 
     def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:
         """Return pieces of about 64 MiB, cut between samples; headers are read, and small files between them."""
-        if _is_packed(file):
+        if file.is_packed:
             raise ValueError(f"{file.uri}: a compressed tar can only be read from its beginning. Convert it.")
         begins = [np.empty(0, np.int64)]
         endings = Counter[str]()
@@ -119,13 +130,13 @@ class TarReader(Reader):
             first = end
         return pieces
 
-    def read(self, splits: Sequence[Piece], columns: Columns) -> Iterator[Batch]:
+    def read(self, splits: Pieces, columns: Columns) -> Batches:
         """Yield samples by column; row by row where one of them lacks a column, or has a wrong value."""
         for split in splits:
             for part in _parts(split, is_scan=False):
                 yield from self._batches(part, columns)
 
-    def _batches(self, part: _Part, columns: Columns) -> Iterator[Batch]:
+    def _batches(self, part: _Part, columns: Columns) -> Batches:
         try:
             if self.is_strict and not columns.keys() >= part.files.keys():
                 raise LookupError("a sample has another file")
@@ -227,12 +238,9 @@ class _Part(NamedTuple):
         for sample, key in enumerate(self.keys):
             row: dict[str, Any] = {KEY: _text(key)}
             where = f"{self.file.uri}: sample {row[KEY]!r}"
-            sample_files = [
-                (ending, k) for ending, by_sample in self.files.items() if (k := by_sample.get(sample)) is not None
-            ]
             try:
-                for ending, k in sample_files:
-                    if ending in columns:
+                for ending, by_sample in self.files.items():
+                    if ending in columns and (k := by_sample.get(sample)) is not None:
                         row[ending] = _value(bytes(self.data[begins[k] : begins[k] + sizes[k]]), columns[ending])
             except (ValueError, EOFError) as error:
                 remedy = "Write it again, or pass columns= without it or as 'bytes'."
@@ -243,7 +251,7 @@ class _Part(NamedTuple):
 @contextmanager
 def _opened(file: SourceFile) -> Iterator[Read]:
     """What reads bytes of a tar: from a place on, so many, or fewer at its end. Of a compressed one, places ascend."""
-    if not _is_packed(file):
+    if not file.is_packed:
         yield lambda at, size: file.view(at, min(file.num_bytes, at + size))
         return
     with file.unpacked() as plain:
@@ -264,10 +272,6 @@ class _Forward:
         self._data += self._plain.read(max(0, size - len(self._data)))
         self._at = at
         return memoryview(self._data)[:size]
-
-
-def _is_packed(file: SourceFile) -> bool:
-    return file.is_packed or file.ending == ".tgz"
 
 
 def _parts(piece: Piece, *, is_scan: bool) -> Iterator[_Part]:

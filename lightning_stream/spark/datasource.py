@@ -55,14 +55,12 @@ class MDSDataSource(DataSource):  # type: ignore[misc,unused-ignore]
         return MDSReader(self._dataset(), schema)
 
     def writer(self, schema: Any, overwrite: bool) -> Any:
-        from lightning_stream.spark.sink import MDSSink
-
         purpose = "mode('overwrite')" if overwrite else "writing"
         options = self._checked_options([*_PARSERS, *(() if overwrite else _APPEND)], purpose)
         if options.get("if_exists", "append") not in _IF_EXISTS:
             names = ", ".join(_IF_EXISTS)
             raise ValueError(f"the option if_exists must be one of {names}; found {options['if_exists']!r}.")
-        return MDSSink(self._job(schema, options, overwrite))
+        return self._job(schema, options, overwrite)
 
     def streamWriter(self, schema: Any, overwrite: bool) -> Any:  # noqa: N802 - Spark's name
         import pyspark.sql.datasource as api

@@ -35,8 +35,8 @@ def distributor_env(also: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**{name: os.environ[name] for name in names}, **(also or {})}
 
 
-class with_env:  # noqa: N801 - used like a function
-    """A training function that sets the variables of stores before it runs, on any machine.
+def with_env(function: Callable[..., Any], also: Mapping[str, str] | None = None) -> Callable[..., Any]:
+    """Return a training function that sets the variables of stores before it runs, on any machine.
 
     Pass it to ``TorchDistributor.run`` in place of the function. Spark writes it to a private temporary file on each
     machine, so these variables, secrets among them, are in that file until the training ends.
@@ -46,18 +46,13 @@ class with_env:  # noqa: N801 - used like a function
         also: More variables; see `distributor_env`.
     """
 
-    def __init__(self, function: Callable[..., Any], also: Mapping[str, str] | None = None) -> None:
-        self._function = function
-        self._env = distributor_env(also)
-        self.__name__ = getattr(function, "__name__", "train")
+    env = distributor_env(also)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Set the variables, then train."""
-        os.environ.update(self._env)
-        return self._function(*args, **kwargs)
+    def train(*args: Any, **kwargs: Any) -> Any:
+        os.environ.update(env)
+        return function(*args, **kwargs)
 
-    def __repr__(self) -> str:
-        return f"with_env({self.__name__}, {len(self._env)} variables)"
+    return train
 
 
 def lightning_trainer_kwargs() -> dict[str, int]:

@@ -27,9 +27,8 @@ from lightning_stream.reading.reader import SampleReader
 from lightning_stream.reading.stream import Stream
 from lightning_stream.reading.stream_shards import StreamShards
 from lightning_stream.shared_files import LOCK_FDS, publish_bytes, try_flock
-from lightning_stream.spark.convert import Conversion
-from lightning_stream.spark.plan import quoted
-from lightning_stream.spark.settings import SparkJob
+from lightning_stream.spark.convert import Conversion, quoted
+from lightning_stream.spark.partition import SparkJob
 from lightning_stream.stores import absolute, is_remote, open_store
 from lightning_stream.threads import DaemonPool
 

@@ -1,4 +1,6 @@
-"""The work of one Spark task: write the shards of its partition, and return a receipt for them.
+"""The work of one Spark task: what it gets, and what it does: write the shards of its partition, return a receipt.
+
+`mds_kwargs` are checked before Spark does anything.
 
 Spark may run a task several times: again after a failure, twice at once under speculation, and on executors that it
 took for dead. Spark decides which attempt counts: the receipts that reach the driver are those of committed
@@ -8,64 +10,131 @@ attempts, and only the shards that they list enter the index.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
 
-from lightning_stream.convert.partition import PartitionWriter, Receipt, RefusedError, refusing
+from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt, RefusedError, refusing
 from lightning_stream.errors import NotFoundError
 from lightning_stream.formats.encodings import get_encoding
 from lightning_stream.sources.nulls import NullRule
-from lightning_stream.spark.settings import SparkJob
+from lightning_stream.stores import absolute
+from lightning_stream.writer.base import WriterConfig
+from lightning_stream.writer.lengths import check_functions
 from lightning_stream.writer.place import digest_of
 
 RESULT = "receipt binary"
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of PIL, by channels
+_WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers", "progress_bar", "lengths")
+_OWN_KEYS = ("out", "columns", "keep_local", "overwrite", "exist_ok", "retry", "store_options")
+# What the writer in an executor would refuse, with a task's long error around it.
+_CHECKS: Mapping[str, Callable[[Any], Any]] = {
+    "hashes": lambda hashes: WriterConfig.make(None, hashes, None),
+    "compression": lambda compression: WriterConfig.make(compression, None, None),
+    "size_limit": lambda limit: WriterConfig.make(None, None, limit),
+    "lengths": check_functions,
+}
 
 
-def write_partition(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Write a partition; yield its receipt, as Spark wants it."""
-    receipt = Receipt(partition_id, "")
+@dataclass(frozen=True)
+class SparkJob(OutputSpec):
+    """The description of the work that every task gets.
+
+    Attributes:
+        columns: Before the work is planned, those that the user chose; empty for all, inferred.
+        overwrite: Whether what is there is replaced.
+        done: Partitions that an earlier run of it has receipts for.
+        udf: From a pandas frame to an iterable of samples; None to write the rows as they are.
+        udf_kwargs: Its arguments.
+    """
+
+    overwrite: bool = False
+    done: frozenset[int] = frozenset()
+    udf: Callable[..., Iterable[Mapping[str, Any]]] | None = None
+    udf_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, mds_kwargs: Mapping[str, Any] | None, *, with_udf: bool = False) -> Self:
+        """Check `mds_kwargs`; the work is not planned yet.
+
+        Raises:
+            ValueError: Settings that are wrong; all are named.
+            TypeError: It is not a mapping.
+        """
+        if mds_kwargs is not None and not isinstance(mds_kwargs, Mapping):
+            raise TypeError(f"mds_kwargs must be a dict such as {{'out': ...}}; found {mds_kwargs!r:.60}.")
+        mds_kwargs = mds_kwargs or {}
+        passed = {name: value for name, value in mds_kwargs.items() if value is not None}
+        if problems := _problems(passed, with_udf):
+            raise ValueError(" ".join(problems))
+        writer = {"compression": "zstd", **{key: mds_kwargs[key] for key in _WRITER_KEYS if key in mds_kwargs}}
+        if "hashes" in passed:
+            writer["hashes"] = list(passed["hashes"])
+        retry = {"retries": passed["retry"]} if "retry" in passed else {}
+        return cls(
+            absolute(passed["out"]),
+            bool(passed.get("keep_local")),
+            {**retry, **passed.get("store_options", {})} or None,
+            passed.get("columns", {}),
+            writer,
+            "",
+            bool(passed.get("overwrite") or passed.get("exist_ok")),
+        )
+
+
+def _problems(passed: Mapping[str, Any], with_udf: bool) -> list[str]:
+    problems = []
+    if "out" not in passed:
+        problems.append("mds_kwargs needs out: a folder that all machines share, a URL, or (local folder, URL).")
+    columns = passed.get("columns")
+    if columns is not None and not (isinstance(columns, Mapping) and columns):
+        problems.append(f"columns must be a dict of encodings by name, {{'id': 'int64'}}; found {columns!r:.60}.")
+    elif with_udf and columns is None:
+        problems.append("with udf_iterable, mds_kwargs needs columns: the encoding of each value of its samples.")
+    if unknown := sorted(passed.keys() - {*_WRITER_KEYS, *_OWN_KEYS}):
+        problems.append(f"mds_kwargs has no {', '.join(unknown)}; it takes {', '.join(_OWN_KEYS + _WRITER_KEYS)}.")
+    if isinstance(passed.get("hashes"), str):
+        problems.append(f"hashes must be a list of names, such as [{passed['hashes']!r}]; found {passed['hashes']!r}.")
+    for name, check in _CHECKS.items():
+        try:
+            check(passed.get(name))
+        except (ValueError, TypeError) as error:
+            problems.append(str(error))
+    return problems
+
+
+def written(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch]) -> Receipt:
+    """Write the rows of a partition, unless an earlier run did; return a receipt.
+
+    It also tells of nulls and of values that were refused.
+    """
     first = next((batch for batch in batches if batch.num_rows), None)
-    if first is not None:
-        begins = digest_of(first.serialize())
-        earlier = None
-        if partition_id in job.done:
-            with suppress(NotFoundError):
-                earlier = job.receipt(partition_id)
-        if earlier is not None and earlier.begins == begins:
-            receipt = earlier
-        else:
-            receipt = written(job, partition_id, begins, itertools.chain([first], batches))
-    data = job.put(receipt).to_bytes()
-    yield pa.RecordBatch.from_arrays([pa.array([data], pa.binary())], names=["receipt"])
-
-
-def written(job: SparkJob, partition_id: int, begins: str, batches: Iterable[pa.RecordBatch]) -> Receipt:
-    """Write the rows of a partition; return a receipt, which also tells of nulls and of values that were refused."""
+    if first is None:
+        return Receipt(partition_id, "")
+    begins = digest_of(first.serialize())
+    if partition_id in job.done:
+        with suppress(NotFoundError):
+            earlier = job.receipt(partition_id)
+            if earlier.begins == begins:
+                return earlier
     nulls: dict[str, int] = {}
     writer = PartitionWriter(job, partition_id)
     try:
         with writer:
-            for batch in batches:
+            for batch in itertools.chain([first], batches):
                 if job.udf is not None:
                     _write_samples(writer, job.udf(_as_pandas(batch), **job.udf_kwargs))
-                else:
-                    _write_rows(writer, batch, job.columns, nulls)
+                    continue
+                with refusing():
+                    values, _ = NullRule().settle(_with_images(batch, job.columns), job.columns, nulls)
+                    writer.write_batch(values)
     except RefusedError as error:
         return Receipt(partition_id, begins, refused=str(error))
     return writer.receipt(begins, nulls)
-
-
-def _write_rows(
-    writer: PartitionWriter, batch: pa.RecordBatch, columns: Mapping[str, str], nulls: dict[str, int]
-) -> None:
-    with refusing():
-        values, _ = NullRule().settle(_with_images(batch, columns), columns, nulls)
-        writer.write_batch(values)
 
 
 def _write_samples(writer: PartitionWriter, samples: Iterable[Mapping[str, Any]]) -> None:

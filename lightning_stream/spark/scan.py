@@ -100,7 +100,9 @@ class Dataset:
         fields = []
         for name in self.columns or encodings:
             kind = arrow_type_of(encodings[name], partial(self._first, index, name))
-            fields.append(StructField(name, from_arrow_type(kind), _has_nulls(index.column_sets, name)))
+            # Null is a value of json, and some shards may lack the column.
+            has_nulls = any(columns.get(name, "json") == "json" for columns in index.column_sets)
+            fields.append(StructField(name, from_arrow_type(kind), has_nulls))
         return StructType(fields)
 
     def _first(self, index: Index, name: str) -> Any:
@@ -130,11 +132,6 @@ def _encodings(index: Index) -> dict[str, str]:
                     f"{encodings[name]!r} and as {encoding!r}. Read the other columns by the option columns."
                 )
     return encodings
-
-
-def _has_nulls(column_sets: Sequence[Mapping[str, str]], name: str) -> bool:
-    """Whether a column may have nulls: null is a value of json, and some shards may lack the column."""
-    return any(columns.get(name, "json") == "json" for columns in column_sets)
 
 
 @dataclass(frozen=True, repr=False)
@@ -240,7 +237,8 @@ def decoder_of(encoding: str) -> Decoder | None:
     if encoding in _TEXTS:
         return _text
     if _is_list(encoding):
-        return _stored_pixels if encoding == "list[pil]" else get_encoding(encoding).stored  # type: ignore[attr-defined]
+        stored: Decoder = get_encoding(encoding).stored  # type: ignore[attr-defined]
+        return (lambda data: list(map(_as_file, stored(data)))) if encoding == "list[pil]" else stored
     return _as_file if encoding == "pil" else bytes
 
 
@@ -252,13 +250,9 @@ def _text(data: bytes) -> str:
     return str(data, "utf-8")
 
 
-def _stored_pixels(data: bytes) -> list[bytes]:
-    return [_as_file(bytes(image)) for image in get_encoding("list[pil]").stored(data)]  # type: ignore[attr-defined]
-
-
 def _as_file(data: bytes) -> bytes:
     """Raw pixels as an image file, which other programs can open: PNG, and TIFF for the modes that PNG lacks."""
-    image = get_encoding("pil").decode(data)
+    image = get_encoding("pil").decode(bytes(data))
     out = BytesIO()
     image.save(out, "PNG" if image.mode in _PNG_MODES else "TIFF", compress_level=1)
     return out.getvalue()
@@ -299,10 +293,7 @@ def _numbers(values: NDArray[Any]) -> pa.Array:
     wanted = _NUMBERS[values.dtype.name]
     if values.dtype.name == "uint64":
         return pa.array(list(map(Decimal, values.tolist())), wanted)
-    if values.dtype.name == "float16":
-        values = values.astype(np.float32)
-    array = pa.array(np.ascontiguousarray(values).astype(values.dtype.newbyteorder("="), copy=False))
-    return array.cast(wanted)
+    return pa.array(np.ascontiguousarray(values, wanted.to_pandas_dtype()))
 
 
 def _nested(arrays: Any) -> pa.Array:

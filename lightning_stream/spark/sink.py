@@ -14,10 +14,9 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import pyspark.sql.datasource as api
@@ -30,9 +29,8 @@ from lightning_stream.formats.index import INDEX_NAME, Index
 from lightning_stream.formats.model import index_text, to_text, with_lengths
 from lightning_stream.shared_files import sweep_drafts
 from lightning_stream.sources.tables import pieces_of
-from lightning_stream.spark.partition import written
+from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import kind_of, mds_columns
-from lightning_stream.spark.settings import SparkJob
 from lightning_stream.stores import LocalStore, Store
 from lightning_stream.version_log import Edit, read_newest, with_first_key
 from lightning_stream.writer.infer import check_appendable
@@ -44,15 +42,14 @@ _JOB = re.compile(r"job-[0-9a-f]{16}-[0-9a-f]{8}/.*")
 # So much of an Arrow batch is encoded at once: Spark's batches have 10,000 rows, which may be photos.
 _ROWS = 1000
 _BYTES = 1 << 24
-_FILL = "Fill them (df.fillna), drop the rows (df.dropna), or ask for 'json' in the option columns."
 # Spark has no public name for these. It sets them in every task of a streaming query; both survive a restart.
 _QUERY = "sql.streaming.queryId"
 _BATCH = "streaming.sql.batchId"
 
 
 @dataclass(frozen=True)
-class SinkJob(SparkJob):
-    """One write.
+class SinkJob(SparkJob, api.DataSourceArrowWriter):  # type: ignore[misc,unused-ignore]
+    """One write: of one DataFrame, or of one micro-batch. It is pickled to the tasks, and to the process that commits.
 
     Attributes:
         overwrite: Whether the dataset is replaced; else the rows are appended, or make a new dataset.
@@ -87,7 +84,12 @@ class SinkJob(SparkJob):
             _refuse_other_files(store)
         asked = self.columns
         if not asked and appended is not None and appended.columns:
-            asked = _same_columns(schema, appended)
+            asked = appended.columns
+            if asked.keys() != set(schema.names):
+                raise ValueError(
+                    f"appended rows must have the columns of the dataset; {store.url} has {', '.join(asked)}, the "
+                    f"DataFrame {', '.join(schema.names)}. Select the columns (df.select), or write another dataset."
+                )
         if vectors := [field.name for field in schema.fields if kind_of(field.dataType) == "VectorUDT"]:
             raise ValueError(
                 f"column {vectors[0]!r} holds ML vectors. Make it an array: "
@@ -106,18 +108,13 @@ class SinkJob(SparkJob):
     def folder_of(self, partition_id: int) -> str:
         return f"{self.job}/part-{partition_id:05}"
 
-    def write(self, batches: Iterator[Any]) -> SinkMessage:
+    def write(self, iterator: Iterator[Any]) -> SinkMessage:
         """Write the rows of a task; return its receipt."""
         context = TaskContext.get()
-        partition_id = 0 if context is None else context.partitionId()
-        pieces = (piece for batch in batches if not self.skip for piece in pieces_of(batch, _ROWS, _BYTES))
-        first = next(pieces, None)
-        receipt = (
-            Receipt(partition_id, "") if first is None else written(self, partition_id, "", chain([first], pieces))
-        )
-        return SinkMessage(self, receipt)
+        pieces = (piece for batch in iterator if not self.skip for piece in pieces_of(batch, _ROWS, _BYTES))
+        return SinkMessage(self, written(self, 0 if context is None else context.partitionId(), pieces))
 
-    def commit(self, receipts: Sequence[Receipt]) -> None:
+    def commit(self, messages: Sequence[Any]) -> None:
         """Make the rows of these receipts part of the dataset, and delete the files of other attempts.
 
         Raises:
@@ -128,11 +125,14 @@ class SinkJob(SparkJob):
         if self.skip:
             return
         place = self.place
+        receipts = [message.receipt for message in messages]
         files = {name: size for receipt in receipts for name, size in receipt.files().items()}
         try:
             if self.overwrite or not all(receipt.is_good for receipt in receipts) or _newest(place.store) is None:
-                check(receipts, "the DataFrame", _FILL)
-            self._check_files(place.store, files)
+                check(receipts, "the DataFrame")
+            with suppress(AccessError):  # a store that refuses to list
+                seen = {entry.name: entry.num_bytes for entry in place.store.list(f"{self.job}/")}
+                check_seen(place.store, seen, files)
             is_in = self._change(place, receipts, files)
         except (ValueError, FileExistsError, ConflictError):
             _clean(place.store, self.job)
@@ -146,11 +146,6 @@ class SinkJob(SparkJob):
         """Delete what a failed write left. If `commit` had begun, it may have succeeded: then files stay."""
         if any(message is None or not message.receipt.is_good for message in messages):
             _clean(self.place.store, self.job)
-
-    def _check_files(self, store: Store, files: Mapping[str, int]) -> None:
-        with suppress(AccessError):  # a store that refuses to list
-            seen = {entry.name: entry.num_bytes for entry in store.list(f"{self.job}/")}
-            check_seen(store, seen, files)
 
     def _change(self, place: Transaction, receipts: Sequence[Receipt], files: Collection[str]) -> bool:
         """Put the index or a change; return whether the rows are in the dataset by this write, of these files."""
@@ -190,22 +185,6 @@ class SinkMessage(api.WriterCommitMessage):  # type: ignore[misc,unused-ignore]
     receipt: Receipt
 
 
-class MDSSink(api.DataSourceArrowWriter):  # type: ignore[misc,unused-ignore]
-    """Writes one DataFrame. It is pickled to the tasks, and then to the process that commits."""
-
-    def __init__(self, job: SinkJob) -> None:
-        self._job = job
-
-    def write(self, iterator: Iterator[Any]) -> SinkMessage:
-        return self._job.write(iterator)
-
-    def commit(self, messages: list[Any]) -> None:
-        self._job.commit([message.receipt for message in messages])
-
-    def abort(self, messages: list[Any]) -> None:
-        self._job.abort(messages)
-
-
 class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # type: ignore[misc]
     """Writes the micro-batches of a streaming query: each is one change, whose key is the query and the batch."""
 
@@ -221,10 +200,9 @@ class MDSStreamSink(getattr(api, "DataSourceStreamArrowWriter", object)):  # typ
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # noqa: N803 - Spark's name
         """Commit a micro-batch, unless that was done. One without rows changes nothing."""
-        receipts = [message.receipt for message in messages]
-        if any(receipt.num_samples or not receipt.is_good for receipt in receipts):
+        if any(message.receipt.num_samples or not message.receipt.is_good for message in messages):
             job = messages[0].job
-            replace(job, key="" if job.overwrite else f"{job.key}-{batchId}").commit(receipts)
+            replace(job, key="" if job.overwrite else f"{job.key}-{batchId}").commit(messages)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # noqa: ARG002, N803 - Spark's name
         for message in messages:
@@ -254,21 +232,6 @@ def _refuse_other_files(store: Store) -> None:
                 f"{store.url} is no dataset and not empty: it holds {other!r}. Write to a new place, or pass "
                 "mode('overwrite'), which leaves files of other programs there."
             )
-
-
-def _same_columns(schema: Any, index: Index) -> Mapping[str, str]:
-    """The dataset's own encodings, for a DataFrame of the same columns."""
-    names = set(schema.names)
-    columns = index.columns
-    if names != columns.keys():
-        beyond = sorted(names - columns.keys())
-        absent = sorted(columns.keys() - names)
-        raise ValueError(
-            f"appended rows must have the columns of the dataset; {index.where} has {', '.join(columns)}. The "
-            f"DataFrame has {', '.join(beyond) or 'none'} beyond them, and lacks {', '.join(absent) or 'none'}. Select "
-            "the columns (df.select), or write another dataset."
-        )
-    return columns
 
 
 def _clean(store: Store, prefix: str, keep: Collection[str] | None = None) -> None:

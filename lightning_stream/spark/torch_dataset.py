@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.utils.data import Dataset, get_worker_info
 
 from lightning_stream.dataset import StreamingDataset
+from lightning_stream.spark.convert import quoted
 from lightning_stream.spark.frame_cache import FrameCache
-from lightning_stream.spark.plan import quoted
 
 
 class Rows:

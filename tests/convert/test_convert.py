@@ -232,7 +232,7 @@ def test_a_finished_conversion_is_found_and_a_changed_one_refused_by_name(
     with pytest.raises(FileExistsError, match='compression was None, now "auto"'):
         convert(rows_file, out, num_workers=1)
     rows_file.write_text(rows_file.read_text() + '{"k": 3000, "x": 0.0, "text": "", "tokens": [1]}\n')
-    with pytest.raises(FileExistsError, match=r"changed: rows\.jsonl"):
+    with pytest.raises(FileExistsError, match=r"Changed files: rows\.jsonl"):
         convert(rows_file, out, **PLAIN)
     assert files_of(out) == before
     assert convert(rows_file, out, **PLAIN, exist_ok=True).total == 3001

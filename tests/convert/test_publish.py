@@ -17,7 +17,7 @@ from lightning_stream.writer.place import listed_files
 
 def begun(out: Path, values: list[int], overwrite: bool = True) -> tuple[Publication, list[Receipt]]:
     spec = OutputSpec(str(out), False, None, {"x": "int"}, {"size_limit": 260, "max_workers": 1}, "0123456789abcdef")
-    publication = Publication.begin(spec, overwrite, "pass overwrite=True")
+    publication = Publication.begin(spec, overwrite)
     with PartitionWriter(spec, 0) as writer:
         writer.write_batch({"x": values})
     return publication, [Receipt(0, "", writer.num_samples, tuple(writer.shards))]

@@ -16,7 +16,7 @@ import pytest
 from lightning_stream import spark as room
 from lightning_stream.formats.index import Index
 from lightning_stream.formats.shard import open_shard
-from lightning_stream.spark.plan import plan_text
+from lightning_stream.spark.convert import plan_text
 
 WHEN = dt.datetime(2024, 2, 29, 12, 30, 0, 250, tzinfo=dt.UTC)
 
@@ -261,7 +261,7 @@ def test_settings_that_are_not_a_mapping_are_refused(spark: Any) -> None:
 def test_a_dataset_is_replaced_only_if_that_was_asked_for(spark: Any, tmp_path: Path) -> None:
     room.dataframe_to_mds(spark.range(10), mds_kwargs=plain(tmp_path / "out"))
     before = files_of(tmp_path / "out")
-    with pytest.raises(FileExistsError, match="overwrite=True in mds_kwargs"):
+    with pytest.raises(FileExistsError, match=r"overwrite=True \(to dataframe_to_mds in mds_kwargs\)"):
         room.dataframe_to_mds(spark.range(20), mds_kwargs=plain(tmp_path / "out"))
     assert files_of(tmp_path / "out") == before
     (tmp_path / "out" / "notes.txt").write_text("mine")

@@ -15,7 +15,7 @@ import pytest
 from lightning_stream import MDSWriter
 from lightning_stream.convert.partition import OutputSpec, PartitionWriter, Receipt
 from lightning_stream.convert.publish import Publication
-from lightning_stream.spark import frame_cache, plan
+from lightning_stream.spark import convert, frame_cache
 from lightning_stream.spark.frame_cache import FrameCache
 
 
@@ -84,7 +84,7 @@ def test_all_partitions_come_while_another_process_converts_them(
     cache = frame_cache.FrameCache(None, cache=tmp_path)
     spec, parts = replace(spec, out=cache.uri), cache.parts()
     with frame_cache.alone(cache.uri):
-        publication = Publication.begin(spec, overwrite=True, remedy="")
+        publication = Publication.begin(spec, overwrite=True)
         receipts = [written(spec, 0, range(4))]
         found = ids_of(next(parts))
         receipts += [written(spec, 1, range(0)), written(spec, 2, range(4, 9)), written(spec, 3, range(9, 12))]
@@ -101,7 +101,7 @@ def ids_of(part: Any) -> list[int]:
 def test_files_that_are_not_local_are_those_of_spark_s_listing(
     spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan, "local_path", lambda _: None)
+    monkeypatch.setattr(convert, "local_path", lambda _: None)
     file = tmp_path / "in" / "rows {1}.csv"
     file.parent.mkdir()
 
@@ -113,7 +113,7 @@ def test_files_that_are_not_local_are_those_of_spark_s_listing(
     keys = [key_of("1\n2\n", 1_700_000_000), key_of("3\n4\n", 1_700_000_009), key_of("1\n2\n3\n", 1_700_000_000)]
     assert len(set(keys)) == 3
     assert key_of("1\n2\n", 1_700_000_000) == keys[0]
-    monkeypatch.setattr(plan, "_listed", lambda *_: [])  # a file system that Spark cannot list
+    monkeypatch.setattr(convert, "_listed", lambda *_: [])  # a file system that Spark cannot list
     assert key_of("1\n2\n", 1_700_000_000) != key_of("1\n2\n", 1_700_000_000)
 
 

@@ -186,7 +186,7 @@ def test_no_text_shows_credentials(tmp_path: Path) -> None:
     source, schema = source_of(tmp_path, **secrets), schema_of(source_of(tmp_path))
     assert source._store_options() == {"aws_secret_access_key": "hush-1", "aws_access_key_id": "4711"}
     reader, writer = source.reader(schema), source.writer(schema, overwrite=False)
-    shown = [source, reader, writer, source._dataset(), writer._job]
+    shown = [source, reader, writer, source._dataset()]
     shown.append(writer.write(iter(())))
     assert not any(secret in f"{each!r}{each!s}" for each in shown for secret in ("hush-1", "4711"))
     for wrong in ({"nonsense": "hush-1"}, {}):  # a local folder has no options of a store

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
@@ -89,7 +90,7 @@ def test_modes_change_the_dataset_as_a_whole(session: Any, tmp_path: Path) -> No
     assert session.read.format("mds").option("version", "0").load(str(out)).count() == 10
     for problem, change in (
         ("'error'. Write to a new place", lambda: save(frame, out, if_exists="error")),
-        ("has x beyond them, and lacks none", lambda: save(frame.selectExpr("id", "1 as x"), out)),
+        ("has id, the DataFrame id, x", lambda: save(frame.selectExpr("id", "1 as x"), out)),
         ("Select the columns", lambda: save(frame.selectExpr("id as x"), out)),
         ("Arrow's string is not written as 'int64'", lambda: save(frame.selectExpr("string(id) as id"), out)),
         ("by column: id: 10. Nothing", lambda: save(frame.selectExpr("cast(null as long) id"), out)),
@@ -134,9 +135,9 @@ def failing(name: str, folder: str) -> type:
     from pyspark import TaskContext
 
     from lightning_stream.spark.datasource import MDSDataSource
-    from lightning_stream.spark.sink import MDSSink
+    from lightning_stream.spark.sink import SinkJob
 
-    class FailingSink(MDSSink):
+    class FailingSink(SinkJob):
         def write(self, iterator: Iterator[Any]) -> Any:
             context = TaskContext.get()
             assert context is not None
@@ -159,7 +160,8 @@ def failing(name: str, folder: str) -> type:
             return name
 
         def writer(self, schema: Any, overwrite: bool) -> Any:
-            return FailingSink(super().writer(schema, overwrite)._job)
+            job = super().writer(schema, overwrite)
+            return FailingSink(**{field.name: getattr(job, field.name) for field in dataclasses.fields(job)})
 
     return Failing
 
