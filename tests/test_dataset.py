@@ -59,6 +59,10 @@ def test_any_sample_can_be_read_by_its_index(dataset: StreamingDataset) -> None:
     assert [sample["id"] for sample in dataset[np.array([3, -1])]] == [3, 166]
     assert [sample["id"] for sample in dataset[[5, 4]]] == [5, 4]
     assert dataset[torch.tensor(3)]["id"] == 3
+    assert dataset.get_item(np.int16(3))["id"] == 3  # type: ignore[arg-type]
+    for wrong in (True, 1.5, "1"):
+        with pytest.raises(TypeError, match="an index is a whole number"):
+            dataset.get_item(wrong)  # type: ignore[arg-type]
     for wrong in (1.5, "x", None, True):
         with pytest.raises(TypeError, match="index"):
             dataset[wrong]

@@ -166,8 +166,8 @@ class IndexedSamples:
 
         `retry` is only accepted: the store's own retries suffice. IndexError for an id that there is not.
         """
-        _check_range(sample_id, 0, self._streaming_source.snapshot.num_samples)
-        return self._streaming_source.reader.sample(sample_id)
+        checked = _checked(sample_id, 0, self._streaming_source.snapshot.num_samples)
+        return self._streaming_source.reader.sample(checked)
 
     def read_batch(
         self, ids: Iterable[int] | NDArray[np.int64], out: Mapping[str, Any] | None = None
@@ -238,16 +238,17 @@ def read_at(index: Any, size: int, read: Callable[[int], Any], again: Callable[[
         index = index.tolist()
     if isinstance(index, (list, tuple, range)):
         return [again(i) for i in index]
+    return read(_checked(index, -size, size) % size)
+
+
+def _checked(index: Any, first: int, size: int) -> int:
+    """An index in [first, size) as an int."""
     if isinstance(index, bool) or not hasattr(index, "__index__"):
         raise TypeError(f"an index is a whole number, a slice, or a list or array of them; found {index!r}")
     position = operator.index(index)
-    _check_range(position, -size, size)
-    return read(position % size)
-
-
-def _check_range(index: int, first: int, size: int) -> None:
-    if not first <= index < size:
-        raise IndexError(f"the dataset has {size} samples: index {index} is not in [{first}, {size})")
+    if not first <= position < size:
+        raise IndexError(f"the dataset has {size} samples: index {position} is not in [{first}, {size})")
+    return position
 
 
 def refuse_overrides(kind: type, base: type, remedies: Mapping[str, str] = _NEVER_CALLED) -> None:

@@ -382,7 +382,10 @@ def _checksum_problems(state: Mapping[str, Any]) -> list[str]:
     except (TypeError, ValueError, RecursionError) as error:
         return [f"it holds a value that no state has: {error}."]
     wanted = state.get("checksum", computed)
-    return [] if wanted == computed else [f"its checksum is {computed}, not {short(wanted)}."]
+    # torch.distributed.checkpoint loses an empty dict at the end of a list, as in a change of the mixture.
+    if wanted == computed or wanted == _checksum({**state, "order": OrderConfig.from_state(state["order"]).to_state()}):
+        return []
+    return [f"its checksum is {computed}, not {short(wanted)}."]
 
 
 def _damaged(problems: list[str]) -> StateError:

@@ -166,3 +166,11 @@ def test_the_module_passes_timeout_and_worker_init_fn_to_its_loaders(shards: Pat
     assert loader.timeout == 120
     list(loader)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["worker 0", "worker 1"]
+
+
+def test_an_evaluation_without_workers_leaves_their_options_to_the_training(shards: Path) -> None:
+    options: dict[str, Any] = {"prefetch_factor": 3, "persistent_workers": True, "multiprocessing_context": "fork"}
+    data = StreamingDataModule(train=shards, val=shards, batch_size=16, num_workers=1, eval_num_workers=0, **options)
+    loader = data.val_dataloader()
+    assert sum(len(batch["id"]) for batch in loader) == NUM_SAMPLES
+    assert (loader.num_workers, data.train_dataloader().prefetch_factor) == (0, 3)

@@ -228,7 +228,10 @@ class StreamingDataModule(LightningDataModule):
             raise ValueError(f"the {name} data needs a batch size: pass eval_batch_size=, or batch_tokens= to it too")
         if size is None and self.global_batch_size is not None:
             size = max(1, self.global_batch_size // (self.world().num_replicas * self._accumulate()))
-        return self._loader(name, size, evaluation=True, num_workers=self.eval_num_workers)
+        no_workers = self.eval_num_workers == 0 != self.num_workers
+        of_workers = dict.fromkeys(("prefetch_factor", "multiprocessing_context")) | {"persistent_workers": False}
+        options = of_workers if no_workers else {}
+        return self._loader(name, size, evaluation=True, num_workers=self.eval_num_workers, **options)
 
     def _loader(self, name: str, batch_size: int | None, **options: Any) -> StreamingDataLoader:
         dataset = self.datasets[name]
