@@ -16,7 +16,9 @@ import re
 import signal
 import sys
 import tempfile
+import traceback
 import warnings
+import zipfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -100,8 +102,8 @@ def main(config: DictConfig) -> float | None:
         except TrainingInterrupted as stop:
             say(f"Stopped. Last checkpoint: {stop.saved}. Resume with the same command and ckpt_path=last.")
             raise SystemExit(128 + stop.signum) from stop
-        except UNUSABLE as error:
-            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+        except Exception as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1" or not is_refusal(error):
                 raise
             print(f"{sentence(error)}\n(HYDRA_FULL_ERROR=1 shows where.)", file=sys.stderr)
             raise SystemExit(2) from error
@@ -120,16 +122,16 @@ def run(config: DictConfig) -> float | None:
     model = instantiate(config.model, _convert_="all")
     built = {group: parts for group in ("callbacks", "logger") if (parts := build_all(config[group]))}
     trainer = instantiate(config.trainer, **built, _convert_="all")
+    if config.mode is not Mode.train and (not config.ckpt_path or not hasattr(trainer, config.mode.value)):
+        raise MisconfigurationException(
+            f"mode={config.mode.value} needs trainer=lightning, and weights: add ckpt_path=last, or a path or URL"
+        )
     with checkpoint(config) as ckpt_path:
         if config.mode is Mode.train:
             begin_folder(config, ckpt_path)
             trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
             trainer.save_checkpoint(last_checkpoint(config))
             summarize(config, trainer, data)
-        elif ckpt_path is None or not hasattr(trainer, config.mode.value):
-            raise MisconfigurationException(
-                f"mode={config.mode.value} needs trainer=lightning, and weights: add ckpt_path=last, or a path or URL"
-            )
         else:
             getattr(trainer, config.mode.value)(model, datamodule=data, ckpt_path=ckpt_path)
     metric = trainer.callback_metrics.get(config.optimized_metric)
@@ -159,7 +161,18 @@ def checkpoint(config: DictConfig) -> Iterator[str | None]:
                 f"ckpt_path={wanted}: {path} does not exist. Omit it to start, set task_name=, or name a checkpoint of "
                 "an earlier start (they are in checkpoints-1, checkpoints-2, ...)"
             )
+        parts = (path / ".metadata", path / "checkpoint")  # of sharded checkpoints, PyTorch's and DeepSpeed's
+        if wanted and not (any(map(Path.exists, parts)) if path.is_dir() else zipfile.is_zipfile(path)):
+            raise MisconfigurationException(f"ckpt_path is a checkpoint of PyTorch; found {path}, which is none")
         yield str(path) if wanted else None
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error says what is wrong with the config or the data: ours do, wherever they come from."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    raised_in = frame.f_globals["__name__"].partition(".")[0]
+    is_ours = raised_in in ("lightning_stream", "recipes") and isinstance(error, (TypeError, ValueError))
+    return is_ours or isinstance(error, UNUSABLE)
 
 
 @rank_zero_only

@@ -49,6 +49,8 @@ class ModelTrainer:
         self, *, default_root_dir: str, max_epochs: int = 10, max_steps: int = -1, processes: Sequence[int] = (1, 1),
         seed: int = 1,
     ) -> None:  # fmt: skip
+        if not isinstance(max_epochs, int) or not isinstance(max_steps, int):
+            raise ValueError(f"max_epochs and max_steps are whole numbers; found {max_epochs!r} and {max_steps!r}")
         self.path = Path(default_root_dir) / "checkpoints" / "last.ckpt"
         self.max_epochs = max_epochs
         self.max_steps = max_steps
@@ -92,6 +94,8 @@ class TorchTrainer(ModelTrainer):
         super().__init__(**run)
         if precision not in ("32-true", "bf16-mixed"):
             raise ValueError(f"hardware.precision is 32-true or bf16-mixed for this trainer; found {precision}.")
+        if not isinstance(save_every_n_steps, int) or save_every_n_steps < 1:
+            raise ValueError(f"save_every_n_steps is a whole number of at least 1; found {save_every_n_steps!r}")
         self.precision = precision
         self.save_every_n_steps = save_every_n_steps
         has_gpu = torch.cuda.is_available()

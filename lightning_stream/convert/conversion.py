@@ -310,17 +310,15 @@ class Conversion:
             hashed = {name: columns[name] for name in schema.identity if name in columns} or columns
             split = ValidationSplit(self.val_fraction, self.seed, self.group_by, hashed)
         check_measurable(self.lengths, columns)
-        reader = self.source.reader
-        strict = self.columns is None
         return PartitionTask(
-            reader,
+            self.source.reader,
             schema.columns,
             columns,
             specs,
             self.transform,
             self.nulls,
             split,
-            strict,
+            self.columns is None,
             self.all_lengths,
             by_piece,
         )

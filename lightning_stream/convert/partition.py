@@ -22,6 +22,7 @@ import zstandard
 from lightning_stream.formats.index import FileEntry
 from lightning_stream.formats.model import array_text, to_text, with_lengths
 from lightning_stream.formats.shard_encoder import EncodedBatch
+from lightning_stream.sources.nulls import OTHER_ENCODING
 from lightning_stream.stores import Store
 from lightning_stream.writer import MDSWriter
 from lightning_stream.writer.lengths import Lengths
@@ -195,7 +196,7 @@ def check(receipts: Sequence[Receipt], source: str) -> None:
     if refused:
         raise ValueError(
             f"{len(refused)} of {len(receipts)} partitions hold a value that cannot be written; in partition "
-            f"{refused[0].partition}, {refused[0].refused} Nothing was published."
+            f"{refused[0].partition}, {refused[0].refused} Nothing was published. {OTHER_ENCODING}"
         )
     if not any(receipt.num_samples for receipt in receipts):
         raise ValueError(f"{source} is empty: there is nothing to write.")

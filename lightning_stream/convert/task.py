@@ -199,7 +199,7 @@ class PartitionTask:
             _refuse_others(rows, self.columns)
         # What a transform returned is no word about files.
         with readable(batch.where) if hasattr(rows, "schema") else nullcontext():
-            values, num_rows = self.nulls.settle(rows, self.columns, nulls)
+            values, num_rows = self.nulls.settle(rows, self.columns, nulls, self.strict)
         if not num_rows:
             return
         check_texts(values)

@@ -268,9 +268,9 @@ def choose_workers(
     """
     if workers not in (None, "processes", "threads"):
         raise ValueError(f"workers is 'processes' or 'threads'; found {workers!r}")
+    if num_workers != "auto" and (isinstance(num_workers, str) or num_workers < 0):
+        raise ValueError(f"num_workers is a number of at least 0, or 'auto'; found {num_workers!r}")
     if isinstance(num_workers, str):
-        if num_workers != "auto":
-            raise ValueError(f"num_workers is a number or 'auto'; found {num_workers!r}")
         world = loader.detect_world()
         functions = _functions(source, collate)
         cores = max(1, num_cores() // world.ranks_per_node)

@@ -126,10 +126,7 @@ class CsvReader(LineReader):
         try:
             return _numbers(filled, encoding, is_strict=self.is_strict)
         except (ValueError, pa.ArrowInvalid) as error:
-            raise ValueError(
-                f"{where}, column {name!r}: {error}. It was taken for {encoding}; pass another encoding for it in "
-                "columns=, e.g. 'str'."
-            ) from error
+            raise ValueError(f"{where}, column {name!r}: {error}. It was taken for {encoding}.") from error
 
 
 @dataclass

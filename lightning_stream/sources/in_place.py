@@ -23,7 +23,7 @@ from lightning_stream.formats.model import FileEntry, Origin, Schema, ShardEntry
 from lightning_stream.sources.base import Columns, Piece, Pieces, Reader, Source, marks_of, stamps_of, warn_of_others
 from lightning_stream.sources.choose import make_reader, reader_of, split_folders
 from lightning_stream.sources.files import Files, Listing, SourceFile, files_of, readable
-from lightning_stream.sources.nulls import NullRule, nullable_columns, widened_columns
+from lightning_stream.sources.nulls import OTHER_ENCODING, NullRule, nullable_columns, widened_columns
 from lightning_stream.stores import Store
 from lightning_stream.stores.local import is_other_mark
 
@@ -200,7 +200,7 @@ class InPlace:
                     add(values, num_rows)
                 at = ""  # an error of a reader names the file
         except (TypeError, ValueError) as error:
-            raise FormatError(f"{at}{error}") from error
+            raise FormatError(f"{at}{error} {OTHER_ENCODING}" if at else str(error)) from error
         where = f"{split.file.uri} (part {split.begin} to {split.end})"
         if nulls:
             raise _nulls(where, ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items())))

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from lightning_stream.sources.base import Columns, Piece, Pieces, Reader, Row
 from lightning_stream.writer.batch import batch_columns
 
 _NUMBERS = ("int", "uint", "float")
+OTHER_ENCODING = "Correct the value, or pass columns= with an encoding that takes it, e.g. 'json'."
 LARGEST_FLOAT = 1 << 53  # up to it, every whole number is a float64
 
 
@@ -47,21 +49,24 @@ class NullRule:
     fill: Mapping[str, Any] = field(default_factory=dict)
     drop: bool = False
 
-    def settle(self, rows: Any, columns: Columns, nulls: dict[str, int]) -> tuple[dict[str, Any], int]:
+    def settle(
+        self, rows: Any, columns: Columns, nulls: dict[str, int], is_strict: bool = False
+    ) -> tuple[dict[str, Any], int]:
         """Return an Arrow batch, or rows, as columns of values for a writer, and the number of rows.
 
-        There are no rows if nulls are left; ``nulls`` counts them by column.
+        There are no rows if nulls are left; ``nulls`` counts them by column. ``is_strict``: the columns were inferred,
+        so that a truth value among numbers is refused.
         """
         if isinstance(rows, Mapping):
             return batch_columns(rows)
         if not hasattr(rows, "schema"):
-            return batch_columns(self._plain(rows, columns, nulls))
+            return batch_columns(self._plain(rows, columns, nulls, is_strict))
         from lightning_stream.sources.arrow import settle_nulls, writer_columns
 
         batch = settle_nulls(rows, columns, self.fill, self.drop, nulls)
         return batch_columns({} if nulls or not batch.num_rows else writer_columns(batch, columns))
 
-    def _plain(self, rows: Sequence[Row], columns: Columns, nulls: dict[str, int]) -> dict[str, Any]:
+    def _plain(self, rows: Sequence[Row], columns: Columns, nulls: dict[str, int], is_strict: bool) -> dict[str, Any]:
         needed = {name for name, encoding in columns.items() if encoding != "json"}
         if self.drop:
             rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
@@ -72,15 +77,17 @@ class NullRule:
             count = sum(value is None for value in lists[name])  # not list.count: arrays compare by element
             if count:
                 nulls[name] = nulls.get(name, 0) + count
-        return {} if nulls else {name: _fitted(name, values, columns[name]) for name, values in lists.items()}
+        return {} if nulls else {name: _fitted(name, lists[name], columns[name], is_strict) for name in lists}
 
 
-def _fitted(name: str, values: list[Any], encoding: str) -> Any:
+def _fitted(name: str, values: list[Any], encoding: str, is_strict: bool) -> Any:
     """Values as a writer takes them: lists as arrays, and numbers in one array, if that is what the encoding stores."""
     kinds = set(map(type, values))
     try:
         if encoding.startswith("ndarray"):
-            return [_array(value, encoding) if isinstance(value, list) else value for value in values]
+            return [_array(value, encoding, is_strict) if isinstance(value, list) else value for value in values]
+        if is_strict and bool in kinds and encoding.startswith(("int", "float")):
+            raise ValueError("found a truth value among numbers.")
         if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
             if encoding.startswith("float"):
                 _check_exact(values)
@@ -96,18 +103,21 @@ def _check_exact(values: Sequence[Any]) -> None:
     """Raise ValueError for a whole number that no float64 is equal to."""
     for value in values:
         if type(value) is int and abs(value) > LARGEST_FLOAT and float(value) != value:
-            raise ValueError(f"{value} is no float64; it would be rounded. Pass the encoding 'json' for this column.")
+            raise ValueError(f"{value} is no float64; it would be rounded.")
 
 
-def _array(value: list[Any], encoding: str) -> Any:
+def _array(value: list[Any], encoding: str, is_strict: bool) -> Any:
     dtype = encoding.split(":")[1] if ":" in encoding else None
     array = np.array(value) if value else np.array(value, dtype)
     if array.dtype.kind == "f" or str(dtype).startswith("float"):
         _check_exact(value)
-    if dtype is None or array.dtype == dtype:
-        return array
-    cast = array.astype(dtype)
-    is_rounded = cast.dtype.kind in "iu" and not np.array_equal(cast, array)
-    if is_rounded or array.dtype.kind not in "iufb":
+    fits = array.dtype.kind in "iufb"
+    try:
+        if is_strict and array.ndim == 1:
+            msgspec.convert(value, list[float])  # a truth value is no number, as NumPy takes it
+    except msgspec.ValidationError:
+        fits = False
+    cast = array.astype(dtype, copy=False) if dtype and fits else array
+    if not fits or (cast.dtype.kind in "iu" and not np.array_equal(cast, array)):
         raise ValueError(f"{value!s:.60} does not fit {encoding}.")
     return cast

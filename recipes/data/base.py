@@ -31,7 +31,7 @@ class ConvertedData(StreamingDataModule):
             depend on, has a folder of its own below them.
         settings: What else the shards depend on.
         transforms: Of the training and of the evaluation samples.
-        dataset: More arguments of both datasets.
+        dataset, train, val: More arguments of both datasets, and of one of them, which come before those of both.
         loading: Arguments of `StreamingDataModule`.
     """
 
@@ -42,7 +42,8 @@ class ConvertedData(StreamingDataModule):
         settings: Mapping[str, Any] | None = None, transforms: Sequence[Transform | None] = (None, None),
         dataset: Mapping[str, Any] | None = None, cache_limit: int | str | None = None,
         num_canonical_nodes: int | None = None, shuffle: bool = True, seed: int = 1,
-        forget: Sequence[int] | None = None, **loading: Any,
+        forget: Sequence[int] | None = None, train: Mapping[str, Any] | None = None,
+        val: Mapping[str, Any] | None = None, **loading: Any,
     ) -> None:  # fmt: skip
         self.name = name
         self.source = absolute(source) if source and Path(source).expanduser().exists() else source
@@ -59,9 +60,10 @@ class ConvertedData(StreamingDataModule):
         self.cache = absolute(local) + folder
         common = {"cache_limit": cache_limit, "num_canonical_nodes": num_canonical_nodes, "shuffle_seed": seed}
         common |= dataset or {}
-        train = {**self.place("train"), "shuffle": shuffle, "forget": forget, "transform": transforms[0], **common}
-        val = {**self.place("val"), "transform": transforms[1], **common}
-        super().__init__(train, val, val, seed_steps=seed, **loading)
+        order = {"shuffle": shuffle, "forget": forget}
+        train = {**self.place("train"), **order, "transform": transforms[0], **common, **(train or {})}
+        val = {**self.place("val"), "transform": transforms[1], **common, **(val or {})}
+        super().__init__(**{"train": train, "val": val, "test": val, "seed_steps": seed, **loading})
         self.prepare_data_per_node = False
 
     def place(self, split: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class ChatData(TextData):
     """Streams rows of packed conversations; ``configs/data/chats.yaml`` describes the settings."""
 
     def __init__(self, *, roles: Sequence[str] = ("assistant",), **text: Any) -> None:
-        self.roles = tuple(roles)
+        self.roles = (roles,) if isinstance(roles, str) else tuple(roles)
         super().__init__(**text)
 
     def convert_source(self) -> None:

@@ -64,6 +64,8 @@ class ImageChatData(ChatData):
     def __init__(
         self, *, image_size: int = 32, patch_size: int = 8, images_key: str = "images", **chats: Any
     ) -> None:  # fmt: skip
+        if not 1 <= patch_size <= image_size:
+            raise ValueError(f"patch_size is from 1 to image_size; found {patch_size=}, {image_size=}")
         self.images_key = images_key
         patches = (image_size // patch_size) ** 2
         packing = {"lengths": f"tokens + {patches} * images"}

@@ -41,8 +41,8 @@ class TableData(ConvertedData):
         if self.label not in numbers:
             raise ValueError(f"data.label is one of the columns of numbers, {', '.join(numbers)}; found {self.label}.")
         numbers.remove(self.label)
-        features = list(self.chosen or numbers)
-        if not set(features) <= set(numbers):
+        features = numbers if self.chosen is None else [*self.chosen]
+        if not features or not set(features) <= set(numbers):
             raise ValueError(f"data.features are other columns of numbers: {', '.join(numbers)}; found {features}.")
         return features
 

@@ -89,7 +89,7 @@ class TextData(ConvertedData):
         self, *, separator: str | None = None, text_key: str = "text", files: Mapping[str, str] | None = None,
         synthetic_count: int = 1000, tokenizer: str = BYTES, bos_token: str = "<|endoftext|>", seq_len: int = 128,
         pack_window: int | None = None, long_documents: Any = None, packing: Mapping[str, Any] | None = None,
-        **shared: Any,
+        dataset: Mapping[str, Any] | None = None, **shared: Any,
     ) -> None:  # fmt: skip
         separator = separator and separator.replace("\\n", "\n")  # as it arrives from a command line
         path = Path(tokenizer).expanduser()
@@ -102,7 +102,7 @@ class TextData(ConvertedData):
         settings = {**vars(self.tokenize), "files": self.files, "synthetic_count": synthetic_count}
         packing = packing or {"columns": self.tokenize.columns}
         pack = Packing(row_length=seq_len, window=pack_window, long_documents=long_documents, **packing)
-        super().__init__(settings=settings, dataset={"pack": pack}, **shared)
+        super().__init__(settings=settings, dataset={"pack": pack, **(dataset or {})}, **shared)
 
     def rule(self, **of_text: Any) -> Tokenize:
         """What makes tokens of the rows of a source."""
@@ -110,7 +110,11 @@ class TextData(ConvertedData):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return Tokenizer(self.tokenize.tokenizer, self.tokenize.bos_token)
+        path = self.tokenize.tokenizer
+        try:
+            return Tokenizer(path, self.tokenize.bos_token)
+        except Exception as error:  # it has no class of its own
+            raise ValueError(f"data.tokenizer is 'bytes' or a tokenizer.json; found {path}: {error}") from error
 
     def convert_source(self) -> None:
         """Write the documents of both splits; a hash of its text puts a document into one of them."""

@@ -66,6 +66,11 @@ class GPT(nn.Module):
             return (documents[row, query] == documents[row, key]) & (query >= key)
 
         count, length = tokens.shape
+        if length > (most := self.position_embedding.num_embeddings):
+            raise ValueError(
+                f"a row of the data fits into the model; found rows of {length} tokens, and seq_len={most}. Set "
+                "model.seq_len to data.seq_len, or omit it"
+            )
         make: Any = create_block_mask if self.flex else create_mask
         sees = make(is_seen, count, None if self.flex else 1, length, length, device=tokens.device)
         hidden = self.token_embedding(tokens.clamp(min=0))
@@ -109,15 +114,26 @@ class LanguageModel(Task):
         n_heads: int = 4, flex: bool = False, patch_size: int = 0, **optimizer: float,
     ) -> None:  # fmt: skip
         super().__init__(**optimizer)
+        if d_model % n_heads:
+            raise ValueError(f"d_model is a multiple of n_heads; found d_model={d_model}, n_heads={n_heads}")
         self.vocab_size = vocab_size
         self.sizes = (seq_len, d_model, n_layers, n_heads, flex, patch_size)
         self.network: Any = None
 
     def configure_model(self) -> None:
         """Make the network."""
-        if self.network is None:
-            trainer: Any = self.trainer
-            self.network = GPT(self.vocab_size or trainer.datamodule.tokenizer.vocab_size, *self.sizes)
+        if self.network is not None:
+            return
+        trainer: Any = self.trainer
+        tokenizer = getattr(trainer.datamodule, "tokenizer", None)
+        of_data = 1 if tokenizer is None else tokenizer.vocab_size
+        vocab_size = of_data if self.vocab_size is None else self.vocab_size
+        if vocab_size < of_data or tokenizer is self.vocab_size is None:
+            raise ValueError(
+                f"a model needs a place for each token of the data's tokenizer; found model.vocab_size="
+                f"{self.vocab_size}, and {of_data} tokens. Omit it where the data has a tokenizer"
+            )
+        self.network = GPT(vocab_size, *self.sizes)
 
     def measure(self, batch: Batch) -> dict[str, Tensor]:
         if "row_splits" in batch:

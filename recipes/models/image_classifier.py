@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-import torchvision
 from torch import Tensor
 from torch.nn import functional
+from torchvision.models import get_model_builder
 
 from recipes.models.task import Batch, Task
 
@@ -26,7 +26,7 @@ class ImageClassifier(Task):
         label_smoothing: float = 0.05, **optimizer: float,
     ) -> None:  # fmt: skip
         super().__init__(**optimizer)
-        self.arch = arch
+        self.build = get_model_builder(arch)
         self.num_classes = num_classes
         self.model_kwargs = dict(model_kwargs or {})
         self.label_smoothing = label_smoothing
@@ -37,8 +37,14 @@ class ImageClassifier(Task):
         if self.network is not None:
             return
         trainer: Any = self.trainer
-        classes = self.num_classes or len(trainer.datamodule.classes)
-        self.network = torchvision.models.get_model(self.arch, num_classes=classes, **self.model_kwargs)
+        classes = getattr(trainer.datamodule, "classes", ())
+        num_classes = len(classes) if self.num_classes is None else self.num_classes
+        if num_classes < max(1, len(classes)):
+            raise ValueError(
+                f"a classifier needs a class for each of the data's; found model.num_classes={self.num_classes}, and "
+                f"{len(classes)} classes in the data. Correct it, or choose data with classes"
+            )
+        self.network = self.build(num_classes=num_classes, **self.model_kwargs)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits, float[n, classes], of uint8[n, 3, h, w]."""

@@ -26,6 +26,8 @@ class Regressor(Task):
 
     def __init__(self, widths: Sequence[int] = (64, 64), **optimizer: float) -> None:
         super().__init__(**optimizer)
+        if not all(isinstance(width, int) and width > 0 for width in widths):
+            raise ValueError(f"widths are whole numbers of at least 1; found {widths}")
         self.widths = widths
         self.network: Any = None
 
@@ -35,6 +37,8 @@ class Regressor(Task):
             return
         trainer: Any = self.trainer
         data = trainer.datamodule
+        if not hasattr(data, "statistics"):
+            raise ValueError(f"{type(self).__name__} trains on tables; found {type(data).__name__}. Choose other data")
         self.label = data.label
         self.features = data.features
         for name, values in zip(("mean", "std"), data.statistics(), strict=True):

@@ -22,6 +22,9 @@ class Task(LightningModule):
 
     def __init__(self, learning_rate: float = 0.003, weight_decay: float = 0.01, warmup: float = 0.1) -> None:
         super().__init__()
+        for name, value in {"learning_rate": learning_rate, "weight_decay": weight_decay, "warmup": warmup}.items():
+            if not isinstance(value, int | float) or value < 0 or (name == "warmup" and value > 1):
+                raise ValueError(f"{name} is a number of at least 0, and warmup at most 1; found {name}={value!r}")
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.warmup = warmup
@@ -40,7 +43,13 @@ class Task(LightningModule):
         self._step(batch, "test")
 
     def _step(self, batch: Batch, stage: str) -> Tensor:
-        measured = self.measure(batch)
+        try:
+            measured = self.measure(batch)
+        except KeyError as error:
+            raise ValueError(
+                f"{type(self).__name__} trains on batches with {error}; found {', '.join(batch)}. Choose the model "
+                "that the data brings (omit model=), or other data"
+            ) from error
         size = len(batch.get("num_tokens", next(iter(batch.values()))))
         values = {f"{stage}/{name}": value.detach() for name, value in measured.items()}
         self.log_dict(values, prog_bar=True, batch_size=size, sync_dist=stage != "train")

@@ -39,6 +39,31 @@ def test_the_files_do_not_depend_on_the_number_of_processes(rows_file: Path, tmp
     assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
 
 
+@pytest.mark.parametrize(
+    ("first", "later"),
+    [
+        (1, True), (1.5, False), ([1, 2], [True]), ([1, 2], [5, True]), ([1.5], [True]),
+        ([1], ["1"]), ([1], [None]), ([1], [2**70]), ([1], [[1], [2, 3]]), ([1], [1.5]), (1, 1.5), (1, "1"), ("1", 1),
+    ],
+)  # fmt: skip
+def test_a_later_value_of_another_kind_is_refused_with_a_remedy_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, samples_of: Any, first: Any, later: Any
+) -> None:
+    monkeypatch.setattr("lightning_stream.sources.lines.SAMPLED_ROWS", 2)
+    rows = [{"v": first}, {"v": first}, {"v": later}]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ValueError, match=r"column 'v'.*columns="):
+        convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN)
+    convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN, columns={"v": "json"})
+    assert [repr(sample["v"]) for sample in samples_of(tmp_path / "out")] == [repr(row["v"]) for row in rows]
+
+
+def test_truth_values_are_numbers_where_the_user_says_so(tmp_path: Path, samples_of: Any) -> None:
+    (tmp_path / "in.jsonl").write_text('{"v": 1, "w": [1]}\n{"v": true, "w": [true, 0.5]}\n')
+    convert(tmp_path / "in.jsonl", tmp_path / "out", **PLAIN, columns={"v": "int64", "w": "ndarray:float32"})
+    assert [(sample["v"], sample["w"].tolist()) for sample in samples_of(tmp_path / "out")] == [(1, [1]), (1, [1, 0.5])]
+
+
 @pytest.mark.parametrize("partition_bytes", [5, 60, 1000])
 def test_lines_fall_to_one_part_each_wherever_a_file_is_cut(
     tmp_path: Path, samples_of: Any, partition_bytes: int

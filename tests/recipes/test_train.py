@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 pytest.importorskip("lightning", reason="the recipes need Lightning: uv sync")
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 import train
 from lightning_stream import StreamingDataset, verify_delivery
 from lightning_stream.trainers.lightning.graceful_stop import TrainingInterrupted
+from recipes.models.gpt import GPT
 
 Run = Callable[..., Any]
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,6 +161,14 @@ def test_ctrl_c_saves_and_says_where(run: Run, monkeypatch: pytest.MonkeyPatch, 
         (("+data._target_=mine.Nothing", "+model._target_=mine.Net"), ("mine",)),
         (("+data=table", "trainer=torch", "logger=csv"), ("trainer: ", "'logger'")),
         (("+data=table", "trainer=torch", "+trainer.gradient_clip_val=1"), ("trainer: ", "'gradient_clip_val'")),
+        (("+data=table", "model.learning_rate=-1"), ("model: ", "learning_rate")),
+        (("+data=table", "model.widths=[0]"), ("model: ", "widths")),
+        (("+data=text", "model.n_heads=3"), ("model: ", "n_heads=3")),
+        (("+data=image_chats", "data.patch_size=0"), ("data: ", "patch_size")),
+        (("+data=flowers", "model.arch=resnet1"), ("model: ", "resnet1")),
+        (("+data=table", f"ckpt_path={__file__}"), ("ckpt_path", "checkpoint of PyTorch")),
+        (("+data=table", "trainer=torch", "trainer.max_steps=abc"), ("trainer: ", "max_steps")),
+        (("+data=table", "trainer=torch", "trainer.save_every_n_steps=0"), ("trainer: ", "save_every_n_steps")),
         (("+data=table", "trainer=torch", "hardware.devices=2"), ("torchrun",)),
         (("+data=table", "trainer=torch", "hardware.precision=16-mixed"), ("32-true or bf16-mixed",)),
         (("+data=table", "trainer=torch", "mode=test", "ckpt_path=."), ("trainer=lightning",)),
@@ -173,6 +183,45 @@ def test_a_mistake_is_one_error_that_names_it(arguments: tuple[str, ...], words:
         run("wrong", *arguments, "hardware=cpu")
     said = f"{train.sentence(error.value)} {error.value.__cause__}"
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("data.global_batch_size=0",), "global_batch_size"),
+        (("data.eval_batch_size=0", "data.global_batch_size=256"), "batch_size"),
+        (("data.num_workers=-1",), "num_workers is a number"),
+        (("data.features=[]",), "data.features"),
+        (("model=caption_matcher",), "Choose the model"),
+        (("model=mobilenet_v2",), "classes"),
+        (("model=gpt", "model.seq_len=8"), "vocab_size"),
+    ],
+)
+def test_a_mistake_that_the_run_finds_is_one_sentence_too(arguments: tuple[str, ...], words: str, run: Run) -> None:
+    with pytest.raises(Exception, match=words) as error:
+        run("wrong", *TABLE, *arguments, "trainer.max_epochs=1")
+    assert train.is_refusal(error.value)
+
+
+def test_a_mistake_in_a_users_code_keeps_its_traceback() -> None:
+    with pytest.raises(ValueError, match="invalid literal") as error:
+        int("x")
+    assert not train.is_refusal(error.value)
+
+
+def test_settings_of_one_dataset_come_before_those_of_both(compose: Run) -> None:
+    overrides = ("+data=text", "+data.dataset.predownload=8", "+data.val.predownload=9", "+data.train.shuffle=false")
+    data = instantiate(compose(*overrides, "+data.seed_steps=3", "paths.output=.").data, _convert_="all")
+    assert [data.datasets[name].predownload for name in ("train", "val", "test")] == [8, 9, 9]
+    assert data.datasets["train"].shuffle is False
+    assert data.options["seed_steps"] == 3
+
+
+def test_rows_that_do_not_fit_the_model_are_refused() -> None:
+    network = GPT(257, 16, 32, 1, 2)
+    rows = torch.zeros((1, 17), dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"rows of 17 tokens, and seq_len=16.*data\.seq_len"):
+        network(rows, rows, rows)
 
 
 def test_a_refused_run_ends_with_2_and_one_sentence(train_py: Run) -> None:

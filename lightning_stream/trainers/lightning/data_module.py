@@ -222,7 +222,7 @@ class StreamingDataModule(LightningDataModule):
         return World(trainer.global_rank, trainer.world_size, per_node, replication)
 
     def _evaluation_loader(self, name: str) -> StreamingDataLoader:
-        size = self.eval_batch_size or self.batch_size
+        size = self.batch_size if self.eval_batch_size is None else self.eval_batch_size
         dataset = self.datasets[name]
         if size is None and self.global_batch_size is None and dataset is not None and dataset.batch_tokens is None:
             raise ValueError(f"the {name} data needs a batch size: pass eval_batch_size=, or batch_tokens= to it too")
