@@ -25,7 +25,7 @@ from lightning_stream.loading.describe import as_html, described
 from lightning_stream.loading.indexed import refuse_overrides
 from lightning_stream.loading.iteration import LoaderIterator, driver_of
 from lightning_stream.loading.loader_arguments import check_arguments, device_batch, refuse_order
-from lightning_stream.loading.randomness import SeededCall
+from lightning_stream.loading.randomness import COLLATING, SeededCall
 from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import Start
 from lightning_stream.loading.source import BatchSettings
@@ -137,7 +137,7 @@ class StreamingDataLoader(DataLoader[Any]):
         self.world = world
         self.on_mismatch = on_mismatch
         is_own = collate_fn is not None and collate_fn is not collate_samples
-        self._collate = SeededCall(collate_fn, self._source.seed, collate=True) if is_own else None  # type: ignore[arg-type]
+        self._collate = SeededCall(collate_fn, self._source.seed ^ COLLATING) if is_own else None  # type: ignore[arg-type]
         self.cursor = Cursor()
         self.meter = Meter()
         self._workers = Workers(vars(dataset).get("_streaming_user", dataset), self.meter)
@@ -265,8 +265,8 @@ class StreamingDataLoader(DataLoader[Any]):
         else:
             start = replace(self.first_position(), epoch=0 if self.evaluation else self.position.epoch)
         self.check(settings)
-        self.meter.total.settings = self._loading_settings(settings)
-        self.meter.total.epoch_positions = run.num_samples / run.epoch(start.epoch).order.samples_per_position
+        self.meter.rest.settings = self._loading_settings(settings)
+        self.meter.rest.epoch_positions = run.num_samples / run.epoch(start.epoch).order.samples_per_position
         if iterator.limit == 0:
             return start, MadeBatches(iter(()), lambda _: None)
         return start, self.batches_from(start, settings)

@@ -22,7 +22,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.formats.mds.gather import flat_copies
-from lightning_stream.formats.shard import Buffers
 from lightning_stream.loading.collate import collate_columns
 from lightning_stream.loading.packing import by_row, collate_rows, places_in_rows, read_rows, split_rows
 from lightning_stream.loading.randomness import PreservedGenerators, SeededCall
@@ -88,13 +87,10 @@ class BatchMaker:
         )
         return ahead, batches.plan.order
 
-    def make(
-        self, planned: MicroBatch, order: EpochOrder, planning_s: float = 0.0, processor: SampledClocks | None = None
-    ) -> Delivery:
+    def make(self, planned: MicroBatch, order: EpochOrder, planning_s: float, processor: SampledClocks) -> Delivery:
         """Make one batch, whose planning took so long."""
         source = self.source
         of_thread = source.reader.counters.of_thread
-        processor = processor or clocks_of_processor()
         of_thread.waited_s = of_thread.transform_s = of_thread.collate_s = 0.0
         processor.begin()
         began = perf_counter()
@@ -112,7 +108,7 @@ class BatchMaker:
     def _batch(self, batch: MicroBatch) -> Any:
         """Read, transform and collate: columns are gathered at once where nothing asks for single samples."""
         if self._gathers:
-            return collate_columns(self._columns(batch, self.memory))
+            return collate_columns(self._columns(batch))
         with self._preserved():
             samples = self._samples(batch)
             began = perf_counter()
@@ -155,11 +151,11 @@ class BatchMaker:
             return False
         return source.read_one is None if source.packing is None else not source.packing.is_whole
 
-    def _columns(self, batch: MicroBatch, out: Buffers | None = None) -> dict[str, Any]:
+    def _columns(self, batch: MicroBatch) -> dict[str, Any]:
         reader = self.source.reader
         packing = self.source.packing
         if batch.rows is None or packing is None:
-            return reader.batch(batch.delivered, out, batch.version)
+            return reader.batch(batch.delivered, self.memory, batch.version)
         if not isinstance(reader, MapReader):
             return read_rows(reader, batch.rows, packing)
         with self._preserved():
@@ -195,10 +191,11 @@ class BatchMaker:
         """Samples of these ids; those of a map-style dataset at once where nothing is drawn at random."""
         reader = self.source.reader
         read_one = self.source.read_one
-        samples: Iterable[Any] | None = None
         if isinstance(reader, MapReader) and read_one is not None:
             samples = read_one.read_unseeded(partial(self._unseeded, reader, read_one.function, ids))
-        return self._seeded(batch, ids, positions) if samples is None else samples
+            if samples is not None:
+                return samples
+        return self._seeded(batch, ids, positions)
 
     def _unseeded(self, reader: MapReader, read: Callable[[int], Any], ids: list[int]) -> list[Any]:
         """Samples of a dataset that may not draw at random."""
@@ -260,13 +257,9 @@ class BatchMaker:
         # A note shows in the traceback, also in one that crosses processes; the error's type and text stay.
         error.add_note(f"While {doing} samples {ids} of stream {stream!r}, shard {', '.join(files)}.")
 
-    @cached_property
-    def _preserved(self) -> Callable[[], AbstractContextManager[None]]:
+    def _preserved(self) -> AbstractContextManager[None]:
         """Restores the global generators; not in threads, which never change them, nor in workers, which seed them."""
-        functions = self.source.transform, self.source.read_one, self.collate
-        if self.in_threads or self.memory is not None or not any(functions):
-            return nullcontext
-        return PreservedGenerators
+        return nullcontext() if self.in_threads or self.memory is not None else PreservedGenerators()
 
     def verified(self, settings: BatchSettings, batches: Iterable[Delivery]) -> Generator[Delivery]:
         """Batches that are about to be handed out; made again if their shards have come and have other bytes.
@@ -280,7 +273,8 @@ class BatchMaker:
             while (unverified := delivery[2].unverified) and not reader.is_right(unverified, wait=False):
                 info = delivery[1]
                 _log.warning("The batch at %s was read unverified and wrong: it is made again.", info.label)
-                delivery = self.make(info, self.source.order(settings.order).epoch(info.epoch))
+                order = self.source.order(settings.order).epoch(info.epoch)
+                delivery = self.make(info, order, 0.0, clocks_of_processor())
             if unverified:
                 delivered.add(unverified, delivery[1].label)
             yield delivery

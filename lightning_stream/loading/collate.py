@@ -44,11 +44,11 @@ def collate_samples(samples: Sequence[Any], out: Callable[[int], Any] | None = N
     return default_collate(list(samples))
 
 
-def collate_as_torch(samples: Sequence[Any], out: Callable[[int], Any] | None = None) -> Any:
+def collate_as_torch(samples: list[Any], out: Callable[[int], Any] | None = None) -> Any:
     """Collate samples exactly as `torch.utils.data.default_collate`; `out` is as for `collate_samples`."""
     if out is None:
-        return default_collate(list(samples))
-    return collate_with(list(samples), partial(_stacked_tensors, out=out))
+        return default_collate(samples)
+    return collate_with(samples, partial(_stacked_tensors, out=out))
 
 
 def join_samples(samples: Sequence[Any]) -> dict[str, Any]:

@@ -231,7 +231,14 @@ class Cursor:
             here = Position.start(run, batch_size=size, tail=tail)
         elif self._only_looked(now):
             here = now.start
-            self._note_look(here)
+            self._num_looks += 1
+            if self._num_looks == _LOOKS_BEFORE_WARNING:  # of a loop that takes each batch from a new iteration
+                warnings.warn(
+                    "an iteration of one batch is a look, and the next iteration begins with the same batch: found "
+                    f"{self._num_looks} looks in a row at the batch at epoch {here.epoch}, position {here.position}. "
+                    "To train, keep one iterator, batches = iter(loader), and call next(batches)",
+                    stacklevel=2,
+                )
         else:
             self._num_looks = 0
             here = now.reached.next_epoch() if now.is_inside_epoch else now.reached
@@ -272,17 +279,6 @@ class Cursor:
             return False
         is_alone = walk.asked_at in (_LoaderChanges.count, _ALONE)
         return walk.last_batch is None or not walk.last_batch.ends_epoch or is_alone
-
-    def _note_look(self, at: Position) -> None:
-        """Warn of a loop that takes each batch from a new iteration, which is the same batch each time."""
-        self._num_looks += 1
-        if self._num_looks == _LOOKS_BEFORE_WARNING:
-            warnings.warn(
-                "an iteration of one batch is a look, and the next iteration begins with the same batch: found "
-                f"{self._num_looks} looks in a row at the batch at epoch {at.epoch}, position {at.position}. To train, "
-                "keep one iterator, batches = iter(loader), and call next(batches)",
-                stacklevel=2,
-            )
 
     # States
 

@@ -103,7 +103,7 @@ class LoaderIterator(Walk):
             is_end = isinstance(error, StopIteration)
             self._failure = None if is_end else type(error)
             self.is_exhausted = is_end and self.num_batches != self.limit
-            self._end()
+            self._end(failed=not is_end)
             self._loader.meter.gave_up(perf_counter() if is_end else None)
             if is_end or isinstance(error, StoreError):  # that of a worker does not know the batches
                 self._loader.compare_unverified(wait=is_end)
@@ -131,7 +131,7 @@ class LoaderIterator(Walk):
             self._end()
             self._loader.compare_unverified()
 
-    def _end(self) -> None:
+    def _end(self, failed: bool = False) -> None:
         if not self._is_over:
             self._is_over = True
             made = self._made
@@ -139,7 +139,7 @@ class LoaderIterator(Walk):
             if self.is_measured and self.last_batch is self._loader.cursor.last_batch:  # else another one trains by now
                 self._loader.meter.stop(perf_counter())
             if made is not None:
-                made.close()
+                made.close(failed)
             self._loader.cursor.ended(self)
 
     def __del__(self, _ends: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -26,11 +26,12 @@ T = TypeVar("T")
 _MASK = (1 << 64) - 1
 # What the seeds of collate functions, and of a dataset's own __getitem__, are mixed with: else these and the transform
 # of a sample would draw the same numbers.
-_COLLATE = 0x636F6C6C617465
+COLLATING = 0x636F6C6C617465
 READING = 0x72656164696E67
 _OWN_SEEDS = ("set_random_seed", "set_random_state")  # albumentations, MONAI
 _OF_DATASETS = "_streaming_"  # begins what a dataset holds to read samples: that seeds what it calls itself
-_Words = ctypes.c_char * (4 * 625)  # of an MT19937: 624, and a place among them
+_WORDS_BYTES = 4 * 625  # of an MT19937: 624 words, and a place among them
+_MARK_BYTES = 32
 # Of objects within objects, and of lists, that are searched for these
 _MAX_DEPTH = 4
 _MAX_PARTS = 1000
@@ -55,92 +56,106 @@ def seed_globals(mixed: int) -> None:
     torch.default_generator.manual_seed(mixed)
 
 
-def _place_in(owner: object, kind: type, content: bytes) -> int:
-    """Where an object, as far as it is of this kind, has these bytes in memory; below 0 where it does not."""
-    return ctypes.string_at(id(owner), kind.__basicsize__).find(content)
-
-
-class _PythonState:
-    """The state of `random`'s generator: its bytes in memory where CPython has them as expected; `getstate` is slow."""
-
-    def __init__(self) -> None:
-        self._generator: Any = random.random.__self__  # type: ignore[attr-defined]  # of a method
-        _, (*words, place), _ = self._generator.getstate()
-        begin = _place_in(self._generator, _random.Random, struct.pack("625I", place, *words))
-        self._is_readable = begin >= 0
-        self._words = _Words.from_address(id(self._generator) + begin)
-
-    def state(self) -> Any:
-        """The state, for `restore`; two are equal where nothing was drawn between them."""
-        return (self._words.raw, self._generator.gauss_next) if self._is_readable else self._generator.getstate()
-
-    def restore(self, state: Any) -> None:
-        if self._is_readable:
-            self._words.raw, self._generator.gauss_next = state
-        else:
-            self._generator.setstate(state)
-
-
-class _NumpyState:
-    """The same of numpy's, whose `get_state` is slower still."""
-
-    def __init__(self) -> None:
-        generator: Any = np.random.rand.__self__  # type: ignore[attr-defined]  # of a method
-        probe: Any = np.random.RandomState(0)
-        probe.standard_normal()
-        # The normal number that it holds back, and before it whether it does.
-        begin = _place_in(probe, np.random.RandomState, struct.pack("=qd", 1, probe.get_state()[4]))
-        self._is_readable = begin >= 0 and type(generator) is np.random.RandomState
-        self._held = (ctypes.c_char * 16).from_address(id(generator) + begin)
-
-    def state(self) -> Any:
-        words = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]  # it is documented
-        if self._is_readable:
-            return words.raw, self._held.raw
-        state: Any = np.random.get_state()
-        return state[0], state[1].tolist(), *state[2:]
-
-    def restore(self, state: Any) -> None:
-        if self._is_readable:
-            words = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]
-            words.raw, self._held.raw = state
-        else:
-            np.random.set_state(state)
+def _memory(address: int, num_bytes: int) -> Any:
+    """Bytes in memory, as the attribute `raw`."""
+    return (ctypes.c_char * num_bytes).from_address(address)
 
 
 @lru_cache(1)
-def _numpy_words(generator: Any) -> Any:
+def _numpy_words(generator: Any) -> tuple[Any, Any]:
+    """The state of numpy's generator, and the end of it: the last words, and its place."""
     if type(generator) is not np.random.MT19937:
         raise ValueError(
             "a sample's random numbers come from global generators that are seeded, as numpy's MT19937 can be; found "
             f"{type(generator).__name__}. Give numpy its own one back (np.random.set_bit_generator)"
         )
-    return _Words.from_address(generator.ctypes.state_address)
+    address = generator.ctypes.state_address
+    return _memory(address, _WORDS_BYTES), _memory(address + _WORDS_BYTES - _MARK_BYTES, _MARK_BYTES)
 
 
-_PYTHON = _PythonState()
-_NUMPY = _NumpyState()
+class _Generators:
+    """The global CPU generators.
+
+    Much of them is read from memory, where that is as expected: to ask for numpy's state takes 50 us, for torch's 5 us.
+    """
+
+    def __init__(self) -> None:
+        self._python: Any = random.random.__self__  # type: ignore[attr-defined]  # of a method
+        self._torch = torch.default_generator
+        address: int = self._torch._cdata  # type: ignore[attr-defined]  # noqa: SLF001 - it has no other one
+        numpy: Any = np.random.rand.__self__  # type: ignore[attr-defined]
+        probe: Any = np.random.RandomState(0)
+        probe.standard_normal()
+        _, (*words, place), _ = self._python.getstate()
+        of_torch = self._torch.get_state()
+        first_words = of_torch[24:152].numpy().view(np.uint64).astype(np.uint32)
+        contents = [
+            (id(self._python), _random.Random.__basicsize__, struct.pack("625I", place, *words)),
+            # The normal number that it holds back, and before it whether it does.
+            (id(probe), type(probe).__basicsize__, struct.pack("=qd", 1, probe.get_state()[4])),
+            (address, 512, first_words.tobytes()),
+        ]
+        begins = [ctypes.string_at(begin, num_bytes).find(content) for begin, num_bytes, content in contents]
+        at = address + begins[2]
+        self._held = _memory(id(numpy) + begins[1], 16)
+        self._marked = [
+            _memory(id(self._python) + begins[0], _MARK_BYTES),
+            self._held,
+            _memory(at - 4, _MARK_BYTES),
+            *(_memory(at + 4 * 624 + behind, 1) for behind in (8, 20)),  # whether torch holds back a float, or a double
+        ]
+        self._is_readable = min(begins) >= 4 and type(numpy) is type(probe)
+        marks = []
+        for _ in range(3):  # torch draws, and then what it held back, which changes no word
+            marks.append(self.mark())
+            torch.randn(1)
+        self._is_readable &= marks[0] != marks[1] != marks[2]
+        self._torch.set_state(of_torch)
+
+    def mark(self) -> Any:
+        """Some of their bytes: where two marks are equal, nothing was drawn, but for a chance of 2**-96."""
+        if self._is_readable:
+            _, words = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]  # it is documented
+            return [part.raw for part in self._marked], words.raw, self._python.gauss_next
+        python, numpy, of_torch = self.state()
+        return python, numpy[1].tobytes(), numpy[2:], of_torch.numpy().tobytes()
+
+    def state(self) -> Any:
+        """All of them, for `restore`."""
+        words, _ = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]
+        numpy = (words.raw, self._held.raw) if self._is_readable else np.random.get_state()
+        return self._python.getstate(), numpy, self._torch.get_state()
+
+    def restore(self, state: Any) -> None:
+        """Go back to a state."""
+        python, numpy, of_torch = state
+        self._python.setstate(python)
+        self._torch.set_state(of_torch)
+        if self._is_readable:
+            words, _ = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]
+            words.raw, self._held.raw = numpy
+        else:
+            np.random.set_state(numpy)
 
 
-def _states() -> tuple[Any, Any, torch.Tensor]:
-    """The states of the global CPU generators."""
-    return _PYTHON.state(), _NUMPY.state(), torch.default_generator.get_state()
-
-
-def _restore(states: tuple[Any, Any, torch.Tensor]) -> None:
-    _PYTHON.restore(states[0])
-    _NUMPY.restore(states[1])
-    torch.default_generator.set_state(states[2])
+_GENERATORS = _Generators()
 
 
 class PreservedGenerators:
-    """Restores the global CPU generators at the end of a block; takes about 3 us, so once for a batch."""
+    """Restores the global CPU generators at the end of a block, if anything was drawn; takes about 1 us."""
+
+    _latest: tuple[Any, Any] = (None, None)  # a mark, and the state then
 
     def __enter__(self) -> None:
-        self._states = _states()
+        mark = _GENERATORS.mark()
+        if self._latest[0] != mark:
+            PreservedGenerators._latest = mark, _GENERATORS.state()
+        self._before = self._latest
 
     def __exit__(self, *_: object) -> None:
-        _restore(self._states)
+        mark, state = self._before
+        if _GENERATORS.mark() != mark:
+            _GENERATORS.restore(state)
 
 
 class SeededCall:
@@ -158,21 +173,18 @@ class SeededCall:
 
     Args:
         function: A transform of one sample, a collate function of a list of samples, or what reads a sample by its id.
-        seed: Key of the run.
-        collate: Whether it is a collate function: what it draws then differs from what the transform of its first
-            sample draws. The position is that of the micro-batch's first sample.
+        seed: Key of the run; of a collate function mixed with `COLLATING`, of what reads a sample with `READING`.
     """
 
-    def __init__(self, function: Callable[..., Any], seed: int, *, collate: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], seed: int) -> None:
         self.function = function
         self.takes_rng = takes_rng(function)
         self._seed = seed
-        self._collate = collate
         self._reseeds = _own_generators(function)
-        self._draws = False  # whether it was seen to draw from the global generators
+        self._draws = self.takes_rng or bool(self._reseeds)  # or was seen to draw from the global generators
 
     def __reduce__(self) -> tuple[Callable[..., SeededCall], tuple[Any, ...]]:
-        return partial(SeededCall, collate=self._collate), (self.function, self._seed)  # a copy has its own generators
+        return SeededCall, (self.function, self._seed)  # a copy has its own generators
 
     @property
     def can_share_process(self) -> bool:
@@ -185,29 +197,22 @@ class SeededCall:
         Where they do not, which shows at the generators, nothing has to be seeded. It does not call `read` where it is
         known that they do.
         """
-        if self.takes_rng or self._reseeds or self._draws:
+        if self._draws:
             return None
-        _restore(_SEEDED)
+        mark = _GENERATORS.mark()
         values = read()
-        python, numpy, of_torch = _states()
-        self._draws = (python, numpy, of_torch.numpy().tobytes()) != _SEEDED_BYTES
+        self._draws = _GENERATORS.mark() != mark
         return None if self._draws else values
 
     def __call__(self, value: Any, epoch: int, position: int) -> Any:
         """Call the function for a position in the run."""
-        mixed = sample_seed(self._seed ^ _COLLATE if self._collate else self._seed, epoch, position)
+        mixed = sample_seed(self._seed, epoch, position)
         for index, reseed in enumerate(self._reseeds):
             reseed(sample_seed(mixed, index, 0) & 0x7FFFFFFF)
         if self.takes_rng:
             return self.function(value, rng=np.random.default_rng(mixed))
         seed_globals(mixed)
         return self.function(value)
-
-
-with PreservedGenerators():
-    seed_globals(_COLLATE)
-    _SEEDED = _states()
-    _SEEDED_BYTES = *_SEEDED[:2], _SEEDED[2].numpy().tobytes()
 
 
 def takes_rng(function: Callable[..., Any]) -> bool:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent import futures
 from dataclasses import replace
-from functools import partial
 from inspect import GEN_RUNNING, getgeneratorstate
 from time import perf_counter
 from typing import Any
@@ -51,15 +50,14 @@ os.register_at_fork(after_in_child=_unfinished.clear)
 
 
 class MadeBatches:
-    """The batches of one iteration; `close` ends what makes them, and so do the last batch and the interpreter's exit.
+    """The batches of one iteration; `close` ends what makes them, and so does the interpreter's exit.
 
     `end` is called once, with whether an error ended the iteration; not in processes that this one forks.
     """
 
     def __init__(self, batches: Iterator[Delivery], end: Callable[[bool], None]) -> None:
         self._batches: Iterator[Delivery] | None = batches
-        self._failures: list[bool] = []
-        self._end = weakref.finalize(self, _end_in, os.getpid(), end, self._failures)
+        self._end = weakref.finalize(self, _end_in, os.getpid(), end)
 
     def __next__(self) -> Delivery:
         if self._batches is None:
@@ -67,22 +65,18 @@ class MadeBatches:
                 "an iteration ends with the workers of its loader, but a batch was asked for after close(). Iterate "
                 "over the loader again: its state_dict() says where"
             )
-        try:
-            return next(self._batches)
-        except BaseException as error:
-            self.close(failed=not isinstance(error, StopIteration))
-            raise
+        return next(self._batches)
 
     def close(self, failed: bool = False) -> None:
         """End the iteration: its workers, its announcements to the reader, and its use of shards."""
         self._batches = None
-        self._failures.append(failed)
-        self._end()
+        if (ending := self._end.detach()) is not None:
+            ending[1](*ending[2], failed)  # type: ignore[call-arg]  # the last one, which has a default
 
 
-def _end_in(pid: int, end: Callable[[bool], None], failures: list[bool]) -> None:
+def _end_in(pid: int, end: Callable[[bool], None], failed: bool = False) -> None:
     if os.getpid() == pid:
-        end(any(failures))
+        end(failed)
 
 
 class Workers:
@@ -105,15 +99,15 @@ class Workers:
                 f"timeout= is how long to wait for a batch of a worker; found timeout={loader.timeout} and no workers. "
                 "Omit it, or pass num_workers=1 or more"
             )
-        make: Callable[[Start], Generator[Delivery]] = partial(maker.batches, settings)
         end_workers: Callable[[bool], None] | None = None
         if loader.workers == "threads" and loader.num_workers:
             ahead = loader.num_workers * (loader.prefetch_factor or _PREFETCHED)
-            make = partial(_in_threads, maker, settings, loader.num_workers, ahead, loader.timeout)
+            batches = _in_threads(maker, settings, start, loader.num_workers, ahead, loader.timeout)
         elif loader.num_workers:
             pool, end_workers = self._pool(maker, settings, start, loader)
-            make = pool.batches
-        batches = make(start)
+            batches = pool.batches(start)
+        else:
+            batches = maker.batches(settings, start)
         if loader.pin_memory:
             batches = _pinned(batches, loader, ahead=_PREFETCHED if end_workers else 0)
 
@@ -192,7 +186,7 @@ class Workers:
 
 
 def _in_threads(
-    maker: BatchMaker, settings: BatchSettings, num_threads: int, ahead: int, timeout_s: float, start: Start
+    maker: BatchMaker, settings: BatchSettings, start: Start, num_threads: int, ahead: int, timeout_s: float
 ) -> Generator[Delivery]:
     """Batches in their order, while threads of this process make those that follow, so many at most."""
     pending: deque[futures.Future[Delivery]] = deque()

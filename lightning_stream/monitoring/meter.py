@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
+from dataclasses import replace
+from operator import add
 from time import perf_counter, process_time, thread_time
 from typing import NamedTuple, Protocol
 
@@ -22,8 +23,14 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.proofs import UnverifiedRead
 
 _SHORT_S = 0.001
-_UNMEASURED = 15  # after the measured one of the batches or steps that take less time
-_NOTHING = (0.0,) * (len(PARTS) - 1)
+_UNMEASURED = 63  # after the measured one of the batches or steps that take less time
+_NOTHING = (0.0,) * len(PARTS)
+_AMOUNTS = (  # of a batch, which are added up
+    *("num_batches", "num_ready", "num_samples", "num_tokens", "num_positions"),
+    *("wait_s", "cpu_s", "all_cpu_s", "queued_s"),
+    *(f"work.{stage}" for stage in STAGES),
+    *(f"waits.{part}" for part in PARTS),
+)
 
 
 class Made(NamedTuple):
@@ -77,10 +84,8 @@ class Mark(NamedTuple):
 
 def divided(asked: float, got: float, made: Made) -> tuple[float, ...]:
     """The seconds of each of `PARTS` in a wait. Their sum is the wait."""
-    if asked <= made.began and made.ended <= got:  # the common cases take a third of the time so
+    if asked <= made.began and made.ended <= got:  # the common case takes a third of the time so
         return (made.began - asked, *made.stages, got - made.ended)
-    if made.ended <= asked:
-        return (*_NOTHING, got - asked)
     began = min(max(made.began, asked), got)
     ended = min(max(made.ended, asked), got)
     share = (ended - began) / (sum(made.stages) or 1.0)
@@ -89,7 +94,7 @@ def divided(asked: float, got: float, made: Made) -> tuple[float, ...]:
 
 
 class SampledClocks:
-    """What passes on clocks that take longer to read than a short batch or step: of these one in 16 is measured.
+    """What passes on clocks that take longer to read than a short batch or step: of these one in 64 is measured.
 
     The others are taken to be like it.
     """
@@ -108,7 +113,7 @@ class SampledClocks:
         """What has passed on each clock since then, of a batch or step that took so long."""
         if self._num_unmeasured:
             self._num_unmeasured = self._num_unmeasured - 1 if seconds < _SHORT_S else 0
-            return [share * seconds for share in self._shares]
+            return list(map(seconds.__mul__, self._shares))
         passed = [clock() - begin for clock, begin in zip(self._clocks, self._begins, strict=True)]
         if 0 < seconds < _SHORT_S:
             self._shares = [value / seconds for value in passed]
@@ -127,13 +132,14 @@ class Meter:
     """What a loader has measured so far. A copy begins at zero.
 
     Attributes:
-        total: All of it, without the counters.
+        rest: What was measured between batches, and what holds for the moment.
         waiting_since: When the batch was requested that the consumer waits for; None while it does not wait.
         noted: Called with the time and the batch, for each one that is about to be handed out; None calls nothing.
     """
 
     def __init__(self) -> None:
-        self.total = LoaderStats()
+        self.rest = LoaderStats()
+        self._sums = [0.0] * len(_AMOUNTS)
         self.noted: Callable[[float, MicroBatch | None], object] | None = None
         self.waiting_since: float | None = None
         self._pause: tuple[str, Mark] | None = None  # what the consumer does instead of training, and since when
@@ -150,9 +156,8 @@ class Meter:
         """What was measured so far, with the counters of this process and of all workers."""
         ended, workers = self._counted
         counters = sum((worker.counters for worker in workers), local.values + ended)
-        stats = deepcopy(self.total)
-        stats.counters = dict(zip(NAMES, counters.tolist(), strict=True))
-        return stats
+        total = LoaderStats.of_numbers(dict(zip(_AMOUNTS, self._sums, strict=True))) + self.rest
+        return replace(total, counters=dict(zip(NAMES, counters.tolist(), strict=True)))
 
     def asked(self, now: float, is_first: bool) -> None:
         """Note that a batch is requested; what came before the first one of an iteration is not training."""
@@ -165,16 +170,16 @@ class Meter:
     def gave_up(self, over: float | None) -> None:
         """Note that no batch came: the epoch was over, with its workers, at this time; or an error was raised."""
         if over is not None and self.waiting_since is not None:
-            self.total.wait_s += over - self.waiting_since
-            self.total.first_waits["starting"] += over - self.waiting_since
+            self.rest.wait_s += over - self.waiting_since
+            self.rest.first_waits["starting"] += over - self.waiting_since
         self.waiting_since = None
 
     def stop(self, now: float) -> None:
         """Note that training stops: a batch is requested, or an epoch or iteration ends."""
         if self._training_since is not None:
-            self.total.compute_s += now - self._training_since
-            self.total.beside_s += self._others.passed(now - self._training_since)[0]
-            self.total.pauses["garbage_collection"] += GARBAGE.seconds - self._collected
+            self.rest.compute_s += now - self._training_since
+            self.rest.beside_s += self._others.passed(now - self._training_since)[0]
+            self.rest.pauses["garbage_collection"] += GARBAGE.seconds - self._collected
             self._training_since = None
 
     def add_pause(self, what: str, since: Mark, now: float) -> None:
@@ -184,10 +189,10 @@ class Meter:
         if self._training_since is not None:
             self._training_since += seconds
         if what == "validation":
-            self.total.validation_s += seconds
+            self.rest.validation_s += seconds
         else:
-            self.total.compute_s += seconds
-            self.total.pauses[what] += seconds
+            self.rest.compute_s += seconds
+            self.rest.pauses[what] += seconds
 
     def begin(self, what: str) -> bool:
         """Note that the consumer begins this instead of training, see `add_pause`; False if it is a part of another."""
@@ -216,34 +221,32 @@ class Meter:
 
     def note(self, asked: float, got: float, made: Made, batch: MicroBatch | None, is_first: bool) -> None:
         """Count a batch that is about to be handed out."""
-        total = self.total
         self.waiting_since = None
         self._training_since = got
         self._others.begin()
         self._collected = GARBAGE.seconds
         wait_s = got - asked
-        total.wait_s += wait_s
-        total.longest_wait_s = max(total.longest_wait_s, wait_s)
-        total.num_batches += 1
-        total.num_ready += made.ended < asked
-        if is_first:
-            total.num_iterations += 1
-            GARBAGE.watch()
+        rest = self.rest
+        rest.longest_wait_s = max(rest.longest_wait_s, wait_s)
+        num_samples = num_tokens = num_positions = 0
         if batch is not None:
-            total.num_samples += batch.num_samples
-            total.num_tokens += batch.num_tokens
-            total.epoch_fraction = min(1.0, batch.end / total.epoch_positions)
-            if batch.completes_step:
-                total.num_positions += batch.end - batch.begin
-        waits = total.first_waits if is_first else total.waits
-        for part, seconds in zip(PARTS, divided(asked, got, made), strict=True):
-            waits[part] += seconds
-        work = total.work
-        for stage, seconds in zip(STAGES, made.stages, strict=True):
-            work[stage] += seconds
-        total.cpu_s += made.cpu_s
-        total.all_cpu_s += made.all_cpu_s
-        total.queued_s += made.queued_s
+            num_samples = batch.num_samples
+            num_tokens = batch.num_tokens
+            num_positions = batch.end - batch.begin if batch.completes_step else 0
+            rest.epoch_fraction = min(1.0, batch.end / rest.epoch_positions)
+        waits = divided(asked, got, made)
+        if is_first:
+            GARBAGE.watch()
+            rest.num_iterations += 1
+            rest.first_waits = dict(zip(PARTS, map(add, rest.first_waits.values(), waits), strict=True))
+            waits = _NOTHING
+        amounts = (
+            *(1, made.ended < asked, num_samples, num_tokens, num_positions),
+            *(wait_s, made.cpu_s, made.all_cpu_s, made.queued_s),
+            *made.stages,
+            *waits,
+        )
+        self._sums = list(map(add, self._sums, amounts))
         if self.noted is not None:
             self.noted(got, batch)
 

@@ -77,7 +77,7 @@ class Watch:
             del loader  # it is not kept alive
 
     def _look(self, loader: Watched, since: float, waited_s: float) -> None:
-        if loader.meter.total.num_batches == 0 and waited_s >= self._next_word_s:
+        if loader.stats().num_batches == 0 and waited_s >= self._next_word_s:
             self._next_word_s = _RARER * waited_s
             self._say(_first_word(loader, waited_s))
         if waited_s >= self._after_s and self._reported != since:

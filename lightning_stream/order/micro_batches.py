@@ -16,7 +16,9 @@ from .ledger import Substitution
 from .orders import ceil_div
 from .shares import ReplicaBatch, Samples
 
-_PLANNED_SAMPLES = 1 << 14  # planned together: fewer cost more each, more would keep the first batch waiting
+# Planned together, at most: fewer cost more each, more would keep the first batch waiting.
+_PLANNED_SAMPLES = 1 << 14
+_PLANNED_BATCHES = 64
 
 
 @dataclass(eq=False)
@@ -95,7 +97,7 @@ class MicroBatches:
     def _ends(self) -> list[int]:
         """Numbers behind the last micro-batch of all whole global batches, and of each one behind them."""
         plan = self.plan
-        num_whole = self.plan.num_whole_batches
+        num_whole = plan.num_whole_batches
         rests = (plan.num_micro_batches(k, self._size) for k in range(num_whole, plan.num_batches))
         return [*accumulate(rests, initial=num_whole * self._pieces)]
 
@@ -130,12 +132,15 @@ class MicroBatches:
         Worker w of n delivers those from w on in steps of n, as torch expects.
         """
         size = self.plan.order.order.samples_in(self.plan.batch_size)
-        together = max(1, _PLANNED_SAMPLES // (size * step))
+        together = max(1, min(_PLANNED_BATCHES, _PLANNED_SAMPLES // (size * step)))
         batches = self._batches(first, step)
         while planned := list(islice(batches, together)):
             shares = self.plan.shares([k for k, _, _ in planned])
-            for (k, index, count), share in zip(planned, shares, strict=True):
-                yield from self._made(k, share, count, range(index, count, step))
+            yield from [
+                batch
+                for (k, index, count), share in zip(planned, shares, strict=True)
+                for batch in self._made(k, share, count, range(index, count, step))
+            ]
 
     def _batches(self, first: int, step: int) -> Iterator[tuple[int, int, int]]:
         """For each global batch of a walk: the result of `_find` for its first micro-batch in the walk."""
@@ -149,7 +154,6 @@ class MicroBatches:
         """Some of the micro-batches that a share is cut into."""
         epoch = self.plan.order
         begin, end = self.plan.bounds(k)
-        version = epoch.order.version_at(begin)
         parts = share.micro_batches(count)
         for index in indices:
             part = parts[index]
@@ -164,6 +168,6 @@ class MicroBatches:
                 end=end,
                 completes_step=is_last,
                 ends_epoch=is_last and not self.plan.has(k + 1),
-                version=version,
+                version=epoch.order.version_at(begin),
             )
             yield made if self._padding else made.without_padding()

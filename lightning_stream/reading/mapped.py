@@ -23,7 +23,6 @@ from lightning_stream.formats.shard import Buffers
 from lightning_stream.order import Snapshot
 from lightning_stream.reading.lengths import Lengths
 from lightning_stream.reading.reader import SampleReader
-from lightning_stream.reading.shard_pool import Want
 from lightning_stream.reading.stream import Stream
 from lightning_stream.reading.stream_shards import StreamShards
 
@@ -80,8 +79,9 @@ class MapReader(SampleReader):
         is_mixed = len(streams) > 1
         self.shards.indexes = tuple(_index(str(stream.local), len(stream.dataset), is_mixed) for stream in streams)
         self.shards.num_files = 0  # so there is nothing to look ahead for
-        calls = [_getter(stream.dataset) for stream in streams]
-        many = getattr(streams[0].dataset, "__getitems__", None)
+        datasets = [stream.dataset for stream in streams]
+        calls = [getattr(dataset, "__getitem__", None) or partial(_single, dataset) for dataset in datasets]
+        many = getattr(datasets[0], "__getitems__", None)
         self.read_many: Callable[[list[int]], Sequence[Any]] | None = None if is_mixed else many
         self.read = partial(_read, calls, self.snapshot.shard_offsets.tolist()) if is_mixed else calls[0]
 
@@ -126,10 +126,6 @@ class MapReader(SampleReader):
     def fetch(self, shards: Int64s) -> None:
         """Nothing: there is nothing to fetch."""
 
-    def read_ahead(self, ids: Int64s) -> Want:  # noqa: ARG002
-        """Nothing: there is nothing to fetch."""
-        return Want(self.shards.pool, [])
-
     def _read_lengths(self, name: str) -> Lengths:
         lengths = np.concatenate([cast("MapStream", stream).read_lengths(name) for stream in self.streams])
         lengths.setflags(write=False)
@@ -152,14 +148,6 @@ def _read(calls: Sequence[Callable[[int], Any]], begins: Sequence[int], sample_i
     """A sample of several datasets, one dataset after another, by its number, as its dataset returns it."""
     which = bisect_right(begins, sample_id) - 1
     return calls[which](sample_id - begins[which])
-
-
-def _getter(dataset: Any) -> Callable[[int], Any]:
-    """What reads one sample of a dataset."""
-    if hasattr(dataset, "__getitem__"):
-        call: Callable[[int], Any] = dataset.__getitem__
-        return call
-    return partial(_single, dataset)
 
 
 def _single(dataset: Any, sample_id: int) -> Any:

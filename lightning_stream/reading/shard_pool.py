@@ -158,10 +158,6 @@ class Fetch(Future["Lease | None"]):
         self.is_asked = self.is_elsewhere = False  # whether a thread was asked for it, and left it to another process
         self.arrived: Lease | None = None
 
-    def is_made_here(self) -> bool:
-        """Whether it is made from a file of this machine: that takes processors, and memory of each thread."""
-        return self.entry.raw.origin is not None and not is_remote(self.cache.store.url)
-
     def has_come(self) -> bool:
         """Whether the shard is here, or will not come."""
         return self.done() and not self.is_elsewhere
@@ -202,7 +198,9 @@ class FetchQueue:
         """Fetch these before all others, and all at once: with more threads, if it takes more for a network."""
         with self._lock:
             threads = urgent_threads(self._fetchers.num_threads, len(fetches))
-            if threads > self._fetchers.num_threads and not all(fetch.is_made_here() for fetch in fetches):
+            # Those that are made from files of this machine take processors, and memory of each thread.
+            is_faster = any(fetch.entry.raw.origin is None or is_remote(fetch.cache.store.url) for fetch in fetches)
+            if threads > self._fetchers.num_threads and is_faster:
                 self._fetchers.resize(threads)
             self._ask(fetches, _FIRST)
 

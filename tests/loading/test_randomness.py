@@ -14,6 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lightning_stream.loading.randomness import (  # noqa: E402
+    COLLATING,
     PreservedGenerators,
     SeededCall,
     sample_seed,
@@ -87,13 +88,13 @@ def draws_from_rng(value: Any, rng: np.random.Generator) -> Any:
 )
 @pytest.mark.parametrize("collate", [False, True])
 def test_what_a_function_draws_depends_on_its_place_alone(function: Callable[..., Any], collate: bool) -> None:
-    call = SeededCall(function, 5, collate=collate)
+    call = SeededCall(function, 5 ^ (COLLATING * collate))
     places = [(epoch, position) for epoch in range(3) for position in range(4)]
     first = [call("value", *place) for place in places]
     torch.manual_seed(1)
     assert [call("value", *place) for place in reversed(places)] == first[::-1]
     assert len({str(drawn) for drawn in first}) == len(places)
-    others = SeededCall(function, 6, collate=collate), SeededCall(function, 5, collate=not collate)
+    others = SeededCall(function, 6 ^ (COLLATING * collate)), SeededCall(function, 5 ^ (COLLATING * (not collate)))
     assert all(other("value", *places[0]) != first[0] for other in others)
 
 
@@ -101,7 +102,7 @@ def test_what_a_function_draws_depends_on_its_place_alone(function: Callable[...
     "function", [refers_by_name, Pipeline().transform, draws_from_rng], ids=["by name", "method", "rng"]
 )
 def test_a_copy_in_another_process_draws_the_same(function: Callable[..., Any]) -> None:
-    call = SeededCall(function, 5, collate=True)
+    call = SeededCall(function, 5 ^ COLLATING)
     assert pickle.loads(pickle.dumps(call))("value", 1, 2) == call("value", 1, 2)
 
 
@@ -133,7 +134,7 @@ def test_whatever_the_training_draws_between_batches_is_as_without_them(
     in_memory: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a normal number that numpy holds back, which changes none of the generator's bytes when it is drawn."""
-    monkeypatch.setattr("lightning_stream.loading.randomness._PYTHON._is_readable", in_memory)
+    monkeypatch.setattr("lightning_stream.loading.randomness._GENERATORS._is_readable", in_memory)
     saved: list[Any] = []
     steps: list[Callable[[], object]] = [
         np.random.randn,
@@ -170,7 +171,7 @@ def test_whatever_the_training_draws_between_batches_is_as_without_them(
 def test_a_normal_number_that_numpy_holds_back_is_put_back(in_memory: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     np.random.seed(1)
     expected = [np.random.randn() for _ in range(5)]
-    monkeypatch.setattr("lightning_stream.loading.randomness._NUMPY._is_readable", in_memory)
+    monkeypatch.setattr("lightning_stream.loading.randomness._GENERATORS._is_readable", in_memory)
     np.random.seed(1)
     drawn = []
     for _ in range(5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field, replace
 
-from lightning_stream.counters import NAMES
+from lightning_stream.counters import NAMES, Counters
 from lightning_stream.monitoring.meter import Made, Mark, Meter
 from lightning_stream.monitoring.stats import LoaderStats, LoadingSettings
 
@@ -100,8 +100,8 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
     for _ in range(loop.epochs):
         clock = _epoch(loop, rng, meter, clock, counters)
     settings = replace(loop.settings, predownload=loop.ahead * loop.settings.batch_size)
-    beside_s = loop.others_cpu * meter.total.compute_s  # they do not wait for batches
-    return replace(meter.total, counters=counters, settings=settings, beside_s=beside_s)
+    beside_s = loop.others_cpu * meter.rest.compute_s  # they do not wait for batches
+    return replace(meter.stats(Counters()), counters=counters, settings=settings, beside_s=beside_s)
 
 
 def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters: dict[str, float]) -> float:
@@ -121,7 +121,7 @@ def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters:
         made = worker.make(allowed)
         got = max(asked, made.ended) + (worker.noisy(loop.sending) if num_workers else 0.0)
         meter.note(asked, got, made, None, number == 0)
-        meter.total.num_samples += loop.settings.batch_size
+        meter.rest.num_samples += loop.settings.batch_size
         handed.append(got)
     fetched = sum(worker.num_fetched for worker in workers)
     counters["shards_fetched"] += fetched
