@@ -400,3 +400,24 @@ def test_workers_of_a_plain_loader_yield_samples_that_only_its_user_can_count(sh
     with pytest.raises(StateError, match="pass the number of samples trained on"):
         dataset.state_dict()
     assert place_of(dataset, 8) == (0, 8)
+
+
+def test_a_state_inside_a_batch_is_refused_where_its_first_samples_are_not_those_yielded(shards: Path) -> None:
+    """Canonical nodes come one after another in a batch, so that of its positions 0, 2, 4, ... are yielded first."""
+    whole = [sample["id"] for sample in StreamingDataset(local=shards, shuffle=True, batch_size=8)]
+    for nodes, refused in ((2, True), (8, False)):
+        dataset = StreamingDataset(local=shards, shuffle=True, batch_size=8, num_canonical_nodes=nodes)
+        samples = iter(dataset)
+        seen = [next(samples)["id"] for _ in range(11)]
+        assert refused or seen == whole[:11]
+        for counted in ((), (11,)):
+            if refused:
+                with pytest.raises(StateError, match=r"between two batches, .*; found 3 of 8 samples"):
+                    dataset.state_dict(*counted)
+            else:
+                assert place_of(dataset, *counted) == (0, 11)
+        rest = [next(samples)["id"] for _ in range(5)]
+        assert place_of(dataset) == (0, 16)
+        later = StreamingDataset(local=shards, shuffle=True, batch_size=8, num_canonical_nodes=nodes)
+        later.load_state_dict(dataset.state_dict())
+        assert sorted([*seen, *rest, *(sample["id"] for sample in later)]) == list(range(NUM_SAMPLES))

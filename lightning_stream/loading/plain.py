@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType, ref
 
+import numpy as np
 from torch.utils.data import get_worker_info
 
 from lightning_stream.errors import StateError
@@ -23,7 +24,7 @@ from lightning_stream.loading.resume import order_in, position_in, resumed_at
 from lightning_stream.loading.shared_position import SharedPosition, Start, TrainerPosition
 from lightning_stream.loading.source import BatchSettings, SampleSource
 from lightning_stream.loading.torch_private import iteration_key, samples_at_once
-from lightning_stream.order import Position, RunOrder, Tail, is_mosaic_state
+from lightning_stream.order import BatchPlan, Position, RunOrder, Tail, is_mosaic_state
 from lightning_stream.order.batches import TAILS, EpochOrder
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.questions import Occurrence
@@ -259,7 +260,9 @@ class PlainIterations:
                 "set_epoch(), or next_epoch, says where the next iteration begins"
             )
         order = run.epoch(start.epoch)
-        return position.advanced(run, reached if order.exists(reached) else order.num_samples).to_state()
+        end = reached if order.exists(reached) else order.num_samples
+        _refuse_inside_batch(settings.plan(self._source, start), settings, end)
+        return position.advanced(run, end).to_state()
 
     def _latest(self) -> _Iteration | None:
         """The latest iteration, if it is this process's own; None where it is over and the next start was set since."""
@@ -319,6 +322,22 @@ class PlainIterations:
         join = composer_callback()
         trainer_state = None if join is None else join.state_that_asks()
         return (self.loader if trainer_state is None else join.loader_of(trainer_state, self)), trainer_state
+
+
+def _refuse_inside_batch(plan: BatchPlan, settings: BatchSettings, reached: int) -> None:
+    """Raise StateError where the samples yielded up to here are others than those before this position."""
+    k = (reached - plan.start) // plan.batch_size
+    if k < 0 or settings.order.mosaic is not None or not plan.has(k):
+        return
+    begin = plan.bounds(k)[0]
+    count = (reached - begin) // plan.world.num_replicas
+    shares = [replica.places(k).positions[:count] for replica in plan.of_replicas(plan.balance)]
+    if not np.array_equal(np.sort(np.concatenate(shares)), np.arange(begin, reached)):
+        raise StateError(
+            "a state lies between two batches, whose samples each process has in another order; found "
+            f"{reached - begin} of {plan.batch_size} samples of a batch. Pass the same batch_size to the dataset and "
+            "to torch's DataLoader, and take states after whole batches; or use StreamingDataLoader"
+        )
 
 
 def _warn_of_another_count(counted: int | None, num_samples: int | None) -> None:
