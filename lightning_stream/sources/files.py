@@ -24,7 +24,7 @@ from lightning_stream.errors import AccessError, FormatError, LightningStreamErr
 from lightning_stream.sources.unpackers import UNPACKERS
 from lightning_stream.stores import LocalStore, ObjectEntry, Store, is_remote, open_store
 from lightning_stream.stores.local import change_mark, is_other_mark
-from lightning_stream.stores.transfer import refuse_query
+from lightning_stream.stores.transfer import Options, refuse_query
 from lightning_stream.threads import DaemonPool
 
 _log = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ def read_below(store: Store, path: Any) -> bytes:
     return store.read(name)
 
 
-def media_store(root: str | os.PathLike[str], beside: str, options: Mapping[str, Any] | None) -> Store:
+def media_store(root: str | os.PathLike[str], beside: str, options: Options | None) -> Store:
     """Open a folder or URL of files that data names; with the options of the data's own store if it is of that kind."""
     uri = os.fspath(root)
     is_alike = uri.partition("://")[0] == beside.partition("://")[0]
@@ -364,7 +364,7 @@ class Listing(NamedTuple):
 
 
 def find_files(
-    source: Uris, options: Mapping[str, Any] | None = None, *, hidden: bool = False, out: Sequence[str] = ()
+    source: Uris, options: Options | None = None, *, hidden: bool = False, out: Sequence[str] = ()
 ) -> Listing:
     """Return the files of a source: those of a folder or pattern, of one name, or of a list of these in its order.
 
@@ -386,7 +386,7 @@ def find_files(
     return Listing(name, files, log, any(listing.is_table for listing in listings), left_out)
 
 
-def _listed(uri: str, options: Mapping[str, Any] | None, hidden: bool, out: Sequence[str]) -> Listing:
+def _listed(uri: str, options: Options | None, hidden: bool, out: Sequence[str]) -> Listing:
     place = uri.rstrip("/") if is_remote(uri) else str(LocalStore.from_url(uri, {}).folder)
     options = options if is_remote(uri) else None
     parts = place.split("/")

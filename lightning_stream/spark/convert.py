@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 from lightning_stream.convert.partition import Receipt, check
 from lightning_stream.convert.publish import Publication
 from lightning_stream.fingerprint import function_text
-from lightning_stream.spark.partition import RESULT, SparkJob, written
+from lightning_stream.spark.partition import SparkJob, written
 from lightning_stream.spark.schema import is_image, kind_of, mds_columns
 from lightning_stream.spark_jobs import collected
 from lightning_stream.writer.lengths import check_measurable
@@ -155,7 +155,7 @@ class Conversion:
         with small_batches(self.dataframe.sparkSession, self.batch_rows):
             # Numbers as names of columns: Spark's own may hold dots, or differ in their case only.
             numbered = self.dataframe.toDF(*map(str, range(len(self.dataframe.columns))))
-            rows = collected(numbered.mapInArrow(_task(job, self.dataframe.columns), RESULT))
+            rows = collected(numbered.mapInArrow(_task(job, self.dataframe.columns), "receipt binary"))
         receipts = sorted((Receipt.from_bytes(bytes(row[0])) for row in rows), key=lambda receipt: receipt.partition)
         check(receipts, "the DataFrame")
         notes = {

@@ -27,7 +27,6 @@ from lightning_stream.writer.base import WriterConfig
 from lightning_stream.writer.lengths import check_functions
 from lightning_stream.writer.place import digest_of
 
-RESULT = "receipt binary"
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # of PIL, by channels
 _WRITER_KEYS = ("compression", "hashes", "size_limit", "max_workers", "progress_bar", "lengths")
 _OWN_KEYS = ("out", "columns", "keep_local", "overwrite", "exist_ok", "retry", "store_options")
