@@ -28,6 +28,10 @@ settings.load_profile("ci")
 # A shell starts background jobs with Ctrl-C ignored, and a program that a test starts would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Else each worker that a forkserver starts imports pytest, which takes longer than most tests.
+multiprocessing.set_forkserver_preload(
+    ["__main__", "lightning_stream.loading.in_forkserver", "lightning_stream.loader", "pytest"]
+)
 # Else a program that a test starts writes a line and its end apart, and lines of its processes mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
