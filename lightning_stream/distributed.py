@@ -68,7 +68,10 @@ def detect_world(world: WorldLike = None, replication: int = 1, names: Dimension
     """
     if isinstance(world, World):
         if replication not in (1, world.replication):
-            raise ValueError(f"replication is given twice: {world.replication} in the world, {replication} beside it")
+            raise ValueError(
+                f"replication is given twice: {world.replication} in the world, {replication} beside it. Pass it to "
+                "the World alone"
+            )
         return world
     mesh, names = with_names(world, names)
     if hasattr(mesh, "mesh_dim_names"):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import wraps
 from inspect import signature
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 _MODULES = {"pillow": "PIL"}  # of packages whose module has another name than their first word
 _OF_LITDATA = {  # its names of arguments
@@ -129,7 +129,9 @@ def suggesting(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        refuse_unknown(type(args[0]).__name__ if function.__name__ == "__init__" else function.__name__, kwargs, names)
+        called: Any = type(args[0]) if function.__name__ == "__init__" else function
+        if not kwargs.keys() <= {*names}:
+            refuse_unknown(called.__name__, kwargs, [*names, *signature(called).parameters])
         return function(*args, **kwargs)
 
     return checked

@@ -19,12 +19,15 @@ from support.mosaic_work import epoch_work  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
 from lightning_stream import (  # noqa: E402
+    CSVWriter,
     LocalDataset,
     MDSWriter,
     Stream,
     StreamingDataLoader,
     StreamingDataset,
     World,
+    add_lengths,
+    merge_index,
 )
 from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
 from lightning_stream.reading.stream_shards import ReaderConfig  # noqa: E402
@@ -299,6 +302,20 @@ def test_streams_may_be_paths(shards: Path) -> None:
 def test_an_argument_that_does_not_exist_names_the_one_that_was_meant(wrong: str, meant: str) -> None:
     with pytest.raises(TypeError, match=f"'{wrong}'. Did you mean '{meant}'"):
         StreamingDataset("shards", **{wrong: 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "wrong", "meant"),
+    [
+        (Stream, "proprotion", "proportion"),
+        (CSVWriter, "newlien", "newline"),
+        (add_lengths, "num_worker", "num_workers"),
+        (merge_index, "store_option", "store_options"),
+    ],
+)
+def test_other_misspelt_arguments_name_the_one_that_was_meant(call: Any, wrong: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=rf"{call.__name__}\(\) .*'{wrong}'. Did you mean '{meant}'"):
+        call(**{wrong: 1})
 
 
 def test_a_loader_of_another_dataset_names_the_loader_that_takes_it() -> None:

@@ -87,7 +87,10 @@ class _Findings:
         self._path = path
         self._key = key
         self._noted: dict[str, list[_Problem]] = {}
-        for line in path.read_text().splitlines() if path.exists() else ():
+        text = path.read_text(errors="replace") if path.exists() else ""
+        if not '{"part": '.startswith(text.lstrip()[:9]):
+            raise ValueError(f"--resume is a file that this command writes; found another, {path}. Name a new file")
+        for line in text.splitlines():
             with suppress(ValueError, KeyError, TypeError):  # a line that was cut when the process was killed
                 noted = json.loads(line)
                 self._noted[noted["part"]] = noted["problems"]

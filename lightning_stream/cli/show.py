@@ -123,11 +123,13 @@ def _chosen_ids(options: Namespace, num_samples: int) -> Sequence[int] | None:
     for part in text.split(","):
         begin, colon, end = part.partition(":")
         try:
-            first = int(begin or 0)
+            first = int(begin or 0 if colon else begin)
             ids += range(num_samples)[first : int(end) if end else None] if colon else [range(num_samples)[first]]
         except (ValueError, IndexError) as error:
             rule = f"--ids takes numbers and ranges of the {num_samples:,} samples, e.g. 0:10,500"
             raise ValueError(f"{rule}; found {part!r}") from error
+    if not ids and options.samples is None:
+        raise ValueError(f"--ids names at least one sample; found {text!r}")
     return ids
 
 

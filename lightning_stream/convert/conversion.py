@@ -156,6 +156,8 @@ class Conversion:
             warn_of_others(splits, schema.columns)
         schema = self._settled(schema, splits)
         columns = self._columns(schema, splits)
+        if unknown := self.nulls.fill.keys() - columns.keys() - schema.columns.keys():
+            raise ValueError(f"fill_nulls names columns; {', '.join(unknown)} is none of {', '.join(columns)}.")
         if self.force:
             shuffle.clean()
         limit = None if by_piece else _SHARD_BYTES if self._size_limit == "auto" else self._size_limit

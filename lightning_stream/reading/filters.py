@@ -141,7 +141,7 @@ def _read(path: Path) -> NDArray[Any]:
     wrong = next((line_number for line_number, line in enumerate(lines, 1) if not line.strip().isdecimal()), None)
     if wrong is not None:
         raise ValueError(
-            f"a file of exclude_ids has one sample id a line; found {lines[wrong - 1][:40]!r} in line {wrong} of {path}"
+            f"a file of ids has one sample id a line; found {lines[wrong - 1][:40]!r} in line {wrong} of {path}"
         )
     return np.array(lines, dtype=np.int64)
 

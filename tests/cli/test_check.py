@@ -51,6 +51,16 @@ def test_check_without_hashes_says_so(tmp_path: Path, capsys: pytest.CaptureFixt
     assert re.search("checked by +size\n", capsys.readouterr().out)
 
 
+def test_check_notes_nothing_in_a_file_of_others(tmp_path: Path, answer: Answer) -> None:
+    with MDSWriter(out=str(tmp_path / "plain"), columns={"a": "int"}) as writer:
+        writer.write({"a": 1})
+    noted = tmp_path / "checked.jsonl"
+    for content, code in ((b"PK\x03\x04", 2), (b'{"id": 1}\n', 2), (b'\n{"par', 0), (b"", 0)):
+        noted.write_bytes(content)
+        assert answer("check", str(tmp_path / "plain"), "--resume", str(noted))[0] == code
+        assert (noted.read_bytes() == content) == (code == 2)
+
+
 @pytest.fixture
 def copied(shards: Path, tmp_path: Path) -> Path:
     shutil.copytree(shards, tmp_path / "copied")

@@ -92,6 +92,8 @@ def test_show_prints_the_first_samples_or_those_asked_for(photos: Path, answer: 
     [
         (["--ids", "3,60"], "--ids takes numbers and ranges of the 60 samples, e.g. 0:10,500; found '60'"),
         (["--ids", "x"], "found 'x'"),
+        (["--ids", ""], "found ''"),
+        (["--ids", "3:1"], "at least one sample; found '3:1'"),
         (["--samples", "two"], "--samples: takes a whole number, 1 or more"),
     ],
 )

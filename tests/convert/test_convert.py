@@ -134,6 +134,8 @@ def test_nulls_are_refused_with_counts_or_filled_or_dropped(tmp_path: Path, samp
         convert(source, tmp_path / "out", **PLAIN)
     assert not list((tmp_path / "out").iterdir())
     convert(source, tmp_path / "out", **PLAIN, drop_nulls=True)
+    with pytest.raises(ValueError, match="fill_nulls names columns; c is none of b, a"):
+        convert(source, tmp_path / "filled", **PLAIN, fill_nulls={"a": -1, "c": "?"})
     convert(source, tmp_path / "filled", **PLAIN, fill_nulls={"a": -1, "b": "?"})
     assert [s["a"] for s in samples_of(tmp_path / "filled")] == [k if k % 5 else -1 for k in range(20)]
     convert(source, tmp_path / "dropped", **PLAIN, drop_nulls=True)

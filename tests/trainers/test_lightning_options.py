@@ -70,6 +70,12 @@ def test_other_loaders_and_two_callbacks_are_refused(shards: Path, tmp_path: Pat
         trainer.fit(Recorder(), streaming(shards))
 
 
+def test_a_fit_that_would_train_on_nothing_is_refused(shards: Path) -> None:
+    trainer = Trainer(max_epochs=1, **QUIET)
+    with pytest.raises(ValueError, match=r"an epoch must have a batch, but tail='drop' leaves none"):
+        trainer.fit(Recorder(), StreamingDataModule(train=shards, global_batch_size=1 << 20, tail="drop"))
+
+
 def test_fitting_again_begins_the_next_epoch_and_another_trainer_starts_over(shards: Path, tmp_path: Path) -> None:
     whole = Run(shards, tmp_path / "whole", max_epochs=4)
     run = Run(shards, tmp_path, max_epochs=1)

@@ -157,7 +157,8 @@ class StreamingDataModule(LightningDataModule):
             on_mismatch=self.on_mismatch,
         )
         self.position_callback.place(loader)
-        if loader.position.epoch and not len(loader):  # nothing is left of a mixture that has ended
+        if not len(loader):  # nothing is left of a mixture that has ended; or no epoch has a batch
+            loader.check()
             self._ignore("Total length of .* across ranks is zero")
         return loader
 
