@@ -227,6 +227,7 @@ class PlainIterations:
             )
         if self._is_only_for_loader:
             return dict(self.loaded_state or {})
+        upcoming = self._shared.upcoming  # asked first: workers may begin there meanwhile
         latest = self._latest()
         began = self._shared.current if latest is None else latest.start
         if num_samples is None:
@@ -242,7 +243,7 @@ class PlainIterations:
         self._source.reader.shards.delivered.compare()
         settings = self.settings()
         run = self._source.order(settings.order)
-        start = began or self._shared.upcoming
+        start = began or upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
         if began is not None and num_samples == 0 and from_beginning:
             if trainer_state is not None and composer_callback().is_in_batch():
