@@ -207,7 +207,8 @@ class ConversionResult:
 
     def __str__(self) -> str:
         splits = ", ".join(f"{count:,} {split or 'samples'}" for split, count in self.num_samples.items())
-        size = f"{splits} in {sum(self.num_shards.values()):,} shards, {_bytes_text(self.num_bytes)}"
+        num_shards = sum(self.num_shards.values())
+        size = f"{splits} in {num_shards:,} shard{'s' * (num_shards != 1)}, {_bytes_text(self.num_bytes)}"
         if self.num_left_out:
             size += f" ({self.num_left_out:,} files whose names begin with '_' or '.' were left out)"
         if not self.is_new:
