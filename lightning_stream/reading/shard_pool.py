@@ -199,8 +199,9 @@ class FetchQueue:
         with self._lock:
             threads = urgent_threads(self._fetchers.num_threads, len(fetches))
             # Those that are made from files of this machine take processors, and memory of each thread.
-            is_faster = any(fetch.entry.raw.origin is None or is_remote(fetch.cache.store.url) for fetch in fetches)
-            if threads > self._fetchers.num_threads and is_faster:
+            if threads > self._fetchers.num_threads and any(
+                fetch.entry.raw.origin is None or is_remote(fetch.cache.store.url) for fetch in fetches
+            ):
                 self._fetchers.resize(threads)
             self._ask(fetches, _FIRST)
 
