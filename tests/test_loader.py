@@ -702,9 +702,11 @@ def test_a_loader_is_shown_in_one_line(shards: Path) -> None:
 
 
 @pytest.mark.usefixtures("workers_by_fork")
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_an_epoch_that_an_error_ends_does_not_look_as_if_it_were_over(shards: Path, num_workers: int) -> None:
-    broken = {40}
+@pytest.mark.parametrize(("num_workers", "bad", "loads"), [(0, 40, True), (1, 40, False), (0, 8, False), (0, 0, False)])
+def test_an_epoch_that_an_error_ends_is_not_over_and_continued_by_the_next_iteration(
+    shards: Path, num_workers: int, bad: int, loads: bool
+) -> None:
+    broken = {bad}
 
     def fails(sample: dict[str, Any]) -> Any:
         if sample["id"] in broken:
@@ -719,7 +721,8 @@ def test_an_epoch_that_an_error_ends_does_not_look_as_if_it_were_over(shards: Pa
         with pytest.raises(StateError, match=r"(?s)found next\(\) after a KeyError.*load_state_dict"):
             next(batches)
     broken.clear()
-    loader.load_state_dict(loader.state_dict())
+    if loads:
+        loader.load_state_dict(loader.state_dict())
     seen += [number for batch in loader for number in batch.tolist()]
     assert seen == list(range(len(seen)))
     assert len(seen) == loader.num_samples

@@ -35,6 +35,7 @@ class Walk:
         last_batch: The samples of the batch that it handed out last.
         num_batches: How many it handed out.
         is_exhausted: Whether it came to the end of its epoch.
+        failure: The name of the error that ended it; empty if none did.
         limit: How many it hands out at most; None for all of the epoch.
     """
 
@@ -43,6 +44,7 @@ class Walk:
     last_batch: MicroBatch | None = None
     num_batches: int = 0
     is_exhausted: bool = False
+    failure: str = ""
     limit: int | None = None
     is_outdated: bool = field(default=False, init=False)  # whether its batches are those of another order by now
     asked_at: int = 0  # how many changes of the loader there were when it was asked last
@@ -87,8 +89,9 @@ class Walk:
 
     def ended(self) -> Walk:
         """What remains of it after its end."""
-        asked_at = _ALONE if self.asked_at == _LoaderChanges.count else self.asked_at
-        return Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, asked_at=asked_at)
+        walk = Walk(self.moves, self.start, self.last_batch, self.num_batches, self.is_exhausted, self.failure)
+        walk.asked_at = _ALONE if self.asked_at == _LoaderChanges.count else self.asked_at
+        return walk
 
 
 class TrainerClock(Protocol):
@@ -222,7 +225,10 @@ class Cursor:
     # What iterations report
 
     def begin(self, walk: Walk, run: RunOrder, settings: BatchSettings) -> Position:
-        """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch."""
+        """Where a new iteration begins: where the last one began if it was a look, else after it or its epoch.
+
+        One that an error ended is continued: its epoch is not over.
+        """
         size = settings.global_batch_size
         tail = settings.tail
         self._seek_chosen()
@@ -241,7 +247,7 @@ class Cursor:
                 )
         else:
             self._num_looks = 0
-            here = now.reached.next_epoch() if now.is_inside_epoch else now.reached
+            here = now.reached.next_epoch() if now.is_inside_epoch and not now.failure else now.reached
             here = here.rebased_on(run, batch_size=size, tail=tail, world=settings.world)
         self._live.add(walk)
         if self._leader is None:
@@ -275,7 +281,7 @@ class Cursor:
             self._seek_chosen()
 
     def _only_looked(self, walk: Walk) -> bool:
-        if walk.num_batches != 1 or walk.is_exhausted or self._was_asked:
+        if walk.num_batches != 1 or walk.is_exhausted or walk.failure or self._was_asked:
             return False
         is_alone = walk.asked_at in (_LoaderChanges.count, _ALONE)
         return walk.last_batch is None or not walk.last_batch.ends_epoch or is_alone

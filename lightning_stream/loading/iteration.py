@@ -48,7 +48,8 @@ class LoaderIterator(Walk):
 
     It begins at the first ``next``. `close` or dropping it ends its workers and releases its shards.
 
-    Its attributes are those of `Walk`: ``start``, ``last_batch``, ``num_batches``, ``is_exhausted``, ``limit``.
+    Its attributes are those of `Walk`: ``start``, ``last_batch``, ``num_batches``, ``is_exhausted``, ``failure``,
+    ``limit``.
 
     Example::
 
@@ -60,7 +61,6 @@ class LoaderIterator(Walk):
 
     is_measured = False  # whether the loader measures its waits: not where somebody only looks at batches
     _is_over = True  # of a half-made one
-    _failure: type[BaseException] | None = None  # that of the error which ended it
 
     def __init__(self, loader: Loader, moves: bool = True) -> None:
         super().__init__(moves)
@@ -75,11 +75,11 @@ class LoaderIterator(Walk):
         return len(self._loader)
 
     def __next__(self) -> Any:
-        if self._failure is not None:
+        if self.failure:
             raise StateError(
                 f"an iteration ends with its first error, and its epoch is not over then; found next() after a "
-                f"{self._failure.__name__}. To go on at the batch that failed, iterate over the loader again, after "
-                "loader.load_state_dict(loader.state_dict())"
+                f"{self.failure}. To go on at the batch that failed, iterate over the loader again; to go on "
+                "elsewhere, call load_state_dict or set_epoch before"
             )
         if self._is_over:
             raise StopIteration
@@ -101,7 +101,7 @@ class LoaderIterator(Walk):
             batch, self.last_batch, made = next(self._made)
         except BaseException as error:
             is_end = isinstance(error, StopIteration)
-            self._failure = None if is_end else type(error)
+            self.failure = "" if is_end else type(error).__name__
             self.is_exhausted = is_end and self.num_batches != self.limit
             self._end(failed=not is_end)
             self._loader.meter.gave_up(perf_counter() if is_end else None)
