@@ -27,7 +27,6 @@ from lightning_stream import (  # noqa: E402
     StreamingDataset,
     World,
     add_lengths,
-    merge_index,
 )
 from lightning_stream.errors import SnapshotMismatch, StateError  # noqa: E402
 from lightning_stream.reading.stream_shards import ReaderConfig  # noqa: E402
@@ -310,7 +309,6 @@ def test_an_argument_that_does_not_exist_names_the_one_that_was_meant(wrong: str
         (Stream, "proprotion", "proportion"),
         (CSVWriter, "newlien", "newline"),
         (add_lengths, "num_worker", "num_workers"),
-        (merge_index, "store_option", "store_options"),
     ],
 )
 def test_other_misspelt_arguments_name_the_one_that_was_meant(call: Any, wrong: str, meant: str) -> None:

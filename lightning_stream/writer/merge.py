@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_stream.errors import FormatError, NotFoundError, redact, suggesting
+from lightning_stream.errors import FormatError, NotFoundError, redact
 from lightning_stream.formats.index import INDEX_NAME, FileEntry, Index
 from lightning_stream.formats.model import check_basename, with_lengths
 from lightning_stream.version_log import read_index
@@ -22,7 +22,6 @@ from .place import Out, Transaction, listed_files, newest_text
 _FILE_KEYS = ("raw_data", "raw_meta", "zip_data", "zip_meta")
 
 
-@suggesting
 def merge_index(
     indexes: Sequence[Out] | Out,
     out: Out | bool | None = None,
