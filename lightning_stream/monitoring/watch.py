@@ -77,7 +77,7 @@ class Watch:
             del loader  # it is not kept alive
 
     def _look(self, loader: Watched, since: float, waited_s: float) -> None:
-        if loader.stats().num_batches == 0 and waited_s >= self._next_word_s:
+        if waited_s >= self._next_word_s and loader.stats().num_batches == 0:
             self._next_word_s = _RARER * waited_s
             self._say(_first_word(loader, waited_s))
         if waited_s >= self._after_s and self._reported != since:
