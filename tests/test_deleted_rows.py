@@ -69,6 +69,12 @@ def test_samples_are_deleted_by_a_function_of_them(tmp_path: Path) -> None:
     assert ids(StreamingDataset(local=tmp_path / "set")) == [n for n in range(60) if n % 3 and n % 2]
 
 
+def test_a_function_of_samples_chooses_none_where_all_are_deleted(tmp_path: Path) -> None:
+    write(tmp_path / "set", 0)
+    versions.delete_rows(tmp_path / "set", range(60))
+    assert versions.delete_rows(tmp_path / "set", where=bool) == 0
+
+
 def test_a_training_run_resumes_with_the_version_that_had_the_deleted_samples(tmp_path: Path) -> None:
     write(tmp_path, 0)
     loader = StreamingDataLoader(StreamingDataset(local=tmp_path, shuffle=True), 5)

@@ -229,8 +229,7 @@ class Evaluation:
             if not isinstance(answer, (bool, np.bool_)):
                 raise TypeError(f"a filter returns True or False; found {answer!r}")
         except Exception as error:
-            note = f"While filtering sample {self.reader.original_ids(np.array([sample_id]))[0]}."
-            error.add_note(note)
+            error.add_note(f"While filtering sample {self.reader.original_ids(np.array([sample_id]))[0]}.")
             raise
         return bool(answer)
 
@@ -241,19 +240,20 @@ class Evaluation:
         bounds = np.unique(offsets.searchsorted(np.linspace(0, offsets[-1], count + 1))).tolist()
         parts = [ShardRange(partition_id, *pair) for partition_id, pair in enumerate(pairwise(bounds))]
         progress = Progress(len(parts), "filtering")
-        begin = time.monotonic()
+        until = time.monotonic() + _ALONE_S
         by_part = dict[int, NDArray[np.bool_]]()
         missing = list(parts)
-        while missing and time.monotonic() - begin < _ALONE_S:
+        while missing and time.monotonic() < until:
             part = missing.pop(0)
-            by_part[part.partition_id] = self(part)
-            progress(len(by_part[part.partition_id]))
+            answers = by_part[part.partition_id] = self(part)
+            progress(len(answers))
         by_part |= run_partitions(
             self, missing, self._num_workers(len(missing)), lambda part: progress(len(part)), _REMEDY
         )
-        answers = np.packbits(np.concatenate([by_part[part.partition_id] for part in parts])).tobytes()
-        self._folder.keep_result(self.name, answers, parts=map(self._result_of, parts))
-        return answers
+        in_order = [by_part[part.partition_id] for part in parts] or [np.zeros(1, bool)]
+        packed = np.packbits(np.concatenate(in_order)).tobytes()
+        self._folder.keep_result(self.name, packed, parts=map(self._result_of, parts))
+        return packed
 
     def _num_workers(self, num_parts: int) -> int:
         if num_parts <= 1 or multiprocessing.current_process().daemon:  # a DataLoader's worker may start no process
