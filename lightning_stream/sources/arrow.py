@@ -245,7 +245,7 @@ def writer_columns(batch: pa.RecordBatch, columns: Columns) -> dict[str, Values]
     for name, encoding in columns.items():
         try:
             values[name] = _values(batch.column(name), encoding)
-        except (ValueError, TypeError, pa.ArrowInvalid) as error:
+        except (ValueError, TypeError, OverflowError) as error:
             raise ValueError(f"column {name!r}: {error}") from error
     return values
 

@@ -34,6 +34,7 @@ _MIN_FOOTER_BYTES = 1 << 12
 _WINDOW_BYTES = 1 << 11  # for headers, from one to the next
 _FOOTERS: dict[Any, Any] = {}  # of Parquet files
 _SCHEMAS: dict[Any, Any] = {}
+_SPARK = b"org.apache.spark.version"  # noted in files that it wrote
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
 
@@ -222,8 +223,14 @@ class ParquetReader(TableReader):
         import pyarrow.parquet as pq  # slow to import
 
         footer = cached(_FOOTERS, file.content, lambda _: pq.read_metadata(plain), 32)
-        opened = pq.ParquetFile(plain, metadata=footer, pre_buffer=file.path is None)  # neighbours in one range
-
+        opened = pq.ParquetFile(
+            plain,
+            metadata=footer,
+            pre_buffer=file.path is None,  # neighbours in one range
+            # Spark writes whole microseconds, also of years that no 64-bit number of nanoseconds has.
+            coerce_int96_timestamp_unit="us" if _SPARK in (footer.metadata or ()) else "ns",
+            page_checksum_verification=True,
+        )
         names = set(opened.schema_arrow.names)
 
         def pieces() -> list[Piece]:

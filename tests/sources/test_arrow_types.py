@@ -103,6 +103,33 @@ def test_a_type_reads_as_arrows_own_values(name: str, tmp_path: Path) -> None:
     assert read(str(tmp_path / "out")) == wanted
 
 
+def test_times_that_spark_wrote_are_exact_in_any_year(tmp_path: Path) -> None:
+    times = [dt.datetime(1, 1, 1), dt.datetime(1969, 12, 31, 23, 59, 59, 999999), dt.datetime(9999, 12, 31)]
+    table = pa.table({"x": times, "null": [None, *times[1:]]})  # of which no footer knows
+    path = tmp_path / "a.parquet"
+    by_spark = table.replace_schema_metadata({"org.apache.spark.version": "3.5.0"})
+    pq.write_table(by_spark, path, use_deprecated_int96_timestamps=True)
+    assert read(str(path), ["x"]) == [(time - dt.datetime(1970, 1, 1)) // dt.timedelta(microseconds=1) for time in times]
+    assert read(str(path), {"null": "json"}, "null") == [None, *(time.isoformat() for time in times[1:])]
+
+
+def test_a_time_that_json_cannot_show_is_an_error_that_names_the_column(tmp_path: Path) -> None:
+    uri = write(tmp_path / "in", pa.array([1 << 62, None], pa.timestamp("us")))
+    with pytest.raises(FormatError, match=r"rows 0 to 2.*: column 'x': date value out of range"):
+        read(uri)
+
+
+def test_damage_that_only_the_checksum_of_a_page_shows_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    plain_pages = {"compression": "none", "use_dictionary": False}
+    pq.write_table(pa.table({"x": range(1000)}), path, write_page_checksum=True, **plain_pages)
+    data = bytearray(path.read_bytes())
+    data[2000] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(FormatError, match=r"a.parquet cannot be read: .*CRC.*fetch it again"):
+        read(str(path))
+
+
 def test_streams_one_behind_another_are_refused(tmp_path: Path) -> None:
     table = pa.table({"x": [1, 2]})
     path = tmp_path / "a.arrow"
