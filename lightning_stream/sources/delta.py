@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs
+from lightning_stream.errors import FormatError, LightningStreamError, NotFoundError, needs, summarize
 from lightning_stream.shared_files import scratch_folder
 from lightning_stream.sources.arrow import arrow_columns
 from lightning_stream.sources.base import Asked, Batches, Columns, Piece, Pieces, SourceSchema
@@ -68,7 +68,9 @@ class DeltaReader(ParquetReader):
             except LightningStreamError:
                 raise
             except Exception as error:  # deltalake's own classes are many
-                raise FormatError(f"{store.url} cannot be read as a Delta table: {error}") from error
+                raise FormatError(f"{store.url} cannot be read as a Delta table: {summarize(error)}") from error
+        if not actions:
+            raise NotFoundError(f"version {self.version} of the Delta table {store.url} has no rows. Read another one.")
         self._actions = {_named_by_log(unquote(action["path"]), store): action for action in actions}
         by_name = {file.name: file for file in listing.files}
         if missing := [name for name in self._actions if name not in by_name]:
@@ -97,11 +99,11 @@ class DeltaReader(ParquetReader):
     def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:
         action = self._actions[file.name]
         # The settings are those of all columns of the table: what is read of it does not make it another table.
-        partition = {}
-        for key, value in action.items():
-            if key.startswith("partition."):
-                name = key.removeprefix("partition.")
-                partition[name] = _plain(value), str(self._schema.field(name).type).replace("_view", "")
+        partition = {
+            name: (_plain(value), str(self._schema.field(name).type).replace("_view", ""))
+            for key, value in action.items()
+            if (name := key.removeprefix("partition.")) != key
+        }
         with self._opened(file, headers=True) as table:
             stored = set(table.schema.names)
             groups = table.pieces()

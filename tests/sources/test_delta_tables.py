@@ -122,6 +122,16 @@ def test_a_file_whose_rows_are_all_deleted_gives_no_shard(tmp_path: Path) -> Non
     assert ids(table) == [*range(5, 10)]
 
 
+def test_a_version_whose_rows_are_all_deleted_is_an_error_that_says_so(tmp_path: Path) -> None:
+    table = str(tmp_path / "table")
+    delta.write_deltalake(table, pa.table({"id": range(5)}))
+    delta.DeltaTable(table).delete()
+    with pytest.raises(NotFoundError, match=r"version 1 of the Delta table .*table has no rows"):
+        StreamingDataset(remote=table)[0]
+    with pytest.raises(NotFoundError, match=r"version 1 of the Delta table .*table has no rows"):
+        convert(table, tmp_path / "out")
+
+
 def test_checkpoints_and_versions_are_read(tmp_path: Path) -> None:
     table = tmp_path / "table"
     for number in range(4):
