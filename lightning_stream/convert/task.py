@@ -199,7 +199,9 @@ class PartitionTask:
             _refuse_others(rows, self.columns)
         # What a transform returned is no word about files.
         with readable(batch.where) if hasattr(rows, "schema") else nullcontext():
-            values, num_rows = self.nulls.settle(rows, self.columns, nulls, self.strict)
+            values, num_rows = self.nulls.settle(rows, self.columns, nulls, truths := set[str]())
+            if truths and self.strict:
+                raise ValueError(f"column {min(truths)!r}: found a truth value among numbers.")
         if not num_rows:
             return
         check_texts(values)

@@ -189,13 +189,14 @@ class InPlace:
         columns = entry.schema.columns
         nulls = dict[str, int]()
         others = set[str]()
+        truths = set[str]()
         at = ""
         try:
             for batch in reader.read([split], columns):
                 at = f"{batch.where}: "
                 if isinstance(batch.rows, list):
                     others.update(*batch.rows)
-                values, num_rows = NullRule().settle(batch.rows, columns, nulls)
+                values, num_rows = NullRule().settle(batch.rows, columns, nulls, truths)
                 if num_rows:
                     add(values, num_rows)
                 at = ""  # an error of a reader names the file
@@ -204,6 +205,11 @@ class InPlace:
         where = f"{split.file.uri} (part {split.begin} to {split.end})"
         if nulls:
             raise _nulls(where, ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items())))
+        if truths and not isinstance(self.columns, Mapping):
+            names = ", ".join(map(repr, sorted(truths)))
+            _log.warning(
+                "%s has truth values among the numbers of %s: read as 1 and 0. %s", where, names, OTHER_ENCODING
+            )
         if self.columns is None and (others := others - columns.keys()):
             names = ", ".join(map(repr, sorted(others)))
             _log.warning("%s has %s, which the rows that were looked at lack: not read. %s", where, names, _REMEDY)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from lightning_stream.sources.base import Columns, Piece, Pieces, Reader, Row
@@ -50,44 +49,53 @@ class NullRule:
     drop: bool = False
 
     def settle(
-        self, rows: Any, columns: Columns, nulls: dict[str, int], is_strict: bool = False
+        self, rows: Any, columns: Columns, nulls: dict[str, int], truths: set[str]
     ) -> tuple[dict[str, Any], int]:
         """Return an Arrow batch, or rows, as columns of values for a writer, and the number of rows.
 
-        There are no rows if nulls are left; ``nulls`` counts them by column. ``is_strict``: the columns were inferred,
-        so that a truth value among numbers is refused.
+        There are no rows if nulls are left; ``nulls`` counts them by column. ``truths`` gets the columns of numbers
+        that hold truth values, which become 1 and 0.
         """
         if isinstance(rows, Mapping):
             return batch_columns(rows)
         if not hasattr(rows, "schema"):
-            return batch_columns(self._plain(rows, columns, nulls, is_strict))
+            return batch_columns(self._plain(rows, columns, nulls, truths))
         from lightning_stream.sources.arrow import settle_nulls, writer_columns
 
         batch = settle_nulls(rows, columns, self.fill, self.drop, nulls)
         return batch_columns({} if nulls or not batch.num_rows else writer_columns(batch, columns))
 
-    def _plain(self, rows: Sequence[Row], columns: Columns, nulls: dict[str, int], is_strict: bool) -> dict[str, Any]:
+    def _plain(self, rows: Sequence[Row], columns: Columns, nulls: dict[str, int], truths: set[str]) -> dict[str, Any]:
         needed = {name for name, encoding in columns.items() if encoding != "json"}
         if self.drop:
             rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
-        lists = {name: [row.get(name) for row in rows] for name in columns}
-        for name in lists.keys() & self.fill.keys():
-            lists[name] = [self.fill[name] if value is None else value for value in lists[name]]
+        filled = [(name, self.fill.get(name)) for name in columns]
+        lists = {name: [fill if (value := row.get(name)) is None else value for row in rows] for name, fill in filled}
         for name in needed:
             count = sum(value is None for value in lists[name])  # not list.count: arrays compare by element
             if count:
                 nulls[name] = nulls.get(name, 0) + count
-        return {} if nulls else {name: _fitted(name, lists[name], columns[name], is_strict) for name in lists}
+        return {} if nulls else {name: _fitted(name, lists[name], columns[name], truths) for name in lists}
 
 
-def _fitted(name: str, values: list[Any], encoding: str, is_strict: bool) -> Any:
+def _has_truths(values: Any, array: Any) -> bool:
+    """Whether a list that became an array has a truth value, which is 1 or 0 there."""
+    if not isinstance(values, list) or array.ndim > 1:
+        return False
+    return any(type(values[k]) is bool for k in np.flatnonzero((array == 0) | (array == 1)).tolist())
+
+
+def _fitted(name: str, values: list[Any], encoding: str, truths: set[str]) -> Any:
     """Values as a writer takes them: lists as arrays, and numbers in one array, if that is what the encoding stores."""
     kinds = set(map(type, values))
+    if bool in kinds and encoding.startswith(("int", "float")):
+        truths.add(name)
     try:
         if encoding.startswith("ndarray"):
-            return [_array(value, encoding, is_strict) if isinstance(value, list) else value for value in values]
-        if is_strict and bool in kinds and encoding.startswith(("int", "float")):
-            raise ValueError("found a truth value among numbers.")
+            arrays = [_array(value, encoding) if isinstance(value, list) else value for value in values]
+            if any(map(_has_truths, values, arrays)):
+                truths.add(name)
+            return arrays
         if values and encoding.startswith(_NUMBERS) and (kinds <= {int, bool} or kinds <= {int, float}):
             if encoding.startswith("float"):
                 _check_exact(values)
@@ -106,17 +114,12 @@ def _check_exact(values: Sequence[Any]) -> None:
             raise ValueError(f"{value} is no float64; it would be rounded.")
 
 
-def _array(value: list[Any], encoding: str, is_strict: bool) -> Any:
+def _array(value: list[Any], encoding: str) -> Any:
     dtype = encoding.split(":")[1] if ":" in encoding else None
     array = np.array(value) if value else np.array(value, dtype)
     if array.dtype.kind == "f" or str(dtype).startswith("float"):
         _check_exact(value)
     fits = array.dtype.kind in "iufb"
-    try:
-        if is_strict and array.ndim == 1:
-            msgspec.convert(value, list[float])  # a truth value is no number, as NumPy takes it
-    except msgspec.ValidationError:
-        fits = False
     cast = array.astype(dtype, copy=False) if dtype and fits else array
     if not fits or (cast.dtype.kind in "iu" and not np.array_equal(cast, array)):
         raise ValueError(f"{value!s:.60} does not fit {encoding}.")

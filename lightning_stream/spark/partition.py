@@ -129,7 +129,7 @@ def written(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch])
                     _write_samples(writer, job.udf(_as_pandas(batch), **job.udf_kwargs))
                     continue
                 with refusing():
-                    values, _ = NullRule().settle(_with_images(batch, job.columns), job.columns, nulls)
+                    values, _ = NullRule().settle(_with_images(batch, job.columns), job.columns, nulls, set())
                     writer.write_batch(values)
     except RefusedError as error:
         return Receipt(partition_id, begins, refused=str(error))

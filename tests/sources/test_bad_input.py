@@ -327,6 +327,20 @@ def test_keys_of_json_that_only_unsampled_rows_have_are_logged(
         assert not caplog.text, "the columns were named"
 
 
+def test_truth_values_among_numbers_are_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_stream.sources.lines.SAMPLED_ROWS", 1)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 5, "b": [3, 4], "c": [1.5], "d": 1}\n{"a": true, "b": [2, true], "c": [false], "d": 0}\n')
+    with caplog.at_level(logging.WARNING):
+        assert [row["a"] for row in read(path)] == [5, 1]
+        assert "a.jsonl (part 0 to 92) has truth values among the numbers of 'a', 'b', 'c': read as 1" in caplog.text
+        caplog.clear()
+        assert len(read(path, columns={"a": "int64", "b": "ndarray:int64"})) == 2
+        assert not caplog.text, "the encodings were named"
+
+
 def test_arrays_are_cut_into_shards_without_reading_all_of_them_for_each(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "a.npz", id=np.arange(5000))
     assert [int(row["id"]) for row in read(tmp_path / "a.npz")] == [*range(5000)]
