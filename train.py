@@ -20,7 +20,7 @@ import traceback
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import count, filterfalse
@@ -128,8 +128,12 @@ def run(config: DictConfig) -> float | None:
         )
     with checkpoint(config) as ckpt_path:
         if config.mode is Mode.train:
-            begin_folder(config, ckpt_path)
-            trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+            earlier = begin_folder(config, ckpt_path)
+            try:
+                trainer.fit(model, datamodule=data, ckpt_path=ckpt_path)
+            except BaseException:
+                bring_back(earlier, last_checkpoint(config).parent)
+                raise
             trainer.save_checkpoint(last_checkpoint(config))
             summarize(config, trainer, data)
         else:
@@ -176,9 +180,13 @@ def is_refusal(error: Exception) -> bool:
 
 
 @rank_zero_only
-def begin_folder(config: DictConfig, ckpt_path: str | None) -> None:
-    """Write the config, without secrets; move the checkpoints of an earlier run aside, unless this one resumes."""
+def begin_folder(config: DictConfig, ckpt_path: str | None) -> Path | None:
+    """Write the config, without secrets; move the checkpoints of an earlier run aside, unless this one resumes.
+
+    Returns where they are then.
+    """
     folder = last_checkpoint(config).parent
+    aside = None
     resumes = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
@@ -186,6 +194,16 @@ def begin_folder(config: DictConfig, ckpt_path: str | None) -> None:
         print(f"Starting over; the earlier checkpoints are now in {aside}. ckpt_path=last resumes instead.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     (folder.parent / "config.yaml").write_text(OmegaConf.to_yaml(without_secrets(OmegaConf.to_container(config))))
+    return aside
+
+
+def bring_back(earlier: Path | None, folder: Path) -> None:
+    """Move the earlier checkpoints back, if the run that failed saved none: often its settings were refused."""
+    if earlier is None:
+        return
+    with suppress(OSError):  # this run's own are there
+        earlier.rename(folder)
+        print(f"This run saved no checkpoint; the earlier ones are in {folder} again.")
 
 
 def without_secrets(value: Any, name: str = "", in_store: bool = False) -> Any:

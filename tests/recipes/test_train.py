@@ -73,6 +73,16 @@ def test_a_strangers_module_and_data_train_by_two_overrides_and_are_tested(train
     assert (checkpoints.with_name("checkpoints-1") / "last.ckpt").read_bytes() == before
 
 
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_earlier_ones(run: Run, tmp_path: Path) -> None:
+    last = tmp_path / "again" / "checkpoints" / "last.ckpt"
+    last.parent.mkdir(parents=True)
+    last.write_bytes(b"of a day of training")
+    with pytest.raises(ValueError, match="accumulat"):
+        run("again", *TABLE, "trainer.accumulate_grad_batches=3", "data.global_batch_size=16")
+    assert last.read_bytes() == b"of a day of training"
+    assert not last.parent.with_name("checkpoints-1").exists()
+
+
 @pytest.mark.parametrize("trainer", ["lightning", "torch", "composer"])
 @pytest.mark.parametrize("data", DATA)
 def test_every_data_choice_brings_its_model_under_every_trainer(data: str, trainer: str, compose: Run) -> None:
