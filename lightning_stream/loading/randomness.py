@@ -61,9 +61,13 @@ def _memory(address: int, num_bytes: int) -> Any:
     return (ctypes.c_char * num_bytes).from_address(address)
 
 
-@lru_cache(1)
-def _numpy_words(generator: Any) -> tuple[Any, Any]:
+def _numpy_memory() -> tuple[Any, Any]:
     """The state of numpy's generator, and the end of it: the last words, and its place."""
+    return _memory_of(np.random.get_bit_generator())  # type: ignore[attr-defined]  # it is documented
+
+
+@lru_cache(1)
+def _memory_of(generator: Any) -> tuple[Any, Any]:
     if type(generator) is not np.random.MT19937:
         raise ValueError(
             "a sample's random numbers come from global generators that are seeded, as numpy's MT19937 can be; found "
@@ -115,14 +119,14 @@ class _Generators:
     def mark(self) -> Any:
         """Some of their bytes: where two marks are equal, nothing was drawn, but for a chance of 2**-96."""
         if self._is_readable:
-            _, words = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]  # it is documented
+            _, words = _numpy_memory()
             return [part.raw for part in self._marked], words.raw, self._python.gauss_next
         python, numpy, of_torch = self.state()
         return python, numpy[1].tobytes(), numpy[2:], of_torch.numpy().tobytes()
 
     def state(self) -> Any:
         """All of them, for `restore`."""
-        words, _ = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]
+        words, _ = _numpy_memory()
         numpy = (words.raw, self._held.raw) if self._is_readable else np.random.get_state()
         return self._python.getstate(), numpy, self._torch.get_state()
 
@@ -132,7 +136,7 @@ class _Generators:
         self._python.setstate(python)
         self._torch.set_state(of_torch)
         if self._is_readable:
-            words, _ = _numpy_words(np.random.get_bit_generator())  # type: ignore[attr-defined]
+            words, _ = _numpy_memory()
             words.raw, self._held.raw = numpy
         else:
             np.random.set_state(numpy)

@@ -91,7 +91,7 @@ def test_a_file_of_the_same_size_and_time_is_another_one(
     change(folder / f"1.{kind}", WRITERS[kind])
     with pytest.raises(FormatError, match="was changed"):
         [dataset[k] for k in range(2 * ROWS)]
-    again = StreamingDataset(remote=str(folder))  # its index is made anew
+    again = StreamingDataset(remote=str(folder))  # its index is made again
     values = [next(int(value) for name, value in again[k].items() if name != "__key__") for k in range(2 * ROWS)]
     assert values == [*OLD, *NEW]
 
