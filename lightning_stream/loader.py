@@ -371,7 +371,7 @@ class StreamingDataLoader(DataLoader[Any]):
         return position.rebased_on(self._run(settings), batch_size=size, tail=settings.tail, world=settings.world)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at this epoch's beginning, or a loaded state in it; this changes none in progress."""
+        """Start the next iteration at this epoch's beginning, or a loaded state in it; none in progress changes."""
         if not self.cursor.begins_in(epoch):
             self.cursor.choose(replace(self.first_position(), epoch=index(epoch)))
 
