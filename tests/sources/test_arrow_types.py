@@ -109,7 +109,8 @@ def test_times_that_spark_wrote_are_exact_in_any_year(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     by_spark = table.replace_schema_metadata({"org.apache.spark.version": "3.5.0"})
     pq.write_table(by_spark, path, use_deprecated_int96_timestamps=True)
-    assert read(str(path), ["x"]) == [(time - dt.datetime(1970, 1, 1)) // dt.timedelta(microseconds=1) for time in times]
+    epoch = dt.datetime(1970, 1, 1)
+    assert read(str(path), ["x"]) == [(time - epoch) // dt.timedelta(microseconds=1) for time in times]
     assert read(str(path), {"null": "json"}, "null") == [None, *(time.isoformat() for time in times[1:])]
 
 
