@@ -132,6 +132,11 @@ class Stream:
                     f"{_DELTA} takes the whole URL of a table, or a path from the root; found {redact(str(remote))!r}. "
                     f"Write e.g. {_DELTA}s3://{redact(self.remote)}, or pass the table's own URL"
                 )
+        self.options = self._options = dict(options or {})  # a subclass may use the name for its own
+        if credentials is not None:
+            self._options["credentials"] = credentials
+        if remote is None and self._options:
+            raise ValueError(f"options are those of the store of remote=; found {', '.join(self._options)} without one")
         self.local = None if local is None else os.fspath(local)
         self.split = split or ""
         pairs = list(version) if isinstance(version, (list, tuple)) else [(0, version)]
@@ -145,8 +150,6 @@ class Stream:
         self.validate_hash = validate_hash
         self.keep_zip = keep_zip
         self.safe_keep_zip = bool(keep_zip) or self.remote in (None, self.local)
-        login = {} if credentials is None else {"credentials": credentials}
-        self.options = self._options = {**(options or {}), **login}  # a subclass may use the name for its own
         self._label = name or shown_url(os.fspath(remote or local or "")).rstrip("/").rpartition("/")[2]
         self._store: Store | None = None  # for a hook that calls super()
         media = None if media_root is None else media_store(media_root, self.remote or "", self._options)
@@ -223,7 +226,7 @@ def name_of(stream: Stream) -> str:
     """The URL or folder of a stream, for messages; without credentials."""
     if stream.remote is not None:
         return _store_of(stream, CacheDefaults()).url
-    return f"{stream.local}/{stream.split}" if stream.split else str(stream.local)
+    return str(Path(str(stream.local), stream.split))
 
 
 def labels_of(streams: Sequence[Stream]) -> list[str]:
@@ -240,7 +243,13 @@ def labels_of(streams: Sequence[Stream]) -> list[str]:
 def index_of(stream: Stream, cache: ShardCache) -> Index:
     """The index that the stream reads: the newest, or that of its version. Raises NotFoundError for an unknown one."""
     index = version_index(stream, cache)
-    columns = stream._in_place.columns  # noqa: SLF001 - of this file's own class
+    in_place = stream._in_place  # noqa: SLF001 - of this file's own class
+    if in_place.kind is not None and index.num_shards and not is_made(index):
+        raise ValueError(
+            f"format= is of a folder without an index.json, but {index.where} is an MDS dataset; found "
+            f"{in_place.kind!r}. Omit format, or pass the files that you mean, e.g. FOLDER/*.parquet"
+        )
+    columns = in_place.columns
     if columns is None:
         return index
     index = index.choose(columns)
@@ -359,26 +368,25 @@ def _version(version: str | int) -> str | int:
 def cache_of(stream: Stream, defaults: CacheDefaults, counters: Counters | None = None) -> ShardCache:
     """The cache of the stream's shards, with the dataset's settings where the stream has none of its own."""
     store = None if stream.remote is None else _store_of(stream, defaults)
+    other = None
     if store is not None and type(stream)._download_file is not Stream._download_file:  # noqa: SLF001 - its hook
         stream = _changed(stream, local=stream.local or str(default_folder(store.identity)), _store=store)
         to = Path(str(stream.local), stream.split).expanduser().absolute()
         store = cast("Store", DownloadHook(stream, store, to))
+    else:
+        table_version = stream.version if isinstance(stream.version, int) else None
+        names = _place_of(stream)[1]
+        other = replace(stream._in_place, version=table_version, names=names)  # noqa: SLF001 - of this file's own class
     config = replace(
         defaults.config,
         keep_zip=defaults.config.keep_zip if stream.keep_zip is None else stream.keep_zip,
         validate_hash=stream.validate_hash or defaults.config.validate_hash,
     )
-    other = None
-    if not isinstance(store, DownloadHook):
-        table_version = stream.version if isinstance(stream.version, int) else None
-        names = _place_of(stream)[1]
-        other = replace(stream._in_place, version=table_version, names=names)  # noqa: SLF001 - of this file's own class
     folder = None if stream.local is None else Path(stream.local, stream.split)
     return ShardCache(store, folder, config, other, counters)
 
 
 def _store_of(stream: Stream, defaults: CacheDefaults) -> Store:
-    assert stream.remote is not None
     retries = defaults.retries if stream.download_retry is None else stream.download_retry
     timeout = defaults.timeout_s if stream.download_timeout is None else stream.download_timeout
     policy = {name: value for name, value in (("retries", retries), ("timeout_s", timeout)) if value is not None}

@@ -127,6 +127,18 @@ def test_a_stream_has_one_weight_at_most() -> None:
         Stream(remote="s3://bucket/set", proportion=1.0, repeat=2.0)
 
 
+@pytest.mark.parametrize("settings", [{"options": {"endpoint_url": "x"}}, {"credentials": "mine:keys"}])
+def test_options_of_a_store_are_refused_where_there_is_none(settings: dict[str, Any], shards: Path) -> None:
+    with pytest.raises(ValueError, match="options are those of the store of remote="):
+        Stream(local=shards, **settings)
+
+
+@pytest.mark.parametrize("place", ["remote", "local"])
+def test_a_format_is_refused_where_an_mds_dataset_would_be_read_instead(place: str, shards: Path) -> None:
+    with pytest.raises(ValueError, match=r"index\.json is an MDS dataset; found 'parquet'. Omit format"):
+        StreamingDataset(format="parquet", **{place: shards / "train"})[0]
+
+
 def test_what_a_store_lacks_is_a_file_not_found_too(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"index\.json") as caught:
         StreamingDataset(remote=tmp_path / "none", local=tmp_path / "cache")[0]
