@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import pyarrow as pa
@@ -36,6 +36,7 @@ from lightning_stream.sources.unpackers import Blocks
 
 _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 1 << 22
+_END = "\x1a"  # the values of a row behind all others, which only an open quote hides
 # A leading "+" is one of a telephone number; a larger exponent would become inf or 0.
 _WHOLE = r"-?(0|[1-9]\d{0,17})"
 _NUMBER = r"-?((0|[1-9]\d{0,14})(\.\d*)?|\.\d+)([eE]([+-]?\d{1,2}|-[12]\d\d))?"
@@ -112,11 +113,19 @@ class CsvReader(LineReader):
             if len(set(names)) < len(names):
                 raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
             first = BOM + first.lstrip(b"\r\n")  # Arrow drops one, also if it belongs to a value
-            data = io.BufferedReader(Blocks(chain([first], blocks)), _BLOCK_BYTES)  # a short read makes Arrow lose rows
+            marked = chain([first], blocks, [f"\n{self.delimiter.join([_END] * len(names))}\n".encode()])
+            data = io.BufferedReader(Blocks(marked), _BLOCK_BYTES)  # a short read makes Arrow lose rows
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
             reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
+            is_end = False
             batches = pa.csv.open_csv(pa.PythonFile(data, "r"), reading, parsing, texts)
-            yield from filter(len, batches)  # a block may have blank lines only
+            filled = filter(len, batches)  # a block may have blank lines only
+            for batch, later in pairwise(chain(filled, [None])):
+                is_end = later is None and batch.column(0)[-1].as_py() == _END
+                if rows := len(batch) - is_end:
+                    yield batch.slice(0, rows)
+            if not is_end:
+                raise FormatError(f"{file.uri} ends within a quoted value. Close the quote, or fetch the file again.")
 
     def _parsed(self, name: str, texts: pa.Array, encoding: str, where: str) -> pa.Array:
         """Texts as what the encoding stores."""

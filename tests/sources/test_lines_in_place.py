@@ -106,6 +106,14 @@ def test_a_bad_row_of_a_table_of_texts_can_be_left_out(tmp_path: Path, caplog: p
     assert "it has 1 values, not 2" in caplog.text
 
 
+@pytest.mark.parametrize("on_bad", ["raise", "skip"])
+def test_a_quote_that_is_not_closed_takes_no_rows_with_it(tmp_path: Path, on_bad: str) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text('id,text\n1,a\n2,"b\n3,c\n')
+    with pytest.raises(FormatError, match=r"a.csv ends within a quoted value. Close the quote"):
+        convert(path, tmp_path / "out", num_workers=1, source_options={"on_bad": on_bad})
+
+
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_rows_of_any_line_ends_are_read(tmp_path: Path, end: str) -> None:
     folder = tmp_path / "rows"
