@@ -106,14 +106,13 @@ class CsvReader(LineReader):
         parsing = pa.csv.ParseOptions(delimiter=self.delimiter, newlines_in_values=True, invalid_row_handler=skip)
         with readable(file.uri):
             names, above = _head(file, self.delimiter) if self.names is None else (self.names, 0)
+            if not names:
+                return  # an empty file
             blocks = (block[max(0, above - at) :] for at, block in line_blocks(split))
-            first = next((block for block in blocks if block.strip(b"\r\n")), None)
-            if first is None:
-                return  # nothing, or a line of names alone
             if len(set(names)) < len(names):
                 raise FormatError(f"{file.uri}: columns must differ in name; found {', '.join(names):.200}.")
-            first = BOM + first.lstrip(b"\r\n")  # Arrow drops one, also if it belongs to a value
-            marked = chain([first], blocks, [f"\n{self.delimiter.join([_END] * len(names))}\n".encode()])
+            # Arrow drops one mark of UTF-8 at the beginning, also if it belongs to a value.
+            marked = chain([BOM], blocks, [f"\n{self.delimiter.join([_END] * len(names))}\n".encode()])
             data = io.BufferedReader(Blocks(marked), _BLOCK_BYTES)  # a short read makes Arrow lose rows
             texts = pa.csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()), strings_can_be_null=False)
             reading = pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK_BYTES, column_names=names)
