@@ -203,6 +203,25 @@ def test_iterating_without_a_loader_follows_the_same_order(shards: Path, tmp_pat
             assert seen == [number for batch in epoch for number in batch]
 
 
+def test_an_error_that_ends_an_epoch_of_torchs_loader_says_that_its_rest_is_left_and_a_state_brings_it(
+    shards: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad_days = [OSError("a bad day")]
+
+    def flaky(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["id"] == 40 and bad_days:
+            raise bad_days.pop()
+        return {"id": sample["id"]}
+
+    dataset = StreamingDataset(shards, batch_size=16, transform=flaky)
+    loader = DataLoader(dataset, 16)
+    with pytest.raises(OSError, match="a bad day"):
+        list(loader)
+    assert "the next one begins the next epoch; found OSError in epoch 0. For the samples that are left" in caplog.text
+    dataset.load_state_dict(dataset.state_dict(32, from_beginning=True))
+    assert [number for batch in loader for number in batch["id"].tolist()] == list(range(32, NUM_SAMPLES))
+
+
 def test_what_comes_next_can_be_explained_and_traced(dataset: StreamingDataset) -> None:
     loader = StreamingDataLoader(dataset, 16)
     epoch = ids_of(loader)

@@ -134,19 +134,20 @@ class PlainIterations:
     def iterate(self, dataset: Any, source: SampleSource) -> Iterator[Any]:
         """Yield this rank's samples; in a worker of a DataLoader, the samples of that worker's batches."""
         worker = get_worker_info()
+        index, count = (0, 1) if worker is None else (worker.id, worker.num_workers)
         if self._is_only_for_loader:
             raise StateError(
                 "a dataset continues from a state with the batches of the run, but this one was given a state and has "
                 "no batch size. Pass batch_size= to StreamingDataset, the same as to torch's DataLoader, or train on a "
                 "StreamingDataLoader"
             )
-        if worker is not None and worker.num_workers > 1 and self.batch_size is None:
+        if count > 1 and self.batch_size is None:
             raise ValueError(
-                f"{worker.num_workers} DataLoader workers divide the batches, so the dataset must know the batch "
+                f"{count} DataLoader workers divide the batches, so the dataset must know the batch "
                 "size: pass batch_size= to StreamingDataset, the same as to the DataLoader, or use StreamingDataLoader"
             )
         taken = samples_at_once()
-        if worker is not None and worker.num_workers > 1 and not worker.id and taken not in (None, self.batch_size):
+        if count > 1 and not index and taken not in (None, self.batch_size):
             warnings.warn(
                 f"workers divide the dataset's batches of {self.batch_size} samples, but the DataLoader takes {taken} "
                 "at a time: a state would count other samples than those trained on, and a resume lose and repeat "
@@ -159,7 +160,6 @@ class PlainIterations:
             raise ValueError("batch_tokens makes batches of different sizes: load the dataset by StreamingDataLoader")
         source.reader.require_samples()
         refuse_second_dealing(dataset, source.detect_world(), has_loader=self.has_loader)
-        index, count = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         self._begun = iteration = _Iteration()
         key = iteration_key(worker) if worker is not None else id(iteration)
         settings = self.settings()
@@ -172,6 +172,13 @@ class PlainIterations:
                     iteration.num_yielded += 1
                     yield sample
             self._shared.end(key, index)
+        except Exception as error:
+            _log.warning(
+                f"an iteration over a dataset ends with its first error, and the next one begins the next epoch; found "
+                f"{type(error).__name__} in epoch {start.epoch}. For the samples that are left, load a state, or use "
+                "StreamingDataLoader, which continues at the batch that failed"
+            )
+            raise
         finally:
             iteration.is_over = True
         source.reader.shards.delivered.compare()
