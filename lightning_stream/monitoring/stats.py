@@ -137,7 +137,7 @@ class LoaderStats:
     @property
     def wait_share(self) -> float:
         """The part of the time that training waited for data, from 0 to 1."""
-        return _ratio(self.wait_s, self.elapsed_s)
+        return ratio(self.wait_s, self.elapsed_s)
 
     @property
     def first_wait_s(self) -> float:
@@ -145,9 +145,14 @@ class LoaderStats:
         return sum(self.first_waits.values())
 
     @property
+    def steady_wait_s(self) -> float:
+        """The other seconds of `wait_s`."""
+        return self.wait_s - self.first_wait_s
+
+    @property
     def first_wait_share(self) -> float:
         """The part of the time that training waited for first batches, which is a part of `wait_share`."""
-        return _ratio(self.first_wait_s, self.elapsed_s)
+        return ratio(self.first_wait_s, self.elapsed_s)
 
     @property
     def waited(self) -> str:
@@ -157,12 +162,12 @@ class LoaderStats:
     @property
     def samples_per_s(self) -> float:
         """Samples that this process trained on in a second."""
-        return _ratio(self.num_samples, self.elapsed_s)
+        return ratio(self.num_samples, self.elapsed_s)
 
     @property
     def download_mb_s(self) -> float:
         """Megabytes (10^6 bytes) that came from the store in a second, over all workers."""
-        return _ratio(self.counters["fetched_bytes"] / _MB, self.elapsed_s)
+        return ratio(self.counters["fetched_bytes"] / _MB, self.elapsed_s)
 
     @property
     def cache_hit(self) -> float:
@@ -174,7 +179,7 @@ class LoaderStats:
     @property
     def ready_share(self) -> float:
         """The part of the batches that were ready when they were requested, from 0 to 1."""
-        return _ratio(self.num_ready, self.num_batches)
+        return ratio(self.num_ready, self.num_batches)
 
     @property
     def fetching_s(self) -> float:
@@ -182,18 +187,33 @@ class LoaderStats:
         return sum(self.counters[name] for name in ("download_s", "verify_s", "decompress_s", "convert_s"))
 
     @property
-    def computing_s(self) -> float:
-        """Seconds of making batches in which no shard was waited for, over all workers."""
-        return sum(self.work.values()) - self.work["fetching"]
+    def work_s(self) -> float:
+        """Seconds of making batches, over all workers."""
+        return sum(self.work.values())
 
-    def making_s(self, num_workers: int, computing_s: float) -> float:
-        """Seconds in which so many workers make these batches, which takes so long in one of them.
+    @property
+    def computing_s(self) -> float:
+        """Those of them in which no shard was waited for."""
+        return self.work_s - self.work["fetching"]
+
+    @property
+    def queued_share(self) -> float:
+        """The part of these in which the threads that make batches waited for a processor core."""
+        return ratio(min(self.queued_s, max(0.0, self.computing_s - self.cpu_s)), self.computing_s)
+
+    @property
+    def held_share(self) -> float:
+        """The part in which they neither computed nor could have: they slept, read, or waited for a lock."""
+        return 1 - ratio(self.cpu_s, self.computing_s) - self.queued_share
+
+    def making_s(self, computing_s: float) -> float:
+        """Seconds in which the workers make these batches, which takes so long in one of them.
 
         Workers share the making, and all their threads the fetching: the slower of both counts.
         """
-        makers = max(1, num_workers)
-        readers = 1 if self.settings.workers == "threads" else makers
-        return max(computing_s / makers, self.fetching_s / (readers * self.settings.fetch_threads))
+        settings = self.settings
+        connections = settings.num_readers * settings.fetch_threads
+        return max(computing_s / max(1, settings.num_workers), self.fetching_s / connections)
 
     @property
     def headroom(self) -> float:
@@ -202,14 +222,12 @@ class LoaderStats:
         The workers have so much time to make batches, and their threads to fetch shards, as training takes; without
         workers, training waits in any case.
         """
-        making_s = self.making_s(self.settings.num_workers, self.computing_s)
-        return _ratio(self.compute_s, making_s) if self.settings.num_workers else 0.0
+        return ratio(self.compute_s, self.making_s(self.computing_s)) if self.settings.num_workers else 0.0
 
     @property
     def epoch_left_s(self) -> float:
         """Seconds until the end of the epoch at this speed; 0 if nothing was measured."""
-        left = (1 - self.epoch_fraction) * self.epoch_positions
-        return _ratio(left * self.elapsed_s, self.num_positions)
+        return ratio((1 - self.epoch_fraction) * self.epoch_positions * self.elapsed_s, self.num_positions)
 
     @property
     def short(self) -> str:
@@ -245,7 +263,7 @@ class LoaderStats:
         """The values for a trainer's loggers, by their names."""
         metrics = {
             "data/samples_per_s": self.samples_per_s,
-            "data/wait_ms": 1000 * self.wait_s / max(1, self.num_batches),
+            "data/wait_ms": 1000 * ratio(self.wait_s, self.num_batches),
             "data/wait_share": self.wait_share,
             "data/ready_share": self.ready_share,
             "data/download_mb_s": self.download_mb_s,
@@ -287,7 +305,7 @@ class LoaderStats:
         return "\n".join([head, *table, foot, str(verdict_of(self))])
 
 
-def _ratio(amount: float, total: float) -> float:
+def ratio(amount: float, total: float) -> float:
     """The amount for each of the total; 0 if nothing was measured."""
     return amount / total if total > 0 else 0.0
 

@@ -11,21 +11,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from lightning_stream.monitoring.stats import INPUT_BOUND, LoaderStats, percent
+from lightning_stream.monitoring.stats import INPUT_BOUND, LoaderStats, percent, ratio
 
-_PAUSED = 0.05  # the part of the time from which on pauses of training matter
 _VALIDATING = 0.3  # the part of the time from which on validations matter: they are wanted
 _ALARMING = 0.1  # the part of the time that matters more than any wait at the start
 _RATHER = 0.5  # the part from which on one of two explanations holds
 _MANY = 0.1  # the part of requests, or of the time of fetching, from which on failures matter
 _AGAIN = 0.2  # the part of the downloads from which on repeated ones matter
 _BUSY = 0.75  # the part of the time that connections or cores are in use, from which on there are too few
-_UNDISTURBED = 0.75  # a thread that computes with less of a core than this is disturbed
+_HELD = 0.25  # the part of making batches from which on it matters that its thread does not compute
+_QUEUED = 0.2  # the part of making batches spent in the queue for a core, from which on no core is free
 _OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor time: what its other threads use
 _SPARE = 1.1  # proposed workers make batches a little faster than they are needed
 _IDLE = 0.99  # the part of the time spent waiting from which on the loop does not train at all
 _WORTH = 1.1  # times as fast as now: a gain that is worth a sentence
-_LEAST_S = 1e-9  # to divide by
 _TINY_S = 3e-4  # moving a batch takes about as long if it holds nothing
 _PAUSES = {
     "checkpoint": ("Writing checkpoints", "Save less often, or asynchronously"),
@@ -80,9 +79,9 @@ def verdict_of(stats: LoaderStats) -> Verdict:
     verdict = next(chain(_at_the_start(stats), _by_stage(stats)))
     if verdict.is_input_bound:
         verdict = _with_gain(verdict, stats)
-    shares = {name: seconds / max(_LEAST_S, stats.elapsed_s) for name, seconds in stats.pauses.items()}
-    shares["validation"] = stats.validation_s / max(_LEAST_S, stats.elapsed_s + stats.validation_s)
-    long = [name for name, share in shares.items() if share >= (_VALIDATING if name == "validation" else _PAUSED)]
+    shares = {name: ratio(seconds, stats.elapsed_s) for name, seconds in stats.pauses.items()}
+    shares["validation"] = ratio(stats.validation_s, stats.elapsed_s + stats.validation_s)
+    long = [name for name, share in shares.items() if share >= (_VALIDATING if name == "validation" else INPUT_BOUND)]
     if not long:
         return verdict
     pause = max(long, key=shares.__getitem__)
@@ -99,30 +98,35 @@ def _with_gain(verdict: Verdict, stats: LoaderStats) -> Verdict:
     after = _predicted(verdict, stats)
     remedy = verdict.remedy
     if after is not None:
-        steady_s = stats.wait_s - stats.first_wait_s + stats.compute_s
-        gain = (1 - after) / max(_LEAST_S, stats.compute_s / steady_s)
-        remedy += f" Training would then be about {gain:.1f} times as fast." if gain >= _WORTH else ""
+        gain = (1 - after) * ratio(stats.steady_wait_s + stats.compute_s, stats.compute_s)
+        training = "If more of them get more in all, training" if verdict.cause in ("bandwidth", "disk") else "Training"
+        remedy += f" {training} would then be about {gain:.1f} times as fast." if gain >= _WORTH else ""
     return replace(verdict, finding=finding, remedy=remedy, wait_share=after)
 
 
 def _predicted(verdict: Verdict, stats: LoaderStats) -> float | None:
     """The part of the time that training would wait with the proposed value; None if that cannot be known."""
-    num_workers = stats.settings.num_workers
-    computing_s = stats.computing_s
-    if verdict.cause == "gil":
-        num_workers = 1
-        computing_s = stats.cpu_s
-    elif verdict.setting == "num_workers" and verdict.cause != "cores" and isinstance(verdict.value, int):
-        num_workers = verdict.value
-    elif verdict.setting != "predownload":
+    if verdict.setting not in ("num_workers", "workers", "predownload"):
         return None
-    wait_s = max(0.0, stats.making_s(num_workers, computing_s) - (stats.compute_s if num_workers else 0.0))
-    return wait_s / max(_LEAST_S, wait_s + stats.compute_s)
+    settings = replace(stats.settings, **{verdict.setting: verdict.value})  # type: ignore[arg-type]  # it fits its setting
+    is_uneven = stats.ready_share >= _RATHER and stats.waits["fetching"] < _RATHER * stats.steady_wait_s
+    if is_uneven and verdict.value:
+        return None  # a few batches take long, which further workers seldom make at the same time
+    wait_s = _wait_s(replace(stats, settings=settings), stats.cpu_s if verdict.cause == "gil" else stats.computing_s)
+    return ratio(wait_s, wait_s + stats.compute_s)
 
 
-def _more(cause: str, finding: str, otherwise: str, now: int, more: int, since: str = "") -> Verdict:
-    """A cause against which more workers help, where there are cores for them, and another change."""
-    if more <= now:
+def _wait_s(stats: LoaderStats, computing_s: float) -> float:
+    """Seconds that training would wait if its batches took so long, in one worker."""
+    return max(0.0, stats.making_s(computing_s) - (stats.compute_s if stats.settings.num_workers else 0.0))
+
+
+def _more(stats: LoaderStats, cause: str, finding: str, otherwise: str, work_s: float, since: str = "") -> Verdict:
+    """A cause against which workers that share this work help, as many as there are cores; and another change."""
+    now = stats.settings.num_workers
+    needed = math.ceil(_SPARE * ratio(work_s, stats.compute_s))
+    more = min(stats.settings.num_cores, max(now + 1, needed))
+    if more <= now or not work_s:
         return Verdict(cause, finding, f"No core is free for another worker: {otherwise}.")
     remedy = f"Raise num_workers from {now} to {more}{since}, or {otherwise}."
     return Verdict(cause, finding, remedy, "num_workers", more)
@@ -133,17 +137,17 @@ def _at_the_start(stats: LoaderStats) -> Verdicts:
     waited = percent(stats.wait_share)
     settings = stats.settings
     count = stats.num_iterations
-    steady_s = stats.wait_s - stats.first_wait_s
-    start_s = stats.first_wait_s / max(1, count)
-    steady = steady_s / max(_LEAST_S, stats.elapsed_s)
-    is_at_the_start = steady < INPUT_BOUND or (steady < _ALARMING and steady_s < _RATHER * stats.wait_s)
+    start_s = ratio(stats.first_wait_s, count)
+    steady = stats.wait_share - stats.first_wait_share
     late = max(stats.first_waits, key=stats.first_waits.__getitem__)
     restarts = count > 1 and late == "starting" and settings.num_workers > 0 and not settings.persistent_workers
     faster = f", which could keep up with {stats.headroom:.1f} times this speed" if stats.headroom > 1 else ""
     of_each = f" of each of {count} iterations" if count > 1 else ""
     if stats.wait_share < INPUT_BOUND:
         yield Verdict("none", f"Not input-bound: training waited {waited} of the time for data{faster}.")
-    if is_at_the_start and restarts:
+    if steady >= max(INPUT_BOUND, min(_ALARMING, _RATHER * stats.wait_share)):
+        return
+    if restarts:
         yield Verdict(
             "epoch_start",
             f"starting and ending the workers takes {start_s:.1f} s an epoch.",
@@ -151,12 +155,11 @@ def _at_the_start(stats: LoaderStats) -> Verdicts:
             "persistent_workers",
             True,
         )
-    if is_at_the_start:
-        yield Verdict(
-            "cold_start",
-            f"Training waited {start_s:.1f} s for the first batch{of_each}, mostly {late}: with "
-            f"{percent(stats.wait_share - stats.first_wait_share)} for all others, {waited} of the time.",
-        )
+    yield Verdict(
+        "cold_start",
+        f"Training waited {start_s:.1f} s for the first batch{of_each}, mostly {late}: with "
+        f"{percent(steady)} for all others, {waited} of the time.",
+    )
 
 
 def _by_stage(stats: LoaderStats) -> Verdicts:
@@ -177,9 +180,8 @@ def _failing(stats: LoaderStats) -> Verdicts:
     counted = stats.counters
     requests = counted["requests"]
     retries = counted["retries"]
-    failures = max(retries / max(1, requests), counted["retry_s"] / max(stats.fetching_s, _LEAST_S))
     refused = f"{retries:,.0f} of {requests:,.0f} requests"
-    if retries == 0 or failures < _MANY:
+    if max(ratio(retries, requests), ratio(counted["retry_s"], stats.fetching_s)) < _MANY:
         return
     if counted["corrupt"] >= _RATHER * retries:
         yield Verdict(
@@ -235,11 +237,11 @@ def _late_shards(stats: LoaderStats) -> Verdicts:
     if unpacking_s >= _RATHER * busy_s:
         is_full = unpacking_s >= _BUSY * settings.num_cores * stats.elapsed_s
         yield _more(
+            stats,
             "decompression",
             f"shards are {how} more slowly than they are needed.",
             "convert the dataset to MDS" if converts else "write the dataset without compression",
-            settings.num_workers,
-            0 if is_full else _workers_needed(stats),
+            0.0 if is_full else stats.work_s,
         )
     if busy_s < _BUSY * connections_s and settings.predownload < ahead:
         yield Verdict(
@@ -255,34 +257,21 @@ def _slow_store(stats: LoaderStats) -> Verdicts:
     """The store answers late or slowly: more connections help."""
     counted = stats.counters
     settings = stats.settings
-    compute_s = max(stats.compute_s, _LEAST_S)
-    makers = max(1, settings.num_workers)
-    more = makers + max(1, math.ceil(makers * (stats.elapsed_s / compute_s - 1)))
-    fetching = f"fetches {settings.fetch_threads} shards at a time"
-
-    def slow(cause: str, finding: str, otherwise: str) -> Verdict:
-        if settings.workers == "threads" and settings.num_workers:
-            remedy = f"Pass workers='processes', of which each {fetching}, or {otherwise}."
-            return Verdict(cause, finding, remedy, "workers", "processes")
-        most = min(more, settings.num_cores)
-        return _more(cause, finding, otherwise, settings.num_workers, most, f", since each {fetching}")
-
-    latency_ms = 1000 * counted["first_byte_s"] / max(1, counted["requests"])
-    rate = f"{counted['fetched_bytes'] / 1e6 / compute_s:,.1f} MB/s" if stats.wait_share < _IDLE else "far more"
+    rate = ratio(counted["fetched_bytes"] / 1e6, stats.compute_s)
+    usable = f"{rate:,.1f} MB/s" if stats.wait_share < _IDLE else "far more"
+    cause = "bandwidth"
+    finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {usable}."
+    otherwise = "write smaller samples (compression='zstd') or train nearer to the data, where the network is the limit"
     if counted["first_byte_s"] >= _RATHER * counted["download_s"]:
+        latency_ms = 1000 * ratio(counted["first_byte_s"], counted["requests"])
+        cause = "store_latency"
         finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
-        yield slow("store_latency", finding, "write larger shards (size_limit)")
-    yield slow(
-        "bandwidth",
-        f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {rate}.",
-        "write smaller samples (compression='zstd') or train nearer to the data, where the network is the limit",
-    )
-
-
-def _workers_needed(stats: LoaderStats) -> int:
-    """Workers that make batches as fast as training needs them, or a worker for each core."""
-    needed = math.ceil(_SPARE * sum(stats.work.values()) / max(stats.compute_s, _LEAST_S))
-    return min(stats.settings.num_cores, max(stats.settings.num_workers + 1, needed))
+        otherwise = "write larger shards (size_limit)"
+    each = f"each fetches {settings.fetch_threads} shards at a time"
+    if settings.workers == "threads" and settings.num_workers:
+        remedy = f"Pass workers='processes', of which {each}, or {otherwise}."
+        yield Verdict(cause, finding, remedy, "workers", "processes")
+    yield _more(stats, cause, finding, otherwise, stats.fetching_s / settings.fetch_threads, f", since {each}")
 
 
 def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
@@ -290,13 +279,14 @@ def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
     others_s = stats.all_cpu_s - stats.cpu_s
     num_workers = stats.settings.num_workers
     in_threads = stats.settings.workers == "threads" and num_workers > 0
-    is_busy = stats.all_cpu_s >= _OTHERS * sum(stats.work.values()) and others_s >= _OTHERS * stats.all_cpu_s
-    is_slowed = is_busy and _is_disturbed(stats) and not is_certain
+    makers = num_workers if in_threads else 1
+    is_held = stats.held_share >= _HELD and makers * stats.all_cpu_s >= _OTHERS * stats.work_s
+    is_slowed = is_held and others_s >= _OTHERS * stats.all_cpu_s and not is_certain
     # Threads that the transform starts would go with it to a worker; while training computes, they wait.
     goes_on = stats.beside_s * stats.computing_s >= _RATHER * others_s * stats.compute_s
     unless = ", or pass num_workers=1 if they are not its own" * (num_workers == 0 and stats.wait_share >= _IDLE)
     holds = "other Python threads of the process that makes batches hold Python's lock (the GIL)."
-    if in_threads and (is_certain or _is_disturbed(stats)):
+    if in_threads and (is_certain or is_held):
         finding = "the threads that make batches wait for Python's lock (the GIL), or for a processor core."
         yield Verdict("gil", finding, "Pass workers='processes'.", "workers", "processes")
     if num_workers == 0 and (is_certain or (is_slowed and goes_on)):
@@ -306,44 +296,40 @@ def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
         yield Verdict("gil", holds, f"Let the transform start no threads of its own{unless}.")
 
 
-def _is_disturbed(stats: LoaderStats) -> bool:
-    return stats.cpu_s < _UNDISTURBED * stats.computing_s
-
-
 def _cores(stats: LoaderStats) -> Verdicts:
-    """What makes batches waits for processor cores, and not for what its functions ask."""
-    num_cores = stats.settings.num_cores
-    num_workers = stats.settings.num_workers
-    if not _is_disturbed(stats):
-        return
-    if num_workers > num_cores:
-        finding = f"{num_workers} workers share {num_cores} processor cores."
-        yield Verdict("cores", finding, f"Lower num_workers to {num_cores}.", "num_workers", num_cores)
-    if stats.queued_s >= _RATHER * (stats.computing_s - stats.cpu_s):
-        queued = percent(stats.queued_s / max(stats.computing_s, _LEAST_S))
+    """With a core for each thread that makes batches, training would wait less than half as long."""
+    settings = stats.settings
+    is_crowded = settings.num_workers > settings.num_cores
+    busy = f"the processor cores are busy: what makes batches waited for one {percent(stats.queued_share)} of its time."
+    finding = f"{settings.num_workers} workers share {settings.num_cores} processor cores." if is_crowded else busy
+    left_s = _wait_s(stats, (1 - stats.queued_share) * stats.computing_s)
+    helps = stats.queued_share >= _QUEUED and left_s < _RATHER * stats.steady_wait_s
+    is_unknown = is_crowded and not stats.queued_s and stats.held_share >= _HELD
+    if helps or is_unknown:
         yield Verdict(
             "cores",
-            f"the processor cores are busy: what makes batches waited for one {queued} of its time.",
-            "Train on more cores, or run fewer programs beside the training.",
+            finding,
+            "Train on more cores, run fewer programs beside the training, or let batches need less computing.",
         )
 
 
 def _ms(stats: LoaderStats, seconds: float) -> str:
-    return f"{1000 * seconds / max(1, stats.num_batches):,.1f} ms"
+    return f"{1000 * ratio(seconds, stats.num_batches):,.1f} ms"
 
 
 def _making(stats: LoaderStats, stage: str) -> Verdicts:
     """A stage of making batches is too slow."""
     cause, what, otherwise = _TOO_SLOW[stage]
-    making = _ms(stats, stats.work[stage])
-    if stage == "reading" and stats.cpu_s < _RATHER * stats.computing_s:
-        yield Verdict(
-            "disk",
-            f"reading takes {making} a batch, and hardly computes meanwhile: it waits, mostly for the disk.",
-            "Put the cache (local=) on a faster disk, unless a decoder or __getitem__ of your own waits.",
-        )
-    finding = f"{what} takes {making} a batch, and training {_ms(stats, stats.compute_s)}."
-    yield _more(cause, finding, otherwise, stats.settings.num_workers, _workers_needed(stats))
+    of_it = ", most of which it waits" if stats.held_share > _RATHER else ""
+    if of_it and stage == "reading":
+        cause = "disk"
+        otherwise = "put the cache (local=) on a faster disk, unless a decoder or __getitem__ of your own waits"
+    takes = _ms(stats, stats.work[stage])
+    finding = f"{what} takes {takes} a batch{of_it}, and training {_ms(stats, stats.compute_s)}."
+    if stats.settings.num_workers == 0 and stats.work_s < _TINY_S * stats.num_batches:
+        yield Verdict(cause, finding, "Use larger batches: a worker would take as long to hand one over.")
+    is_full = stats.queued_share >= _QUEUED and not of_it
+    yield _more(stats, cause, finding, otherwise, 0.0 if is_full else stats.work_s)
 
 
 def _sending(stats: LoaderStats) -> Verdicts:
@@ -355,7 +341,7 @@ def _sending(stats: LoaderStats) -> Verdicts:
         yield Verdict(
             "transport", "handing over a batch takes its time, however little the batch holds.", "Use larger batches."
         )
-    if sum(stats.work.values()) < sending_s:
+    if stats.work_s < sending_s:
         remedy = f"Pass num_workers=0: making the batches takes less time than moving them. Or s{fewer}"
         yield Verdict("transport", finding, remedy, "num_workers", 0)
     yield Verdict("transport", finding, f"S{fewer}")

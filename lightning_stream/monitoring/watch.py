@@ -8,17 +8,15 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from multiprocessing import active_children
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import ref
 
 from lightning_stream.monitoring.meter import Meter
 from lightning_stream.monitoring.stats import LoaderStats
 from lightning_stream.stores.retry import requests_in_flight
-
-if TYPE_CHECKING:
-    from typing import Self
 
 _LOOK_S = 1.0
 _FIRST_WORD_S = 5.0
@@ -37,7 +35,7 @@ class Watched(Protocol):
         """What was measured so far, with what workers have counted."""
 
 
-class Watch:
+class Watch(AbstractContextManager["Watch"]):
     """Looks once a second whether a loader's consumer waits for a batch, until it is closed. A context manager.
 
     Args:
@@ -59,9 +57,6 @@ class Watch:
     def close(self) -> None:
         """End the thread."""
         self._closed.set()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.simulated_loading import Loop, measured
@@ -255,3 +257,68 @@ def test_no_worker_is_proposed_where_unpacking_takes_all_cores() -> None:
     full = verdict_of(replace(slow, settings=replace(slow.settings, num_cores=4)))
     assert (full.cause, full.setting) == ("decompression", None)
     assert "No core is free for another worker: write the dataset without compression." in full.remedy
+
+
+RECORDED = {  # figures of real loops, of which each has one fault, on two cores
+    name: replace(LoaderStats.of_numbers(loop["numbers"]), settings=LoadingSettings(**loop["settings"]))
+    for name, loop in json.loads((Path(__file__).parent / "recorded_loops.json").read_text()).items()
+}
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause", "setting", "promises"),
+    [
+        ("a transform that sleeps in eight workers on two cores", "transform", None, False),
+        ("a transform that sleeps, beside other programs", "transform", "num_workers", True),
+        ("a transform that computes, beside other programs", "transform", None, False),
+        ("two workers beside four programs", "cores", None, False),
+        ("eight workers that compute on two cores", "cores", None, False),
+        ("a thread that waits for a core, not for the lock", "transform", None, False),
+        ("batches of one sample", "decoding", None, False),
+        ("batches of one sample, from a worker", "transport", "num_workers", True),
+        ("one slow batch in ten", "transform", "num_workers", False),
+        ("a network that all connections share", "bandwidth", "num_workers", True),
+        ("samples that a database answers", "disk", "num_workers", True),
+        ("a collate function that sleeps", "collate", "num_workers", True),
+    ],
+)
+def test_figures_of_real_loops_lead_to_their_causes(loop: str, cause: str, setting: str | None, promises: bool) -> None:
+    verdict = verdict_of(RECORDED[loop])
+    assert (verdict.cause, verdict.setting, verdict.wait_share is not None) == (cause, setting, promises), verdict
+
+
+def test_no_remedy_takes_workers_away_that_only_wait_or_adds_some_where_no_core_is_free() -> None:
+    for stats in RECORDED.values():
+        verdict = verdict_of(stats)
+        if verdict.setting != "num_workers":
+            continue
+        more = int(str(verdict.value)) - stats.settings.num_workers
+        assert more > 0 or verdict.cause == "transport", verdict
+        assert more < 0 or stats.queued_share < 0.2 or stats.held_share > 0.5, verdict
+
+
+def test_a_part_of_the_time_in_the_queue_for_a_core_is_no_more_than_was_lost() -> None:
+    for stats in RECORDED.values():  # the times of short batches are measured at one in 64
+        assert 0 <= stats.queued_share <= 1
+        assert stats.cpu_s + stats.queued_share * stats.computing_s <= max(stats.cpu_s, stats.computing_s) + 1e-9
+
+
+@pytest.mark.parametrize("case", ["few bytes per second", "a slow disk"])
+def test_a_gain_that_a_shared_limit_may_prevent_is_promised_with_an_if(case: str) -> None:
+    shared = verdict_of(measured(CAUSES[case][1], 0))
+    assert " If more of them get more in all, training would then be about " in shared.remedy
+    assert " Training would then be about " in verdict_of(measured(CAUSES["a slow transform"][1], 0)).remedy
+
+
+def test_threads_that_sleep_do_not_wait_for_the_lock() -> None:
+    threads = replace(TWO, workers="threads", num_cores=4)
+    stats = measured(Loop(transforming=0.6, cpu=0.02, settings=threads), 0)
+    assert (verdict_of(stats).cause, verdict_of(stats).value) == ("transform", 4)
+
+
+def test_the_gain_of_processes_instead_of_threads_counts_all_of_them() -> None:
+    stats = measured(Loop(transforming=0.9, cpu=0.5, settings=replace(TWO, workers="threads")), 0)
+    verdict = verdict_of(stats)
+    assert verdict.value == "processes"
+    after = measured(Loop(transforming=0.45, settings=TWO), 0)  # each computes all the time
+    assert verdict.wait_share == pytest.approx(after.wait_share, rel=0.2)
