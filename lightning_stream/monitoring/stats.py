@@ -115,14 +115,12 @@ class LoaderStats:
 
     def __add__(self, later: LoaderStats) -> LoaderStats:
         """What was measured in both."""
-        longest_wait_s = max(self.longest_wait_s, later.longest_wait_s)
-        return replace(later._combined(self, 1), longest_wait_s=longest_wait_s)
+        return replace(later._combined(self, 1), longest_wait_s=max(self.longest_wait_s, later.longest_wait_s))
 
     def _combined(self, other: LoaderStats, sign: int) -> LoaderStats:
         others = other.numbers()
         summed = {name: value + sign * others[name] for name, value in self.numbers().items()}
-        of_the_moment = {name: getattr(self, name) for name in _OF_THE_MOMENT}
-        return replace(LoaderStats.of_numbers(summed), **of_the_moment)
+        return replace(LoaderStats.of_numbers(summed), **{name: getattr(self, name) for name in _OF_THE_MOMENT})
 
     @property
     def elapsed_s(self) -> float:
@@ -187,6 +185,12 @@ class LoaderStats:
         return sum(self.counters[name] for name in ("download_s", "verify_s", "decompress_s", "convert_s"))
 
     @property
+    def fetchers(self) -> int:
+        """Shards that a process fetches at the same time: more than it has threads for where a batch waits for many."""
+        settings = self.settings
+        return max(settings.fetch_threads, round(ratio(self.fetching_s, settings.num_readers * self.elapsed_s)))
+
+    @property
     def work_s(self) -> float:
         """Seconds of making batches, over all workers."""
         return sum(self.work.values())
@@ -211,9 +215,8 @@ class LoaderStats:
 
         Workers share the making, and all their threads the fetching: the slower of both counts.
         """
-        settings = self.settings
-        connections = settings.num_readers * settings.fetch_threads
-        return max(computing_s / max(1, settings.num_workers), self.fetching_s / connections)
+        fetching_s = self.fetching_s / (self.settings.num_readers * self.fetchers)
+        return max(computing_s / max(1, self.settings.num_workers), fetching_s)
 
     @property
     def headroom(self) -> float:
@@ -295,12 +298,11 @@ class LoaderStats:
         rows += [(label, self.pauses[name]) for name, label in PAUSE_LABELS.items() if self.pauses[name] > 0]
         rows += [(f"waiting: {name}", self.waits[name] + self.first_waits[name]) for name in PARTS]
         table = [f"  {name:<22}{seconds:>9.2f} s{100 * seconds / self.elapsed_s:>7.1f}%" for name, seconds in rows]
-        counted = self.counters
         validation = f"Validation took {self.validation_s:.1f} s besides. " if self.validation_s else ""
         foot = (
-            f"{validation}{counted['fetched_bytes'] / _MB:,.1f} MB fetched ({self.download_mb_s:.0f} MB/s), "
-            f"{counted['shards_fetched']:,.0f} shards; {counted['shards_here']:,.0f} were in the cache; "
-            f"{counted['retries']:,.0f} retries, {counted['bad_samples']:,.0f} bad samples."
+            f"{validation}{self.counters['fetched_bytes'] / _MB:,.1f} MB fetched ({self.download_mb_s:.0f} MB/s), "
+            f"{self.counters['shards_fetched']:,.0f} shards; {self.counters['shards_here']:,.0f} were in the cache; "
+            f"{self.counters['retries']:,.0f} retries, {self.counters['bad_samples']:,.0f} bad samples."
         )
         return "\n".join([head, *table, foot, str(verdict_of(self))])
 

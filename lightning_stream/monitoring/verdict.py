@@ -108,7 +108,8 @@ def _predicted(verdict: Verdict, stats: LoaderStats) -> float | None:
     """The part of the time that training would wait with the proposed value; None if that cannot be known."""
     if verdict.setting not in ("num_workers", "workers", "predownload"):
         return None
-    settings = replace(stats.settings, **{verdict.setting: verdict.value})  # type: ignore[arg-type]  # it fits its setting
+    proposed = {"fetch_threads": stats.fetchers, verdict.setting: verdict.value}
+    settings = replace(stats.settings, **proposed)  # type: ignore[arg-type]  # each fits its setting
     is_uneven = stats.ready_share >= _RATHER and stats.waits["fetching"] < _RATHER * stats.steady_wait_s
     if is_uneven and verdict.value:
         return None  # a few batches take long, which further workers seldom make at the same time
@@ -178,10 +179,9 @@ def _by_stage(stats: LoaderStats) -> Verdicts:
 def _failing(stats: LoaderStats) -> Verdicts:
     """Requests for shards are sent again."""
     counted = stats.counters
-    requests = counted["requests"]
     retries = counted["retries"]
-    refused = f"{retries:,.0f} of {requests:,.0f} requests"
-    if max(ratio(retries, requests), ratio(counted["retry_s"], stats.fetching_s)) < _MANY:
+    refused = f"{retries:,.0f} of {counted['requests']:,.0f} requests"
+    if max(ratio(retries, counted["requests"]), ratio(counted["retry_s"], stats.fetching_s)) < _MANY:
         return
     if counted["corrupt"] >= _RATHER * retries:
         yield Verdict(
@@ -215,9 +215,9 @@ def _late_shards(stats: LoaderStats) -> Verdicts:
     unpacking_s = counted["verify_s"] + counted["decompress_s"] + counted["convert_s"]
     converts = counted["convert_s"] > unpacking_s / 2
     how = "converted from the dataset's own format" if converts else "decompressed and verified"
-    connections_s = settings.num_readers * settings.fetch_threads * (stats.elapsed_s - stats.first_waits["starting"])
+    connections_s = settings.num_readers * stats.fetchers * (stats.elapsed_s - stats.first_waits["starting"])
     # Samples in which a worker needs twice as many new shards as it can fetch at once.
-    batches = math.ceil(2 * settings.fetch_threads * stats.num_samples / fetched / settings.batch_size)
+    batches = math.ceil(2 * stats.fetchers * stats.num_samples / fetched / settings.batch_size)
     ahead = batches * settings.batch_size
     if again >= _AGAIN and settings.cache_limit is not None:
         yield Verdict(
@@ -255,23 +255,27 @@ def _late_shards(stats: LoaderStats) -> Verdicts:
 
 def _slow_store(stats: LoaderStats) -> Verdicts:
     """The store answers late or slowly: more connections help."""
-    counted = stats.counters
     settings = stats.settings
-    rate = ratio(counted["fetched_bytes"] / 1e6, stats.compute_s)
-    usable = f"{rate:,.1f} MB/s" if stats.wait_share < _IDLE else "far more"
+    usable = (
+        f"{ratio(stats.counters['fetched_bytes'] / 1e6, stats.compute_s):,.1f} MB/s"
+        if stats.wait_share < _IDLE
+        else "far more"
+    )
     cause = "bandwidth"
     finding = f"the store delivers {stats.download_mb_s:,.1f} MB/s, and training could use {usable}."
     otherwise = "write smaller samples (compression='zstd') or train nearer to the data, where the network is the limit"
-    if counted["first_byte_s"] >= _RATHER * counted["download_s"]:
-        latency_ms = 1000 * ratio(counted["first_byte_s"], counted["requests"])
+    if stats.counters["first_byte_s"] >= _RATHER * stats.counters["download_s"]:
         cause = "store_latency"
-        finding = f"the store takes {latency_ms:,.0f} ms to the first byte of an answer."
+        finding = (
+            f"the store takes {1000 * ratio(stats.counters['first_byte_s'], stats.counters['requests']):,.0f} ms "
+            "to the first byte of an answer."
+        )
         otherwise = "write larger shards (size_limit)"
-    each = f"each fetches {settings.fetch_threads} shards at a time"
+    fetching = f"each fetches {stats.fetchers} shards at a time"
     if settings.workers == "threads" and settings.num_workers:
-        remedy = f"Pass workers='processes', of which {each}, or {otherwise}."
+        remedy = f"Pass workers='processes', of which {fetching}, or {otherwise}."
         yield Verdict(cause, finding, remedy, "workers", "processes")
-    yield _more(stats, cause, finding, otherwise, stats.fetching_s / settings.fetch_threads, f", since {each}")
+    yield _more(stats, cause, finding, otherwise, stats.fetching_s / stats.fetchers, f", since {fetching}")
 
 
 def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
@@ -324,8 +328,9 @@ def _making(stats: LoaderStats, stage: str) -> Verdicts:
     if of_it and stage == "reading":
         cause = "disk"
         otherwise = "put the cache (local=) on a faster disk, unless a decoder or __getitem__ of your own waits"
-    takes = _ms(stats, stats.work[stage])
-    finding = f"{what} takes {takes} a batch{of_it}, and training {_ms(stats, stats.compute_s)}."
+    finding = (
+        f"{what} takes {_ms(stats, stats.work[stage])} a batch{of_it}, and training {_ms(stats, stats.compute_s)}."
+    )
     if stats.settings.num_workers == 0 and stats.work_s < _TINY_S * stats.num_batches:
         yield Verdict(cause, finding, "Use larger batches: a worker would take as long to hand one over.")
     is_full = stats.queued_share >= _QUEUED and not of_it

@@ -280,6 +280,7 @@ RECORDED = {  # figures of real loops, of which each has one fault, on two cores
         ("a network that all connections share", "bandwidth", "num_workers", True),
         ("samples that a database answers", "disk", "num_workers", True),
         ("a collate function that sleeps", "collate", "num_workers", True),
+        ("a slow first byte, and batches of many shards", "store_latency", "num_workers", True),
     ],
 )
 def test_figures_of_real_loops_lead_to_their_causes(loop: str, cause: str, setting: str | None, promises: bool) -> None:
@@ -294,7 +295,8 @@ def test_no_remedy_takes_workers_away_that_only_wait_or_adds_some_where_no_core_
             continue
         more = int(str(verdict.value)) - stats.settings.num_workers
         assert more > 0 or verdict.cause == "transport", verdict
-        assert more < 0 or stats.queued_share < 0.2 or stats.held_share > 0.5, verdict
+        needs_cores = verdict.cause not in ("store_latency", "bandwidth") and stats.held_share <= 0.5
+        assert more < 0 or stats.queued_share < 0.2 or not needs_cores, verdict
 
 
 def test_a_part_of_the_time_in_the_queue_for_a_core_is_no_more_than_was_lost() -> None:
@@ -308,6 +310,14 @@ def test_a_gain_that_a_shared_limit_may_prevent_is_promised_with_an_if(case: str
     shared = verdict_of(measured(CAUSES[case][1], 0))
     assert " If more of them get more in all, training would then be about " in shared.remedy
     assert " Training would then be about " in verdict_of(measured(CAUSES["a slow transform"][1], 0)).remedy
+
+
+def test_a_store_is_asked_by_as_many_connections_as_were_measured() -> None:
+    stats = RECORDED["a slow first byte, and batches of many shards"]
+    assert (stats.settings.fetch_threads, stats.fetchers) == (4, 14)
+    verdict = verdict_of(stats)
+    assert "each fetches 14 shards at a time" in verdict.remedy
+    assert float(verdict.remedy.split()[-4]) == pytest.approx(1.54, rel=0.3)  # with two workers, it was
 
 
 def test_threads_that_sleep_do_not_wait_for_the_lock() -> None:

@@ -107,6 +107,9 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
 def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters: dict[str, float]) -> float:
     num_workers = loop.settings.num_workers
     workers = [_Worker(loop, rng, clock) for _ in range(max(1, num_workers))]
+    if loop.settings.num_readers == 1:  # threads fetch by the same connections
+        for worker in workers:
+            worker.connections = workers[0].connections
     in_progress, handed = 2 * num_workers, [clock]
     for number in range(loop.steps):
         asked = handed[-1]
