@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 
 from support.data import write_ids  # noqa: E402
 
-from lightning_stream import LocalDataset, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
+from lightning_stream import LocalDataset, PositionTracker, Stream, StreamingDataLoader, StreamingDataset  # noqa: E402
 
 NUM_SAMPLES = 50
 
@@ -247,6 +247,7 @@ def test_a_setting_that_cannot_be_is_refused_by_its_name(options: dict[str, Any]
         (lambda: StreamingDataset("x", bogus=True), "'bogus'. Its arguments are remote, streams"),
         (lambda: StreamingDataLoader(None, num_worker=1), "'num_worker'. Did you mean 'num_workers'"),
         (lambda: LocalDataset("x", splits="a"), "'splits'. Did you mean 'split'"),
+        (lambda: PositionTracker(seed_step=1), "'seed_step'. Did you mean 'seed_steps'"),
     ],
 )
 def test_a_mistyped_argument_names_the_one_that_was_meant(make: Any, meant: str) -> None:
