@@ -25,6 +25,7 @@ from lightning_stream.sources.files import DELTA_LOG, Files, Listing, SourceFile
 from lightning_stream.sources.tables import ParquetReader
 from lightning_stream.stores import Store
 from lightning_stream.threads import DaemonPool
+from lightning_stream.writer.batch import arrow_numbers
 
 _CONNECTIONS = 16
 _UUID_CHARS = 20  # of a file of deleted rows, behind its folder
@@ -86,11 +87,11 @@ class DeltaReader(ParquetReader):
             return {}
         _copy(store, [file for file in files if "deletion_vector_" in file.name and file.ending == ".bin"], folder)
         _check_vectors(folder / DELTA_LOG, store)
-        rows = pa.table(table.deletion_vectors()).to_pylist()
+        vectors = pa.table(table.deletion_vectors()).select(["filepath", "selection_vector"])
         prefix = f"{folder.as_uri()}/"
         return {
-            unquote(str(row["filepath"]).removeprefix(prefix)): np.flatnonzero(~np.array(row["selection_vector"], bool))
-            for row in rows
+            unquote(str(path).removeprefix(prefix)): np.flatnonzero(~arrow_numbers(is_kept.values))
+            for path, is_kept in zip(*vectors, strict=True)
         }
 
     def find_columns(self, files: Files, asked: Asked | None) -> SourceSchema:
@@ -126,9 +127,8 @@ class DeltaReader(ParquetReader):
         """Yield the rows of a row group that are not deleted, with the columns of the table."""
         begin = 0
         for batch in super().read(splits, columns):
-            end = begin + batch.rows.num_rows
-            is_kept = ~np.isin(np.arange(begin, end), self.deleted)
-            begin = end
+            is_kept = ~np.isin(np.arange(batch.rows.num_rows) + begin, self.deleted)
+            begin += len(is_kept)
             yield batch if is_kept.all() else batch._replace(rows=batch.rows.filter(pa.array(is_kept)))
 
     def _constants(self, names: Sequence[str], columns: Columns, file: SourceFile) -> dict[str, tuple[Any, str]]:

@@ -56,8 +56,7 @@ class FunctionReader(Reader):
         raise ValueError("the function returned no sample for any input: there is nothing to write.")
 
     def read(self, splits: Pieces, columns: Columns) -> Batches:
-        files = [split.file for split in splits]
-        return batched((sample, file.uri) for file in files for sample in self.function(file.value))
+        return batched((sample, split.file.uri) for split in splits for sample in self.function(split.file.value))
 
 
 def input_items(source: Inputs) -> tuple[SourceFile, ...]:

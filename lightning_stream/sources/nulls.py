@@ -72,17 +72,16 @@ class NullRule:
         filled = [(name, self.fill.get(name)) for name in columns]
         lists = {name: [fill if (value := row.get(name)) is None else value for row in rows] for name, fill in filled}
         for name in needed:
-            count = sum(value is None for value in lists[name])  # not list.count: arrays compare by element
-            if count:
+            # Not list.count: arrays compare by element.
+            if count := sum(value is None for value in lists[name]):
                 nulls[name] = nulls.get(name, 0) + count
         return {} if nulls else {name: _fitted(name, lists[name], columns[name], truths) for name in lists}
 
 
 def _has_truths(values: Any, array: Any) -> bool:
     """Whether a list that became an array has a truth value, which is 1 or 0 there."""
-    if not isinstance(values, list) or array.ndim > 1:
-        return False
-    return any(type(values[k]) is bool for k in np.flatnonzero((array == 0) | (array == 1)).tolist())
+    is_flat = isinstance(values, list) and array.ndim == 1
+    return is_flat and any(type(values[k]) is bool for k in np.flatnonzero((array == 0) | (array == 1)))
 
 
 def _fitted(name: str, values: list[Any], encoding: str, truths: set[str]) -> Any:
