@@ -118,8 +118,8 @@ def _predicted(verdict: Verdict, stats: LoaderStats) -> float | None:
 
 
 def _wait_s(stats: LoaderStats, computing_s: float) -> float:
-    """Seconds that training would wait if its batches took so long, in one worker."""
-    return max(0.0, stats.making_s(computing_s) - (stats.compute_s if stats.settings.num_workers else 0.0))
+    """Seconds that training would wait if making its batches took so long: without workers, only fetching overlaps."""
+    return max(0.0 if stats.settings.num_workers else computing_s, stats.making_s(computing_s) - stats.compute_s)
 
 
 def _more(stats: LoaderStats, cause: str, finding: str, otherwise: str, work_s: float, since: str = "") -> Verdict:
@@ -135,7 +135,6 @@ def _more(stats: LoaderStats, cause: str, finding: str, otherwise: str, work_s: 
 
 def _at_the_start(stats: LoaderStats) -> Verdicts:
     """Training does not wait, or only for the first batch of each iteration."""
-    waited = percent(stats.wait_share)
     settings = stats.settings
     count = stats.num_iterations
     start_s = ratio(stats.first_wait_s, count)
@@ -145,7 +144,9 @@ def _at_the_start(stats: LoaderStats) -> Verdicts:
     faster = f", which could keep up with {stats.headroom:.1f} times this speed" if stats.headroom > 1 else ""
     of_each = f" of each of {count} iterations" if count > 1 else ""
     if stats.wait_share < INPUT_BOUND:
-        yield Verdict("none", f"Not input-bound: training waited {waited} of the time for data{faster}.")
+        yield Verdict(
+            "none", f"Not input-bound: training waited {percent(stats.wait_share)} of the time for data{faster}."
+        )
     if steady >= max(INPUT_BOUND, min(_ALARMING, _RATHER * stats.wait_share)):
         return
     if restarts:
@@ -159,7 +160,7 @@ def _at_the_start(stats: LoaderStats) -> Verdicts:
     yield Verdict(
         "cold_start",
         f"Training waited {start_s:.1f} s for the first batch{of_each}, mostly {late}: with "
-        f"{percent(steady)} for all others, {waited} of the time.",
+        f"{percent(steady)} for all others, {percent(stats.wait_share)} of the time.",
     )
 
 
@@ -208,17 +209,17 @@ def _late_shards(stats: LoaderStats) -> Verdicts:
     settings = stats.settings
     busy_s = stats.fetching_s
     fetched = max(1, counted["shards_fetched"])
-    # A worker only knows its own downloads: others of the same shards are as likely.
-    again = min(1.0, settings.num_readers * counted["shards_fetched_again"] / fetched)
+    # A worker only knows its own downloads, until it ends: others of the same shards are as likely.
+    of_workers = settings.num_readers * counted["shards_fetched_again"] / fetched
+    again = min(1.0, max(of_workers, 1 - settings.dataset_bytes / max(1, counted["fetched_bytes"])))
     limit = f"{math.ceil(settings.dataset_bytes / (1 << 20))}mb"
-    fetches_few = counted["shards_fetched"] < _AGAIN * counted["shards_here"]
     unpacking_s = counted["verify_s"] + counted["decompress_s"] + counted["convert_s"]
     converts = counted["convert_s"] > unpacking_s / 2
     how = "converted from the dataset's own format" if converts else "decompressed and verified"
     connections_s = settings.num_readers * stats.fetchers * (stats.elapsed_s - stats.first_waits["starting"])
     # Samples in which a worker needs twice as many new shards as it can fetch at once.
-    batches = math.ceil(2 * stats.fetchers * stats.num_samples / fetched / settings.batch_size)
-    ahead = batches * settings.batch_size
+    size = settings.batch_size
+    ahead = size * math.ceil(2 * stats.fetchers * stats.num_samples / fetched / size)
     if again >= _AGAIN and settings.cache_limit is not None:
         yield Verdict(
             "small_cache",
@@ -228,20 +229,19 @@ def _late_shards(stats: LoaderStats) -> Verdicts:
             "cache_limit",
             limit,
         )
-    if fetches_few and busy_s < _AGAIN * stats.elapsed_s:
+    if counted["shards_fetched"] < _AGAIN * counted["shards_here"] and busy_s < _AGAIN * stats.elapsed_s:
         yield Verdict(
             "other_process",
             "it waits for shards that another process of this machine fetches.",
             "Look at the verdict of the other ranks, of which one fetches them.",
         )
     if unpacking_s >= _RATHER * busy_s:
-        is_full = unpacking_s >= _BUSY * settings.num_cores * stats.elapsed_s
         yield _more(
             stats,
             "decompression",
             f"shards are {how} more slowly than they are needed.",
             "convert the dataset to MDS" if converts else "write the dataset without compression",
-            0.0 if is_full else stats.work_s,
+            0.0 if unpacking_s >= _BUSY * settings.num_cores * stats.elapsed_s else stats.work_s,
         )
     if busy_s < _BUSY * connections_s and settings.predownload < ahead:
         yield Verdict(
@@ -302,17 +302,16 @@ def _gil(stats: LoaderStats, is_certain: bool = False) -> Verdicts:
 
 def _cores(stats: LoaderStats) -> Verdicts:
     """With a core for each thread that makes batches, training would wait less than half as long."""
-    settings = stats.settings
-    is_crowded = settings.num_workers > settings.num_cores
+    is_crowded = stats.settings.num_workers > stats.settings.num_cores
     busy = f"the processor cores are busy: what makes batches waited for one {percent(stats.queued_share)} of its time."
-    finding = f"{settings.num_workers} workers share {settings.num_cores} processor cores." if is_crowded else busy
+    shared = f"{stats.settings.num_workers} workers share {stats.settings.num_cores} processor cores."
     left_s = _wait_s(stats, (1 - stats.queued_share) * stats.computing_s)
     helps = stats.queued_share >= _QUEUED and left_s < _RATHER * stats.steady_wait_s
     is_unknown = is_crowded and not stats.queued_s and stats.held_share >= _HELD
     if helps or is_unknown:
         yield Verdict(
             "cores",
-            finding,
+            shared if is_crowded else busy,
             "Train on more cores, run fewer programs beside the training, or let batches need less computing.",
         )
 

@@ -17,6 +17,7 @@ SEEDS = 20
 TWO = LoadingSettings(batch_size=32, num_workers=2, num_cores=8, dataset_bytes=10 << 30)
 NONE = replace(TWO, num_workers=0)
 LIMITED = replace(TWO, cache_limit=1 << 30)
+SMALL = replace(LIMITED, dataset_bytes=6 << 30)
 FULL = replace(TWO, num_workers=8)
 CROWDED = replace(TWO, num_workers=16, num_cores=4)
 SLOW = {"shard_every": 1, "settings": TWO}
@@ -37,6 +38,10 @@ CAUSES: dict[str, tuple[str, Loop]] = {
         Loop(latency=0.1, transfer=2.0, shard_every=1, settings=LIMITED, counted={
             "shards_fetched_again": 0.2, "evictions": 0.9,
         }),
+    ),
+    "a cache that is too small, and workers that end with each epoch": (
+        "small_cache",
+        Loop(latency=0.1, transfer=2.0, shard_every=1, settings=SMALL, epochs=2, steps=100, counted={"evictions": 0.9}),
     ),
     "a look-ahead that is too short": ("look_ahead", Loop(latency=0.1, transfer=0.6, ahead=1, **SLOW)),
     "shards that are slow to decompress": ("decompression", Loop(latency=0.1, transfer=0.1, unpack=2.0, **SLOW)),
@@ -115,6 +120,8 @@ PREDICTED = {
     "too few workers for the cores": Loop(reading=0.9, settings=replace(TWO, num_cores=3)),
     "a slow transform on few cores": Loop(transforming=0.6, settings=replace(TWO, num_cores=4)),
     "a look-ahead that is too short for a slow store": Loop(latency=0.1, transfer=0.9, ahead=1, **SLOW),
+    "a slow first byte, without workers": Loop(latency=1.0, shard_every=1, settings=NONE),
+    "a look-ahead that is too short, without workers": Loop(latency=0.3, ahead=1, shard_every=1, settings=NONE),
     "a store that is too slow for all cores": Loop(latency=3.0, shard_every=1, settings=replace(TWO, num_cores=3)),
 }  # fmt: skip
 
