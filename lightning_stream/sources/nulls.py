@@ -81,7 +81,7 @@ class NullRule:
 def _has_truths(values: Any, array: Any) -> bool:
     """Whether a list that became an array has a truth value, which is 1 or 0 there."""
     is_flat = isinstance(values, list) and array.ndim == 1
-    return is_flat and any(type(values[k]) is bool for k in np.flatnonzero((array == 0) | (array == 1)))
+    return is_flat and any(type(values[k]) is bool for k in np.flatnonzero(array == array.astype(bool)))
 
 
 def _fitted(name: str, values: list[Any], encoding: str, truths: set[str]) -> Any:

@@ -77,11 +77,13 @@ class TableReader(Reader):
             texts = {folder.get(name) for folder in folders}
             is_number = all(text is not None and re.fullmatch(r"-?[0-9]{1,18}", text) for text in texts)
             is_number &= not str(wanted.get(name)).startswith("str")
-            kind = pa.int64() if is_number else pa.string()
-            schema = schema.append(pa.field(name, kind))
+            schema = schema.append(pa.field(name, pa.int64() if is_number else pa.string()))
         source_schema = _source_schema(schema, firsts, asked)
-        inferred = [name for name in source_schema.columns if not (name in folders[0] or name in media or wanted[name])]
-        self.types = {name: plain_type(schema.field(name).type) for name in inferred}
+        self.types = {
+            name: plain_type(schema.field(name).type)
+            for name in source_schema.columns
+            if not (name in folders[0] or name in media or wanted[name])
+        }
         if empty := [name for name, kind in self.types.items() if pa.types.is_null(kind)]:
             _LOG.warning("%s: %s can only be null, and becomes json.", files[0].uri, ", ".join(empty))
         nulls = {name for folder in folders for name, text in folder.items() if text is None}
@@ -119,7 +121,10 @@ class TableReader(Reader):
             types = self._other_types(table.schema, stored, file)
             return [
                 piece._replace(
-                    others=others, types=types, nulls=tuple(name for name in piece.nulls if name not in media)
+                    nulls=tuple(name for name in piece.nulls if name not in media),
+                    others=others,
+                    types=types,
+                    marks=f"{file.mark} {self.media.identity}" if self.media else "",
                 )
                 for piece in table.pieces()
                 if piece.num_rows

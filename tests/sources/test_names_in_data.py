@@ -140,6 +140,16 @@ def test_paths_of_rows_are_read_below_media_root(tmp_path: Path) -> None:
     assert [bytes(sample["image"]) for sample in read(Path(done.uri))] == expected
 
 
+def test_one_cache_folder_for_other_media_reads_as_those_are(tmp_path: Path) -> None:
+    folder = table(tmp_path / "rows", "a.jpg")
+    for number in range(2):
+        media = tmp_path / str(number)
+        media.mkdir()
+        (media / "a.jpg").write_bytes(bytes([number]))
+        stream = Stream(remote=str(folder), local=str(tmp_path / "local"), media_root=media, columns={"image": "bytes"})
+        assert bytes(StreamingDataset(streams=[stream])[0]["image"]) == bytes([number])
+
+
 def test_an_absent_file_below_media_root_is_named(tmp_path: Path) -> None:
     folder = table(tmp_path / "rows", "gone.jpg")
     with pytest.raises(LightningStreamError, match=r"gone\.jpg"):
