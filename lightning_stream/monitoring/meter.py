@@ -7,10 +7,12 @@ nothing else, counts: what was made ahead cost the training no time. So the part
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import add
+from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import NamedTuple, Protocol
 
@@ -22,6 +24,7 @@ from lightning_stream.monitoring.stats import PARTS, STAGES, LoaderStats
 from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.proofs import UnverifiedRead
 
+_UPTIME = Path("/proc/uptime")  # its second number is how long all processor cores of the machine were idle
 _SHORT_S = 0.001
 _UNMEASURED = 63  # after the measured one of the batches or steps that take less time
 _NOTHING = (0.0,) * len(PARTS)
@@ -121,6 +124,15 @@ class SampledClocks:
         return passed
 
 
+def _idle_s() -> float:
+    """Seconds that the processor cores of this machine were idle so far, added up; all, where the system is silent."""
+    try:
+        with _UPTIME.open("rb", buffering=0) as file:
+            return float(file.read().split()[1])
+    except OSError:
+        return perf_counter() * (os.cpu_count() or 1)
+
+
 class WorkerMemory(Protocol):
     """What a worker writes and its trainer reads while it lives."""
 
@@ -145,6 +157,7 @@ class Meter:
         self._pause: tuple[str, Mark] | None = None  # what the consumer does instead of training, and since when
         self._training_since: float | None = None
         self._others = SampledClocks(lambda: process_time() - thread_time())  # of other threads
+        self._idle = SampledClocks(_idle_s)
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
         # The sum of the counters of workers that have ended, and the others: one value, which other threads read.
         self._counted: tuple[NDArray[np.float64], tuple[WorkerMemory, ...]] = np.zeros(len(NAMES)), ()
@@ -166,6 +179,7 @@ class Meter:
         else:
             self.stop(now)
         self.waiting_since = now
+        self._idle.begin()
 
     def gave_up(self, over: float | None) -> None:
         """Note that no batch came: the epoch was over, with its workers, at this time; or an error was raised."""
@@ -228,6 +242,7 @@ class Meter:
         wait_s = got - asked
         rest = self.rest
         rest.longest_wait_s = max(rest.longest_wait_s, wait_s)
+        rest.idle_s += self._idle.passed(wait_s)[0]
         num_samples = num_tokens = num_positions = 0
         if batch is not None:
             num_samples = batch.num_samples

@@ -76,6 +76,7 @@ class LoaderStats:
         cpu_s, all_cpu_s: Processor time of the threads that made them; of all threads of their processes meanwhile.
         beside_s: Processor time of the other threads of this process, while training did not wait.
         queued_s: How long these threads waited for a processor core; 0 where the system does not tell (Linux does).
+        idle_s: Seconds that processor cores of the machine were idle while training waited, added up over them.
         counters: What `lightning_stream.counters` counts, over all workers.
         settings: Those of the loader.
 
@@ -101,6 +102,7 @@ class LoaderStats:
     all_cpu_s: float = 0.0
     beside_s: float = 0.0
     queued_s: float = 0.0
+    idle_s: float = 0.0
     validation_s: float = 0.0
     pauses: Amounts = field(default_factory=lambda: dict.fromkeys(PAUSE_LABELS, 0.0))
     waits: Amounts = field(default_factory=lambda: dict.fromkeys(PARTS, 0.0))
@@ -204,6 +206,11 @@ class LoaderStats:
     def queued_share(self) -> float:
         """The part of these in which the threads that make batches waited for a processor core."""
         return ratio(min(self.queued_s, max(0.0, self.computing_s - self.cpu_s)), self.computing_s)
+
+    @property
+    def idle_cores(self) -> float:
+        """Processor cores of the machine that were idle while training waited."""
+        return ratio(self.idle_s, self.wait_s)
 
     @property
     def held_share(self) -> float:

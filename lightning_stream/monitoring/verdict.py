@@ -20,7 +20,7 @@ _MANY = 0.1  # the part of requests, or of the time of fetching, from which on f
 _AGAIN = 0.2  # the part of the downloads from which on repeated ones matter
 _BUSY = 0.75  # the part of the time that connections or cores are in use, from which on there are too few
 _HELD = 0.25  # the part of making batches from which on it matters that its thread does not compute
-_QUEUED = 0.2  # the part of making batches spent in the queue for a core, from which on no core is free
+_QUEUED = 0.2  # the part of making batches spent in the queue for a core, from which on that matters
 _OTHERS = 0.3  # of a core: what a busy process uses at least; of its processor time: what its other threads use
 _SPARE = 1.1  # proposed workers make batches a little faster than they are needed
 _IDLE = 0.99  # the part of the time spent waiting from which on the loop does not train at all
@@ -125,9 +125,11 @@ def _wait_s(stats: LoaderStats, computing_s: float) -> float:
 def _more(stats: LoaderStats, cause: str, finding: str, otherwise: str, work_s: float, since: str = "") -> Verdict:
     """A cause against which workers that share this work help, as many as there are cores; and another change."""
     now = stats.settings.num_workers
+    needs_cores = not since and stats.held_share <= _RATHER  # what waits needs none
+    idle_cores = round(stats.idle_cores) if needs_cores else stats.settings.num_cores
     needed = math.ceil(_SPARE * ratio(work_s, stats.compute_s))
-    more = min(stats.settings.num_cores, max(now + 1, needed))
-    if more <= now or not work_s:
+    more = min(stats.settings.num_cores, max(1, now) + idle_cores, max(now + 1, needed))
+    if more <= now or not work_s or (needs_cores and stats.queued_share >= _QUEUED):
         return Verdict(cause, finding, f"No core is free for another worker: {otherwise}.")
     remedy = f"Raise num_workers from {now} to {more}{since}, or {otherwise}."
     return Verdict(cause, finding, remedy, "num_workers", more)
@@ -332,8 +334,7 @@ def _making(stats: LoaderStats, stage: str) -> Verdicts:
     )
     if stats.settings.num_workers == 0 and stats.work_s < _TINY_S * stats.num_batches:
         yield Verdict(cause, finding, "Use larger batches: a worker would take as long to hand one over.")
-    is_full = stats.queued_share >= _QUEUED and not of_it
-    yield _more(stats, cause, finding, otherwise, 0.0 if is_full else stats.work_s)
+    yield _more(stats, cause, finding, otherwise, stats.work_s)
 
 
 def _sending(stats: LoaderStats) -> Verdicts:

@@ -266,7 +266,7 @@ def test_no_worker_is_proposed_where_unpacking_takes_all_cores() -> None:
     assert "No core is free for another worker: write the dataset without compression." in full.remedy
 
 
-RECORDED = {  # figures of real loops, of which each has one fault, on two cores
+RECORDED = {  # figures of real loops, of which each has one fault, on two cores, which are idle unless "beside" another
     name: replace(LoaderStats.of_numbers(loop["numbers"]), settings=LoadingSettings(**loop["settings"]))
     for name, loop in json.loads((Path(__file__).parent / "recorded_loops.json").read_text()).items()
 }
@@ -339,3 +339,13 @@ def test_the_gain_of_processes_instead_of_threads_counts_all_of_them() -> None:
     assert verdict.value == "processes"
     after = measured(Loop(transforming=0.45, settings=TWO), 0)  # each computes all the time
     assert verdict.wait_share == pytest.approx(after.wait_share, rel=0.2)
+
+
+@pytest.mark.parametrize(("idle", "more"), [(0.2, None), (1.0, 3), (6.0, 7)])
+def test_workers_that_compute_are_proposed_for_idle_cores_alone(idle: float, more: int | None) -> None:
+    computing = verdict_of(measured(Loop(transforming=0.6, idle=idle, settings=TWO), 0))
+    assert (computing.cause, computing.value) == ("transform", more)
+    sleeping = verdict_of(measured(Loop(transforming=0.6, cpu=0.02, idle=idle, settings=TWO), 0))
+    assert (sleeping.cause, sleeping.value) == ("transform", 7)
+    alone = verdict_of(measured(Loop(transforming=0.12, idle=0.0, settings=NONE), 0))
+    assert alone.value == 1  # it works while training waits for its device

@@ -21,6 +21,7 @@ class Loop:
         unpacks_as: The counter of this unpacking.
         cpu, others_cpu: The part of making a batch in which its thread, and other threads of its process, compute.
         queued: The part in which its thread waits for a processor core.
+        idle: Processor cores that are idle meanwhile.
         counted: Further counters, by shard that is fetched.
         paused: Seconds after each step, by what training pauses for.
     """
@@ -41,6 +42,7 @@ class Loop:
     cpu: float = 0.98
     others_cpu: float = 0.0
     queued: float = 0.0
+    idle: float = 64.0
     steps: int = 200
     epochs: int = 1
     counted: dict[str, float] = field(default_factory=dict)
@@ -101,7 +103,8 @@ def measured(loop: Loop, seed: int) -> LoaderStats:
         clock = _epoch(loop, rng, meter, clock, counters)
     settings = replace(loop.settings, predownload=loop.ahead * loop.settings.batch_size)
     beside_s = loop.others_cpu * meter.rest.compute_s  # they do not wait for batches
-    return replace(meter.stats(Counters()), counters=counters, settings=settings, beside_s=beside_s)
+    idle_s = loop.idle * meter.stats(Counters()).wait_s
+    return replace(meter.stats(Counters()), counters=counters, settings=settings, beside_s=beside_s, idle_s=idle_s)
 
 
 def _epoch(loop: Loop, rng: random.Random, meter: Meter, clock: float, counters: dict[str, float]) -> float:
