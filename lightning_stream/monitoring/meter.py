@@ -25,6 +25,7 @@ from lightning_stream.order.micro_batches import MicroBatch
 from lightning_stream.reading.proofs import UnverifiedRead
 
 _UPTIME = Path("/proc/uptime")  # its second number is how long all processor cores of the machine were idle
+_TICK_S = 0.01  # of that number
 _SHORT_S = 0.001
 _UNMEASURED = 63  # after the measured one of the batches or steps that take less time
 _NOTHING = (0.0,) * len(PARTS)
@@ -102,8 +103,9 @@ class SampledClocks:
     The others are taken to be like it.
     """
 
-    def __init__(self, *clocks: Callable[[], float]) -> None:
+    def __init__(self, *clocks: Callable[[], float], short_s: float = _SHORT_S) -> None:
         self._clocks = clocks
+        self._short_s = short_s
         self._num_unmeasured = 0
         self._begins = self._shares = [0.0] * len(clocks)
 
@@ -115,10 +117,10 @@ class SampledClocks:
     def passed(self, seconds: float) -> list[float]:
         """What has passed on each clock since then, of a batch or step that took so long."""
         if self._num_unmeasured:
-            self._num_unmeasured = self._num_unmeasured - 1 if seconds < _SHORT_S else 0
+            self._num_unmeasured = self._num_unmeasured - 1 if seconds < self._short_s else 0
             return list(map(seconds.__mul__, self._shares))
         passed = [clock() - begin for clock, begin in zip(self._clocks, self._begins, strict=True)]
-        if 0 < seconds < _SHORT_S:
+        if 0 < seconds < self._short_s:
             self._shares = [value / seconds for value in passed]
             self._num_unmeasured = _UNMEASURED
         return passed
@@ -157,7 +159,7 @@ class Meter:
         self._pause: tuple[str, Mark] | None = None  # what the consumer does instead of training, and since when
         self._training_since: float | None = None
         self._others = SampledClocks(lambda: process_time() - thread_time())  # of other threads
-        self._idle = SampledClocks(_idle_s)
+        self._idle = SampledClocks(_idle_s, short_s=_TICK_S)
         self._collected = 0.0  # seconds of garbage collections that are not part of this step
         # The sum of the counters of workers that have ended, and the others: one value, which other threads read.
         self._counted: tuple[NDArray[np.float64], tuple[WorkerMemory, ...]] = np.zeros(len(NAMES)), ()

@@ -347,3 +347,17 @@ def test_the_stats_are_readable(data: Path, tmp_path: Path) -> None:
     assert f"{NUM_SAMPLES // BATCH} batches, {NUM_SAMPLES:,} samples" in text
     assert "waiting: reading" in text
     assert "MB/s" in loader.stats().short
+
+
+def test_idle_cores_are_asked_for_once_in_64_waits_that_are_shorter_than_their_clock_ticks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr("lightning_stream.monitoring.meter._idle_s", lambda: asked.append(0.0) or 2.0 * len(asked))
+    meter = Meter()
+    for asked_at in range(128):
+        came_at = asked_at + 0.005
+        meter.asked(asked_at, is_first=not asked_at)
+        meter.note(asked_at, came_at, Made(asked_at, came_at, (0.0,) * 5, 0.0, 0.0), None, is_first=not asked_at)
+    assert len(asked) == 4
+    assert meter.stats(Counters()).idle_cores == pytest.approx(2.0 / 0.005)
