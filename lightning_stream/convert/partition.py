@@ -184,16 +184,14 @@ def encoded_rows(rows: Sequence[Any]) -> EncodedBatch:
 
 def check(receipts: Sequence[Receipt], source: str) -> None:
     """Raise ValueError if a partition of `source` could not be written."""
-    nulls = sum((Counter(receipt.nulls) for receipt in receipts), Counter[str]())
-    if nulls:
+    if nulls := sum((Counter(receipt.nulls) for receipt in receipts), Counter[str]()):
         counts = ", ".join(f"{name}: {count:,}" for name, count in sorted(nulls.items()))
         raise ValueError(
             f"MDS has no null but in json columns; null values found, by column: {counts}. Nothing was published. Fill "
             "them (fill_nulls={column: value}, of a DataFrame: fillna), drop the rows (drop_nulls=True, dropna), or "
             "ask for 'json' in columns=."
         )
-    refused = [receipt for receipt in receipts if receipt.refused]
-    if refused:
+    if refused := [receipt for receipt in receipts if receipt.refused]:
         raise ValueError(
             f"{len(refused)} of {len(receipts)} partitions hold a value that cannot be written; in partition "
             f"{refused[0].partition}, {refused[0].refused} Nothing was published. {OTHER_ENCODING}"

@@ -179,7 +179,7 @@ class PartitionTask:
             for writer in writers.values() if self.by_piece else ():
                 writer.flush_shard()
                 ends.append(writer.num_samples)
-        return np.diff(ends, prepend=0).tolist() if ends else []
+        return np.diff(ends, prepend=0).tolist()
 
     def writer(self, spec: OutputSpec, partition_id: int) -> PartitionWriter:
         """Take the rows of a partition that belong to a split."""

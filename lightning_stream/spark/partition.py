@@ -111,7 +111,7 @@ def written(job: SparkJob, partition_id: int, batches: Iterator[pa.RecordBatch])
 
     It also tells of nulls and of values that were refused.
     """
-    first = next((batch for batch in batches if batch.num_rows), None)
+    first = next(filter(len, batches), None)
     if first is None:
         return Receipt(partition_id, "")
     begins = digest_of(first.serialize())
