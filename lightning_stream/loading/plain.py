@@ -249,6 +249,7 @@ class PlainIterations:
             from_beginning = False
         self._source.reader.shards.delivered.compare()
         settings = self.settings()
+        _refuse_shared_counts(settings, num_samples, trainer_state)
         run = self._source.order(settings.order)
         start = began or upcoming
         position = Position.start(run, batch_size=settings.global_batch_size, tail=settings.tail, epoch=start.epoch)
@@ -345,6 +346,20 @@ def _refuse_inside_batch(plan: BatchPlan, settings: BatchSettings, reached: int)
             "a state lies between two batches, whose samples each process has in another order; found "
             f"{reached - begin} of {plan.batch_size} samples of a batch. Pass the same batch_size to the dataset and "
             "to torch's DataLoader, and take states after whole batches; or use StreamingDataLoader"
+        )
+
+
+def _refuse_shared_counts(settings: BatchSettings, num_samples: int, trainer_state: Any) -> None:
+    """Raise StateError where Composer's clock has counted the samples that ranks share more than once."""
+    shared_by = settings.world.replication
+    if trainer_state is None or shared_by == 1:
+        return
+    num_batches = int(trainer_state.timestamp.batch_in_epoch)
+    if num_samples > num_batches * settings.global_batch_size:
+        raise StateError(
+            f"each sample counts once, but Composer's clock adds up those of all ranks, and {shared_by} share theirs; "
+            f"found {num_samples} samples in {num_batches} batches of {settings.global_batch_size}. Train on "
+            "data_spec(dataset), or on a DataSpec whose get_num_samples_in_batch divides by the replication"
         )
 
 

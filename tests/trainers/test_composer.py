@@ -75,6 +75,19 @@ def test_a_checkpoint_in_an_epochs_first_batch_of_torchs_loader_is_refused(
     assert "in an epoch's first one" in str(run.error)
 
 
+@pytest.mark.parametrize("counted", [16, 8])
+def test_a_checkpoint_that_counts_the_samples_of_torchs_loader_once_for_each_rank_that_shares_them_is_refused(
+    shards: Path, tmp_path: Path, counted: int
+) -> None:
+    dataset = StreamingDataset(remote=shards, shuffle=True, batch_size=16, world=World(0, 2, 2, replication=2))
+    loader = torch.utils.data.DataLoader(dataset, 16)
+    # As the clock of two ranks adds it up: 32 samples of a batch that has 16, or each rank's half of them.
+    spec = DataSpec(loader, get_num_samples_in_batch=lambda _: 2 * counted)
+    run = Run(shards, tmp_path, max_duration="2ba", spec=spec, save_interval="1ba", raises=StateError)
+    assert (run.error is None) == (counted == 8)
+    assert counted == 8 or "found 32 samples in 1 batches of 16. Train on data_spec" in str(run.error)
+
+
 @pytest.mark.parametrize("source", ["bare", "DataSpec", "spec"])
 def test_a_checkpoint_from_before_the_first_batch_resumes_exactly(shards: Path, tmp_path: Path, source: str) -> None:
     class Saves(Callback):
