@@ -34,6 +34,7 @@ _MIN_FOOTER_BYTES = 1 << 12
 _WINDOW_BYTES = 1 << 11  # for headers, from one to the next
 _FOOTERS: dict[Any, Any] = {}  # of Parquet files
 _SCHEMAS: dict[Any, Any] = {}
+_SIGNATURE_BYTES = 28  # behind the footer of a Parquet file with encrypted columns
 _SPARK = b"org.apache.spark.version"  # noted in files that it wrote
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
@@ -227,7 +228,7 @@ class ParquetReader(TableReader):
     def _table(self, plain: Any, file: SourceFile) -> Table:
         import pyarrow.parquet as pq  # slow to import
 
-        footer = cached(_FOOTERS, file.content, lambda _: pq.read_metadata(plain), 32)
+        footer = cached(_FOOTERS, file.content, lambda _: _unsigned(pq.read_metadata(plain), plain), 32)
         opened = pq.ParquetFile(
             plain,
             metadata=footer,
@@ -254,12 +255,23 @@ class ParquetReader(TableReader):
         return Table(opened.schema_arrow, pieces, batches)
 
 
+def _unsigned(footer: Any, plain: Any) -> Any:
+    """The footer of a Parquet file; TypeError for one of encrypted columns, whose metadata make pyarrow abort."""
+    plain.seek(-8, os.SEEK_END)
+    if int.from_bytes(plain.read(4), "little") == footer.serialized_size + _SIGNATURE_BYTES:
+        raise TypeError("its columns are encrypted")
+    return footer
+
+
 def _nulls(group: Any, names: Collection[str]) -> tuple[str, ...]:
     """The columns of a row group that have nulls, by its statistics, which know nothing of nested columns."""
-    columns = map(group.column, range(group.num_columns))
-    flat = [column for column in columns if column.path_in_schema in names and column.statistics is not None]
     return tuple(
-        column.path_in_schema for column in flat if column.statistics.has_null_count and column.statistics.null_count
+        column.path_in_schema
+        for column in map(group.column, range(group.num_columns))
+        if column.path_in_schema in names
+        and (known := column.statistics) is not None
+        and known.has_null_count
+        and known.null_count
     )
 
 
