@@ -229,15 +229,21 @@ class ParquetReader(TableReader):
         import pyarrow.parquet as pq  # slow to import
 
         footer = cached(_FOOTERS, file.content, lambda _: _unsigned(pq.read_metadata(plain), plain), 32)
-        opened = pq.ParquetFile(
-            plain,
-            metadata=footer,
-            pre_buffer=file.path is None,  # neighbours in one range
-            # Spark writes whole microseconds, also of years that no 64-bit number of nanoseconds has.
-            coerce_int96_timestamp_unit="us" if _SPARK in (footer.metadata or ()) else "ns",
-            page_checksum_verification=True,
+        in_us, in_ns = (
+            pq.ParquetFile(
+                plain,
+                metadata=footer,
+                pre_buffer=file.path is None,  # neighbours in one range
+                coerce_int96_timestamp_unit=unit,
+                page_checksum_verification=True,
+            )
+            for unit in ("us", "ns")
         )
-        names = set(opened.schema_arrow.names)
+        # Spark writes whole microseconds, also of years that no 64-bit number of nanoseconds has.
+        opened = in_us if _SPARK in (footer.metadata or ()) else in_ns
+        schema = opened.schema_arrow
+        names = set(schema.names)
+        doubtful = [kind for kind, other in zip(schema, in_us.schema_arrow, strict=True) if kind != other]
 
         def pieces() -> list[Piece]:
             groups = map(footer.row_group, range(footer.num_row_groups))
@@ -247,12 +253,15 @@ class ParquetReader(TableReader):
             ]
 
         def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+            checked = pa.schema([kind for kind in doubtful if columns is None or kind.name in columns])
             for k in range(footer.num_row_groups)[place.begin : place.end]:
                 group = footer.row_group(k)
                 rows = fitting_rows(group.num_rows, group.total_byte_size)
+                for batch in in_us.iter_batches(rows, [k], checked.names, use_threads=False) if checked else ():
+                    batch.cast(checked)  # pyarrow reads what does not fit as another time
                 yield from opened.iter_batches(rows, [k], columns, use_threads=False)
 
-        return Table(opened.schema_arrow, pieces, batches)
+        return Table(schema, pieces, batches)
 
 
 def _unsigned(footer: Any, plain: Any) -> Any:
