@@ -65,6 +65,7 @@ class UnavailableError(StoreError):
     """The store still failed after all retries: throttled, reset, stalled or timed out."""
 
     is_throttled = False  # whether the store asked for fewer requests
+    wait_s = 0  # what it asked to wait (Retry-After)
 
 
 class CacheError(LightningStreamError):
