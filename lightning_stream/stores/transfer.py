@@ -259,8 +259,8 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
     seen_at: dict[str, float] = {}
     for _ in backoff(_CLAIM_WAIT_S):
         claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
-        store.put(claim, b"")
         try:
+            store.put(claim, b"")  # it may arrive although the answer is lost
             claims = [_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim]
             now = time.monotonic()
             is_alone = True

@@ -479,6 +479,24 @@ def test_a_claim_that_could_not_be_deleted_at_once_is_not_waited_for(monkeypatch
     assert [entry.name for entry in store.list()] == ["x"]
 
 
+def test_a_claim_that_arrived_although_its_answer_was_lost_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"memory://{uuid.uuid4().hex}", {"retries": 0})
+    put = FsspecStore._put
+
+    def lost(self: FsspecStore, *arguments: Any) -> None:
+        monkeypatch.setattr(FsspecStore, "_put", put)
+        put(self, *arguments)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(FsspecStore, "_put", lost)
+    monkeypatch.setattr("lightning_stream.stores.transfer._CLAIM_WAIT_S", 0.1)
+    with pytest.raises(UnavailableError, match="claim"):
+        store.put("x", b"content", if_absent=True)
+    assert not [*store.list()]
+    store.put("x", b"content", if_absent=True)
+    assert store.read("x") == b"content"
+
+
 def test_a_claim_of_another_clock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the other machine's clock is an hour behind, its claim is no older than it looks; it ends in seconds."""
     pytest.importorskip("fsspec", reason="fsspec is not installed: pip install fsspec")
