@@ -197,9 +197,10 @@ class PartitionTask:
         rows = batch.rows
         if self.strict and isinstance(rows, list):
             _refuse_others(rows, self.columns)
+        truths = set[str]()
         # What a transform returned is no word about files.
         with readable(batch.where) if hasattr(rows, "schema") else nullcontext():
-            values, num_rows = self.nulls.settle(rows, self.columns, nulls, truths := set[str]())
+            values, num_rows = self.nulls.settle(rows, self.columns, nulls, truths)
             if truths and self.strict:
                 raise ValueError(f"column {min(truths)!r}: found a truth value among numbers.")
         if not num_rows:

@@ -100,11 +100,11 @@ class DeltaReader(ParquetReader):
     def pieces_of(self, file: SourceFile, columns: Columns) -> list[Piece]:
         action = self._actions[file.name]
         # The settings are those of all columns of the table: what is read of it does not make it another table.
-        partition = {
-            name: (_plain(value), str(self._schema.field(name).type).replace("_view", ""))
-            for key, value in action.items()
-            if (name := key.removeprefix("partition.")) != key
-        }
+        partition = {}
+        for key, value in action.items():
+            if key.startswith("partition."):
+                name = key.removeprefix("partition.")
+                partition[name] = _plain(value), str(self._schema.field(name).type).replace("_view", "")
         with self._opened(file, headers=True) as table:
             stored = set(table.schema.names)
             groups = table.pieces()

@@ -69,11 +69,12 @@ class NullRule:
         needed = {name for name, encoding in columns.items() if encoding != "json"}
         if self.drop:
             rows = [row for row in rows if all(row.get(name) is not None for name in needed - self.fill.keys())]
-        filled = [(name, self.fill.get(name)) for name in columns]
-        lists = {name: [fill if (value := row.get(name)) is None else value for row in rows] for name, fill in filled}
+        lists = {name: [row.get(name) for row in rows] for name in columns}
+        for name in lists.keys() & self.fill.keys():
+            lists[name] = [self.fill[name] if value is None else value for value in lists[name]]
         for name in needed:
-            # Not list.count: arrays compare by element.
-            if count := sum(value is None for value in lists[name]):
+            count = sum(value is None for value in lists[name])  # not list.count: arrays compare by element
+            if count:
                 nulls[name] = nulls.get(name, 0) + count
         return {} if nulls else {name: _fitted(name, lists[name], columns[name], truths) for name in lists}
 
