@@ -10,7 +10,7 @@ overwritten belong to no other one. index.json is published again from time to t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -246,19 +246,33 @@ def commit(store: Store, base: Version, edit: Callable[[Version], Edit], writer:
         data = msgspec.json.encode(change)
         try:
             store.put(name, data, if_absent=True)
-        except AlreadyExistsError:
-            changes = read_changes(store, version.root, change.number, version)
-            # One of them is ours where the answer to a former attempt was lost.
+        except StoreError as error:
+            with _telling(f"Whether this change was made is not known: look at the log of {store.url} first."):
+                changes = read_changes(store, version.root, change.number, version)
+            # One of them is ours where the answer to an attempt was lost.
             own_ends = [end for end, later in enumerate(changes, 1) if later.writer == writer]
+            if not own_ends and not isinstance(error, AlreadyExistsError):
+                raise type(error)(f"{str(error).rstrip('.')}. This change was not made.") from error
             if not own_ends and not (retries and changes):
                 raise ConflictError(f"{store.url} has a newer version than this writer began with") from None
             new = version = _with(version, changes[: own_ends[0]] if own_ends else changes, store.url)
             if not own_ends:
                 continue
-        if not _is_current(store, base):
+        with _telling(f"This change was made: it is version {new.number}. Do not write it again."):
+            is_current = _is_current(store, base)
+        if not is_current:
             store.delete(name)
             raise ConflictError(f"{store.url} was overwritten since this writer began")
         return new
+
+
+@contextlib.contextmanager
+def _telling(outcome: str) -> Iterator[None]:
+    """Add to an error of the store what became of a change: a program that runs again could make it twice."""
+    try:
+        yield
+    except StoreError as error:
+        raise type(error)(f"{str(error).rstrip('.')}. {outcome}") from error
 
 
 def publish(store: Store, version: Version, *, always: bool = True) -> None:

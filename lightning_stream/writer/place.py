@@ -253,7 +253,13 @@ class Transaction:
                 is_new = False
                 self.abort()
                 version = read_newest(self.store)  # its writer may have been killed before it was published
+        try:
             publish(self.store, version, always=False)
+        except StoreError as error:  # an error would make a program write it again
+            _LOG.warning(
+                "%s: the change was made; index.json, which other MDS readers read, could not be put (%s). Run "
+                "`lightning-stream log %s --publish`.", self, error, self
+            )  # fmt: skip
         return is_new
 
     def _fitting(self, edit: Edit | Callable[[Version], Edit], version: Version) -> Edit:
@@ -268,6 +274,12 @@ class Transaction:
             and (now.columns, now.lengths.keys()) != (base.columns, base.lengths.keys())
         ):
             raise ConflictError(f"{self.store.url} has other columns or lengths since this writer began")
+        if made.operation == "append" and not made.key and _ends_with(now, made.shards):
+            _LOG.warning(
+                "%s: its last shards have the bytes of those that this append adds. If that is one append, made twice, "
+                "pass version=%d to readers, and a key= to appends: with that, each is made once.",
+                self, version.number,
+            )  # fmt: skip
         return made
 
     def commit_index(self, index: bytes) -> None:
@@ -353,6 +365,16 @@ def _files_of_versions(store: Store) -> set[str]:
         older = index_text(older_entries(store))
         return listed_files(read_newest(store).index.data) | listed_files(older)
     return listed_files(seen(store, INDEX_NAME)[0])
+
+
+def _ends_with(index: Index, shards: Sequence[bytes]) -> bool:
+    """Whether the last shards of an index have the hashes of these."""
+    first = len(index) - len(shards)
+    if first < 0 or not shards:
+        return False
+    added = Index.from_bytes(index_text(shards), INDEX_NAME)
+    hashes = [(index.entry(first + at).raw.hashes, entry.raw.hashes) for at, entry in enumerate(added)]
+    return all(former and former == new for former, new in hashes)
 
 
 class _Manifest(msgspec.Struct):

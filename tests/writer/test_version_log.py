@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import selectors
@@ -26,7 +27,7 @@ from lightning_stream.errors import ConflictError, FormatError, NotFoundError, U
 from lightning_stream.formats.index import Index
 from lightning_stream.stores import LocalStore, Store, open_store
 from lightning_stream.version_log import read_changes, read_newest, read_version
-from lightning_stream.writer import MDSWriter, merge_index
+from lightning_stream.writer import MDSWriter, merge_index, place
 
 _KILLED = 1 / 8  # of the appends, followed by a kill within 0.2 s
 SUPPORT = Path(appenders.__file__)
@@ -148,7 +149,7 @@ def test_an_append_that_is_finished_again_after_an_error_is_made_once(
     writer.write({"x": 1})
     with monkeypatch.context() as patch:
         patch.setattr(version_log, "_is_current", raising(UnavailableError("the network is gone")))
-        with pytest.raises(UnavailableError, match="the network is gone"):
+        with pytest.raises(UnavailableError, match=r"the network is gone\. This change was made: it is version 1"):
             writer.finish()
     for number in range(others):
         write(tmp_path, [2 + number], append=True)
@@ -157,8 +158,64 @@ def test_an_append_that_is_finished_again_after_an_error_is_made_once(
     assert len(read_changes(LocalStore(tmp_path), read_newest(LocalStore(tmp_path)).root)) == 1 + others
 
 
+@pytest.mark.parametrize("is_put", [True, False])
+@pytest.mark.parametrize("is_read", [True, False])
+def test_an_append_whose_answer_is_lost_is_made_or_its_error_says_what_became_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_put: bool, is_read: bool
+) -> None:
+    write(tmp_path, [0])
+    put, read = LocalStore.put, LocalStore.read
+    has_failed = False
+
+    def lost(store: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        nonlocal has_failed
+        if "versions" not in name or is_put:
+            put(store, name, *args, **kwargs)
+        if "versions" in name:
+            has_failed = True
+            raise UnavailableError("the network is gone")
+
+    def refused(store: Any, name: str) -> bytes:
+        if has_failed and not is_read:
+            raise UnavailableError("it is gone")
+        return read(store, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStore, "put", lost)
+        patch.setattr(LocalStore, "read", refused)
+        said = "was not made" if is_read else "Whether this change was made is not known"
+        with contextlib.nullcontext() if is_put and is_read else pytest.raises(UnavailableError, match=said):
+            write(tmp_path, [1], append=True)
+    assert values(tmp_path) == ([0, 1] if is_put else [0])
+
+
+def test_an_append_that_was_made_ends_without_an_error_though_index_json_cannot_be_put(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(place, "publish", raising(UnavailableError("the network is gone")))
+        write(tmp_path, [1], append=True)
+    assert "the change was made; index.json" in caplog.text
+    assert "the network is gone" in caplog.text
+    assert values(tmp_path) == [0, 1]
+
+
+def test_an_append_of_the_bytes_that_came_last_is_logged_unless_its_key_tells_that_it_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path, [0])
+    write(tmp_path, [1], append=True)
+    write(tmp_path, [2], append=True)
+    write(tmp_path, [2], append=True, key="another")
+    assert not caplog.text
+    write(tmp_path, [2], append=True)
+    assert "pass version=3 to readers" in caplog.text
+    assert values(tmp_path, wanted=3) == [0, 1, 2, 2]
+
+
 def raising(error: Exception) -> Any:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
     return fail
