@@ -181,29 +181,33 @@ def is_refusal(error: Exception) -> bool:
 
 @rank_zero_only
 def begin_folder(config: DictConfig, ckpt_path: str | None) -> Path | None:
-    """Write the config, without secrets; move the checkpoints of an earlier run aside, unless this one resumes.
+    """Write the config, without secrets; move an earlier run's checkpoints aside with its own, unless this one resumes.
 
     Returns where they are then.
     """
     folder = last_checkpoint(config).parent
+    kept = folder.with_name("config.yaml")
     aside = None
     resumes = ckpt_path is not None and Path(ckpt_path).resolve().is_relative_to(folder.resolve())
     if not resumes and folder.is_dir() and any(folder.iterdir()):
         names = (folder.with_name(f"{folder.name}-{number}") for number in count(1))
         aside = folder.rename(next(filterfalse(Path.exists, names)))
+        with suppress(FileNotFoundError):
+            kept.rename(aside / kept.name)
         print(f"Starting over; the earlier checkpoints are now in {aside}. ckpt_path=last resumes instead.")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    (folder.parent / "config.yaml").write_text(OmegaConf.to_yaml(without_secrets(OmegaConf.to_container(config))))
+    kept.write_text(OmegaConf.to_yaml(without_secrets(OmegaConf.to_container(config))))
     return aside
 
 
 def bring_back(earlier: Path | None, folder: Path) -> None:
-    """Move the earlier checkpoints back, if the run that failed saved none: often its settings were refused."""
+    """Move the earlier checkpoints and config back, if the failed run saved none: often its settings were refused."""
     if earlier is None:
         return
     with suppress(OSError):  # this run's own are there
         earlier.rename(folder)
         print(f"This run saved no checkpoint; the earlier ones are in {folder} again.")
+        (folder / "config.yaml").replace(folder.with_name("config.yaml"))
 
 
 def without_secrets(value: Any, name: str = "", in_store: bool = False) -> Any:

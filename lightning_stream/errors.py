@@ -65,6 +65,7 @@ class UnavailableError(StoreError):
     """The store still failed after all retries: throttled, reset, stalled or timed out."""
 
     is_throttled = False  # whether the store asked for fewer requests
+    wait_s = 0  # what it asked to wait (Retry-After)
 
 
 class CacheError(LightningStreamError):
@@ -142,12 +143,18 @@ def refuse_unknown(called: str, arguments: Iterable[str], names: Sequence[str]) 
 
     `names` may hold ``self`` and ``options``, which are no arguments.
     """
-    names = [name for name in names if name not in ("self", "options")]
+    names = [name for name in dict.fromkeys(names) if name not in ("self", "options")]
     for name in arguments:
         if name not in names:
             close = get_close_matches(_OF_LITDATA.get(name, name), names, 1)
             remedy = f"Did you mean {close[0]!r}?" if close else f"Its arguments are {', '.join(names)}"
             raise TypeError(f"{called}() got an unexpected keyword argument {name!r}. {remedy}")
+
+
+def note_names(error: Exception, sample: Any) -> None:
+    """Add the names that a sample has to the error for one that it does not have."""
+    if isinstance(error, KeyError) and isinstance(sample, dict):
+        error.add_note(f"The sample has {', '.join(map(str, sample))}.")
 
 
 # Up to the last @: passwords may hold others. Some hold a slash, or follow a mistyped scheme; a port is no password.

@@ -216,7 +216,7 @@ def _refuse_with_sampler(settings: Mapping[str, Any]) -> None:
 
 def _is_map_style(value: Any) -> bool:
     can_read = hasattr(value, "__len__") and (hasattr(value, "__getitem__") or hasattr(value, "__getitems__"))
-    return can_read and not isinstance(value, IterableDataset | str | bytes)
+    return can_read and not isinstance(value, IterableDataset | str | bytes | type)
 
 
 def _check(dataset: Any) -> None:
@@ -224,9 +224,9 @@ def _check(dataset: Any) -> None:
     if not _is_map_style(dataset):
         raise TypeError(
             f"a map-style dataset has __len__ and __getitem__, so that any sample can be read by its number; found "
-            f"{type(dataset).__name__}. A path or URL is read by StreamingDataset. Of an iterable dataset nothing can "
-            "be planned: write its samples once (MDSWriter, lightning-stream convert) and read them by "
-            "StreamingDataset, or give it __getitem__"
+            f"{type(dataset).__name__}. Of a class, pass an object. A path or URL is read by StreamingDataset. Of an "
+            "iterable dataset nothing can be planned: write its samples once (MDSWriter, lightning-stream convert) and "
+            "read them by StreamingDataset, or give it __getitem__"
         )
 
 

@@ -335,6 +335,13 @@ def test_other_misspelt_arguments_name_the_one_that_was_meant(call: Any, wrong: 
         call(**{wrong: 1})
 
 
+def test_an_argument_like_no_other_is_answered_by_each_argument_once() -> None:
+    with pytest.raises(TypeError, match="Its arguments are ") as caught:
+        StreamingDataset("shards", qqq=1)  # type: ignore[call-arg]
+    names = str(caught.value).partition("Its arguments are ")[2].split(", ")
+    assert sorted(set(names)) == sorted(names)
+
+
 def test_a_loader_of_another_dataset_names_the_loader_that_takes_it() -> None:
     with pytest.raises(TypeError, match=r"found list.*by StatefulDataLoader"):
         StreamingDataLoader([1, 2], batch_size=1)  # type: ignore[arg-type]

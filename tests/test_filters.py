@@ -169,10 +169,10 @@ def test_a_file_of_ids_names_its_wrong_line(make: Make, tmp_path: Path) -> None:
         len(make(filter={"exclude_ids": tmp_path / "ids"}))
 
 
-def test_an_error_of_the_function_names_the_sample(make: Make) -> None:
+def test_an_error_of_the_function_names_the_sample_and_its_columns(make: Make) -> None:
     with pytest.raises(KeyError) as caught:
         len(make(filter=lambda sample: sample["id"] < 20 or sample["absent"]))
-    assert caught.value.__notes__ == ["While filtering sample 20."]
+    assert caught.value.__notes__ == ["While filtering sample 20.", "The sample has id, tokens."]
 
 
 def test_a_function_that_ends_an_iterator_of_its_own_is_an_error_and_drops_no_samples(make: Make) -> None:

@@ -739,3 +739,15 @@ def test_an_error_in_a_transform_names_sample_shard_and_stream(shards: Path, num
         list(loader)
     text = "".join(traceback.format_exception(caught.value))
     assert re.search(rf"While transforming samples \[40\] of stream '{shards}', shard shard\.\d+\.mds\.", text)
+
+
+def test_a_transform_that_asks_for_an_absent_column_is_shown_those_that_are_there(shards: Path) -> None:
+    dataset = StreamingDataset(remote=shards, transform=lambda sample: sample["absent"])
+    with pytest.raises(KeyError, match="absent") as caught:
+        next(iter(StreamingDataLoader(dataset, 8)))
+    assert caught.value.__notes__[1].startswith("The sample has id")
+
+
+def test_a_tracker_of_a_dataset_asks_for_its_loader(shards: Path) -> None:
+    with pytest.raises(TypeError, match=r"follows a loader; found StreamingDataset\. Pass the StreamingDataLoader"):
+        PositionTracker(StreamingDataset(remote=shards))  # type: ignore[arg-type]

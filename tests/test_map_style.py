@@ -361,6 +361,7 @@ class _Endless(IterableDataset[int]):
         (range(9), {"sampler": [1], "batching_method": "per_stream"}, "omit batching_method"),
         (range(9), {"pack": {"row_length": 4}}, "pack is a Packing"),
         (range(3), {"shufle": True}, "Did you mean 'shuffle'"),
+        (Squares, {}, "found type. Of a class, pass an object"),
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_what_to_do(dataset: Any, options: dict[str, Any], says: str) -> None:

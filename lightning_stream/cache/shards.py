@@ -261,7 +261,7 @@ class ShardCache:
         cached = self._cached_entry(entry)
         if self._source is not None and cached is entry and (lease := self._in_place(entry)):
             return lease
-        pin = partial(self._pin, cached.raw, entry)
+        pin = partial(self._pin, cached.raw)
         fetch = partial(self._fetch, entry, connections)
         return self._run_once(cached.raw.basename, pin, fetch, wait_s)
 
@@ -288,7 +288,7 @@ class ShardCache:
                 return self.lease(entry) if lease is None else None
             except DigestError as error:
                 _log.warning("A shard in the cache %s is damaged, and is fetched again: %s", self.folder, error)
-        done = lambda: None if lease is None or lease.is_current() else self._pin(raw, entry)  # noqa: E731
+        done = lambda: None if lease is None or lease.is_current() else self._pin(raw)  # noqa: E731
         return self._run_once(name, done, partial(self._fetch, entry, 1, fresh=True))
 
     def plan(self, next_use: Callable[[str], float | None] | None) -> None:
@@ -316,12 +316,9 @@ class ShardCache:
         return [cached for cached in self._space.entries() if cached.names[0] in names]
 
     def _drop(self, entries: Sequence[ShardEntry]) -> None:
-        """Delete the shards of a former index; what must stay is compared with its hash before it is read again."""
+        """Delete the shards of a former index, but for those in use."""
         for cached in self._marked(entries):
-            if not self._space.remove(cached):
-                self._space.doubt(cached)
-        for entry in entries:
-            self._space.compared(entry.raw.basename).unlink(missing_ok=True)
+            self._space.remove(cached)
 
     def _cached_entry(self, entry: ShardEntry) -> ShardEntry:
         """The shard as the cache holds it, in one file: rows as MDS."""
@@ -353,13 +350,13 @@ class ShardCache:
             self._verify_once(path, raw)
         return Lease(self._source, None)
 
-    def _pin(self, raw: FileEntry, entry: ShardEntry) -> Lease | None:
+    def _pin(self, raw: FileEntry) -> Lease | None:
         """Return a lease on a shard that is here; None if it is not, or is being evicted."""
         home = self._find(raw)
         if home is None:
             return None
         lease = Lease.take(home, raw.basename)
-        if lease is None or not self._trusted(home, raw, entry):
+        if lease is None or not self._trusted(home, raw, lease):
             return None
         # It was deleted, or is another user's; its time matters only for evictions.
         with contextlib.suppress(OSError):
@@ -367,28 +364,28 @@ class ShardCache:
         self.counters.add("shards_here")
         return lease
 
-    def _trusted(self, home: Path, raw: FileEntry, entry: ShardEntry) -> bool:
+    def _trusted(self, home: Path, raw: FileEntry, lease: Lease) -> bool:
         """Return whether the file may be read.
 
         Once per process, it is checked if the user named a hash, or if it was here when the machine was started, since
-        its last bytes may not have reached the disk. Once per folder, a file of somebody else is checked.
+        its last bytes may not have reached the disk. A file of somebody else, or one that was fetched by another index,
+        is checked until that is noted.
         """
         path = home / raw.basename
-        is_named = self.config.validate_hash is not None
-        is_foreign = False
-        if not is_named and home == self.folder and raw.hashes:
-            alone = CacheEntry((raw.basename,), raw.num_bytes)
-            is_foreign = not (self._space.knows(alone) or self._space.knows(_reserved(raw, entry)))
+        is_known = home != self.folder or not raw.hashes or self._space.knows(raw)
         try:
-            if is_foreign:
-                verify(path, raw, None, str(path))
-            elif is_named or before_boot(path):
+            if not is_known:
+                verify(path, raw, self.config.validate_hash, str(path))
+            elif self.config.validate_hash is not None or before_boot(path):
                 self._verify_once(path, raw)
         except (DigestError, FileNotFoundError):
             return False
-        if is_foreign:
+        if not is_known:
             self._place.prepare()
-            self._place.write(self._space.compared(raw.basename), b"")
+            self._space.keep_note(raw)
+            if not lease.is_current():  # the note may be about a file that was fetched meanwhile
+                self._space.note(raw.basename).unlink(missing_ok=True)
+                return False
         return True
 
     def _verify_once(self, path: Path, file: FileEntry) -> None:
@@ -429,6 +426,8 @@ class ShardCache:
             durable = not (raw.hashes or raw.origin is not None)
             for draft, final in reversed(files):  # the one that is leased last
                 place.publish(draft, final, durable=durable)
+            if raw.hashes:
+                self._space.keep_note(raw)
         self.counters.add("shards_fetched")
         self.counters.add("shards_fetched_again", name in self._fetched)
         self._fetched.add(name)

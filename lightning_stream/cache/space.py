@@ -15,7 +15,8 @@ from urllib.parse import quote, unquote
 
 from lightning_stream.cache.folder import CacheFolder, key_of
 from lightning_stream.errors import CacheFullError, FormatError
-from lightning_stream.formats.model import check_basename
+from lightning_stream.formats.hashing import digest
+from lightning_stream.formats.model import FileEntry, check_basename
 from lightning_stream.shared_files import LOCK_FDS, FileLock, backoff, same_file, try_flock
 
 _RECENT_S = 60.0
@@ -41,9 +42,9 @@ class Space:
 
     Each shard that a cache has fetched has a marker: an empty file named after the shard and its bytes or, for a shard
     of several files, a list of their names. It appears before them and is deleted after them, under the shard's lock:
-    if a process is killed, markers count too much, never too little, until space is needed. A file of somebody else
-    that was compared with its hash has a marker too. Every marker is checked, since other users of a shared cache write
-    too.
+    if a process is killed, markers count too much, never too little, until space is needed. Every marker is checked,
+    since other users of a shared cache write too. A note beside it has the hashes with which the shard was compared:
+    jobs whose indexes differ use one folder, where a shard of both has one name.
     """
 
     def __init__(self, folder: CacheFolder) -> None:
@@ -64,29 +65,28 @@ class Space:
         self._entries = entries
         return tuple(entries.values())
 
-    def knows(self, entry: CacheEntry) -> bool:
-        """Return whether a shard was fetched as this, or its file was compared with its hash."""
-        if self._marker(entry).exists() or self.compared(entry.names[0]).exists():
-            return True
-        return self._take_over_log() and self.knows(entry)
+    def knows(self, file: FileEntry) -> bool:
+        """Return whether the file that is here was compared with these hashes, by any process."""
+        with contextlib.suppress(OSError):
+            return str(self.note(file.basename).readlink()) == _hashes(file)
+        return False
+
+    def keep_note(self, file: FileEntry) -> None:
+        """Note that a file was compared with its hashes; without a note, it is compared again."""
+        note = self.note(file.basename)
+        with contextlib.suppress(OSError):  # a file system without links
+            note.unlink(missing_ok=True)
+            note.symlink_to(_hashes(file))
 
     def mark(self, entry: CacheEntry, former: CacheEntry | None = None) -> None:
         """Note a shard whose files will appear, in place of a former note; for the holder of its lock."""
-        self.compared(entry.names[0]).unlink(missing_ok=True)
+        self.note(entry.names[0]).unlink(missing_ok=True)
         self._write(entry, self.folder.draft(entry.names[0], "marker"))
         if former is not None and former != entry:
             self._marker(former).unlink(missing_ok=True)
 
-    def doubt(self, entry: CacheEntry) -> None:
-        """Have a shard in use, which may be of a former index, compared with its hash before anybody reads it again.
-
-        Its marker with one byte more counts, and is not known.
-        """
-        with self.folder.lock(entry.names[0]):
-            self.mark(CacheEntry(entry.names, entry.num_bytes + 1), entry)
-
-    def compared(self, name: str) -> Path:
-        """Return the empty file that notes that a file of somebody else was compared with its hash."""
+    def note(self, name: str) -> Path:
+        """Return the link whose text is the hashes with which a file was compared: it takes no block of the disk."""
         return self.folder.markers / f"{_stem(name)}.compared"
 
     def forget(self, name: str) -> None:
@@ -108,8 +108,8 @@ class Space:
         is_whole = entry.names == (unquote(stem),)
         return self.folder.markers / f"{stem}.{entry.num_bytes}{'' if is_whole else _LIST}"
 
-    def _take_over_log(self) -> bool:
-        """Turn the log in which former releases counted into markers; return whether there was one.
+    def _take_over_log(self) -> None:
+        """Turn the log in which former releases counted into markers.
 
         A process of such a release that still runs begins a new log, which is taken over the next time: this release's
         limit counts the shards of both, the former one's what it has fetched since.
@@ -117,13 +117,12 @@ class Space:
         log = self.folder.control / "ledger"
         draft = self.folder.control / "ledger.draft"
         if not log.exists():
-            return False
+            return
         self.folder.prepare()  # the former release had no folder for markers
         with FileLock(self.folder.control / "ledger.lock", _WAIT_S, self.folder.modes):
             for entry in _read_log(log):
                 self._write(entry, draft)
             log.unlink(missing_ok=True)
-        return True
 
     # -- space
 
@@ -233,6 +232,7 @@ class Space:
                     return False
             for name in entry.names:
                 self.folder.unlink(name)
+            self.note(entry.names[0]).unlink(missing_ok=True)
             marker.unlink(missing_ok=True)
         return True
 
@@ -302,6 +302,10 @@ def _stem(name: str) -> str:
     """Return the beginning of the name of a shard's marker: the shard's, or what stands for one that is too long."""
     quoted = quote(name, safe="")
     return quoted if len(quoted) <= _LONGEST_STEM else key_of(name)
+
+
+def _hashes(file: FileEntry) -> str:
+    return digest("xxh3_128", repr(sorted(file.hashes.items())).encode())
 
 
 def _read(marker: Path) -> CacheEntry | None:

@@ -62,7 +62,7 @@ class Index:
         self.data = data
         self.where = where
         self.schemas = self._shards.schemas
-        self.deleted = top.deleted
+        self.deleted = file = top.deleted
         self.digest = self._shards.digest
         # After another change, such as an append, the shards are not only those that were converted.
         former = top.converted_from
@@ -70,6 +70,14 @@ class Index:
         self.versions = bytes(top.versions)
         self._lengths_text = bytes(top.lengths)
         self.num_samples = int(self.shard_sizes.sum())
+        if file is not None:
+            check_basename(file.basename, where)
+            rows = file.num_bytes / 8
+            if not file.hashes or rows != file.num_samples or rows > self.num_samples:
+                raise FormatError(
+                    f"{where}: deleted rows must be rows of the dataset, with 8 bytes each and a hash; found "
+                    f"{file.num_bytes:,} bytes for {file.num_samples} of {self.num_samples} rows. Restore the index."
+                )
         self.chosen: frozenset[str] | None = None
         joined = (b'{"shards": ' + bytes(shards) + b', "version": 2}' for shards in top.joined)
         self.joined = tuple(Index(text, f"{where}, joined columns") for text in joined)

@@ -193,8 +193,15 @@ def check_basename(name: object, where: str) -> str:
 
 
 def to_text(value: Any) -> bytes:
-    """Return a model's value as the text that an index has of it: JSON in the order of the keys."""
+    """Return a model's value as the text that an index has of it: JSON in the order of the keys.
+
+    ValueError for a name with half of a surrogate pair, which `json` would write and no index could be read with.
+    """
     value = value.to_object() if isinstance(value, Schema) else to_builtins(value)
+    try:
+        msgspec.json.encode(value)
+    except UnicodeEncodeError as error:
+        raise ValueError(f"names must be valid Unicode; found {error.object!r}. Rename that column or file.") from error
     return json.dumps(value, sort_keys=True).encode()
 
 
@@ -224,8 +231,7 @@ def with_keys(index: bytes, changed: Mapping[str, bytes | None]) -> bytes:
     texts = msgspec.json.decode(index, type=dict[str, Raw])
     if not any(text is not None or name in texts for name, text in changed.items()):
         return index
-    merged = {**texts, **changed}
-    return object_text({name: text for name, text in merged.items() if text is not None})
+    return object_text({name: text for name, text in {**texts, **changed}.items() if text is not None})
 
 
 def length_file_stem(name: str) -> str:

@@ -22,15 +22,7 @@ from lightning_stream.errors import FormatError
 from .encodings.base import describe
 from .mds.encode import MdsEncoder, ShardDraft
 from .memory import MappedFile, sample_offsets
-from .model import (
-    ROW_TYPES,
-    SEPARATORS,
-    FileEntry,
-    Origin,
-    Schema,
-    ShardEntry,
-    to_text,
-)
+from .model import ROW_TYPES, SEPARATORS, FileEntry, Origin, Schema, ShardEntry, to_text
 from .shard_encoder import EncodedBatch, column_error, offset_table
 
 _decode_json = json.JSONDecoder().decode
@@ -75,8 +67,7 @@ class RowEncoder:
     per_sample_overhead = 0
 
     def __init__(self, schema: Schema) -> None:
-        wrong = {name: kind for name, kind in schema.columns.items() if kind not in ROW_TYPES}
-        if wrong:
+        if wrong := {name: kind for name, kind in schema.columns.items() if kind not in ROW_TYPES}:
             raise ValueError(f"row formats have columns of {', '.join(ROW_TYPES)}; got {wrong}. Write MDS for others.")
         self.schema = schema
         self._config = to_text(schema)
@@ -143,10 +134,7 @@ def as_mds(entry: ShardEntry, mark: str = "") -> ShardEntry:
     while fault in schema.names:
         fault += " "
     schema = replace(
-        schema,
-        names=(fault, *schema.names),
-        encodings=("fault", *schema.encodings),
-        sizes=(None, *schema.sizes),
+        schema, names=(fault, *schema.names), encodings=("fault", *schema.encodings), sizes=(None, *schema.sizes)
     )
     origin = Origin(ROWS, entry.raw.basename, entry.raw.num_bytes, _stamp(entry, mark), 0, entry.num_samples)
     made = FileEntry(f"{entry.raw.basename}.mds", entry.raw.num_bytes, {}, origin=origin)

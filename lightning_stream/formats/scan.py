@@ -71,13 +71,6 @@ def read_top(data: bytes, where: str) -> Top:
             f"{where}: an index must be a JSON object with the keys 'shards' and 'version', of version 2; found "
             f"{start[:20]!r}... of {len(data)} bytes ({error}).{page} Fetch it again."
         ) from error
-    if (file := top.deleted) is not None:
-        check_basename(file.basename, where)
-        if not file.hashes or file.num_samples is None or file.num_bytes != 8 * file.num_samples:
-            raise FormatError(
-                f"{where}: deleted rows must have 8 bytes each and a hash; found {file.num_bytes:,} bytes for "
-                f"{file.num_samples or 0:,} rows. Restore the index."
-            )
     return top
 
 

@@ -98,9 +98,9 @@ class ShardEncoder(Protocol):
 def offset_table(sizes: Sequence[int] | NDArray[Any], first: int) -> bytes:
     """Return the number and the offsets of samples of these sizes, the first one at ``first``."""
     offsets = np.empty(len(sizes) + 1, np.int64)
-    offsets[0] = first
+    offsets[0] = 0
     np.cumsum(sizes, out=offsets[1:])
-    offsets[1:] += first
+    offsets += first
     return len(sizes).to_bytes(4, "little") + offsets.astype("<u4").tobytes()
 
 

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from lightning_stream.errors import note_names
 from lightning_stream.formats.mds.gather import flat_copies
 from lightning_stream.loading.collate import collate_columns
 from lightning_stream.loading.packing import by_row, collate_rows, places_in_rows, read_rows, split_rows
@@ -243,6 +244,7 @@ class BatchMaker:
                 transformed.append(transform(sample, batch.epoch, position))
             except Exception as error:
                 self._name_samples(error, "transforming", ids)
+                note_names(error, sample)
                 raise
             of_thread.transform_s += perf_counter() - began
         return transformed

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_stream.cache.folder import CacheFolder
+from lightning_stream.errors import note_names
 from lightning_stream.fingerprint import function_text
 from lightning_stream.order.bitmap import Bitmap, as_ids
 from lightning_stream.order.rules import AMOUNT
@@ -230,6 +231,7 @@ class Evaluation:
                 raise TypeError(f"a filter returns True or False; found {answer!r}")
         except Exception as error:
             error.add_note(f"While filtering sample {self.reader.original_ids(np.array([sample_id]))[0]}.")
+            note_names(error, sample)
             raise
         return bool(answer)
 

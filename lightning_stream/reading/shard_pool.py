@@ -489,9 +489,9 @@ class ShardPool:
             self.unverified.compare(shard, shard_id, self._shards.url_of)
             with self.lock:
                 # Threads that wait for one fetch share its lease, which another one may have closed with its shard.
-                if lease.is_held and (self.num_fetched_again == before or lease.is_current()):
+                if lease.is_held and lease.is_current():
                     return self.open.add(shard_id, shard, lease)
-            lease.close()  # another thread has fetched the shard again meanwhile: this is the damaged one
+            lease.close()  # it was fetched again meanwhile: this is the damaged one, or one of another job's index
 
     def _opened(self, shard_id: int, fetch: Fetch | None, before: int) -> tuple[Shard, Lease] | None:
         """A shard with its lease; None where it was damaged in the cache and was fetched again."""

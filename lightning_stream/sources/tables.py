@@ -34,6 +34,7 @@ _MIN_FOOTER_BYTES = 1 << 12
 _WINDOW_BYTES = 1 << 11  # for headers, from one to the next
 _FOOTERS: dict[Any, Any] = {}  # of Parquet files
 _SCHEMAS: dict[Any, Any] = {}
+_SIGNATURE_BYTES = 28  # behind the footer of a Parquet file with encrypted columns
 _SPARK = b"org.apache.spark.version"  # noted in files that it wrote
 _FILES = ("Image", "Audio", "Video")  # features that are a struct of a file's bytes and its path
 
@@ -227,16 +228,22 @@ class ParquetReader(TableReader):
     def _table(self, plain: Any, file: SourceFile) -> Table:
         import pyarrow.parquet as pq  # slow to import
 
-        footer = cached(_FOOTERS, file.content, lambda _: pq.read_metadata(plain), 32)
-        opened = pq.ParquetFile(
-            plain,
-            metadata=footer,
-            pre_buffer=file.path is None,  # neighbours in one range
-            # Spark writes whole microseconds, also of years that no 64-bit number of nanoseconds has.
-            coerce_int96_timestamp_unit="us" if _SPARK in (footer.metadata or ()) else "ns",
-            page_checksum_verification=True,
+        footer = cached(_FOOTERS, file.content, lambda _: _unsigned(pq.read_metadata(plain), plain), 32)
+        in_us, in_ns = (
+            pq.ParquetFile(
+                plain,
+                metadata=footer,
+                pre_buffer=file.path is None,  # neighbours in one range
+                coerce_int96_timestamp_unit=unit,
+                page_checksum_verification=True,
+            )
+            for unit in ("us", "ns")
         )
-        names = set(opened.schema_arrow.names)
+        # Spark writes whole microseconds, also of years that no 64-bit number of nanoseconds has.
+        opened = in_us if _SPARK in (footer.metadata or ()) else in_ns
+        schema = opened.schema_arrow
+        names = set(schema.names)
+        doubtful = [kind for kind, other in zip(schema, in_us.schema_arrow, strict=True) if kind != other]
 
         def pieces() -> list[Piece]:
             groups = map(footer.row_group, range(footer.num_row_groups))
@@ -246,20 +253,34 @@ class ParquetReader(TableReader):
             ]
 
         def batches(place: Piece, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+            checked = pa.schema([kind for kind in doubtful if columns is None or kind.name in columns])
             for k in range(footer.num_row_groups)[place.begin : place.end]:
                 group = footer.row_group(k)
                 rows = fitting_rows(group.num_rows, group.total_byte_size)
+                for batch in in_us.iter_batches(rows, [k], checked.names, use_threads=False) if checked else ():
+                    batch.cast(checked)  # pyarrow reads what does not fit as another time
                 yield from opened.iter_batches(rows, [k], columns, use_threads=False)
 
-        return Table(opened.schema_arrow, pieces, batches)
+        return Table(schema, pieces, batches)
+
+
+def _unsigned(footer: Any, plain: Any) -> Any:
+    """The footer of a Parquet file; TypeError for one of encrypted columns, whose metadata make pyarrow abort."""
+    plain.seek(-8, os.SEEK_END)
+    if int.from_bytes(plain.read(4), "little") == footer.serialized_size + _SIGNATURE_BYTES:
+        raise TypeError("its columns are encrypted")
+    return footer
 
 
 def _nulls(group: Any, names: Collection[str]) -> tuple[str, ...]:
     """The columns of a row group that have nulls, by its statistics, which know nothing of nested columns."""
-    columns = map(group.column, range(group.num_columns))
-    flat = [column for column in columns if column.path_in_schema in names and column.statistics is not None]
     return tuple(
-        column.path_in_schema for column in flat if column.statistics.has_null_count and column.statistics.null_count
+        column.path_in_schema
+        for column in map(group.column, range(group.num_columns))
+        if column.path_in_schema in names
+        and (known := column.statistics) is not None
+        and known.has_null_count
+        and known.null_count
     )
 
 

@@ -70,7 +70,10 @@ class AnswerError(Exception):
         code: Its HTTP status, or a better one where the server names the error.
         name: The server's name of the error.
         region: Where a bucket is, if the server says that.
+        wait_s: For how long the server asks to wait.
     """
+
+    wait_s = 0
 
     def __init__(self, code: int, reason: str, name: str = "", region: str | None = None) -> None:
         super().__init__(redact(f"{code} {' '.join(reason.split())}"))
@@ -398,6 +401,7 @@ class BaseStore(Store):
                 f"{where}: {reason}. The store is overloaded or in trouble; ask for less at once."
             )
             unavailable.is_throttled = status in (429, 503)
+            unavailable.wait_s = getattr(error, "wait_s", 0)
             return unavailable
         if status == 412:
             return PreconditionError(f"{where}: the condition does not hold")

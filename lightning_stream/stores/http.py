@@ -82,7 +82,10 @@ def _refusal(answer: Any) -> AnswerError:
     said = {field.lower(): value for field, value in _SAID.findall(text)}
     name = said.get("code") or said.get("error_code") or answer.headers.get("x-ms-error-code", "")
     reason = f"{name} {said.get('message', '')}".strip() or answer.reason or ""
-    return AnswerError(answer.status, reason, name, answer.headers.get("x-amz-bucket-region") or said.get("region"))
+    error = AnswerError(answer.status, reason, name, answer.headers.get("x-amz-bucket-region") or said.get("region"))
+    asked = answer.headers.get("Retry-After", "")[:9]
+    error.wait_s = int(asked) if asked.isdecimal() else 0  # it may be a date
+    return error
 
 
 @dataclass

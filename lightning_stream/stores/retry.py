@@ -43,7 +43,8 @@ class RetryPolicy:
         timeout_s: Longest silence on a connection, for the client.
         deadline_s: For one operation with its retries and pauses, or for each page of a listing. A download may take
             longer while it makes progress: in each such span, at least 16 KiB must arrive for each of its seconds.
-        first_pause_s, longest_pause_s: Mean pause after the first failure, which doubles with each; its limit.
+        first_pause_s, longest_pause_s: Mean pause after the first failure, which doubles with each; its limit, also for
+            what the server asks to wait before.
         parallel_from_bytes: An object of at least this size is fetched as several ranges at once.
         part_bytes, parts_at_once: The size and the number of these ranges.
     """
@@ -307,6 +308,7 @@ class RetryBudget:
         self._in_a_row += 1
         pause_s = min(self._policy.longest_pause_s, self._policy.first_pause_s * 2 ** (self._in_a_row - 1))
         pause_s *= _jitter.uniform(0.0, 2.0)
+        pause_s += min(error.wait_s, self._policy.longest_pause_s)
         if self._in_a_row > self._policy.retries:
             raise UnavailableError(f"{error} (gave up after {self._in_a_row} failures in a row)") from None
         if time.monotonic() + pause_s - self._span_begun > self._policy.deadline_s:

@@ -245,6 +245,9 @@ class PerProcess(Generic[T]):
         return {"_make": self._make, "_made": {}}
 
 
+_withdrawn = set[str]()  # claims of this process that are still to be deleted
+
+
 @contextlib.contextmanager
 def claimed(store: Store, name: str) -> Iterator[str | None]:
     """Exclude other conditional puts of a name; yield the object's version, None if there is no object.
@@ -256,15 +259,15 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
     seen_at: dict[str, float] = {}
     for _ in backoff(_CLAIM_WAIT_S):
         claim = f"{name}.claim-{int(time.time())}-{uuid.uuid4().hex}"
-        store.put(claim, b"")
         try:
+            store.put(claim, b"")  # it may arrive although the answer is lost
             claims = [_CLAIM.search(entry.name) for entry in store.list(f"{name}.claim-") if entry.name != claim]
             now = time.monotonic()
             is_alone = True
             for match in filter(None, claims):
                 was_watched = now - seen_at.setdefault(match.string, now) >= _CLAIM_WATCHED_S
                 valid_s = _CLAIM_VALID_S if was_watched else _CLOCKS_DIFFER_S
-                if int(match[1]) < time.time() - valid_s:
+                if match.string in _withdrawn or int(match[1]) < time.time() - valid_s:
                     store.delete(match.string)
                 else:
                     is_alone = False
@@ -276,5 +279,7 @@ def claimed(store: Store, name: str) -> Iterator[str | None]:
             yield version
             return
         finally:
+            _withdrawn.add(claim)  # if it cannot be deleted now, the next attempt does not wait for it
             store.delete(claim)
+            _withdrawn.discard(claim)
     raise UnavailableError(f"{store.url}/{name}: other processes keep writing it. Let one process write it.")

@@ -139,6 +139,9 @@ class PositionTracker:
     ) -> None:
         if on_missing_state not in _ON_MISSING:
             raise ValueError(f"on_missing_state is {' or '.join(map(repr, _ON_MISSING))}; found {on_missing_state!r}")
+        if loader is not None and not hasattr(loader, "cursor"):
+            kind = type(loader).__name__
+            raise TypeError(f"a PositionTracker follows a loader; found {kind}. Pass the StreamingDataLoader over it")
         self.check_delivery = check_delivery
         self.record_delivery = record_delivery
         self.seed_steps = seed_steps

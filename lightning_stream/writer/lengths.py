@@ -13,7 +13,7 @@ from lightning_stream.formats.encodings import plain_values
 from lightning_stream.formats.encodings.base import BinaryColumn, describe
 from lightning_stream.formats.hashing import digest_parts, hashes_to_write
 from lightning_stream.formats.index import FileEntry
-from lightning_stream.formats.model import length_file_stem
+from lightning_stream.formats.model import length_file_stem, to_text
 
 if TYPE_CHECKING:
     from .place import Transaction
@@ -31,6 +31,7 @@ def check_functions(functions: Any) -> dict[str, Callable[[Any], int]]:
     )
     if not is_right:
         raise TypeError(f"lengths must be functions by name, e.g. {{'tokens': len}}; got {describe(functions)}.")
+    to_text([*by_name])  # refuses names that no index can hold
     return dict(by_name)
 
 

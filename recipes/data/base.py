@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_stream.convert import convert
+from lightning_stream.errors import NotFoundError
 from lightning_stream.stores import open_store
 from lightning_stream.trainers.lightning.data_module import StreamingDataModule
 
@@ -74,7 +75,12 @@ class ConvertedData(StreamingDataModule):
         """Convert the source, unless that was done before. One process of a run calls this."""
         if self.source is not None:
             self.convert_source()
-        sizes = {name: dataset.size for name, dataset in self.datasets.items() if dataset}
+        try:
+            sizes = {name: dataset.size for name, dataset in self.datasets.items() if dataset}
+        except NotFoundError as error:
+            if self.source is not None:
+                raise
+            raise NotFoundError(f"Without data.source=, which is converted, data.remote has shards. {error}") from None
         print(f"{self.name}: {sizes['train']:,} train / {sizes['val']:,} val samples in {self.uri}", flush=True)
 
     def convert_source(self) -> None:

@@ -63,7 +63,9 @@ class ImageData(ConvertedData):
             folders = [entry for entry in path.iterdir() if entry.is_dir()]
             path = folders[0] if len(folders) == 1 else path
         if not path.is_dir():
-            raise NotFoundError(f"data.photos is a folder of class folders, an archive or a URL; there is no {path}.")
+            raise NotFoundError(
+                f"data.source (or data.photos) is a folder of class folders, an archive or a URL; there is no {path}."
+            )
         return path
 
     @cached_property

@@ -372,6 +372,29 @@ def test_a_shard_of_a_former_index_that_is_in_use_is_not_read_under_the_fresh_on
     assert caches[0].evict(new.entry(0))
 
 
+@pytest.mark.parametrize("named", [None, "xxh3_64"])
+@pytest.mark.parametrize("reader", ["of the former index", "of the fresh index"])
+def test_a_job_reads_no_shard_that_a_job_of_another_index_fetched_or_found_right(
+    remote: Path, local: Path, reader: str, named: str | None
+) -> None:
+    former = make_dataset(remote, num_shards=1).entry(0)
+    first, second = (ShardCache(LocalStore(remote), local, CacheConfig(validate_hash=named)) for _ in range(2))
+    for _ in range(2):  # the second time, the one that is here is checked
+        first.index()
+        lease = first.lease(former)
+    fresh = make_dataset(remote, num_shards=1, seed=1).entry(0)  # the same name and size
+    second.index(refresh=True)
+    first.ensure(former)
+    folder = second.ensure(fresh)
+    assert (folder / fresh.raw.basename).read_bytes() == shard_content(0, 10_000, seed=1)
+    lease.close()
+    if reader == "of the former index":
+        with pytest.raises(DigestError):  # as without a cache
+            first.ensure(former)
+        second.ensure(fresh)
+        assert (folder / fresh.raw.basename).read_bytes() == shard_content(0, 10_000, seed=1)
+
+
 @pytest.mark.parametrize("clock", ["is right", "is set back"])
 def test_what_a_power_cut_spoiled_is_found_when_the_machine_is_up_again(
     remote: Path, local: Path, monkeypatch: pytest.MonkeyPatch, clock: str

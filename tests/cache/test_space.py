@@ -57,7 +57,7 @@ def test_three_processes_agree_with_one_simple_book(actions: list[tuple[str, int
             if action in ("reserve", "mark"):
                 book[name] = entry
             assert bytes_in(spaces[(who + 1) % 3]) == sum(entry.num_bytes for entry in book.values())
-        assert all(space.knows(entry) for space in spaces for entry in book.values())
+        assert all(set(space.entries()) == set(book.values()) for space in spaces)
 
 
 @settings(max_examples=40)
@@ -128,7 +128,7 @@ def test_shards_have_names_of_any_length_and_letters(tmp_path: Path) -> None:
     for names_of_one in names:
         space.mark(CacheEntry(names_of_one, 5))
     assert {entry.names for entry in Space(space.folder).entries()} == set(names)
-    assert all(space.knows(CacheEntry(names_of_one, 5)) for names_of_one in names)
+    assert set(space.entries()) == {CacheEntry(names_of_one, 5) for names_of_one in names}
     space.forget(names[1][0])
     assert {entry.names for entry in Space(space.folder).entries()} == {*names} - {names[1]}
 
@@ -148,10 +148,10 @@ def test_the_log_of_a_former_release_becomes_markers(tmp_path: Path) -> None:
     log.write_text("\n\n".join(map(json.dumps, lines)) + '\n["+", 99')
     cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c", CacheConfig(limit_bytes=30_000, room_wait_s=0.05))
     space = cache._space
-    assert space.knows(CacheEntry((names[0],), 10_000))
+    assert CacheEntry((names[0],), 10_000) in space.entries()
     assert not log.exists()
     assert {entry.names: entry.num_bytes for entry in space.entries()} == {(name,): 10_000 for name in names[:2]}
-    assert not any(space.knows(CacheEntry((name,), 10_000)) for name in names[2:4])
+    assert not any(space.knows(index.entry(k).raw) for k in (2, 3))
     log.write_text(json.dumps(["+", 10_000, names[3]]))  # a process of that release still runs
     for number in (4, 5):
         cache.ensure(index.entry(number))
@@ -170,7 +170,8 @@ def test_a_folder_where_a_former_release_has_fetched_all_is_read(tmp_path: Path)
     folder.markers.rmdir()  # which is of this release
     cache = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c")
     cache.lease(entry).close()
-    assert cache._space.knows(CacheEntry((entry.raw.basename,), entry.raw.num_bytes))
+    assert cache._space.entries() == (CacheEntry((entry.raw.basename,), entry.raw.num_bytes),)
+    assert cache._space.knows(entry.raw)
 
 
 # -- processes that are killed

@@ -22,7 +22,7 @@ from lightning_stream import LocalDataset, MDSWriter, StreamingDataset
 from lightning_stream.cache import CacheConfig, ShardCache, default_folder
 from lightning_stream.cache.folder import CacheFolder
 from lightning_stream.cache.space import CacheEntry, Space
-from lightning_stream.errors import CacheError, FormatError
+from lightning_stream.errors import CacheError, DigestError, FormatError
 from lightning_stream.shared_files import FileLock, run_once_across_processes
 from lightning_stream.stores import LocalStore
 from lightning_stream.stores.base import ObjectStream
@@ -96,7 +96,7 @@ def test_shards_that_somebody_else_put_here_are_compared_with_their_hashes_once(
         assert (folder / f"shard.{number:05}.mds").read_bytes() == shard_content(number, 10_000)
     space = Space(CacheFolder(folder))
     assert [entry.names for entry in space.entries()] == [(NAME,)]  # the second is not ours to evict
-    assert space.knows(CacheEntry(("shard.00001.mds",), 1))
+    assert space.knows(index.entry(1).raw)
 
 
 # -- damage
@@ -265,6 +265,27 @@ def test_a_shard_deleted_between_lease_and_opening_is_fetched_again(
     monkeypatch.setattr(ShardCache, "lease", lease_then_delete)
     assert StreamingDataset(remote=str(tmp_path / "d"), local=str(tmp_path / "c"))[2]["x"] == 2
     assert deleted
+
+
+def test_a_shard_replaced_between_lease_and_opening_by_one_of_another_index_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tokens(tmp_path / "d", 0, ["xxh3_64"])
+    dataset = StreamingDataset(remote=str(tmp_path / "d"), local=str(tmp_path / "c"))
+    lease = ShardCache.lease
+
+    def lease_then_replace(self: ShardCache, *args: object, **kwargs: object) -> object:
+        monkeypatch.setattr(ShardCache, "lease", lease)
+        held = lease(self, *args, **kwargs)  # type: ignore[arg-type]
+        shutil.rmtree(tmp_path / "d")
+        write_tokens(tmp_path / "d", 7, ["xxh3_64"])
+        another = ShardCache(LocalStore(tmp_path / "d"), tmp_path / "c")
+        another.ensure(another.index(refresh=True).entry(0))
+        return held
+
+    monkeypatch.setattr(ShardCache, "lease", lease_then_replace)
+    with pytest.raises(DigestError):
+        dataset[2]
 
 
 # -- other users of a shared cache

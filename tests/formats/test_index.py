@@ -186,6 +186,17 @@ def test_a_hundred_thousand_shards_take_little_time_and_memory(tmp_path: Path) -
     assert mebibytes < 150
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"bytes": 8 << 50, "samples": 1 << 50}, {"bytes": 32, "samples": 4}, {"bytes": 8}, {"hashes": {}}, {"samples": 2}],
+)
+def test_no_more_rows_are_deleted_than_there_are(changes: dict[str, Any]) -> None:
+    deleted = {"basename": "deleted.bin", "bytes": 24, "samples": 3, "hashes": {"md5": "a"}}
+    assert parse(entry(), deleted=deleted).num_deleted == parse(entry()).num_samples == 3
+    with pytest.raises(FormatError, match="deleted rows must be rows of the dataset"):
+        parse(entry(), deleted=deleted | changes)
+
+
 def test_one_file_is_not_two_shards_unless_they_are_the_same() -> None:
     assert parse(entry(), entry()).num_samples == 2 * parse(entry()).num_samples
     for other in ({"samples": 7}, {"raw_data": {**entry()["raw_data"], "bytes": 57}}):

@@ -46,11 +46,12 @@ def test_a_stuck_transform_is_shown(data: Path, capfd: pytest.CaptureFixture[str
         while "".join(shown).count("Requests in flight in worker") < num_workers:
             shown.append(capfd.readouterr().err)
             sleep(0.01)
+        watch.close()  # a later wait on a busy machine would be reported too
         stuck.seen.set()
 
     batches = iter(loader)
     first = [next(batches) for _ in range(2)]  # all workers have begun
-    with loader.watch(after_s=0.5, say=say):
+    with loader.watch(after_s=0.5, say=say) as watch:
         num_samples = sum(len(batch["x"]) for batch in (*first, *batches))
     assert num_samples == 256  # the report ends no worker
     assert any(one.startswith("No batch came for ") for one in said)

@@ -74,6 +74,14 @@ def test_images_to_train_on_without_images_to_validate_on_are_refused(tmp_path: 
         ImageData(photos=str(tmp_path / "photos"), **places(tmp_path)).prepare_data()
 
 
+@pytest.mark.parametrize(("source", "says"), [(None, "Without data.source="), ("absent", "data.source .* no absent")])
+def test_images_that_are_not_there_are_answered_by_the_setting_that_names_them(
+    tmp_path: Path, source: str | None, says: str
+) -> None:
+    with pytest.raises(NotFoundError, match=says):
+        ImageData(source=source, **places(tmp_path)).prepare_data()
+
+
 def test_another_source_or_setting_has_shards_of_its_own(tmp_path: Path) -> None:
     first = TableData(source="synthetic", synthetic_count=50, **places(tmp_path))
     same = TableData(source="synthetic", synthetic_count=50, **places(tmp_path))

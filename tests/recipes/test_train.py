@@ -71,15 +71,21 @@ def test_a_strangers_module_and_data_train_by_two_overrides_and_are_tested(train
     again = train_py(*own, "debug=limit", "task_name=train")
     assert "earlier checkpoints are now in" in again.stdout
     assert (checkpoints.with_name("checkpoints-1") / "last.ckpt").read_bytes() == before
+    assert "mine.Net" in (checkpoints.with_name("checkpoints-1") / "config.yaml").read_text()
 
 
-def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_earlier_ones(run: Run, tmp_path: Path) -> None:
+def test_a_run_that_fails_before_its_first_checkpoint_leaves_the_earlier_ones_and_their_config(
+    run: Run, tmp_path: Path
+) -> None:
     last = tmp_path / "again" / "checkpoints" / "last.ckpt"
     last.parent.mkdir(parents=True)
     last.write_bytes(b"of a day of training")
+    (tmp_path / "again" / "config.yaml").write_text("of that day")
     with pytest.raises(ValueError, match="accumulat"):
         run("again", *TABLE, "trainer.accumulate_grad_batches=3", "data.global_batch_size=16")
     assert last.read_bytes() == b"of a day of training"
+    assert (tmp_path / "again" / "config.yaml").read_text() == "of that day"
+    assert [path.name for path in last.parent.iterdir()] == ["last.ckpt"]
     assert not last.parent.with_name("checkpoints-1").exists()
 
 

@@ -114,6 +114,24 @@ def test_times_that_spark_wrote_are_exact_in_any_year(tmp_path: Path) -> None:
     assert read(str(path), {"null": "json"}, "null") == [None, *(time.isoformat() for time in times[1:])]
 
 
+@pytest.mark.parametrize("name", ["x", "list", "map", "null"])
+def test_a_time_of_another_writer_that_no_number_of_nanoseconds_has_is_an_error(tmp_path: Path, name: str) -> None:
+    fitting, beyond = dt.datetime(1969, 12, 31, 23, 59, 59, 999999), dt.datetime(9999, 12, 31)
+    pairs, lists = pa.map_(pa.string(), pa.timestamp("us")), pa.list_(pa.struct([("t", pa.timestamp("us"))]))
+    for last in (fitting, beyond):
+        times = [fitting, last]
+        table = pa.table({
+            "x": times, "list": pa.array([[{"t": time}] for time in times], lists),
+            "map": pa.array([[("t", time)] for time in times], pairs), "null": [None, last],
+        })  # fmt: skip
+        path = tmp_path / f"{last.year}.parquet"
+        pq.write_table(table, path, use_deprecated_int96_timestamps=True, store_schema=False)
+    asked: Any = [name] if name == "x" else {name: "json"}
+    assert len(read(str(tmp_path / "1969.parquet"), asked, name)) == 2
+    with pytest.raises(FormatError, match=r"out of bounds timestamp.*Write its times as microseconds"):
+        read(str(path), asked, name)
+
+
 def test_a_time_that_json_cannot_show_is_an_error_that_names_the_column(tmp_path: Path) -> None:
     uri = write(tmp_path / "in", pa.array([1 << 62, None], pa.timestamp("us")))
     with pytest.raises(FormatError, match=r"rows 0 to 2.*: column 'x': date value out of range"):

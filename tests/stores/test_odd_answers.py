@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import BytesIO
@@ -462,6 +463,38 @@ def test_the_claim_of_a_killed_process_is_deleted_by_the_next_one() -> None:
     with pytest.raises(AlreadyExistsError):
         store.put("pointer", b"second", if_absent=True)
     assert store.read("pointer") == b"first"
+
+
+def test_a_claim_that_could_not_be_deleted_at_once_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"memory://{uuid.uuid4().hex}", {"retries": 1, "first_pause_s": 0.001})
+    delete = FsspecStore._delete
+
+    def broken(self: FsspecStore, name: str) -> None:
+        monkeypatch.setattr(FsspecStore, "_delete", delete)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(FsspecStore, "_delete", broken)
+    monkeypatch.setattr("lightning_stream.stores.transfer._CLAIM_WAIT_S", 0.1)
+    store.put("x", b"content", if_absent=True)
+    assert [entry.name for entry in store.list()] == ["x"]
+
+
+def test_a_claim_that_arrived_although_its_answer_was_lost_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(f"memory://{uuid.uuid4().hex}", {"retries": 0})
+    put = FsspecStore._put
+
+    def lost(self: FsspecStore, *arguments: Any) -> None:
+        monkeypatch.setattr(FsspecStore, "_put", put)
+        put(self, *arguments)
+        raise ConnectionResetError
+
+    monkeypatch.setattr(FsspecStore, "_put", lost)
+    monkeypatch.setattr("lightning_stream.stores.transfer._CLAIM_WAIT_S", 0.1)
+    with pytest.raises(UnavailableError, match="claim"):
+        store.put("x", b"content", if_absent=True)
+    assert not [*store.list()]
+    store.put("x", b"content", if_absent=True)
+    assert store.read("x") == b"content"
 
 
 def test_a_claim_of_another_clock_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

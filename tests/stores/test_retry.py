@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from servers.fault_proxy import FaultProxy, Plan
 from servers.ports import free_port
-from servers.web import WebServer
+from servers.web import Handler, WebServer
 
 from lightning_stream.errors import AlreadyExistsError, NotFoundError, StoreError, UnavailableError
 from lightning_stream.stores import LocalStore, ObjectEntry, ObjectStream, RetryingStore, RetryPolicy, open_store
@@ -43,6 +43,25 @@ def test_a_fault_that_passes_is_overcome_and_not_one_byte_is_wrong(web: WebServe
         assert store.get("shard", tmp_path / "x") == len(CONTENT)
         assert proxy.counts[fault] == 3
     assert (tmp_path / "x").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(("asked", "waits"), [("60", True), ("0", False), ("Fri, 31 Dec 1999 23:59:59 GMT", False)])
+def test_a_server_that_asks_to_wait_is_waited_for_up_to_the_longest_pause(
+    monkeypatch: pytest.MonkeyPatch, asked: str, waits: bool
+) -> None:
+    class Throttled(Handler):
+        def answer(self) -> None:
+            self.reply(429, headers={"Retry-After": asked})
+
+    class Throttling(WebServer):
+        def handler(self) -> type[Handler]:
+            return Throttled
+
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    with Throttling() as server, pytest.raises(UnavailableError, match="429"):
+        open_store(server.url, {**QUICK, "longest_pause_s": 5.0}).read("shard")
+    assert [pause >= 5.0 for pause in pauses] == [waits] * QUICK["retries"]
 
 
 def test_a_broken_body_is_resumed_and_not_read_from_the_beginning(web: WebServer, tmp_path: Path) -> None:

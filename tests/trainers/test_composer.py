@@ -176,6 +176,19 @@ def test_the_clock_counts_tokens_without_padding_also_after_a_resume_and_in_micr
     assert clocks[0].tokens + clocks[1].tokens == wanted
 
 
+@pytest.mark.parametrize("source", ["loader", "spec"])
+def test_a_duration_in_tokens_is_an_error_where_batches_have_none(shards: Path, tmp_path: Path, source: str) -> None:
+    class Ends(Callback):
+        def batch_start(self, state: Any, logger: Any) -> None:
+            if int(state.timestamp.batch) == 3:
+                state.stop_training()
+
+    loader = StreamingDataLoader(StreamingDataset(remote=shards), 16)
+    spec = loader if source == "loader" else data_spec(remote=shards, batch_size=16)
+    run = Run(shards, tmp_path, spec=spec, max_duration="90tok", callbacks=[Ends()], raises=ValueError)
+    assert "max_duration=90tok counts tokens, and the batch had none. Name their column" in str(run.error)
+
+
 def with_tokens(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, **number_row(row)}
 

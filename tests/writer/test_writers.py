@@ -95,6 +95,23 @@ def test_row_columns_of_other_types_are_refused(tmp_path: Path) -> None:
         CSVWriter(out=tmp_path / "out", columns={"c": "jpeg"})
 
 
+@pytest.mark.parametrize("form", ["mds", *WRITERS])
+def test_a_column_whose_name_no_index_can_hold_is_refused_before_anything_is_written(tmp_path: Path, form: str) -> None:
+    options: dict[str, Any] = {"separator": "|"} if form == "xsv" else {}
+    kind = WRITERS.get(form, MDSWriter)
+    refused = pytest.raises(ValueError, match=r"valid Unicode; found '\\ud800a'\. Rename that column")
+    with refused:
+        kind(out=tmp_path / "out", columns={"\ud800a": "int"}, **options)
+    with refused, kind(out=tmp_path / "out", **options) as writer:
+        writer.write({"\ud800a": 1})
+    assert not any(tmp_path.rglob("*.*"))
+
+
+def test_no_dataset_is_written_with_a_length_that_its_index_cannot_hold(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="valid Unicode"):
+        MDSWriter(out=tmp_path / "out", columns={"a": "int"}, lengths={"\ud800": lambda sample: 1})
+
+
 @pytest.mark.parametrize("workers", [0, 3])
 def test_the_index_is_put_last_and_shards_are_in_order(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch

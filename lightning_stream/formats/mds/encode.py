@@ -16,12 +16,7 @@ from lightning_stream.formats.encodings import Encoding, get_encoding, plain_val
 from lightning_stream.formats.encodings.base import BinaryColumn, EncodedColumn
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.model import MAX_FILE_BYTES, Schema, to_text
-from lightning_stream.formats.shard_encoder import (
-    EncodedBatch,
-    check_columns,
-    column_error,
-    offset_table,
-)
+from lightning_stream.formats.shard_encoder import EncodedBatch, check_columns, column_error, offset_table
 
 from .layout import encodings_of
 
@@ -43,8 +38,7 @@ class MdsEncoder:
         size_limit: int | None = None,
     ) -> None:
         check_columns(columns)
-        names = tuple(sorted(columns))
-        encodings = tuple(columns[name] for name in names)
+        names, encodings = zip(*sorted(columns.items()), strict=True)
         sizes = tuple(get_encoding(encoding).size for encoding in encodings)
         schema = Schema("mds", names, encodings, sizes, compression, hashes, size_limit)
         self._set(schema, to_text(schema))
@@ -60,7 +54,7 @@ class MdsEncoder:
         self.schema = schema
         self._config = config
         self._encodings = encodings_of(schema)
-        self.header_bytes = 8 + len(self._config)
+        self.header_bytes = 8 + len(config)
         self._steps: list[tuple[str, str, Any, Callable[[Any], bytes], int | None]] = [
             (name, kind, encoding.stored_type, encoding.encode, encoding.size)
             for name, kind, encoding in zip(schema.names, schema.encodings, self._encodings, strict=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Unpack
 
-from composer import Callback, Event, Logger, State
+from composer import Callback, Event, Logger, State, TimeUnit
 from composer.loggers import ProgressBarLogger
 from msgspec import structs
 
@@ -180,8 +180,13 @@ class StreamingPosition(Callback, TrainerClock):  # type: ignore[misc]  # Compos
         self._num_substituted += self.run.take().num_substituted
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Commit the batch, and show the position."""
+        """Commit the batch, and show the position. ValueError where training would never end, since nothing counts."""
         self._sync()
+        if state.max_duration.unit is TimeUnit.TOKEN and int(state.timestamp.token) == 0:
+            raise ValueError(
+                f"max_duration={state.max_duration.to_timestring()} counts tokens, and the batch had none. Name their "
+                "column: data_spec(token_column=...); of others, pass get_num_tokens_in_batch="
+            )
         position = self.run.position
         logger.log_metrics({"stream/epoch": position.epoch, "stream/position": position.position})
         if self.monitor.is_on and int(state.timestamp.batch) % _LOGGED_EVERY == 0:
@@ -278,10 +283,9 @@ class _RestOfEpoch(Callback):  # type: ignore[misc]  # Composer has no types
 
     def before_dataloader(self, state: State, logger: Logger) -> None:  # noqa: ARG002
         """Restore the length of an epoch: Composer has begun to iterate."""
-        limit = self.limit
-        self.limit = None
-        if limit is not None:
-            state.dataloader_len = limit
+        if self.limit is not None:
+            state.dataloader_len = self.limit
+            self.limit = None
 
 
 def _is_less(limit: int, loader: Any) -> bool:
