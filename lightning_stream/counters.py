@@ -35,8 +35,7 @@ NAMES = (
     "evictions",  # shards that were deleted to make space
     "bad_samples",  # found since the process began
 )
-# Ctrl-C may come as the main thread has just taken a lock, which Python 3.14 then never gives back, and all that fetch
-# would wait for it. With a GIL none is needed: nothing else runs in the one call of numpy that adds one number.
+# With a GIL no lock is needed: nothing else runs in the one call of numpy that adds one number.
 _adding = lock_over_forks() if sysconfig.get_config_var("Py_GIL_DISABLED") else nullcontext()
 _INDICES = {name: index for index, name in enumerate(NAMES)}
 

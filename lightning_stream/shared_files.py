@@ -13,7 +13,6 @@ import socket
 import stat
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from lightning_stream import errors
 from lightning_stream.errors import CacheError, LightningStreamError, LockTimeoutError, summarize
+from lightning_stream.threads import Lock
 
 try:
     import fcntl
@@ -215,7 +215,7 @@ class _LockDescriptors:
 
     def __init__(self) -> None:
         self._fds: set[int] = set()
-        self._guard = threading.RLock()  # the garbage collector may close one while another is being opened
+        self._guard = Lock()  # the garbage collector may close one while another is being opened
         os.register_at_fork(
             before=self._guard.acquire, after_in_parent=self._guard.release, after_in_child=self._drop_inherited
         )

@@ -6,6 +6,7 @@ that was stopped, or a loader's worker, alive until its timeout. A fetch that is
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import sys
@@ -24,6 +25,29 @@ _LOOK_S = 1.0
 _Call = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
+if sys.version_info[:2] == (3, 14):
+
+    class Lock(_thread.RLock):
+        """A lock that a thread may take again, and that Ctrl-C does not leave taken.
+
+        The `with` of Python 3.14 does not release one that was taken just before (CPython issue 148874).
+        """
+
+        __slots__ = ()
+
+        def __enter__(self) -> bool:
+            before = self._recursion_count()
+            try:
+                return self.acquire()
+            except BaseException:
+                if self._recursion_count() > before:
+                    self.release()
+                raise
+
+else:
+    Lock = threading.RLock
+
+
 class DaemonPool:
     """Runs calls in at most `num_threads` daemon threads, in the order they were given. A context manager."""
 
@@ -31,10 +55,8 @@ class DaemonPool:
         self.num_threads = num_threads
         self._name = name
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        # Ctrl-C may come as the main thread has just taken a lock, which Python 3.14 then never gives back. So it can
-        # take the one for changes again, and the threads of the pool need none.
         self._unfinished: set[Future[Any]] = set()
-        self._guard = threading.RLock()
+        self._guard = Lock()
         self._started = 0
         self._closed = False
         self._pid = os.getpid()
@@ -113,9 +135,9 @@ def wait_briefly(wait: Callable[[float], T], timeout_s: float) -> T:
     return result
 
 
-def lock_over_forks() -> threading.Lock:
+def lock_over_forks() -> Lock:
     """A lock for a module, which a fork waits for: a forked process never has a copy that a thread it lacks holds."""
-    lock = threading.Lock()
+    lock = Lock()
     os.register_at_fork(before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release)
     return lock
 

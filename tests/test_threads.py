@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from lightning_stream.counters import Counters
-from lightning_stream.threads import DaemonPool, follow, lock_over_forks, wait_briefly
+from lightning_stream.threads import DaemonPool, Lock, follow, lock_over_forks, wait_briefly
 
 
 def test_calls_run_in_order_in_so_many_threads_and_no_more() -> None:
@@ -100,6 +100,19 @@ def interrupts() -> Iterator[Callable[[int, Callable[[], object]], None]]:
     finally:
         gc.enable()
         signal.signal(signal.SIGVTALRM, former)
+
+
+def test_a_lock_that_ctrl_c_interrupts_anywhere_is_free_for_others() -> None:
+    lock = Lock()
+
+    def take() -> None:
+        with lock, lock:
+            pass
+
+    with interrupts() as call_until_interrupted, DaemonPool(1, "other") as pool:
+        for number in range(200):
+            call_until_interrupted(number, take)
+            pool.submit(take).result(10)
 
 
 def test_a_pool_that_ctrl_c_interrupts_anywhere_can_be_closed_and_ends_its_threads() -> None:

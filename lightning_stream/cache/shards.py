@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from lightning_stream.shared_files import (
 )
 from lightning_stream.stores import RetryingStore, Store
 from lightning_stream.stores.local import LocalStore
+from lightning_stream.threads import Lock
 
 from .fetch import check_size, download, is_full, is_here, size_of, verify
 from .index import IndexFile, OtherFormat
@@ -54,7 +54,7 @@ class Lease:
         self._fd = fd
         self._pid = os.getpid()
         self.is_held = True
-        self._closing = threading.Lock()  # a thread may close the lease while another one uses its descriptor
+        self._closing = Lock()  # a thread may close the lease while another one uses its descriptor
 
     @classmethod
     def take(cls, folder: Path, name: str, draft: Path | None = None) -> Lease | None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -41,7 +40,7 @@ from lightning_stream.formats.shard import Shard
 from lightning_stream.reading.proofs import UnverifiedRead
 from lightning_stream.reading.stream import DownloadHook
 from lightning_stream.stores import RetryingStore
-from lightning_stream.threads import DaemonPool
+from lightning_stream.threads import DaemonPool, Lock
 
 if TYPE_CHECKING:
     from lightning_stream.reading.stream_shards import StreamShards
@@ -73,7 +72,7 @@ class PartialShards:
         self._costs: Counter[int] = Counter()  # bytes, requests counted as such, by shard
         self._distrusted: set[int] = set()
         self.num_requests = 0
-        self._guard = threading.Lock()
+        self._guard = Lock()
         self._requests = DaemonPool(_THREADS, "range")
         self._readers = DaemonPool(_THREADS, "partial")  # which wait for requests
 

@@ -12,7 +12,6 @@ import atexit
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing import parent_process
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_stream.errors import LightningStreamError, StoreError
 from lightning_stream.formats.hashing import digest_parts
 from lightning_stream.formats.shard import Shard
+from lightning_stream.threads import Lock
 
 if TYPE_CHECKING:
     from lightning_stream.reading.stream_shards import StreamShards
@@ -59,7 +59,7 @@ class UnverifiedReads:
 
     def __init__(self) -> None:
         self._by_shard: dict[int, set[UnverifiedRead]] = {}
-        self._guard = threading.Lock()
+        self._guard = Lock()
 
     def add(self, reads: Sequence[UnverifiedRead]) -> None:
         """Note samples that are about to be delivered."""

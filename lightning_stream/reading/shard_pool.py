@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from lightning_stream.formats.shard import Batch, Buffers, Shard
 from lightning_stream.reading.partial import PartialShards, ranges_of
 from lightning_stream.reading.proofs import UnverifiedRead, UnverifiedReads
 from lightning_stream.stores import is_remote
-from lightning_stream.threads import DaemonPool
+from lightning_stream.threads import DaemonPool, Lock
 
 if TYPE_CHECKING:
     from lightning_stream.reading.look_ahead import NextUse
@@ -178,7 +177,7 @@ class FetchQueue:
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._highest_rank = _NEXT  # of those that may begin
         self._waiting: list[Fetch] = []
         self._elsewhere: list[Fetch] = []
@@ -248,8 +247,8 @@ class FetchQueue:
         self._waiting = sorted(self._waiting, key=lambda fetch: fetch.rank)
         for fetch in self._waiting:
             if self._may_begin(fetch) and not fetch.is_asked:
-                fetch.is_asked = True
                 self._fetchers.submit(self._fetch_next)
+                fetch.is_asked = True
 
     def _fetch_next(self) -> None:
         with self._lock:
@@ -324,7 +323,7 @@ class ShardPool:
 
     def __init__(self, shards: StreamShards) -> None:
         self.pid = os.getpid()
-        self.lock = threading.RLock()
+        self.lock = Lock()
         self.open = OpenShards(shards.num_shards, shards.num_joined)
         self.fetches: dict[int, Fetch] = {}
         self.wanted: Counter[int] = Counter()  # the batches that want a shard, or read it, by its id
@@ -333,7 +332,7 @@ class ShardPool:
         self.unverified = UnverifiedReads()
         self.spare_requests = 0  # for ranges of shards that are being fetched anyway
         self.num_fetched_again = 0
-        self._repairs = threading.RLock()  # held while a damaged shard is fetched again
+        self._repairs = Lock()  # held while a damaged shard is fetched again
         self._shards = shards
         self._config = shards.config
         self._counters = shards.counters
@@ -396,8 +395,8 @@ class ShardPool:
         missing = [shard_id for shard_id in shard_ids if shard_id not in self.fetches and shard_id not in self.open]
         if missing:
             new = {shard_id: Fetch(*self._shards.entry(shard_id)) for shard_id in missing}
-            self.fetches |= new
             self.queue.add(list(new.values()))
+            self.fetches |= new  # not before: Ctrl-C may come between, and nobody would fetch them
 
     def fetch_first(self, shard_ids: Sequence[int]) -> None:
         """Fetch all shards at once that a batch waits for, before those of later batches."""

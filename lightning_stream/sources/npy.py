@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-import threading
 from typing import Any
 
 import numpy as np
 
+from lightning_stream.threads import Lock
+
 # A head is parsed as Python. The parser of Python 3.11 raises a SystemError now and then where two threads parse.
-_LOCK = threading.Lock()
+_LOCK = Lock()
 
 
 def read_head(data: bytes | memoryview) -> tuple[int, tuple[int, ...], np.dtype[Any]] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -30,7 +29,7 @@ from lightning_stream.shared_files import LOCK_FDS, publish_bytes, try_flock
 from lightning_stream.spark.convert import Conversion, quoted
 from lightning_stream.spark.partition import SparkJob
 from lightning_stream.stores import absolute, is_remote, open_store
-from lightning_stream.threads import DaemonPool
+from lightning_stream.threads import DaemonPool, Lock
 
 _LABEL = "rows of a Spark DataFrame"  # in `lightning-stream cache list`
 _LOOK_S = 0.1  # between two looks for the next partition's receipt
@@ -69,7 +68,7 @@ class FrameCache:
         self._conversion = conversion
         self._pool = DaemonPool(1, "spark-frame-cache")
         self._filling: Future[None] | None = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._reader: SampleReader | None = None
         _caches.add(self)
 

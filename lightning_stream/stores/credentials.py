@@ -9,7 +9,6 @@ import math
 import os
 import pickle
 import stat
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
@@ -23,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 from lightning_stream.errors import AccessError, LightningStreamError, UnavailableError, summarize
 from lightning_stream.fingerprint import function_text
 from lightning_stream.shared_files import PRIVATE, FileLock, publish_bytes
+from lightning_stream.threads import Lock
 
 from .transfer import NETWORK_ERRORS, PerProcess, is_named
 
@@ -75,7 +75,7 @@ class Renewed:
 
     def __init__(self, ask: Callable[[], Keys]) -> None:
         self._ask = ask
-        self._renewing = threading.Lock()
+        self._renewing = Lock()
         self._keys: Keys | None = None
 
     def get(self) -> Keys:
@@ -106,7 +106,7 @@ class Credentials:
         self.folder: SharedFolder | None = None
         self._keys: Keys | None = None
         self._useless: Keys | None = None  # new ones that were refused, too, with the time until which others would be
-        self._renewing = PerProcess(threading.Lock)
+        self._renewing = PerProcess(Lock)
 
     def __getstate__(self) -> dict[str, Any]:
         try:

@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Generic, TypeVar, final
 
 from lightning_stream.errors import NotFoundError, UnavailableError, redact
 from lightning_stream.shared_files import backoff
+from lightning_stream.threads import Lock
 
 if TYPE_CHECKING:
     from .base import Store
@@ -236,7 +236,7 @@ class PerProcess(Generic[T]):
         """Return what this process has made."""
         pid = os.getpid()
         if pid not in self._made:
-            with _making.setdefault(pid, threading.RLock()):
+            with _making.setdefault(pid, Lock()):
                 if pid not in self._made:
                     self._made[pid] = self._make()
         return self._made[pid]

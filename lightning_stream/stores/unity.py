@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_stream.errors import AccessError, NotFoundError, StoreError, UnavailableError, redact
+from lightning_stream.threads import Lock
 
 from .base import AnswerError, ListingPage, Store, StoreTraits
 from .credentials import SharedFolder
@@ -60,7 +60,7 @@ class UnityStore(Store):
         self._is_dbfs = url.startswith("dbfs:")
         self._folder: SharedFolder | None = None
         self._stores: dict[bool, Store] = {}  # to read, and to write
-        self._finding = PerProcess(threading.Lock)
+        self._finding = PerProcess(Lock)
 
     @classmethod
     def from_url(cls, url: str, options: Options) -> UnityStore:

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +32,7 @@ from lightning_stream.run_log import (
     open_log,
 )
 from lightning_stream.shared_files import LOCK_FDS
+from lightning_stream.threads import Lock
 from lightning_stream.trainers.audit import verify_delivery
 from lightning_stream.trainers.monitor import DataMonitor
 from lightning_stream.trainers.tracker import PositionTracker
@@ -113,7 +113,7 @@ class RunReport:
         self._is_first = self._continues = self._has_failed = False
         self._fd: int | None = None
         self._unwritten = b""
-        self._lock = threading.RLock()  # the watch of a loader writes messages, too
+        self._lock = Lock()  # the watch of a loader writes messages, too
         self._began = self._row_began = perf_counter()
         self._before_s = 0.0  # that the launches before this one took
         self._num_former = 0  # bytes of the list of bad samples, before this launch

@@ -7,11 +7,12 @@ objects are not copied.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+
+from lightning_stream.threads import Lock
 
 PIECE_BYTES = 1 << 23  # numpy asks for huge pages from 4 MiB on, and then making them is cheap
 _HUGE_PAGE_BYTES = 1 << 21
@@ -24,7 +25,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._free: list[memoryview] = []
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def take(self) -> memoryview:
         """Return a piece with any content. It begins at a huge page: else a quarter of it would be small pages."""

@@ -240,8 +240,10 @@ def test_ctrl_c_ends_the_wait_for_a_batch(over: Any) -> None:
     go, once = threading.Event(), threading.Lock()
 
     def interrupt(sample: dict[str, Any], rng: Any) -> int:
-        if once.acquire(blocking=False):
+        while once.acquire(blocking=False) and not go.is_set():
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            go.wait(5)  # Python forgets one that comes in a destructor
+            once.release()
         go.wait(60)
         return int(sample["id"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -14,6 +13,7 @@ from lightning_stream.errors import FormatError
 from lightning_stream.formats.encodings.base import FlatArrays
 from lightning_stream.formats.memory import AddressWindow, Int64s, MappedFile
 from lightning_stream.formats.samples import DECODE_ERRORS, Batch, Buffers, Ragged, corrupt_error
+from lightning_stream.threads import Lock
 
 from .layout import Column, RecordLayout, skip
 
@@ -59,7 +59,7 @@ class SpanTable:
         self._files: dict[int, Mapped] = {}  # another dict after each removal: rows that were found keep the former
         self._layout: RecordLayout | None = None
         self._window: AddressWindow | None = None
-        self._lock = threading.Lock()
+        self._lock = Lock()
 
     def add(self, shard: int, mapped: Mapped) -> None:
         """Add a mapped shard. One of another layout is ignored."""
